@@ -9,6 +9,11 @@ DEFAULT_BUFFER_STEPS = 10_000
 DEFAULT_HWM = 100_000
 DEFAULT_MAX_QUEUE_SIZE = 100_000
 
+# ZeroMQ's own default. A subscriber reads its socket whenever its loop runs: this many wait while the loop is blocked.
+DEFAULT_SUBSCRIBER_HWM = 1000
+# Of messages that one endpoint of a subscriber has received and not decoded.
+DEFAULT_MAX_BACKLOG_BYTES = 1 << 26
+
 # How long close and shutdown let what is queued go out.
 CLOSE_TIMEOUT_S = 1.0
 

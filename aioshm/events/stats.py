@@ -55,6 +55,8 @@ class SubscriberStats:
         handshake_failures: Connections that ended before their handshake: no ZeroMQ, other keys, or hung up.
         cut_off: Connections that sent more than they may and were hung up on.
         gone: Publishers that were reported as gone.
+        dropped: Messages that this subscriber dropped undecoded, because it decodes more slowly than they come. Their
+            numbers are missing then: they are replayed, or count as lost.
     """
 
     delivered: int = 0
@@ -70,3 +72,4 @@ class SubscriberStats:
     handshake_failures: int = 0
     cut_off: int = 0
     gone: int = 0
+    dropped: int = 0

@@ -199,6 +199,7 @@ SUBSCRIBER = _counters(
         "replay_failures": ("replay_failures", "{replay}", "Replays that were not answered to the end in time."),
         "handshake_failures": ("handshake_failures", "{connection}", "Connections without ZeroMQ, or the right keys."),
         "cut_off": ("cut_off_connections", "{connection}", "Connections that sent more than they may."),
+        "dropped": ("dropped_messages", "{message}", "Messages that were dropped because decoding is too slow."),
     },
 )
 

@@ -99,7 +99,8 @@ class Subscriber:
         self.up = True
         self._epoch = 0
         self._last = 0.0
-        self._live: list[tuple[Message, int]] = []  # has come, and is not read while there is a question
+        self._live: list[tuple[Message, int, int]] = []  # has come, and is not read while there is a question
+        self._arrivals = 0
         self._answering = False
         self.next = self.failed = 0
         self.blind = False  # whether a question was not answered at all
@@ -121,7 +122,8 @@ class Subscriber:
         self.world.loop.call_at(at, lambda: self._arrive(message, epoch) if epoch == self._epoch else None)
 
     def _arrive(self, message: Message, epoch: int) -> None:
-        self._live.append((message, epoch))
+        self._live.append((message, epoch, self._arrivals))
+        self._arrivals += 1
         self._work()
 
     def cut(self) -> None:
@@ -146,9 +148,9 @@ class Subscriber:
             if start is not None:
                 self._ask(start)
             elif self._live:
-                message, epoch = self._live.pop(0)
+                message, epoch, arrival = self._live.pop(0)
                 # Where replay answers, a connection that came back raises the same doubt as a batch over a new one.
-                tracker.live(message, 0 if self.can_replay else epoch)
+                tracker.live(message, 0 if self.can_replay else epoch, arrival)
             else:
                 return
 
@@ -157,6 +159,7 @@ class Subscriber:
         world.check(self.can_replay, "a replay is wanted, and there is none")
         world.check(start >= 0, f"a replay from {start} on is wanted")
         self._answering = True
+        self.tracker.asked(self._arrivals)
         asked = self.publisher.incarnation
         world.loop.call_later(world.between(0.0005, self._slowest_s), self._answer, start, asked)
 
@@ -180,7 +183,11 @@ class Subscriber:
             what = f"{len(come)} of {len(entries)} of {answered}"
             world.note(f"a subscriber is answered from {start} on: {what}, cut off: {fails}")
             for number, payload in come:
-                self.tracker.replayed(Message(TOPIC, number, KVEventBatch(0.0, [], 0), payload))
+                if not self.tracker.replayed(Message(TOPIC, number, KVEventBatch(0.0, [], 0), payload)):
+                    self._attempts = 0
+                    self._answering = False
+                    self._work()
+                    return
             if not (fails or start or entries):  # of none that has said anything: what waits may be anybody's
                 self.blind = True
             self._end(failed=fails, blind=not come or publisher.incarnation > 0)

@@ -9,6 +9,9 @@ A request starts at the number that was delivered *last*, not at the first missi
 then begins with a batch that is already known; if it is another one, or if there is none, the publisher has
 begun again, even where its numbers happen to go on just where the old one's ended.
 
+An answer may begin behind a live message that waits for it, where the publisher's replay buffer is short and live
+messages wait for long. The live messages then go first, and the rest of the answer is not wanted.
+
 Without an answer, a batch over a new connection proves nothing: the publisher counts as begun again.
 
 Streams end. A stream is missing while its connection has ended, or its replay port answers without it; the port is then
@@ -28,6 +31,7 @@ from aioshm.events.protocol.numbering import Numbering, Verdict, fingerprint
 
 Start: TypeAlias = int | Literal["live"] | None
 
+_NOT_KEPT = "the publisher's replay buffer does not have them"
 _UNPROVED = "it has a new connection, and no replay shows that it is the same process"
 
 
@@ -55,6 +59,7 @@ class _Stream:
     moved: bool = False  # that one is new, and no replay has shown that the process is the same
     ended: bool = False  # that one has ended
     absent: bool = False  # the replay port has nothing of it, and is not asked for it
+    covered: int = 0  # live messages with lower numbers of arrival came before a question that was answered since
 
 
 @dataclass(slots=True)
@@ -64,6 +69,7 @@ class _Job:
     pending: Message | None = None  # the live message that brought this up
     answered: bool = False  # the stream was in the answer
     same: bool = False  # and what it had last is of the publisher that answered
+    asked_at: int = 0  # so many live messages had come when it was asked
     outdated: bool = False  # a connection came back since: by now there may be another publisher
     disowned: set[_Stream] = field(default_factory=set)  # each is asked for again, from where it stands
 
@@ -112,12 +118,13 @@ class SourceTracker:
             return 0 if job.why is _Why.SCAN else numbers.expected
         return numbers.last[0]
 
-    def live(self, message: Message, connection: object = 0) -> None:
+    def live(self, message: Message, connection: object = 0, arrival: int = 0) -> None:
         """Take a live message; read no more of them while ``asking`` is not None.
 
         Args:
             message: The batch.
             connection: Identifies the connection that the message came over.
+            arrival: How many live messages came before it; see `asked`.
         """
         stream = self._stream(message)
         stream.absent = False
@@ -129,7 +136,13 @@ class SourceTracker:
                 stream.doubted = True
             stream.connection = connection
             stream.ended = False
-        if not self._jobs:
+        if arrival < stream.covered:  # the answer would have had it, unless its publisher was gone before
+            verdict = stream.numbers.judge(message.seq, fingerprint(message.payload))
+            if verdict in (Verdict.COPY, Verdict.UNSURE):
+                self.duplicates += 1
+            else:
+                self.unconfirmed += 1
+        elif not self._jobs:
             self._judge_live(stream, message)
         else:  # a connection came back just before it: it waits for the answer that is asked for anyway
             self._jobs.append(_Job(_Why.CHECK, stream, message))
@@ -185,24 +198,33 @@ class SourceTracker:
         if not streams and self._start != "live":
             self._jobs.append(_Job(_Why.BEGIN, None))
 
-    def replayed(self, message: Message) -> None:
-        """Take one reply to the request at hand."""
+    def asked(self, arrivals: int) -> None:
+        """Note that the request at hand is sent now, when so many live messages have come."""
+        self._jobs[0].asked_at = arrivals
+
+    def replayed(self, message: Message) -> bool:
+        """Take one reply to the request at hand; False if the rest of the answer is not wanted."""
         job = self._jobs[0]
         stream = self._stream(message, job.stream)
         if stream.absent and stream is not job.stream:  # it is back: its own answer shows as which process
             self._ask_again(job, stream)
         self._confirm(stream)
         if stream in job.disowned:
-            return
+            return True
         numbers = stream.numbers
         mark = fingerprint(message.payload)
         if stream is job.stream and not job.answered:
+            pending = job.pending
+            if pending is not None and not stream.doubted and numbers.expected <= pending.seq < message.seq:
+                self._jobs.popleft()
+                self._settle(stream, pending, fingerprint(pending.payload), _NOT_KEPT)
+                return False
             job.answered = True
             if job.why is _Why.SCAN:
                 self._begin_again(stream)
             job.same = numbers.last in (None, (message.seq, mark))
             if job.same and numbers.last is not None:
-                return  # this is what we had last
+                return True  # this is what we had last
         verdict = numbers.judge(message.seq, mark)
         if verdict is Verdict.BACK:
             self._begin_again(stream)
@@ -213,8 +235,9 @@ class SourceTracker:
             self.duplicates += 1
         else:
             if verdict is Verdict.GAP:
-                self._give_up(stream, message.seq, "the publisher's replay buffer does not have them")
+                self._give_up(stream, message.seq, _NOT_KEPT)
             self._deliver(stream, message, mark, replayed=True)
+        return True
 
     def replay_ended(self) -> None:
         """Take the end of the answer."""
@@ -225,9 +248,10 @@ class SourceTracker:
         if not job.answered and job.why is _Why.CHECK and stream.numbers.last is not None:
             self._jobs.appendleft(_Job(_Why.SCAN, stream, job.pending))
             return
+        if job.answered:
+            stream.covered = job.asked_at
         if job.pending is not None:
-            reason = "the publisher's replay buffer does not have them"
-            self._judge_pending(job, stream, job.pending, reason, ended=True)
+            self._judge_pending(job, stream, job.pending, _NOT_KEPT, ended=True)
         elif not job.answered and stream.numbers.last is not None:
             stream.doubted = True
             stream.absent = True

@@ -13,6 +13,7 @@ from typing import Protocol
 import zmq
 
 from aioshm.events.protocol.zmtp import GREETING, Refused, SubPeer
+from aioshm.events.subscribe.backlog import CAME_BACK, Backlog
 from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, BoundFile, attach, open_socket
 from aioshm.zeromq.monitor import ENDED, Monitor
@@ -23,6 +24,10 @@ MAX_HELD_BYTES = 1 << 24
 # Pieces of 8 KiB that ZeroMQ reads ahead from one peer.
 _CHUNKS = 16
 _HANDSHAKE_S = 30.0
+# How long one turn of the loop receives messages into the backlog, and how long while that is more than half full:
+# decoding then needs the time more than messages that may be dropped.
+_READ_AHEAD_S, _READ_AHEAD_BUSY_S = 0.002, 0.0005
+_NOBLOCK, _RCVMORE = int(zmq.NOBLOCK), int(zmq.RCVMORE)
 
 
 class LivePort(Protocol):
@@ -61,15 +66,28 @@ class LivePort(Protocol):
     def read(self) -> tuple[int, list[str]]:
         """Return the number of connections that came back since the last call, and log texts on refused peers."""
 
-    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Pump, Pump | None]:
-        """Have ``callback`` called when there may be a message, and when there may be news of connections only."""
+    def read_ahead(self) -> bool:
+        """Receive messages into the backlog, where the port has one; True if there may be more."""
+
+    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], bool]) -> None:
+        """Call ``callback`` when there may be a message or news of connections, again if it returns True."""
+
+    def pause(self) -> None:
+        """Leave messages in the kernel until `resume`; a port with a backlog continues to read ahead."""
+
+    def resume(self) -> None:
+        """Call the callback again, beginning now. Idempotent, as is `pause`."""
 
     def close(self) -> None:
         """Close the port. Idempotent."""
 
 
 class SubPort:
-    """A SUB socket with its monitor: for one who connects, or who knows its peers by their keys."""
+    """A SUB socket with its monitor: for one who connects, or who knows its peers by their keys.
+
+    ZeroMQ bounds the queue of a socket by messages, not by bytes. So the socket is read whenever the loop runs, into
+    the backlog, which is bounded by bytes.
+    """
 
     def __init__(
         self,
@@ -81,6 +99,7 @@ class SubPort:
         hwm: int,
         curve: CurveKeys | None,
         max_bytes: int,
+        backlog: Backlog,
     ) -> None:
         silence_s = BOUND_SUBSCRIBER_SILENCE_S if bind else None
         self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve, silence_s=silence_s)
@@ -100,11 +119,19 @@ class SubPort:
         self._file = BoundFile(self.endpoint) if bind else None
         self._encrypted = curve is not None
         self._bound = bind
+        # What pyzmq's own subclass adds to them is for other kinds of sockets, and takes longer than they do.
+        self._receive_frame = super(zmq.Socket, self._sub).recv
+        self._option = super(zmq.Socket, self._sub).get
+        self._backlog = backlog
         self._numbers = count()
+        self._connection = next(self._numbers)  # of a port that connects
         self._senders: dict[int, int] = {}  # by descriptor, of a port that is bound
-        self._left: set[int] = set()
+        self._gone: set[int] = set()  # descriptors of connections whose last messages may wait in the socket
         self._ended: list[object] = []
-        self.sender: object = next(self._numbers)
+        self._came_back = 0
+        self._refused: list[str] = []
+        self._pumps: list[Pump] = []
+        self.sender: object = None
         self.cut_off = 0
 
     @property
@@ -121,49 +148,111 @@ class SubPort:
         return self._monitor.handshake_failures
 
     def receive(self) -> list[bytes] | None:
-        try:
-            if not self._bound:
-                return self._sub.recv_multipart(zmq.NOBLOCK)
-            frames = self._sub.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            self._end_connections()
+        entry = self._backlog.take()
+        if entry is None:
             return None
+        connection, frames, _ = entry
+        if frames is not None:
+            self.sender = connection
+            return frames
+        if connection is CAME_BACK:
+            self._came_back += 1
+        else:
+            self._ended.append(connection)
+        return []
+
+    def read_ahead(self) -> bool:
+        self._backlog.shrink()
+        if self._backlog.is_shrinking:
+            return True
+        gone = self._gone | self._read_monitor()
+        burst, is_empty = self._receive_burst()
+        # A connection that came back did so before its first message was received: its marker goes before the burst.
+        self._gone = self._read_monitor() if burst else set()
+        for connection, frames in burst:
+            self._backlog.put(connection, frames)
+        if is_empty:
+            self._end_connections(gone)
+        else:
+            self._gone |= gone
+        self._backlog.shrink()
+        return not is_empty or bool(self._gone) or self._backlog.is_shrinking
+
+    def _receive_burst(self) -> tuple[list[tuple[int, list[bytes]]], bool]:
+        """Receive for one slice of time; return messages with their connections, and whether none is left."""
+        burst: list[tuple[int, list[bytes]]] = []
+        clock = time.perf_counter
+        deadline = clock() + (_READ_AHEAD_BUSY_S if self._backlog.is_half_full else _READ_AHEAD_S)
+        try:
+            while True:
+                burst.append(self._receive_from_any() if self._bound else (self._connection, self._receive_whole()))
+                if clock() > deadline:
+                    return burst, False
+        except zmq.Again:
+            return burst, True
+
+    def _receive_whole(self) -> list[bytes]:
+        receive, option = self._receive_frame, self._option
+        frames = [receive(_NOBLOCK)]
+        while option(_RCVMORE):
+            frames.append(receive(_NOBLOCK))
+        return frames
+
+    def _receive_from_any(self) -> tuple[int, list[bytes]]:
+        """Receive a message of a port that is bound; return its connection, too."""
+        frames = self._sub.recv_multipart(zmq.NOBLOCK, copy=False)
         try:
             descriptor = int(frames[0].get(zmq.SRCFD))
         except zmq.ZMQError:  # a transport without descriptors
             descriptor = -1
-        self.sender = self._senders.get(descriptor)
-        if self.sender is None:
-            self.sender = self._senders[descriptor] = next(self._numbers)
-        return [frame.bytes for frame in frames]
+        sender = self._senders.get(descriptor)
+        if sender is None:
+            sender = self._senders[descriptor] = next(self._numbers)
+        return sender, [frame.bytes for frame in frames]
 
-    def _end_connections(self) -> None:
+    def _end_connections(self, gone: set[int]) -> None:
         """Note the connections that ended; until the socket was empty, their last messages waited in it."""
-        if not self._left:
+        if not gone:
             return
         if self._bound:
-            self._ended += [self._senders.pop(each) for each in self._left if each in self._senders]
+            for descriptor in gone & self._senders.keys():
+                self._backlog.note(self._senders.pop(descriptor))
         else:
-            self._ended.append(self.sender)
-            self.sender = next(self._numbers)
-        self._left.clear()
+            self._backlog.note(self._connection)
+            self._connection = next(self._numbers)
+
+    def _read_monitor(self) -> set[int]:
+        """Note connections that came back and peers that were refused; return the descriptors of those that ended."""
+        came_back, failed = self._monitor.read()
+        if came_back:
+            self._backlog.note(CAME_BACK)
+        hint = ", or the peer refuses these keys" if self._encrypted else ""
+        self._refused += [each.reason + (hint if each.reason == ENDED else "") for each in failed]
+        return self._monitor.take_gone()
 
     def ended(self) -> list[object]:
         ended, self._ended = self._ended, []
         return ended
 
     def read(self) -> tuple[int, list[str]]:
-        came_back, failed = self._monitor.read()
-        self._left |= self._monitor.take_gone()
-        hint = ", or the peer refuses these keys" if self._encrypted else ""
-        return came_back, [each.reason + (hint if each.reason == ENDED else "") for each in failed]
+        came_back, self._came_back = self._came_back, 0
+        refused, self._refused = self._refused, []
+        return came_back, refused
 
-    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Pump, Pump | None]:
-        return Pump(loop, self._sub, callback), Pump(loop, self._monitor.pair, callback)
+    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], bool]) -> None:
+        self._pumps = [Pump(loop, self._sub, callback), Pump(loop, self._monitor.pair, callback)]
+
+    def pause(self) -> None:
+        pass  # what is not received waits in ZeroMQ's queue, which no number of bytes bounds
+
+    def resume(self) -> None:
+        pass
 
     def close(self) -> None:
         if self._sub.closed:
             return
+        for pump in self._pumps:
+            pump.pause()
         self._monitor.close()
         self._sub.close(linger=0)
         if self._file is not None:
@@ -199,6 +288,7 @@ class OpenPort:
         )
         self._stream.setsockopt(zmq.SNDHWM, 1000)  # answers, which are small
         self._by_descriptor: dict[int, bytes] = {}
+        self._pumps: list[Pump] = []
         self._left: set[int] = set()
         try:
             # The empty message that ends a connection is dropped where the peer's queue is full.
@@ -240,10 +330,22 @@ class OpenPort:
         self.reconnects += came_back
         return came_back, refused
 
-    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Pump, Pump | None]:
-        return Pump(loop, self._stream, callback), Pump(loop, self._monitor.pair, callback)
+    def read_ahead(self) -> bool:
+        return False
+
+    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], bool]) -> None:
+        self._pumps = [Pump(loop, self._stream, callback), Pump(loop, self._monitor.pair, callback)]
+
+    def pause(self) -> None:
+        for pump in self._pumps:
+            pump.pause()
+
+    def resume(self) -> None:
+        for pump in self._pumps:
+            pump.resume()
 
     def close(self) -> None:
+        self.pause()
         self._monitor.close()
         self._stream.close(linger=0)
         self._peers.clear()

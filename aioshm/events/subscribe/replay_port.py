@@ -70,6 +70,11 @@ class ReplayPort:
         return (self.asked_at if asked else self._loop.time()) + self._timeout
 
     @property
+    def is_asked(self) -> bool:
+        """Whether a request was sent whose answer has not ended."""
+        return self._dealer is not None
+
+    @property
     def has_answer(self) -> bool:
         """Whether something of an answer is there to be received."""
         return self._dealer is not None and bool(self._dealer.poll(0))

@@ -21,6 +21,7 @@ from aioshm.events.protocol.deliveries import Delivery, Lost, Received
 from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.tracker import Message, SourceTracker, Start
 from aioshm.events.stats import SubscriberStats
+from aioshm.events.subscribe.backlog import Backlog
 from aioshm.events.subscribe.live_ports import LivePort, OpenPort, SubPort
 from aioshm.events.subscribe.replay_port import ReplayPort
 from aioshm.logs import LogLimiter
@@ -34,6 +35,11 @@ CHECK_MAX_S = 30.0
 _SLICE_S = 0.002
 # Refused batches that the reason of a loss can name.
 _MAX_REFUSED = 64
+_TOO_SLOW = (
+    "subscriber %s: %d batches so far were dropped undecoded, because batches come faster than this process decodes "
+    "and consumes them: give its loop more processor time, spread the endpoints or topics over several processes, or, "
+    "for bursts, pass a larger max_backlog_bytes (dropped batches are replayed, or reported as Lost)"
+)
 
 _Where: TypeAlias = Literal["live", "replay"]
 
@@ -49,6 +55,7 @@ class SourceOptions:
     replay_timeout: float
     check_interval: float | None
     gone_after_s: float | None
+    max_backlog_bytes: int
 
 
 class EventSource:
@@ -92,6 +99,9 @@ class EventSource:
         self._decoder = BatchDecoder(max_bytes=max_payload_bytes)
         self._unfinished: tuple[_Where, wire.LiveFrames | wire.ReplayFrames, Decoding] | None = None
         self._limiter = LogLimiter(10.0)
+        self._backlog = Backlog(options.max_backlog_bytes)
+        self._dropped = 0  # messages that the backlog had dropped when it was looked at last
+        self._drop_limiter = LogLimiter(10.0)
         self._paused = False
         self._again = False
         self._delivered = self._replayed = self._garbage = self._unknown_events = 0
@@ -115,6 +125,7 @@ class EventSource:
                 hwm=options.hwm,
                 curve=options.curve,
                 max_bytes=max_payload_bytes,
+                backlog=self._backlog,
             )
         self.endpoint: str = self._port.endpoint
         self._closed = False
@@ -124,7 +135,7 @@ class EventSource:
             can_replay=replay_endpoint is not None,
             gone_after_s=options.gone_after_s,
         )
-        self._sub_pump, self._monitor_pump = self._port.watch(loop, self._run)
+        self._port.watch(loop, self._work)
         abandon_when_forked(self)
 
     @property
@@ -149,16 +160,16 @@ class EventSource:
             handshake_failures=self._port.handshake_failures,
             cut_off=self._port.cut_off,
             gone=tracker.gone,
+            dropped=self._backlog.dropped,
         )
 
     def resume(self) -> None:
         """Go on after ``deliver`` returned False."""
         if self._paused:
             self._paused = False
-            if self._monitor_pump is not None:
-                self._monitor_pump.resume()
-            self._sub_pump.resume()
+            self._port.resume()
             self._replay.resume()
+            self._come_back()
 
     def close(self) -> None:
         """Close the sockets and forget what was not delivered."""
@@ -169,21 +180,35 @@ class EventSource:
         self._replay.close()
         self._unfinished = None
         self._port.close()
+        self._backlog.clear()
 
     def abandon_in_child(self) -> None:
         """Do nothing any more: the sockets, and what the loop waits by, are the parent's."""
         self._inherited = self._paused = True
 
     def _pause(self) -> None:
-        """Leave every socket alone; one that is watched but not read would wake the loop for ever."""
+        """Decode nothing; a socket that is watched but not read would wake the loop for ever."""
         self._paused = True
         self._set_timer(None)
-        self._sub_pump.pause()
-        if self._monitor_pump is not None:
-            self._monitor_pump.pause()
+        self._port.pause()
         self._replay.pause()
 
     # The loop calls
+
+    def _work(self) -> bool:
+        """Read ahead, then work for one slice of time; True if there may be more to read."""
+        try:
+            more = self._port.read_ahead()
+        except Exception as error:
+            self._break(error)
+            return False
+        if self._backlog.dropped > self._dropped:
+            self._dropped = self._backlog.dropped
+            if self._drop_limiter.admit() is not None:
+                logger.warning(_TOO_SLOW, self.endpoint, self._dropped)
+        if not self._again:
+            self._run()
+        return more
 
     def _run(self) -> None:
         """Work for one slice of time, or until there is nothing to do."""
@@ -198,9 +223,13 @@ class EventSource:
                     self._come_back()
                     return
             self._arm()
-        except Exception as error:  # in a callback nobody would hear of it, and the consumer would wait for ever
-            self.close()
-            self._fail(error)
+        except Exception as error:
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        """Close, and raise an error of a callback at the consumer, who would wait for ever."""
+        self.close()
+        self._fail(error)
 
     def _run_again(self) -> None:
         self._again = False
@@ -220,9 +249,9 @@ class EventSource:
             return True
         self._read_monitor()
         if self._tracker.asking is None:
-            self._sub_pump.resume()
+            self._port.resume()
             return self._read_live()
-        self._sub_pump.pause()
+        self._port.pause()
         return self._read_reply(self._tracker.asking)
 
     def _hand_out(self) -> bool:
@@ -317,18 +346,25 @@ class EventSource:
             if lost.first <= seq <= lost.last and topic in (lost.source.topic, None):
                 others = "" if lost.first == lost.last else f"; for the others: {lost.reason}"
                 return replace(lost, reason=f"batch {seq} came and was refused: {why}{others}")
-        return lost
+        dropped = self._backlog.dropped_between(lost.source.topic, lost.first, lost.last)
+        if dropped is None:
+            return lost
+        first, last = dropped
+        reason = f"this subscriber decodes too slowly: its backlog was full, and it dropped batches {first} to {last}"
+        return replace(lost, reason=f"{reason}; they were not replayed: {lost.reason}")
 
     def _accept(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames, batch: KVEventBatch) -> None:
         message = Message(frames.topic, frames.seq, batch, frames.payload)
         if where == "live":
-            self._tracker.live(message, self._port.sender)
-        else:
-            self._tracker.replayed(message)
+            self._tracker.live(message, self._port.sender, self._backlog.taken)
+        elif not self._tracker.replayed(message):
+            self._replay.ended()
 
     # Replay
 
     def _read_reply(self, start: int) -> bool:
+        if not self._replay.is_asked:
+            self._tracker.asked(self._backlog.received)
         frames = self._replay.receive(start)
         if frames is None:
             return False

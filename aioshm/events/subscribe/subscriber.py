@@ -11,7 +11,7 @@ import zmq
 
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.errors import EndClosed, QueueClosed, RoleError
-from aioshm.events.config import DEFAULT_HWM
+from aioshm.events.config import DEFAULT_MAX_BACKLOG_BYTES, DEFAULT_SUBSCRIBER_HWM
 from aioshm.events.endpoints import check_endpoint, subscriber_binds
 from aioshm.events.protocol.decoding import MAX_PAYLOAD_BYTES
 from aioshm.events.protocol.deliveries import Delivery, Received
@@ -54,8 +54,10 @@ class EventSubscriber(AsyncClosing):
     entered again. ``deliveries()`` and ``receive()`` return ``Received``, ``Lost``, ``Restarted`` and
     ``PublisherGone`` and also name the publisher.
 
-    Cancelling a wait loses nothing. A consumer that does not read makes the subscriber stop reading, after
-    ``max_waiting`` deliveries; what ZeroMQ then drops is fetched later, like any gap.
+    Cancelling a wait loses nothing. While ``max_waiting`` deliveries wait for the consumer, the subscriber decodes
+    nothing. Messages that are not decoded yet wait in a backlog of ``max_backlog_bytes`` for each endpoint. When the
+    backlog is full, the subscriber drops the oldest half of it: ``stats().dropped`` counts the messages, a warning
+    names the endpoint, and the gap is replayed, or reported as ``Lost``, like any gap.
 
     A publisher is recognised by replay after its connection broke. Without a replay endpoint, or where it does not
     answer, nothing shows that the next batch is of the same process: the publisher is then reported as ``Restarted``,
@@ -69,7 +71,8 @@ class EventSubscriber(AsyncClosing):
         start: The first number wanted of every publisher. None is 0: what was published before is replayed,
             or reported as lost. ``"live"`` begins with whatever comes first.
         bind: Bind the endpoints, for publishers that connect. None binds ``tcp://*:port`` only.
-        hwm: Messages that ZeroMQ holds for each endpoint while the consumer is busy.
+        hwm: Messages that ZeroMQ holds for each connection while the loop is blocked. Further messages wait in the
+            kernel and at the publisher.
         curve: Keys for encrypted connections.
         replay_timeout: Seconds that a replay may be silent. After three such silences a gap counts as lost.
         check_interval: Seconds of silence after which a publisher's replay endpoint is asked whether
@@ -77,6 +80,8 @@ class EventSubscriber(AsyncClosing):
         gone_after_s: Seconds without a sign of a publisher after its connection ended, or its replay endpoint answered
             without any of its batches, until it is reported as gone and forgotten. None never forgets.
         max_waiting: Deliveries that may wait for the consumer, as long as their payloads have 1 MiB together.
+        max_backlog_bytes: Memory for messages of each endpoint that are not decoded yet; at least one message is kept.
+            A port that binds TCP without keys has no backlog: its messages wait in the kernel and at the publishers.
         max_payload_bytes: The largest payload that is taken; a publisher that connects and sends a larger one is hung
             up on. None is 2 MiB where this subscriber binds without keys, so that any process may connect, else 16 MiB.
             A batch takes up to 34 times its size in memory.
@@ -95,13 +100,14 @@ class EventSubscriber(AsyncClosing):
         *,
         start: Start = None,
         bind: bool | None = None,
-        hwm: int = DEFAULT_HWM,
+        hwm: int = DEFAULT_SUBSCRIBER_HWM,
         curve: CurveKeys | None = None,
         replay_timeout: float = REPLAY_TIMEOUT_S,
         check_interval: float | None = CHECK_INTERVAL_S,
         gone_after_s: float | None = GONE_AFTER_S,
         max_waiting: int = DEFAULT_MAX_WAITING,
         max_payload_bytes: int | None = None,
+        max_backlog_bytes: int = DEFAULT_MAX_BACKLOG_BYTES,
     ) -> None:
         self._sources: list[EventSource] = []
         self._final: SubscriberStats | None = None
@@ -121,6 +127,10 @@ class EventSubscriber(AsyncClosing):
             raise ValueError(f"max_waiting must be at least 1, not {max_waiting}")
         if max_payload_bytes is not None and max_payload_bytes < 1:
             raise ValueError(f"max_payload_bytes must be at least 1, not {max_payload_bytes}")
+        if max_backlog_bytes < 1:
+            raise ValueError(f"max_backlog_bytes must be at least 1, not {max_backlog_bytes}")
+        if hwm < 1:
+            raise ValueError(f"hwm must be at least 1, not {hwm}")
         self._options = SourceOptions(
             topic=topic,
             start=start,
@@ -129,6 +139,7 @@ class EventSubscriber(AsyncClosing):
             replay_timeout=replay_timeout,
             check_interval=check_interval,
             gone_after_s=gone_after_s,
+            max_backlog_bytes=max_backlog_bytes,
         )
         self._bind = bind
         self._max_payload_bytes = max_payload_bytes

@@ -43,7 +43,8 @@ def make(start: Start = None, *, can_replay: bool = True, gone_after_s: float | 
 
 def answer(tracker: SourceTracker, *messages: Message) -> None:
     for one in messages:
-        tracker.replayed(one)
+        if not tracker.replayed(one):
+            return
     tracker.replay_ended()
 
 
@@ -150,6 +151,51 @@ class TestWithReplay:
         assert tracker.asking == 5
         answer(tracker, message(5), message(6))
         assert said(tracker) == [5, 6]
+
+    def test_answer_that_begins_behind_the_message_that_waits_goes_after_the_live_ones(self) -> None:
+        tracker = make()
+        tracker.live(message(0))
+        tracker.live(message(5))
+        assert tracker.asking == 0
+        assert not tracker.replayed(message(8))  # of a buffer that has only the newest
+        assert tracker.asking is None
+        for seq in (6, 7, 8):
+            tracker.live(message(seq))
+        assert said(tracker) == [0, (1, 4), 5, 6, 7, 8]
+        assert tracker.asking is None
+
+    def test_answer_that_begins_behind_the_message_that_waits_counts_where_a_connection_came_back(self) -> None:
+        tracker = make()
+        tracker.live(message(0))
+        tracker.reconnected()
+        answer(tracker)  # of nothing
+        answer(tracker)
+        tracker.live(message(5))
+        assert tracker.replayed(message(8, "new"))
+        tracker.replay_ended()
+        assert said(tracker) == [0, (1, 7), 8]
+        assert tracker.unconfirmed + tracker.duplicates == 1
+
+    def test_messages_that_came_before_an_answered_question_are_not_asked_for_again(self) -> None:
+        tracker = make()
+        tracker.live(message(0), arrival=0)
+        tracker.live(message(5), arrival=1)  # and 6 to 9 have come, too
+        tracker.asked(6)
+        tracker.replayed(message(0, "new"))  # its publisher has begun again
+        tracker.replayed(message(1, "new"))
+        tracker.replay_ended()
+        while tracker.asking is not None:
+            tracker.asked(6)
+            answer(tracker, message(0, "new"), message(1, "new"))
+        assert said(tracker) == [0, "restarted", 0, 1]
+        for arrival in range(2, 6):
+            tracker.live(message(4 + arrival), arrival=arrival)
+            assert tracker.asking is None
+        assert not said(tracker)
+        tracker.live(message(2, "new"), arrival=6)
+        assert tracker.asking == 1
+        answer(tracker, message(1, "new"), message(2, "new"))
+        assert said(tracker) == [2]
 
     def test_an_answer_that_never_comes_ends_in_a_loss(self) -> None:
         tracker = make()
@@ -516,7 +562,8 @@ class World:
         self.buffer = buffer
         self.life = 0
         self.published: list[Message] = []
-        self.net: deque[Message | None] = deque()
+        self.net: deque[tuple[int, Message] | None] = deque()
+        self.arrivals = 0
         self.have: list[int] = []
         self.reported = False
 
@@ -524,7 +571,8 @@ class World:
         one = message(len(self.published), f"life {self.life}")
         self.published.append(one)
         if arrives:
-            self.net.append(one)
+            self.net.append((self.arrivals, one))
+            self.arrivals += 1
 
     def restart(self) -> None:
         self.life += 1
@@ -533,6 +581,7 @@ class World:
 
     def step(self, *, silent: bool = False) -> None:
         if (start := self.tracker.asking) is not None:
+            self.tracker.asked(self.arrivals)
             if silent:
                 self.tracker.replay_failed("silent")
             else:
@@ -543,7 +592,8 @@ class World:
             if one is None:
                 self.tracker.reconnected()
             else:
-                self.tracker.live(one)
+                arrival, came = one
+                self.tracker.live(came, arrival=arrival)
         self.read()
 
     def read(self) -> None:

@@ -223,10 +223,14 @@ async def test_another_loop_is_refused(ends: Ends) -> None:
         (("tcp://h:1",), {"topic": "t" * 513}),
         (("tcp://h:1",), {"topic": "\u00e9" * 257}),
         (("tcp://h:1",), {"max_payload_bytes": 0}),
+        (("tcp://h:1",), {"max_backlog_bytes": 0}),
+        (("tcp://h:1",), {"hwm": 0}),
     ],
 )
 def test_bad_arguments_are_named(arguments: Any, options: Any) -> None:
-    with pytest.raises(ValueError, match=r"endpoint|topic|start|replay_timeout|max_waiting|max_payload_bytes"):
+    with pytest.raises(
+        ValueError, match=r"endpoint|topic|start|replay_timeout|max_(waiting|payload_bytes|backlog_bytes)|hwm"
+    ):
         EventSubscriber(*arguments, **options)
 
 

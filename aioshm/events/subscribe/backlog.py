@@ -1,0 +1,142 @@
+"""Messages that one endpoint of a subscriber has received and not decoded yet. No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TypeAlias
+
+from aioshm.errors import CodecError
+from aioshm.events.protocol.wire import parse_live
+
+# What Python takes for a message and for each of its frames beside their bytes.
+MESSAGE_OVERHEAD = 128
+FRAME_OVERHEAD = 48
+# Messages that one call drops at most: about 5 ms.
+_MAX_SHRINK = 8192
+# Of so many connections and topics, so many ranges of dropped numbers each are remembered.
+_MAX_STREAMS = 1024
+_MAX_RANGES = 4
+
+CAME_BACK = object()
+"""Stands in place of a connection in the marker of a connection that broke and is back."""
+
+Entry: TypeAlias = tuple[object, list[bytes] | None, int]
+"""A connection, its message, and the bytes that count; a marker has no message: a connection ended, or `CAME_BACK`."""
+
+
+class Backlog:
+    """A queue of messages and markers, bounded by bytes: the oldest messages are dropped.
+
+    A full backlog shrinks to half of its bound: few large gaps in the publishers' numbers cost less than many small
+    ones. The newest message stays, so that its number shows the gap. All markers stay, in their order.
+
+    Attributes:
+        received: Messages that were put in.
+        taken: How many of them came before the one that was taken last.
+        dropped: How many of them were dropped.
+        size: Bytes of memory that all messages take.
+        is_shrinking: Whether it was full, and has not shrunk to half yet.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.received: int = 0
+        self.taken: int = 0
+        self.dropped: int = 0
+        self.size: int = 0
+        self.is_shrinking: bool = False
+        self._max_bytes = max_bytes
+        self._passed = 0  # taken or dropped
+        self._entries: deque[Entry] = deque()
+        self._ranges: dict[tuple[object, bytes], deque[tuple[int, int]]] = {}  # dropped, by connection and topic
+
+    @property
+    def is_half_full(self) -> bool:
+        """Whether it holds more than half of its bound."""
+        return self.size > self._max_bytes // 2
+
+    def put(self, connection: object, frames: list[bytes]) -> None:
+        """Append a message."""
+        size = MESSAGE_OVERHEAD + FRAME_OVERHEAD * len(frames) + sum(map(len, frames))
+        self._entries.append((connection, frames, size))
+        self.size += size
+        self.received += 1
+        if self.size > self._max_bytes:
+            self.is_shrinking = True
+
+    def note(self, connection: object) -> None:
+        """Append a marker: this connection ended, or one came back."""
+        self._entries.append((connection, None, 0))
+
+    def take(self) -> Entry | None:
+        """Remove the oldest entry and return it; None if there is none, or it may have to be dropped."""
+        if self.is_shrinking or not self._entries:
+            return None
+        entry = self._entries.popleft()
+        if entry[1] is not None:
+            self.size -= entry[2]
+            self.taken = self._passed
+            self._passed += 1
+        return entry
+
+    def clear(self) -> None:
+        """Forget all entries; they do not count as dropped."""
+        self._entries.clear()
+        self.size = 0
+        self.is_shrinking = False
+
+    def shrink(self) -> None:
+        """Drop some of the oldest messages, if the backlog was full; call again while ``is_shrinking``."""
+        if not self.is_shrinking:
+            return
+        entries = self._entries
+        markers: list[Entry] = []
+        ends: dict[tuple[object, bytes], tuple[list[bytes], list[bytes]]] = {}  # first and last message of each stream
+        target = self._max_bytes // 2
+        left = _MAX_SHRINK
+        while left and self.size > target and len(entries) > 1:
+            entry = entries.popleft()
+            connection, frames, size = entry
+            if frames is None:
+                markers.append(entry)
+                continue
+            left -= 1
+            self.size -= size
+            key = connection, frames[0]
+            known = ends.get(key)
+            ends[key] = (frames, frames) if known is None else (known[0], frames)
+        entries.extendleft(reversed(markers))
+        self.dropped += _MAX_SHRINK - left
+        self._passed += _MAX_SHRINK - left
+        self.is_shrinking = left == 0
+        for key, (oldest, newest) in ends.items():
+            try:
+                self._remember(key, parse_live(oldest).seq, parse_live(newest).seq)
+            except CodecError:  # garbage, which would not have been decoded
+                continue
+
+    def dropped_between(self, topic: bytes | None, first: int, last: int) -> tuple[int, int] | None:
+        """Return the first and the last of a topic's numbers from ``first`` to ``last`` that were dropped, if any.
+
+        Args:
+            topic: The topic; None for any.
+            first: The lowest number.
+            last: The highest number.
+        """
+        found = [
+            (max(first, low), min(last, high))
+            for (_, of_topic), ranges in self._ranges.items()
+            if topic in (of_topic, None)
+            for low, high in ranges
+            if low <= last and high >= first
+        ]
+        if not found:
+            return None
+        return min(low for low, _ in found), max(high for _, high in found)
+
+    def _remember(self, key: tuple[object, bytes], first: int, last: int) -> None:
+        ranges = self._ranges.setdefault(key, deque(maxlen=_MAX_RANGES))
+        if ranges and ranges[-1][1] + 1 == first:
+            first = ranges.pop()[0]
+        ranges.append((first, last))
+        if len(self._ranges) > _MAX_STREAMS:
+            del self._ranges[next(iter(self._ranges))]

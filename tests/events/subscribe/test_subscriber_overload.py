@@ -1,0 +1,242 @@
+"""The subscriber that is slower than its publisher: its memory is bounded, and it reports or replays what it dropped.
+
+``EVENTS_OVERLOAD_S=120`` floods each subscriber for two minutes; ``-s`` shows the figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support import until
+
+from aioshm.events import BlockIndex, BlockRemoved, Delivery, EventBatch, EventSubscriber, Lost, Received, follow
+from aioshm.events import Source as Publisher
+from aioshm.events.config import DEFAULT_MAX_BACKLOG_BYTES
+
+from ..flood_child import LAST
+from ..helpers import PATIENCE_S, Ends, batch, publish_until_delivery
+from ..proxy import kept_endpoint
+from ..raw import RawPublisher
+
+CHILD = Path(__file__).parent.parent / "flood_child.py"
+FLOOD_S = float(os.environ.get("EVENTS_OVERLOAD_S", "3"))
+MEMORY_BYTES = DEFAULT_MAX_BACKLOG_BYTES + (64 << 20)
+"""Beside the backlog: what is decoded and waits for the consumer, and ZeroMQ's own queue."""
+LARGE = EventBatch(0.0, [BlockRemoved([bytes(1000)], "GPU")])
+BACKLOG_BYTES = 100_000
+
+
+class Tally:
+    """Follows a subscriber, and checks that each number comes, or is lost, once.
+
+    Attributes:
+        next: The number that must come next.
+        lost: Numbers that were lost.
+        reasons: Why.
+        index: The index.
+    """
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.lost = 0
+        self.reasons: list[str] = []
+        self.index: BlockIndex[Publisher] = BlockIndex()
+
+    def take(self, item: Delivery) -> None:
+        if isinstance(item, Lost):
+            assert item.first == self.next
+            self.next = item.last + 1
+            self.lost += item.last + 1 - item.first
+            self.reasons.append(item.reason)
+        else:
+            assert isinstance(item, Received)
+            assert item.seq == self.next
+            self.next = item.seq + 1
+        follow(self.index, item)
+
+
+@asynccontextmanager
+async def flood(events: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[str]]]:
+    """Start the other process; give it and its endpoints."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, str(CHILD), "10000", "2000", str(events), stdin=asyncio.subprocess.PIPE, stdout=-1
+    )
+    assert child.stdout is not None
+    try:
+        yield child, (await child.stdout.readline()).decode().split()
+    finally:
+        child.kill()
+        await child.communicate()
+
+
+def tell(child: asyncio.subprocess.Process) -> None:
+    assert child.stdin is not None
+    child.stdin.write(b"\n")
+
+
+@pytest.mark.slow
+@pytest.mark.one_loop
+@pytest.mark.timeout(120 + 3 * FLOOD_S)
+@pytest.mark.parametrize(
+    ("events", "pause_s", "replay"),
+    [(100, 0.0, True), (1, 0.0, True), (100, 0.0, False), (1, 0.0, False), (100, 0.001, False)],
+)
+async def test_flood_takes_bounded_memory_and_each_number_comes_or_is_lost(
+    nothing_left: None, events: int, pause_s: float, replay: bool
+) -> None:
+    memory = psutil.Process().memory_info
+    start = most = memory().rss
+    tally = Tally()
+    async with flood(events) as (child, endpoints):
+        async with EventSubscriber(endpoints[0], endpoints[1] if replay else None) as subscriber:
+
+            async def measure() -> None:
+                nonlocal most
+                while True:
+                    most = max(most, memory().rss)
+                    await asyncio.sleep(0.02)
+
+            measuring = asyncio.create_task(measure())
+            asyncio.get_running_loop().call_later(FLOOD_S, tell, child)
+            is_over = False
+            while not is_over:
+                item = await subscriber.receive(PATIENCE_S)
+                tally.take(item)
+                is_over = isinstance(item, Received) and not item.batch.events
+                await asyncio.sleep(pause_s)
+            tell(child)
+            assert child.stdout is not None
+            published = int(await child.stdout.readline())
+            while tally.next < published:
+                tally.take(await subscriber.receive(PATIENCE_S))
+            measuring.cancel()
+            stats, end = subscriber.stats(), memory().rss
+    print(
+        f"{events} events, {pause_s} s a batch, replay {replay}: RSS in MiB {start >> 20} at the start, "
+        f"{most >> 20} at most, {end >> 20} at the end; {published} published, {stats}"
+    )
+    assert stats.dropped > 0
+    assert stats.lost == tally.lost
+    assert stats.delivered >= published - tally.lost
+    assert most - start < MEMORY_BYTES
+    assert any("decodes too slowly" in reason for reason in tally.reasons)
+    [publisher] = tally.index.publishers
+    assert list(tally.index.blocks(publisher).values()) == [set(range(LAST))]
+    assert tally.index.complete(publisher)
+
+
+class NotReading:
+    """A subscriber whose consumer has read one batch, and reads no more."""
+
+    def __init__(self, publisher: Any, subscriber: EventSubscriber, first: int) -> None:
+        self.subscriber = subscriber
+        [source] = subscriber._sources
+        self.backlog = source._backlog
+        self.port = source._port
+        self._publisher = publisher
+        self._first = first
+
+    @classmethod
+    async def open(cls, ends: Ends, publisher: Any, **options: Any) -> NotReading:
+        bounds = {"max_waiting": 1, "max_backlog_bytes": BACKLOG_BYTES, "check_interval": None}
+        subscriber = ends.subscriber(publisher, start="live", **bounds, **options)
+        first = await publish_until_delivery(publisher, subscriber)
+        assert isinstance(first, Received)
+        return cls(publisher, subscriber, first.seq)
+
+    async def received_all(self) -> None:
+        """Wait until everything that was published has come."""
+        await self._publisher.flush()
+        count = self._publisher.stats().published - self._first
+        await until(lambda: self.backlog.received == count, "all batches have come")
+
+
+@pytest.mark.parametrize("replay", [True, False], ids=["with replay", "without replay"])
+async def test_consumer_that_does_not_read_makes_the_oldest_messages_dropped(
+    ends: Ends, replay: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = ends.publisher()
+    idle = await NotReading.open(ends, publisher, replay=replay)
+    with caplog.at_level(logging.WARNING, "aioshm.events"):
+        for _ in range(1000):
+            publisher.publish(LARGE)
+        await idle.received_all()
+    assert idle.backlog.size <= BACKLOG_BYTES
+    subscriber = idle.subscriber
+    dropped = subscriber.stats().dropped
+    assert dropped > 800
+    [record] = caplog.records
+    assert publisher.endpoint in record.getMessage()
+    assert "max_backlog_bytes" in record.getMessage()
+    lost: list[Lost] = []
+    expected: int | None = None
+    end = publisher.stats().published
+    while expected != end:
+        item = await subscriber.receive(PATIENCE_S)
+        assert isinstance(item, Received | Lost)
+        first, last = (item.seq, item.seq) if isinstance(item, Received) else (item.first, item.last)
+        assert expected in (None, first)
+        expected = last + 1
+        lost += [item] if isinstance(item, Lost) else []
+    if replay:
+        assert not lost
+        assert subscriber.stats().replayed >= dropped
+    else:
+        assert sum(each.last + 1 - each.first for each in lost) == dropped == subscriber.stats().lost
+        for each in lost:
+            text = f"this subscriber decodes too slowly: its backlog was full, and it dropped batches {each.first} to "
+            assert each.reason == f"{text}{each.last}; they were not replayed: no replay endpoint was given"
+
+
+async def test_consumer_that_does_not_read_does_not_keep_the_loop_busy(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = ends.publisher()
+    idle = await NotReading.open(ends, publisher)
+    for _ in range(1000):
+        publisher.publish(LARGE)
+    await idle.received_all()
+    read_ahead = idle.port.read_ahead
+    calls = 0
+
+    def counted() -> bool:
+        nonlocal calls
+        calls += 1
+        return read_ahead()
+
+    monkeypatch.setattr(idle.port, "read_ahead", counted)
+    for _ in range(20):
+        publisher.publish(batch(0))
+        await idle.received_all()
+    assert 0 < calls <= 100
+
+
+async def test_publisher_replaced_while_the_consumer_does_not_read_is_reported_in_its_place(nothing_left: None) -> None:
+    """The messages of both wait in the backlog, and their numbers go on."""
+    with kept_endpoint() as endpoint:
+        async with EventSubscriber(endpoint, max_waiting=1, gone_after_s=None) as subscriber:
+            subscriber.open()
+            [source] = subscriber._sources
+            old = await RawPublisher(endpoint, bind=True).subscribed()
+            for number in range(10):
+                old.send(number, number)
+            await until(lambda: source._backlog.received == 10, "the batches of the first")
+            old.close()
+            await until(lambda: subscriber.unconnected, "the end of the connection")
+            new = await RawPublisher(endpoint, bind=True).subscribed()
+            for number in range(10, 15):
+                new.send(number, number)
+            await until(lambda: source._backlog.received == 15, "the batches of the second")
+            items = [await subscriber.receive(PATIENCE_S) for _ in range(17)]
+            new.close()
+    kinds = [type(item).__name__ for item in items]
+    assert kinds == ["Received"] * 10 + ["Restarted", "Lost"] + ["Received"] * 5
