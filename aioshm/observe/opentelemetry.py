@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from aioshm.deferred import import_extra
-from aioshm.observe.families import FAMILIES, Family
-from aioshm.observe.figures import Figure, Observer, Told
+from aioshm.observe.metrics import SECTIONS, Metric, Observer, Sample
 from aioshm.ring.header import Latency
 
 if TYPE_CHECKING:
@@ -32,35 +31,34 @@ _INTERFACE = "aioshm"
 
 
 class OpenTelemetryMetrics(Observer):
-    """Tells OpenTelemetry of queues, workers, engines and events of this process.
+    """Exports the metrics of queues, workers, engines and events of this process to OpenTelemetry.
 
         metrics = OpenTelemetryMetrics(queue, group)  # with the global meter provider
         ...
         metrics.close()
 
     Of queues there are ``messaging.client.sent.messages`` and ``messaging.client.consumed.messages``, with
-    ``messaging.system="aioshm"``, ``messaging.operation.name`` and ``messaging.destination.name``; everything else is
-    what `PrometheusCollector` tells, as ``aioshm.queue.backlog_messages`` and so on, with how long messages took as
-    quantiles. It is read when the provider asks, and costs those that are observed nothing else. They are held weakly.
+    ``messaging.system="aioshm"``, ``messaging.operation.name`` and ``messaging.destination.name``. All other metrics
+    are those of `PrometheusCollector`, as ``aioshm.queue.backlog_messages`` and so on, with latencies as quantiles.
+    Statistics are read when the provider asks, and cost the observed objects nothing else. The objects are held weakly.
 
-    With ``durations=True`` calls of queues are timed, too (``messaging.client.operation.duration``), those by which a
-    queue is sent to and received from with ``await`` or by calling: this takes some microseconds for each, and the
-    calls are no longer the native core's own. Leases, loans and iterations are not timed.
+    With ``durations=True`` calls of queues are timed, too (``messaging.client.operation.duration``): enqueue, dequeue
+    and their ``_many``. This takes some microseconds for each call, and the native core's own calls are not used then.
+    Leases, loans and iterations are not timed.
 
     Args:
-        told: What to observe; see `add`.
+        observed: Objects to observe; see `add`.
         meter_provider: Whose meter to use; None: the global one.
         durations: Whether to time calls of queues that are added.
 
     Raises:
         ImportError: OpenTelemetry is not installed; the text names the extra.
-        TypeError: Something cannot be observed.
+        TypeError: An object cannot be observed.
     """
 
-    def __init__(self, *told: Told, meter_provider: MeterProvider | None = None, durations: bool = False) -> None:
+    def __init__(self, *observed: Any, meter_provider: MeterProvider | None = None, durations: bool = False) -> None:
         api = import_extra("opentelemetry.metrics", "opentelemetry", "OpenTelemetryMetrics needs OpenTelemetry's API")
         self._observation: type[Observation] = api.Observation
-        super().__init__()
         self._closed = False
         meter = api.get_meter(_INTERFACE, meter_provider=meter_provider)
         self._durations: Any = None
@@ -68,62 +66,62 @@ class OpenTelemetryMetrics(Observer):
             self._durations = meter.create_histogram(
                 DURATION,
                 "s",
-                "How long a call took that sends or receives.",
+                "Duration of a call that sends or receives.",
                 explicit_bucket_boundaries_advisory=DURATION_BOUNDS_S,
             )
-        for name, side in ((SENT, "writer"), (CONSUMED, "reader")):
-            text = f"Messages that a {side} has {'sent' if side == 'writer' else 'received'}."
+        super().__init__(*observed)
+        for name, side, done in ((SENT, "writer", "sent"), (CONSUMED, "reader", "received")):
+            text = f"Messages that a {side} has {done}."
             meter.create_observable_counter(name, [functools.partial(self._messages, side)], "{message}", text)
-        for family in FAMILIES:
-            create = meter.create_observable_counter if family.kind == "counter" else meter.create_observable_gauge
-            observe = [functools.partial(self._observe, family)]
-            create(f"aioshm.{_dotted(family.name)}", observe, family.unit, family.help)
-        for each in told:
-            self.add(each)
+        for section, metrics in SECTIONS.items():
+            for metric in () if section.startswith("host") else metrics:
+                create = meter.create_observable_counter if metric.kind == "counter" else meter.create_observable_gauge
+                observe = [functools.partial(self._observe, metric)]
+                create(f"aioshm.{_dotted(metric.name)}", observe, metric.unit, metric.help)
 
-    def add(self, told: Told, name: str = "") -> None:
+    def add(self, observed: Any, name: str = "") -> None:
         """Observe an object, as long as it lives.
 
         Args:
-            told: What `PrometheusCollector.add` takes.
-            name: What it is called; empty: what it is called anyway.
+            observed: An object that `PrometheusCollector.add` takes.
+            name: Its name in attributes; empty: the name that it has.
 
         Raises:
-            TypeError: It is nothing of the kind.
+            TypeError: It is an object of another kind.
         """
-        super().add(told, name)
+        super().add(observed, name)
         if self._durations is not None:
-            self._time(told, name)
+            self._time(observed, name)
 
-    def remove(self, told: Told) -> None:
-        """Observe an object no more; does nothing if it was not observed."""
-        super().remove(told)
+    def remove(self, observed: Any) -> None:
+        """Stop observing an object; does nothing if it was not observed."""
+        super().remove(observed)
         for call in _OPERATIONS:
-            if getattr(vars(told).get(call), "__wrapped__", None) is not None:
-                setattr(told, call, vars(told)[call].__wrapped__)
+            if getattr(vars(observed).get(call), "__wrapped__", None) is not None:
+                setattr(observed, call, vars(observed)[call].__wrapped__)
 
     def close(self) -> None:
-        """Observe nothing any more: a meter's instruments cannot be taken back."""
+        """Stop observing all objects: a meter's instruments cannot be removed."""
         self._closed = True
 
-    # What the meter calls, in its own thread
+    # The meter calls these in its own thread.
 
-    def _figures(self) -> Iterable[Figure]:
-        return () if self._closed else self._sources.figures()
+    def _samples(self) -> list[Sample]:
+        return [] if self._closed else super()._samples()
 
     def _messages(self, side: str, _: CallbackOptions) -> Iterator[Observation]:
-        for family, labels, value in self._figures():
-            if family.name == "queue_messages" and labels[1] == side:
+        for metric, labels, value in self._samples():
+            if metric.name == "queue_messages" and labels[1] == side:
                 attributes = operation(labels[0], "send" if side == "writer" else "receive")
                 if labels[2]:
                     attributes["aioshm.rank"] = labels[2]
                 yield self._observation(int(value), attributes)  # type: ignore[arg-type]
 
-    def _observe(self, wanted: Family, _: CallbackOptions) -> Iterator[Observation]:
-        for family, labels, value in self._figures():
-            if family is not wanted:
+    def _observe(self, wanted: Metric, _: CallbackOptions) -> Iterator[Observation]:
+        for metric, labels, value in self._samples():
+            if metric is not wanted:
                 continue
-            attributes = {f"aioshm.{name}": label for name, label in zip(family.labels, labels, strict=True) if label}
+            attributes = {f"aioshm.{name}": label for name, label in zip(metric.labels, labels, strict=True) if label}
             if not isinstance(value, Latency):
                 yield self._observation(value, attributes)
                 continue
@@ -133,13 +131,13 @@ class OpenTelemetryMetrics(Observer):
 
     # Durations
 
-    def _time(self, told: Any, name: str) -> None:
+    def _time(self, observed: Any, name: str) -> None:
         for call, operation_name in _OPERATIONS.items():
-            timed = getattr(told, call, None)
+            timed = getattr(observed, call, None)
             if timed is not None and not hasattr(timed, "__wrapped__"):
-                attributes = operation(name or told.stats().queue, operation_name)
+                attributes = operation(name or observed.stats().queue, operation_name)
                 record = functools.partial(self._record, attributes)
-                setattr(told, call, _timed(timed, record, awaits=hasattr(type(told), "__aiter__")))
+                setattr(observed, call, _timed(timed, record, awaits=hasattr(type(observed), "__aiter__")))
 
     def _record(self, attributes: Mapping[str, str], took_s: float, error: BaseException | None) -> None:
         if not self._closed:
@@ -148,12 +146,7 @@ class OpenTelemetryMetrics(Observer):
 
 
 def operation(queue: str, name: str) -> dict[str, str]:
-    """Return the attributes of an operation of a queue, by the conventions.
-
-    Args:
-        queue: Its name.
-        name: ``"send"``, ``"receive"`` or ``"process"``.
-    """
+    """Return the attributes of ``"send"``, ``"receive"`` or ``"process"``, by the conventions."""
     return {
         "messaging.system": SYSTEM,
         "messaging.operation.name": name,
@@ -164,14 +157,14 @@ def operation(queue: str, name: str) -> dict[str, str]:
 
 @contextmanager
 def process_span(reader: Any, *, count: int = 1, tracer: Tracer | None = None, parent: bool = False) -> Iterator[Span]:
-    """Have a span in which received messages are processed, linked to those in which they were sent.
+    """Open a span for the processing of received messages, with links to the spans that sent them.
 
         message = await mq.dequeue()
         with process_span(mq):
             ...
 
     Args:
-        reader: A reader's `MessageQueue`, of either face, whose writer has ``Options(trace_context=True)``.
+        reader: A reader's `MessageQueue`, of either API, whose writer has ``Options(trace_context=True)``.
         count: How many of the messages that it received last: ``len(batch)`` after ``dequeue_many``.
         tracer: Makes the span; None: that of the global provider.
         parent: Whether the span belongs to the trace of the last message, instead of that which is current here.
@@ -198,7 +191,7 @@ def process_span(reader: Any, *, count: int = 1, tracer: Tracer | None = None, p
 
 
 def _dotted(name: str) -> str:
-    """Return the name of a family after OpenTelemetry's conventions: what it is of, a dot, what it is."""
+    """Return a metric's name by OpenTelemetry's conventions."""
     first, _, rest = name.partition("_")
     return f"{first}.{rest.removesuffix('_seconds')}"
 
@@ -206,7 +199,7 @@ def _dotted(name: str) -> str:
 def _timed(
     call: Callable[..., Any], record: Callable[[float, BaseException | None], None], *, awaits: bool
 ) -> Callable[..., Any]:
-    """Return what calls, or awaits, and records how long that took."""
+    """Return a function that calls, or awaits, ``call`` and records the duration."""
 
     @contextmanager
     def timing() -> Iterator[None]:

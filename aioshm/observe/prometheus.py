@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, by prometheus_client."""
+"""The exporter for Prometheus, by prometheus_client: this process's objects, or this host's queues."""
 
 from __future__ import annotations
 
@@ -8,64 +8,64 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from aioshm.deferred import import_extra
-from aioshm.observe.families import FAMILIES, Family
-from aioshm.observe.figures import Figure, Observer, Told
-from aioshm.observe.host import HOST_FAMILIES, host_figures
-from aioshm.observe.proc import check_proc
+from aioshm.observe.metrics import METRICS, SECTIONS, Metric, Observer, Sample, samples_of
+from aioshm.observe.proc import HUNG, check_proc
+from aioshm.observe.snapshot import QueueSnapshot
 from aioshm.observe.watch import Watch
 from aioshm.ring.header import Latency
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+    from prometheus_client.core import Metric as PrometheusMetric
     from prometheus_client.registry import CollectorRegistry
 
-PREFIX = "aioshm_"
 BOUNDS_NS: tuple[int, ...] = tuple(bound for bound in Latency.BOUNDS_NS if bound.bit_length() % 2)
 """Every second bound, so that a reader is 19 series instead of 34: from 256 ns to 275 s, by a factor of four."""
 
+_HOST_SECTIONS = ("queue", "reader", "host", "host queue", "host end")
+_HOST_NAMES = ("queue_messages", "queue_bytes", "queue_overflows", "queue_backlog_messages", "queue_slots")
+
 
 class PrometheusCollector(Observer):
-    """Tells Prometheus of queues, workers, engines and events of this process.
+    """Exports the metrics of queues, workers, engines and events of this process to Prometheus.
 
         REGISTRY.register(PrometheusCollector(queue, group, supervisor, subscriber))
 
-    What is told is read when it is asked for, in any thread: it costs those that are observed nothing else. They are
-    held weakly, and what is gone is not told of any more. Names begin with ``aioshm_``. Labels are names of queues,
-    ``side`` and ``rank``, names of groups, and endpoints: as many as there are registered.
+    Statistics are read at each scrape, in any thread, and cost the observed objects nothing else. The objects are held
+    weakly: the metrics of an object end with it. Names begin with ``aioshm_``. Labels are names of queues, ``side`` and
+    ``rank``, names of groups, and endpoints: as many as there are registered.
 
     Args:
-        told: What to observe; see `add`.
+        observed: Objects to observe; see `add`.
         registry: Where to register this; None: the caller does that.
 
     Raises:
         ImportError: prometheus_client is not installed; the text names the extra.
-        TypeError: Something cannot be observed.
+        TypeError: An object cannot be observed.
     """
 
-    def __init__(self, *told: Told, registry: CollectorRegistry | None = None) -> None:
-        self._core: Any = import_extra(
-            "prometheus_client.core", "prometheus", "PrometheusCollector needs prometheus_client"
-        )
-        super().__init__(*told)
+    def __init__(self, *observed: Any, registry: CollectorRegistry | None = None) -> None:
+        self._core = _client(type(self).__name__)
+        super().__init__(*observed)
         if registry is not None:
             registry.register(self)
 
-    def collect(self) -> Iterator[Metric]:
-        """Return what there is to tell; prometheus_client calls this at each scrape, in any thread."""
-        return iter(families(self._core, self._sources.figures()))
+    def collect(self) -> Iterator[PrometheusMetric]:
+        """Return the metrics; prometheus_client calls this at each scrape, in any thread."""
+        return iter(_families(self._core, self._samples()))
 
-    def describe(self) -> list[Metric]:
-        """Return the names of all that may ever be told, so that they are this collector's."""
-        return [_family(self._core, family) for family in FAMILIES]
+    def describe(self) -> list[PrometheusMetric]:
+        """Return the names of all metrics, so that a registry reserves them for this collector."""
+        sections = (section for title, section in SECTIONS.items() if not title.startswith("host"))
+        return [_family(self._core, metric) for section in sections for metric in section]
 
 
 class HostCollector:
-    """Tells Prometheus of every queue of this user on this host, from outside: what ``aioshm export`` serves.
+    """Exports the metrics of every queue of this user on this host, from outside, as ``aioshm export`` does.
 
         REGISTRY.register(HostCollector())
 
-    The queues are looked at when Prometheus asks, in any thread; that needs no cooperation of theirs, and costs them
-    nothing. What means the same has the same names and labels as with `PrometheusCollector`: observe with one of them.
+    The queues are read at each scrape, in any thread; that needs no cooperation of their processes, and costs them
+    nothing. Metrics that `PrometheusCollector` has, too, have the same names and labels: use one of the two.
 
     Raises:
         ImportError: prometheus_client is not installed; the text names the extra.
@@ -73,49 +73,79 @@ class HostCollector:
     """
 
     def __init__(self) -> None:
-        self._core: Any = import_extra("prometheus_client.core", "prometheus", "HostCollector needs prometheus_client")
+        self._core = _client(type(self).__name__)
         check_proc()
         self._watch = Watch()
-        self._looking = threading.Lock()
+        self._lock = threading.Lock()
 
-    def collect(self) -> Iterator[Metric]:
-        """Return what there is to tell; prometheus_client calls this at each scrape, in any thread."""
-        with self._looking:
+    def collect(self) -> Iterator[PrometheusMetric]:
+        """Return the metrics; prometheus_client calls this at each scrape, in any thread."""
+        with self._lock:
             queues = [each.queue for each in self._watch.look()]
-            return iter(families(self._core, host_figures(queues, self._watch.skipped)))
+            return iter(_families(self._core, _host_samples(queues, self._watch.skipped)))
 
-    def describe(self) -> list[Metric]:
-        """Return the names of all that may ever be told, so that they are this collector's."""
-        return [_family(self._core, family) for family in HOST_FAMILIES]
+    def describe(self) -> list[PrometheusMetric]:
+        """Return the names of all metrics, so that a registry reserves them for this collector."""
+        metrics = [METRICS[name] for name in _HOST_NAMES]
+        metrics += [metric for title in _HOST_SECTIONS for metric in SECTIONS[title]]
+        return [_family(self._core, metric) for metric in metrics]
 
     def close(self) -> None:
-        """Let go of the queues. Idempotent."""
-        with self._looking:
+        """Close the queues. Idempotent."""
+        with self._lock:
             self._watch.close()
 
 
-def families(core: Any, figures: Iterable[Figure]) -> list[Metric]:
-    """Return figures as prometheus_client has them.
+def _host_samples(queues: list[QueueSnapshot], skipped: int) -> Iterator[Sample]:
+    """Yield the samples of a host's queues; of two queues with one name, the second has its id in the label."""
+    yield Sample(METRICS["host_queues"], (), len(queues))
+    yield Sample(METRICS["host_skipped_processes"], (), skipped)
+    labels: set[str] = set()
+    for queue in queues:
+        label = queue.label if queue.label not in labels else f"{queue.label}#{queue.header.queue_id[:8]}"
+        labels.add(label)
+        yield from _of_queue(queue, label)
 
-    Args:
-        core: The module ``prometheus_client.core``.
-        figures: The figures.
-    """
-    found: dict[str, Metric] = {}
-    for family, labels, value in figures:
-        metric: Any = found.get(family.name)
-        if metric is None:
-            metric = found[family.name] = _family(core, family)
+
+def _of_queue(queue: QueueSnapshot, label: str) -> Iterator[Sample]:
+    header, writer = queue.header, queue.header.writer
+    values = (writer.messages, writer.bytes, writer.overflows, header.backlog, header.slots)
+    for name, value in zip(_HOST_NAMES, values, strict=True):
+        yield Sample(METRICS[name], (label, "writer", ""), value)
+    attached = sum(row.state == "attached" for row in header.readers)
+    yield Sample(METRICS["queue_attached_readers"], (label,), attached)
+    yield from samples_of("host queue", queue, label)
+    for row in header.readers:
+        if row.pid:
+            yield from samples_of("reader", row, label, str(row.rank))
+            yield Sample(METRICS["queue_reader_up"], (label, str(row.rank)), row.state == "attached")
+    for end in queue.ends:
+        if end.there and end.pid:
+            end_labels = (label, end.side, "" if end.side == "writer" else str(end.rank))
+            yield from samples_of("host end", end, *end_labels)
+            yield Sample(METRICS["queue_end_stopped"], end_labels, end.state in HUNG)
+            yield Sample(METRICS["queue_end_parked"], end_labels, end.waits == "parked")
+
+
+def _client(user: str) -> Any:
+    return import_extra("prometheus_client.core", "prometheus", f"{user} needs prometheus_client")
+
+
+def _families(core: Any, samples: Iterable[Sample]) -> list[PrometheusMetric]:
+    found: dict[str, Any] = {}
+    for metric, labels, value in samples:
+        family = found.setdefault(metric.name, _family(core, metric))
         if isinstance(value, Latency):
-            metric.add_metric(labels, buckets=_buckets(value), sum_value=value.sum_s)
+            family.add_metric(labels, buckets=_buckets(value), sum_value=value.sum_s)
         else:
-            metric.add_metric(labels, value)
+            family.add_metric(labels, value)
     return list(found.values())
 
 
-def _family(core: Any, family: Family) -> Any:
+def _family(core: Any, metric: Metric) -> Any:
     kinds = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
-    return kinds.get(family.kind, core.HistogramMetricFamily)(PREFIX + family.name, family.help, labels=family.labels)
+    kind = kinds.get(metric.kind, core.HistogramMetricFamily)
+    return kind(f"aioshm_{metric.name}", metric.help, labels=metric.labels)
 
 
 def _buckets(latency: Latency) -> list[tuple[str, int]]:

@@ -16,8 +16,7 @@ from support import until
 from aioshm import MessageQueue, blocking
 from aioshm.events import BlockRemoved, EventBatch, EventSubscriber, ZmqEventPublisher
 from aioshm.observe import PrometheusCollector
-from aioshm.observe.families import FAMILIES
-from aioshm.observe.host import HOST_FAMILIES
+from aioshm.observe.metrics import METRICS, SECTIONS
 from aioshm.ring.header import Latency
 
 
@@ -40,7 +39,11 @@ def value(samples: dict[Any, float], name: str, **labels: str) -> float:
     return next(iter(found.values()))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *HOST_FAMILIES], ids=lambda family: family.name)
+def test_every_metric_is_in_the_table_once() -> None:
+    assert len(METRICS) == sum(map(len, SECTIONS.values())) == 80
+
+
+@pytest.mark.parametrize("family", METRICS.values(), ids=lambda family: family.name)
 def test_names_are_by_the_conventions(family: Any) -> None:
     assert family.name == family.name.lower()
     assert family.help.endswith(".")

@@ -1,0 +1,304 @@
+"""The metrics of queues, workers, engines and events: one table, and how samples are read; no metrics library."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+from aioshm.ring.header import Latency
+
+if TYPE_CHECKING:  # a process that observes queues needs no engines
+    from aioshm.engine.stats import EngineSupervisorStats, WorkerGroupStats
+    from aioshm.process.restart import RankInfo
+    from aioshm.queue.stats import QueueStats
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+# A section names its labels. A row has: kind, name (Prometheus adds `aioshm_` and `_total`), unit (OpenTelemetry's),
+# attribute of the statistics, or - for a computed value, and help.
+_TABLE = """
+end: queue side rank
+counter queue_messages {message} messages Messages sent by a writer, or received by a reader.
+counter queue_bytes By bytes Bytes in the bodies of these messages.
+counter queue_overflows {message} overflows Messages that did not fit a chunk of the ring.
+counter queue_copied_bytes By copied_bytes Bytes copied into messages, or out of leased ones.
+counter queue_spins {spin} spins Times that an end span for a message, or for room.
+counter queue_spin_hits {spin} spin_hits Spins that ended with what was waited for.
+counter queue_spin_seconds s spin_s Time spent spinning.
+counter queue_naps {nap} naps Short sleeps on a timer.
+counter queue_parks {park} parks Times that an end went to sleep until it is woken.
+counter queue_resent_messages {message} resent Messages sent again to remote readers, or received twice.
+counter queue_reconnects {connection} reconnects Connections to the writer that were lost and came back.
+counter queue_restarts {writer} restarts Times that a reader went on with another writer.
+counter queue_garbled_traces {message} garbled_traces Messages whose trace context was none.
+gauge queue_backlog_messages {message} backlog Messages that the end, or the slowest reader, has to read.
+gauge queue_slots {message} slots Messages that the ring holds.
+gauge queue_kept_messages {message} kept Messages that are kept for remote readers.
+gauge queue_kept_bytes By kept_bytes Bytes that are kept for remote readers.
+
+queue: queue
+gauge queue_attached_readers {reader} readers Readers that are attached and alive.
+
+reader: queue rank
+counter queue_reader_messages {message} read Messages that a writer's reader has finished with, from number 0 on.
+counter queue_reader_bytes By bytes Bytes in the bodies of the messages that a local reader has finished with.
+gauge queue_reader_lag_messages {message} lag Messages that a writer's reader has still to read.
+gauge queue_reader_up 1 - Whether a writer's reader is attached.
+histogram queue_latency_seconds s latency Time from publishing until a local reader had taken the message, of a sample.
+
+group: group
+counter worker_calls {call} calls.calls Calls of the workers of a group.
+counter worker_failed_calls {call} calls.failed Calls that ended with an error.
+counter worker_cancelled_calls {call} calls.cancelled Calls that were cancelled, or out of time.
+gauge worker_calls_in_flight {call} calls.in_flight Calls that have not ended.
+histogram worker_call_duration_seconds s calls.latency How long calls took that ended well, the wait included.
+counter worker_streams {stream} streams.streams Streams from workers of a group.
+counter worker_failed_streams {stream} streams.failed Streams that ended with an error.
+counter worker_cancelled_streams {stream} streams.cancelled Streams that were left early, cancelled, or out of time.
+counter worker_stream_items {item} streams.items Items of streams that were handed on.
+gauge worker_streams_in_flight {stream} streams.in_flight Streams that have not ended.
+histogram worker_stream_first_item_seconds s streams.first_item How long the first items of streams took to come.
+gauge worker_processes {process} n_workers Workers that a group is to have.
+gauge worker_standbys {process} standbys Processes that can take a rank immediately.
+
+worker: group rank
+counter worker_restarts {restart} restarts Times that the process was started again.
+gauge worker_up 1 - Whether a supervised worker serves.
+
+client: client
+counter engine_requests {request} requests Requests sent to engines.
+counter engine_failed_requests {request} failed Requests that ended with an error.
+counter engine_late_outputs {output} late_outputs Outputs that came for requests that had ended.
+counter engine_deaths {engine} deaths Engines that have died.
+gauge engine_requests_in_flight {request} in_flight Requests that have not ended.
+gauge engine_engines {engine} engines Engines that a client is to have.
+gauge engine_missing_engines {engine} missing Engines that do not serve: not registered yet, or dead.
+
+engine: supervisor rank
+counter engine_restarts {restart} restarts Times that the process was started again.
+gauge engine_up 1 - Whether a supervised engine serves.
+
+publisher: publisher
+counter events_publisher_published_batches {batch} published Batches of events that were given a number.
+counter events_publisher_sent_batches {batch} sent Batches that were handed to ZeroMQ.
+counter events_publisher_dropped_batches {batch} dropped Batches that found the queue full, or were left at the end.
+counter events_publisher_unencodable_batches {batch} unencodable Batches that could not be encoded.
+counter events_publisher_replay_requests {request} replay_requests Requests for a replay.
+counter events_publisher_replayed_batches {batch} replayed Batches that were sent in answer to them.
+counter events_publisher_malformed_requests {request} malformed_requests Requests for a replay that were malformed.
+counter events_publisher_abandoned_replays {replay} abandoned_replays Replays whose client has left, or stalled.
+counter events_publisher_handshake_failures {connection} handshake_failures Connections without ZeroMQ or right keys.
+counter events_publisher_cut_off_connections {connection} cut_off Connections that sent more than they may.
+gauge events_publisher_queued_batches {batch} queued Batches that wait to be sent.
+
+subscriber: subscriber
+counter events_subscriber_delivered_batches {batch} delivered Batches of events that were delivered.
+counter events_subscriber_replayed_batches {batch} replayed Batches of these that came from a replay.
+counter events_subscriber_duplicate_batches {batch} duplicates Batches that came again and were dropped.
+counter events_subscriber_gaps {gap} gaps Times that numbers were missing.
+counter events_subscriber_lost_batches {batch} lost Batches that were reported as lost.
+counter events_subscriber_publisher_restarts {publisher} restarts Times that a publisher's numbers went back.
+counter events_subscriber_reconnects {connection} reconnects Connections that broke and came back.
+counter events_subscriber_garbage_messages {message} garbage Messages that could not be understood.
+counter events_subscriber_unknown_events {event} unknown_events Events of unknown types and malformed ones.
+counter events_subscriber_replay_failures {replay} replay_failures Replays that were not answered to the end in time.
+counter events_subscriber_handshake_failures {connection} handshake_failures Connections without ZeroMQ or right keys.
+counter events_subscriber_cut_off_connections {connection} cut_off Connections that sent more than they may.
+counter events_subscriber_dropped_messages {message} dropped Messages that were dropped because decoding is too slow.
+
+host: -
+gauge host_queues {queue} - Queues of this user on this host.
+gauge host_skipped_processes {process} - Processes of other users, which cannot be read.
+
+host queue: queue
+gauge queue_memory_bytes By memory_bytes Memory that the ring occupies.
+gauge queue_overflow_segments {segment} overflow_segments Overflow segments beside the ring.
+gauge queue_overflow_segment_bytes By overflow_bytes Memory that these occupy.
+gauge queue_age_seconds s header.writer.age_s Time since the queue was made.
+
+host end: queue side rank
+counter queue_end_cpu_seconds s cpu_s CPU time that the process of an end has used.
+gauge queue_end_stopped 1 - Whether the process of an end is stopped, or is gone.
+gauge queue_end_parked 1 - Whether an end sleeps until it is woken.
+"""
+
+
+class Metric(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    kind: Kind
+    unit: str
+    help: str
+    labels: tuple[str, ...]
+    attribute: str
+
+
+class Sample(NamedTuple):
+    """One value of a metric, with the values of its labels."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: float | Latency
+
+
+def _parse(table: str) -> dict[str, tuple[Metric, ...]]:
+    sections = {}
+    for section in table.strip().split("\n\n"):
+        head, *rows = section.splitlines()
+        title, names = head.split(": ")
+        labels = () if names == "-" else tuple(names.split())
+        metrics = []
+        for row in rows:
+            kind, name, unit, attribute, text = row.split(maxsplit=4)
+            metrics.append(Metric(name, cast(Kind, kind), unit, text, labels, attribute))
+        sections[title] = tuple(metrics)
+    return sections
+
+
+SECTIONS: dict[str, tuple[Metric, ...]] = _parse(_TABLE)
+METRICS: dict[str, Metric] = {metric.name: metric for section in SECTIONS.values() for metric in section}
+
+
+def samples_of(section: str, stats: object, *labels: str) -> Iterator[Sample]:
+    """Yield a sample of every metric of a section that ``stats`` has a value of."""
+    for metric in SECTIONS[section]:
+        if metric.attribute != "-" and (value := attrgetter(metric.attribute)(stats)) is not None:
+            yield Sample(metric, labels, value)
+
+
+def _of_queue(stats: QueueStats, name: str) -> Iterator[Sample]:
+    queue = name or stats.queue
+    is_writer = stats.side == "writer"
+    yield from samples_of("end", stats, queue, stats.side, "" if is_writer else str(stats.rank))
+    if is_writer:
+        yield from samples_of("queue", stats, queue)
+    elif stats.latency is not None:
+        yield Sample(METRICS["queue_latency_seconds"], (queue, str(stats.rank)), stats.latency)
+    for row in stats.per_reader:
+        yield from samples_of("reader", row, queue, str(row.rank))
+        yield Sample(METRICS["queue_reader_up"], (queue, str(row.rank)), row.state == "attached")
+
+
+def _of_ranks(section: str, infos: Iterable[RankInfo], name: str) -> Iterator[Sample]:
+    for info in infos:
+        yield from samples_of(section, info, name, str(info.rank))
+        yield Sample(METRICS[f"{section}_up"], (name, str(info.rank)), info.state == "running")
+
+
+def _of_group(stats: WorkerGroupStats, name: str) -> Iterator[Sample]:
+    yield from samples_of("group", stats, name or stats.name)
+    yield from _of_ranks("worker", stats.workers, name or stats.name)
+
+
+def _of_supervisor(stats: EngineSupervisorStats, name: str) -> Iterator[Sample]:
+    yield from _of_ranks("engine", stats.engines, name or "engines")
+    if stats.client is not None:
+        yield from samples_of("client", stats.client, name or str(stats.client.index))
+
+
+_READERS: dict[str, Any] = {
+    "aioshm.queue.stats.QueueStats": _of_queue,
+    "aioshm.engine.stats.WorkerGroupStats": _of_group,
+    "aioshm.engine.stats.EngineClientStats": lambda stats, name: samples_of("client", stats, name or str(stats.index)),
+    "aioshm.engine.stats.EngineSupervisorStats": _of_supervisor,
+    "aioshm.events.stats.PublisherStats": lambda stats, name: samples_of("publisher", stats, name),
+    "aioshm.events.stats.SubscriberStats": lambda stats, name: samples_of("subscriber", stats, name),
+}
+"""Functions that yield the samples of statistics, by the class of the statistics."""
+
+_ATTEMPTS = 5
+
+
+class Observer:
+    """Reads the statistics of objects of this process; the base of the exporters.
+
+    Args:
+        observed: See `add`.
+
+    Raises:
+        TypeError: An object cannot be observed.
+    """
+
+    def __init__(self, *observed: Any) -> None:
+        self._known: list[tuple[weakref.ref[Any], str]] = []
+        self._lock = threading.Lock()
+        for each in observed:
+            self.add(each)
+
+    def add(self, observed: Any, name: str = "") -> None:
+        """Observe an object, as long as it lives.
+
+        Args:
+            observed: A `MessageQueue` of either API, a `WorkerGroup`, an `EngineClient` of either API, an
+                `EngineSupervisor`, a publisher or an `EventSubscriber`.
+            name: Its name in labels; empty: the name that it has. Two of the same name are told apart by ``#2``.
+
+        Raises:
+            TypeError: It is an object of another kind.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, not {name!r}")
+        try:
+            known = _reader_of(observed.stats()) is not None
+        except (AttributeError, TypeError):
+            known = False
+        if not known:
+            raise TypeError(
+                "what is observed must be a MessageQueue, WorkerGroup, EngineClient, EngineSupervisor, or a publisher "
+                f"or subscriber of events, not {observed!r}"
+            )
+        with self._lock:
+            self._known = [*self._alive(), (weakref.ref(observed), name)]
+
+    def remove(self, observed: Any) -> None:
+        """Stop observing an object; does nothing if it was not observed."""
+        with self._lock:
+            self._known = [(ref, name) for ref, name in self._alive() if ref() is not observed]
+
+    def _samples(self) -> list[Sample]:
+        """Return the samples of all objects that live; from any thread."""
+        found: dict[tuple[str, tuple[str, ...]], Sample] = {}
+        names: Counter[tuple[tuple[str, ...], tuple[str, ...]]] = Counter()
+        for ref, given in self._known:
+            observed = ref()
+            stats = None if observed is None else _stats_of(observed)
+            if stats is None:
+                continue
+            read = _reader_of(stats)
+            samples = list(read(stats, given or _endpoint(observed)))
+            if not samples:
+                continue
+            identity = samples[0].metric.labels, samples[0].labels
+            names[identity] += 1
+            if names[identity] > 1:
+                samples = list(read(stats, f"{samples[0].labels[0]}#{names[identity]}"))
+            for sample in samples:  # both ends of a queue have its latency: the first counts
+                found.setdefault((sample.metric.name, sample.labels), sample)
+        return list(found.values())
+
+    def _alive(self) -> list[tuple[weakref.ref[Any], str]]:
+        return [(ref, name) for ref, name in self._known if ref() is not None]
+
+
+def _reader_of(stats: object) -> Any:
+    return _READERS.get(f"{type(stats).__module__}.{type(stats).__qualname__}")
+
+
+def _endpoint(observed: object) -> str:
+    """Return the name of an object whose statistics have none: a publisher, a subscriber."""
+    endpoints = getattr(observed, "endpoints", None) or getattr(observed, "endpoint", "")
+    return ",".join(endpoints) if isinstance(endpoints, list) else str(endpoints)
+
+
+def _stats_of(observed: Any) -> Any:
+    for _ in range(_ATTEMPTS):
+        try:
+            return observed.stats()
+        except (RuntimeError, ValueError):  # another thread changed a dict, or closed the queue
+            continue
+    return None
