@@ -10,19 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aioshm.observe.culprit import who as who
     from aioshm.observe.messages import MessageHeader as MessageHeader
     from aioshm.observe.messages import last_messages as last_messages
     from aioshm.observe.opentelemetry import OpenTelemetryMetrics as OpenTelemetryMetrics
     from aioshm.observe.opentelemetry import process_span as process_span
     from aioshm.observe.prometheus import HostCollector as HostCollector
     from aioshm.observe.prometheus import PrometheusCollector as PrometheusCollector
+    from aioshm.observe.scan import Watch as Watch
     from aioshm.observe.scan import find_queue as find_queue
     from aioshm.observe.scan import find_queues as find_queues
     from aioshm.observe.snapshot import QueueSnapshot as QueueSnapshot
     from aioshm.observe.snapshot import Scan as Scan
-    from aioshm.observe.verdict import Suspect as Suspect
-    from aioshm.observe.watch import Watch as Watch
+    from aioshm.observe.suspects import Suspect as Suspect
+    from aioshm.observe.suspects import who as who
 
 _HOME = {
     "HostCollector": "prometheus",
@@ -31,13 +31,13 @@ _HOME = {
     "PrometheusCollector": "prometheus",
     "QueueSnapshot": "snapshot",
     "Scan": "snapshot",
-    "Suspect": "verdict",
-    "Watch": "watch",
+    "Suspect": "suspects",
+    "Watch": "scan",
     "find_queue": "scan",
     "find_queues": "scan",
     "last_messages": "messages",
     "process_span": "opentelemetry",
-    "who": "culprit",
+    "who": "suspects",
 }
 """Which module of this package has a name; imported when it is asked for."""
 

@@ -1,9 +1,7 @@
-"""Find this user's queues on this host, by the descriptors of its processes.
+"""Reads this user's queues on this host, once (`find_queues`) or again and again (`Watch`).
 
-A process that has a ring mapped has its descriptor open, too (``ring/segment.py``), be it a memfd or a named segment
-that has lost its name. What ``/proc/PID/fd`` shows of it is opened once more, to read only, and read with pread(2):
-nothing is mapped, no page gets memory that its ends have not touched, and what hangs or is stopped is read like
-anything else.
+A process that has a ring mapped has a descriptor of it open, too. `RingFile` opens ``/proc/PID/fd/N`` to read only, and
+reads with pread(2): nothing is mapped, no page gets memory, and the rings of stopped processes can be read.
 """
 
 from __future__ import annotations
@@ -12,7 +10,10 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
+from typing import Self
+
+import msgspec
 
 from aioshm.errors import AioshmError, HandleError
 from aioshm.observe.proc import ProcessInfo, process_info
@@ -25,13 +26,16 @@ from aioshm.ring.segment import OVERFLOW_LABEL
 _OVERFLOW = re.compile(rf"/memfd:{OVERFLOW_LABEL}([0-9a-f]{{8}})")
 _MIN_PREFIX = 4
 
+RESCAN_S = 2.0
+"""Seconds after which a `Watch` searches for new queues and processes, which costs more than to read known ones."""
+
 
 class QueueNotFound(AioshmError):
-    """No queue of this user on this host is called so, or several are.
+    """No queue of this user on this host matches, or several do.
 
     Attributes:
-        key: What was looked for.
-        there_are: What the queues are called that there are.
+        key: The name, id or pid that was searched for.
+        there_are: The queues that there are.
     """
 
     def __init__(self, key: str, problem: str, there_are: Iterable[str]) -> None:
@@ -45,14 +49,12 @@ class RingFile:
     """A ring of some process, opened to read only.
 
     Attributes:
-        layout: Its layout.
-        queue_id: The queue's, in hex.
-        holders: Who has it open.
-        overflow: How many overflow segments it has, and what they occupy.
+        holders: The processes that have the ring open.
+        overflow: The number of overflow segments, and their bytes.
 
     Raises:
-        OSError: It cannot be opened any more.
-        HandleError: It is no ring, or one of another version.
+        OSError: No process has the ring open any more.
+        HandleError: The segment is no ring, or one of another version.
     """
 
     def __init__(self, segment: Segment, overflow: Mapping[str, tuple[int, int]]) -> None:
@@ -71,13 +73,13 @@ class RingFile:
         self.overflow = overflow.get(self.queue_id[:8], (0, 0))
 
     def snapshot(self, processes: dict[int, ProcessInfo]) -> QueueSnapshot:
-        """Return how the queue is now.
+        """Read the queue's state.
 
         Args:
-            processes: What is known of processes; those that this has to look up are added.
+            processes: Processes that are known; this adds the others.
 
         Raises:
-            HandleError: It is damaged.
+            HandleError: The ring is damaged.
         """
         header = read_header(self.read(0, self.layout.header_bytes), taken := monotonic_ns())
         for pid in self.holders:
@@ -104,7 +106,7 @@ def find_rings(finder: SegmentFinder | None = None) -> tuple[list[RingFile], int
     """Return this user's rings on this host, which the caller closes, and how many processes were skipped.
 
     Args:
-        finder: Remembers what processes have open, for who looks again and again.
+        finder: Remembers the descriptors of processes for the next call.
 
     Raises:
         NoProc: There is no ``/proc``.
@@ -124,19 +126,14 @@ def find_rings(finder: SegmentFinder | None = None) -> tuple[list[RingFile], int
 
 
 def find_queues() -> Scan:
-    """Return this user's queues on this host, and how many processes were not looked at.
+    """Return this user's queues on this host, and how many processes could not be read.
 
     Raises:
         NoProc: There is no ``/proc``.
     """
-    rings, skipped = find_rings()
-    processes: dict[int, ProcessInfo] = {}
-    queues = []
-    for ring in rings:
-        with suppress(OSError, HandleError):
-            queues.append(ring.snapshot(processes))
-        ring.close()
-    return Scan(tuple(sorted(queues, key=lambda queue: (not queue.header.name, queue.label))), skipped)
+    with Watch() as watch:
+        queues = tuple(each.queue for each in watch.look())
+        return Scan(queues, watch.skipped)
 
 
 def find_queue(key: str) -> QueueSnapshot:
@@ -170,3 +167,116 @@ def chosen(key: str, queues: Iterable[QueueSnapshot]) -> QueueSnapshot:
 def _named(queue: QueueSnapshot) -> str:
     where = f"pid {queue.writer.pid}" if queue.writer.state != "gone" else "its writer is gone"
     return f"{queue.label} ({where})"
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """A queue's rates between two snapshots.
+
+    Attributes:
+        seconds: Time between the snapshots.
+        messages_per_s: Messages published.
+        bytes_per_s: Bytes in their bodies.
+        read_per_s: Messages that each reader has finished with, in the order of the readers.
+        cpu_share: The share of one CPU that each end's process used, in the order of the ends; None: not known.
+    """
+
+    seconds: float
+    messages_per_s: float
+    bytes_per_s: float
+    read_per_s: tuple[float, ...]
+    cpu_share: tuple[float | None, ...]
+
+
+class Watched(msgspec.Struct, frozen=True):
+    """A queue's snapshot and its rates.
+
+    Attributes:
+        queue: The queue now.
+        rates: Rates since the snapshot before; None: this is the first one.
+    """
+
+    queue: QueueSnapshot
+    rates: Rates | None
+
+
+class Watch:
+    """Reads this user's queues on this host again and again; a context manager.
+
+    Args:
+        rescan_s: Seconds after which `look` searches for new queues.
+
+    Attributes:
+        skipped: The number of processes that could not be read.
+    """
+
+    def __init__(self, rescan_s: float = RESCAN_S) -> None:
+        self._rescan_s = rescan_s
+        self._finder = SegmentFinder()
+        self._rings: list[RingFile] = []
+        self._due = 0.0
+        self._before: dict[str, QueueSnapshot] = {}
+        self.skipped: int = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def look(self) -> tuple[Watched, ...]:
+        """Return all queues, sorted by name, then by id.
+
+        Raises:
+            NoProc: There is no ``/proc``.
+        """
+        if monotonic() >= self._due:
+            self.close()
+            self._rings, self.skipped = find_rings(self._finder)
+            self._due = monotonic() + self._rescan_s
+        processes: dict[int, ProcessInfo] = {}
+        now: dict[str, QueueSnapshot] = {}
+        for ring in self._rings:
+            with suppress(OSError, HandleError):
+                queue = ring.snapshot(processes)
+                if queue.holders:
+                    now[ring.queue_id] = queue
+        before, self._before = self._before, now
+        ordered = sorted(now.items(), key=lambda item: (not item[1].header.name, item[1].label))
+        return tuple(Watched(queue, rates(before[key], queue) if key in before else None) for key, queue in ordered)
+
+    def ring(self, queue: QueueSnapshot) -> RingFile:
+        """Return the ring of a queue that the last `look` returned.
+
+        Raises:
+            KeyError: The queue was not among them.
+        """
+        for ring in self._rings:
+            if ring.queue_id == queue.header.queue_id:
+                return ring
+        raise KeyError(queue.label)
+
+    def close(self) -> None:
+        """Close all rings; the next `look` finds them again. Idempotent."""
+        for ring in self._rings:
+            ring.close()
+        self._rings = []
+        self._due = 0.0
+
+
+def rates(before: QueueSnapshot, now: QueueSnapshot) -> Rates:
+    """Return the rates between two snapshots of a queue."""
+    seconds = max((now.taken_ns - before.taken_ns) / 1e9, 1e-9)
+    earlier = {end.pid: end.cpu_s for end in before.ends}
+    return Rates(
+        seconds=seconds,
+        messages_per_s=max(0, now.header.writer.messages - before.header.writer.messages) / seconds,
+        bytes_per_s=max(0, now.header.writer.bytes - before.header.writer.bytes) / seconds,
+        read_per_s=tuple(
+            max(0, end.messages - then.messages) / seconds
+            for end, then in zip(now.readers, before.readers, strict=True)
+        ),
+        cpu_share=tuple(
+            max(0.0, end.cpu_s - earlier[end.pid]) / seconds if end.pid in earlier and end.cpu_s else None
+            for end in now.ends
+        ),
+    )

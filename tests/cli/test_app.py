@@ -92,7 +92,7 @@ def test_a_command_imports_what_it_needs_alone() -> None:
     code = "import sys; from aioshm.cli.app import run; run(['who', 'nobody-of-this-name']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert "aioshm.observe.culprit" in loaded
+    assert "aioshm.observe.suspects" in loaded
     assert not {name for name in loaded if name.startswith(("aioshm.engine", "aioshm.events", "aioshm.queue", "zmq"))}
     assert "there is no queue 'nobody-of-this-name'" in done.stderr
 

@@ -94,7 +94,7 @@ class TestLs:
         assert own(found["queues"])["messages"] == 1
 
     def test_nothing_there(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aioshm.observe.watch.find_rings", lambda *_: ([], 3))
+        monkeypatch.setattr("aioshm.observe.scan.find_rings", lambda *_: ([], 3))
         assert run(["ls", "--interval", "0"]) == 0
         out = capsys.readouterr().out
         assert "no queue of this user is open on this host" in out

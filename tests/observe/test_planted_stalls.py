@@ -17,10 +17,9 @@ from planting import Planted
 from support import eventually
 
 from aioshm.observe import find_queue, who
-from aioshm.observe.culprit import process_report
 from aioshm.observe.proc import process_info
 from aioshm.observe.stacks import stacks_of
-from aioshm.observe.verdict import Suspect
+from aioshm.observe.suspects import Suspect, process_report
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ import aioshm.observe
 from aioshm import MessageQueue, Options, ShmRingBuffer
 from aioshm.errors import AioshmError
 from aioshm.observe import Watch, find_queue, find_queues
-from aioshm.observe.scan import QueueNotFound, chosen, find_rings
+from aioshm.observe.scan import QueueNotFound, chosen, find_rings, rates
 from aioshm.observe.snapshot import snapshot_of
-from aioshm.observe.watch import rates
 from aioshm.ring import layout as at
 from aioshm.ring.header import read_header
 from aioshm.ring.layout import Layout

@@ -10,7 +10,7 @@ import pytest
 from aioshm.observe.proc import ProcessInfo
 from aioshm.observe.snapshot import QueueSnapshot, snapshot_of
 from aioshm.observe.stacks import Frame, Stack, parse_spy, parse_tasks, users_line
-from aioshm.observe.verdict import Doing, suspects
+from aioshm.observe.suspects import Doing, suspects
 from aioshm.ring import layout as at
 from aioshm.ring.header import read_header
 from aioshm.ring.layout import Layout

@@ -16,12 +16,10 @@ from aioshm.cli.inspection import figures, tables, top
 from aioshm.cli.outcome import UNUSABLE, CommandFailed
 from aioshm.cli.output import print_json
 from aioshm.errors import AioshmError
-from aioshm.observe.culprit import WINDOW_S, ProcessReport, Report, process_report, who
 from aioshm.observe.messages import MessageHeader, last_messages
 from aioshm.observe.proc import own_processes
-from aioshm.observe.scan import QueueNotFound, chosen
-from aioshm.observe.verdict import Suspect
-from aioshm.observe.watch import Watch, Watched
+from aioshm.observe.scan import QueueNotFound, Watch, Watched, chosen
+from aioshm.observe.suspects import WINDOW_S, ProcessReport, Report, Suspect, process_report, who
 
 T = TypeVar("T")
 

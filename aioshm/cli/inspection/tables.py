@@ -15,9 +15,9 @@ from rich.text import Text
 
 from aioshm.cli.inspection import figures
 from aioshm.observe.proc import HUNG
+from aioshm.observe.scan import Watched
 from aioshm.observe.snapshot import End, QueueSnapshot
-from aioshm.observe.verdict import LONG_LAG
-from aioshm.observe.watch import Watched
+from aioshm.observe.suspects import LONG_LAG
 
 BAD = "bold red"
 POOR = "yellow"

@@ -22,7 +22,7 @@ from rich.text import Text
 from aioshm.cli.inspection import figures, tables
 from aioshm.cli.outcome import UNUSABLE, CommandFailed, interrupted
 from aioshm.errors import AioshmError
-from aioshm.observe.watch import Watch, Watched
+from aioshm.observe.scan import Watch, Watched
 
 Key = Literal["name", "rate", "backlog", "age", "memory", "cpu"]
 KEYS: tuple[Key, ...] = get_args(Key)

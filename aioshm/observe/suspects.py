@@ -1,15 +1,17 @@
-"""Who holds a queue up, from two looks at it: decided without I/O."""
+"""Finds the process that holds a queue up, and its line of code: `who` reads, `suspects` decides without I/O."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 import msgspec
 
-from aioshm.observe.proc import HUNG
+from aioshm.observe.proc import HUNG, ProcessInfo, process_info, system_call, wait_channel
+from aioshm.observe.scan import RingFile, Watch, Watched, chosen
 from aioshm.observe.snapshot import End, QueueSnapshot
-from aioshm.observe.stacks import Frame, Stack
+from aioshm.observe.stacks import LOOP_WAITS, Frame, Stack, stacks_of, users_line
 
 Kind = Literal["gone", "stopped", "absent", "blocked", "slow", "writer blocked", "writer idle"]
 
@@ -19,7 +21,13 @@ GRAVE: tuple[Kind, ...] = ("gone", "stopped", "absent", "blocked", "slow", "writ
 LONG_LAG = 0.5
 """Of the ring's slots: a reader that is further behind, and does not catch up, is slow."""
 
-_LOOP_WAITS = ("epoll_wait", "epoll_pwait", "epoll_pwait2", "ep_poll", "poll", "ppoll", "select", "pselect6")
+WINDOW_S = 0.25
+"""Seconds between two snapshots: a reader that takes no message in this time is called blocked."""
+
+_TRIES, _PAUSE_S = 5, 0.01
+"""How often the stack of a slow process is read: it may be in its loop just then."""
+
+_LOOP_CALLS = ("epoll_wait", "epoll_pwait", "epoll_pwait2", "ep_poll", "poll", "ppoll", "select", "pselect6")
 """System calls, and kernel functions, that an event loop without work sleeps in."""
 
 
@@ -32,7 +40,7 @@ class Doing(msgspec.Struct, frozen=True):
     @property
     def loop_waits(self) -> bool:
         """Whether that is what an event loop without work does."""
-        return self.system_call in _LOOP_WAITS or (not self.system_call and "poll" in self.wait_channel)
+        return self.system_call in _LOOP_CALLS or (not self.system_call and "poll" in self.wait_channel)
 
     def __str__(self) -> str:
         inside = f" ({self.wait_channel})" if self.wait_channel and self.system_call else self.wait_channel
@@ -169,3 +177,106 @@ def _suspect(kind: Kind, end: End, text: str, doing: Mapping[int, Doing]) -> Sus
         text=text,
         doing=doing.get(end.pid, Doing()),
     )
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The ends that hold a queue up.
+
+    Attributes:
+        queue: The queue.
+        suspects: These ends, the gravest first; empty: the queue moves.
+        messages_per_s: Messages published meanwhile.
+    """
+
+    queue: QueueSnapshot
+    suspects: tuple[Suspect, ...]
+    messages_per_s: float
+
+
+class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a process that has no queue; attributes as in `Suspect`."""
+
+    process: ProcessInfo
+    doing: Doing
+    line: Frame | None
+    stacks: tuple[Stack, ...]
+    hint: str
+
+
+def who(key: str | None = None, *, window_s: float = WINDOW_S) -> tuple[Report, ...]:
+    """Find the ends that hold queues up. No process is stopped or signalled for this.
+
+    Args:
+        key: The queue's name, id, beginning of its id, or the pid of one of its ends, which may have several; None:
+            every queue.
+        window_s: Seconds between the two snapshots that this takes.
+
+    Raises:
+        NoProc: There is no ``/proc``.
+        QueueNotFound: There is no such queue; the text lists all queues.
+    """
+    with Watch() as watch:
+        before = {each.queue.header.queue_id: each.queue for each in watch.look()}
+        wanted = before.keys() if key is None else _wanted(key, list(before.values()))
+        time.sleep(window_s)
+        found = [each for each in watch.look() if each.queue.header.queue_id in wanted]
+        return tuple(_report(watch.ring(each.queue), before[each.queue.header.queue_id], each) for each in found)
+
+
+def process_report(pid: int) -> ProcessReport:
+    """Describe a process, whether it has a queue or not."""
+    line, stacks, hint = _line_of(pid, 1)
+    return ProcessReport(process=process_info(pid), doing=_doing(pid), line=line, stacks=stacks, hint=hint)
+
+
+def _doing(pid: int) -> Doing:
+    return Doing(wait_channel(pid), system_call(pid))
+
+
+def _wanted(key: str, queues: list[QueueSnapshot]) -> set[str]:
+    if key.isdigit() and (
+        of_pid := {q.header.queue_id for q in queues if int(key) in [end.pid for end in q.ends if end.there]}
+    ):
+        return of_pid
+    return {chosen(key, queues).header.queue_id}
+
+
+def _report(ring: RingFile, before: QueueSnapshot, now: Watched) -> Report:
+    queue = now.queue
+    keeping, awaited = _flags(ring, queue)
+    found = suspects(before, queue, keeping, awaited, {end.pid: _doing(end.pid) for end in queue.ends if end.pid})
+    speed = 0.0 if now.rates is None else now.rates.messages_per_s
+    return Report(queue=queue, suspects=tuple(map(_with_stacks, found)), messages_per_s=speed)
+
+
+def _flags(ring: RingFile, now: QueueSnapshot) -> tuple[list[int], list[int]]:
+    """Return the places whose readers keep a parked writer waiting, and the vacant ones that are waited for."""
+    layout, header = ring.layout, now.header
+    keeping: list[int] = []
+    if header.writer.parked:
+        flags = ring.read(layout.flags(header.writer.wants % layout.slots), layout.flag_bytes)
+        keeping = [place for place, read in enumerate(flags[1:]) if flags[0] and not read]
+    row = ring.read(layout.flags(0), layout.flag_bytes)  # of a place that nobody waits for, the flags are up
+    vacant = [end.membership == "absent" and not read for end, read in zip(now.readers, row[1:], strict=True)]
+    return keeping, [place for place, is_vacant in enumerate(vacant) if is_vacant]
+
+
+def _with_stacks(suspect: Suspect) -> Suspect:
+    """Add the stacks of its process."""
+    if not suspect.pid or suspect.kind == "gone":
+        return suspect
+    tries = _TRIES if suspect.kind == "slow" else 1
+    line, stacks, hint = _line_of(suspect.pid, tries)
+    return msgspec.structs.replace(suspect, stacks=stacks, line=line, hint=hint)
+
+
+def _line_of(pid: int, tries: int) -> tuple[Frame | None, tuple[Stack, ...], str]:
+    """Return the line of its user's code that a process is in, its stacks, and what is to be said of them."""
+    for _ in range(tries):
+        stacks, hint = stacks_of(pid)
+        line = users_line(stacks)
+        if line is not None or not stacks:
+            return line, stacks, hint
+        time.sleep(_PAUSE_S)
+    line = users_line(stacks, beyond_loops=True)
+    return line, stacks, LOOP_WAITS if line is not None else hint
