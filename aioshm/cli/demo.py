@@ -24,8 +24,7 @@ import typer
 
 import aioshm
 from aioshm import Handle, MessageQueue, PeerDied, QueueClosed
-from aioshm.cli.outcome import FAILED, UNUSABLE, CommandFailed, loop_factory, run_interruptibly
-from aioshm.cli.output import counted, print_json
+from aioshm.cli.outcome import FAILED, UNUSABLE, CommandFailed, counted, loop_factory, print_json, run_interruptibly
 from aioshm.engine import WorkerGroup, die_with_parent
 from aioshm.errors import AioshmError, ProcessDied
 

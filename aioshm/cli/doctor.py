@@ -21,8 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import aioshm
-from aioshm.cli.outcome import CommandFailed
-from aioshm.cli.output import print_json
+from aioshm.cli.outcome import CommandFailed, print_json
 from aioshm.config import Options, native_wanted
 from aioshm.events.protocol.encoding import NativeEncoder
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS

@@ -15,8 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from aioshm.cli.event_lines import lines_of
-from aioshm.cli.event_rates import EventMeter
+from aioshm.cli.event_lines import EventMeter, lines_of
 from aioshm.cli.outcome import UNUSABLE, CommandFailed, run_interruptibly
 from aioshm.errors import AioshmError
 from aioshm.events import Delivery, EventSubscriber, Lost, PublisherGone, Received, ZmqEventPublisher

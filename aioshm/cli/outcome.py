@@ -1,4 +1,4 @@
-"""How a command runs, and how it ends when it does not end well: one line on stderr, and an exit code."""
+"""How a command runs, prints JSON, and fails: one line on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, Self, TypeVar
+
+import msgspec
 
 T = TypeVar("T")
 
@@ -98,3 +100,13 @@ class _Signals:
             raise interrupted(self._noted[0]) from error
         finally:
             self._cancel = None
+
+
+def print_json(report: dict[str, Any]) -> None:
+    """Print one indented JSON object."""
+    print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number and a noun: ``1 reader``, ``2 readers``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

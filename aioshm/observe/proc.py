@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -98,18 +97,11 @@ def check_proc() -> None:
         raise NoProc
 
 
-def own_processes() -> Iterator[int | None]:
-    """Yield the ids of this user's processes, and None for each one that is another user's.
-
-    Raises:
-        NoProc: There is no ``/proc``.
-    """
-    check_proc()
-    user = os.geteuid()
-    for name in os.listdir(PROC):
-        if name.isdigit():
-            with suppress(OSError):  # it has ended
-                yield int(name) if os.stat(PROC / name).st_uid == user else None
+def is_own_process(pid: int) -> bool:
+    """Return whether there is such a process of this user."""
+    with suppress(OSError):
+        return os.stat(PROC / str(pid)).st_uid == os.geteuid()
+    return False
 
 
 def process_info(pid: int) -> ProcessInfo:

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from aioshm import MessageQueue
 from aioshm.cli.app import run
-from aioshm.cli.inspection import figures
+from aioshm.cli.inspection import tables
 from aioshm.cli.inspection.tables import Rows
 from aioshm.cli.inspection.top import KEYS, ordered
 from aioshm.observe import proc
@@ -295,13 +295,13 @@ class TestFigures:
         [(0, "0"), (999, "999"), (9999, "9999"), (12_345, "12.3k"), (4_560_000, "4.56M"), (3e9, "3G")],
     )
     def test_count(self, number: float, text: str) -> None:
-        assert figures.count(number) == text
+        assert tables.count(number) == text
 
     @pytest.mark.parametrize(
         ("number", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB")]
     )
     def test_size(self, number: int, text: str) -> None:
-        assert figures.size(number) == text
+        assert tables.size(number) == text
 
     @pytest.mark.parametrize(
         ("seconds", "text"),
@@ -309,7 +309,7 @@ class TestFigures:
          (119, "119 s"), (720, "12 min"), (9000, "2.5 h"), (86400 * 3, "3 d")],
     )  # fmt: skip
     def test_duration(self, seconds: float | None, text: str) -> None:
-        assert figures.duration(seconds) == text
+        assert tables.duration(seconds) == text
 
     def test_share(self) -> None:
-        assert (figures.share(None), figures.share(0.123)) == ("-", "12%")
+        assert (tables.share(None), tables.share(0.123)) == ("-", "12%")

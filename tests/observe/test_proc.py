@@ -15,7 +15,8 @@ from aioshm.observe import proc
 from aioshm.observe.proc import (
     GONE,
     NoProc,
-    own_processes,
+    check_proc,
+    is_own_process,
     parse_command,
     parse_inner_pid,
     parse_stat,
@@ -23,6 +24,7 @@ from aioshm.observe.proc import (
     system_call,
     wait_channel,
 )
+from aioshm.observe.segments import SegmentFinder
 
 STAT = "77 (a (bad) name) {} 1 77 77 0 -1 4194304 100 0 0 0 250 150 0 0 20 0 1 0 4242 0 0"
 
@@ -68,7 +70,7 @@ def test_this_process() -> None:
     assert info.inner_pid > 0
     assert info.cpu_s > 0
     assert "python" in info.command or "pytest" in info.command
-    assert os.getpid() in own_processes()
+    assert is_own_process(os.getpid())
 
 
 def test_a_process_that_is_stopped_and_then_gone() -> None:
@@ -87,14 +89,13 @@ def test_a_process_that_is_stopped_and_then_gone() -> None:
     assert (wait_channel(child.pid), system_call(child.pid)) == ("", "")
 
 
-def test_other_users_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_of_another_user_is_not_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    found = list(own_processes())
-    assert found
-    assert set(found) == {None}
+    assert not is_own_process(os.getpid())
+    assert SegmentFinder().find()[1] > 0, "counted as skipped"
 
 
 def test_a_system_without_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(proc, "PROC", tmp_path)
     with pytest.raises(NoProc, match="no /proc on this system"):
-        list(own_processes())
+        check_proc()

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from aioshm.cli.inspection import figures, tables, top
-from aioshm.cli.outcome import UNUSABLE, CommandFailed
-from aioshm.cli.output import print_json
+from aioshm.cli.inspection import tables, top
+from aioshm.cli.outcome import UNUSABLE, CommandFailed, print_json
 from aioshm.errors import AioshmError
 from aioshm.observe.messages import MessageHeader, last_messages
-from aioshm.observe.proc import own_processes
+from aioshm.observe.proc import is_own_process
 from aioshm.observe.scan import QueueNotFound, Watch, Watched, chosen
 from aioshm.observe.suspects import WINDOW_S, ProcessReport, Report, Suspect, process_report, who
-
-T = TypeVar("T")
 
 Queue = Annotated[str, typer.Argument(help="Its name, its id or the beginning of that, or the pid of one of its ends.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -42,10 +40,10 @@ def register(app: typer.Typer) -> None:
 
 def _ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
     """List every live queue of this user on this host."""
-    with _failing(), Watch() as watch:
+    with _one_line(), Watch() as watch:
         found = _look_twice(watch, interval)
         if as_json:
-            print_json(figures.report(queues=[top.as_json(each) for each in found], skipped=watch.skipped))
+            print_json(tables.report(queues=[top.as_json(each) for each in found], skipped=watch.skipped))
             return
         console = Console(highlight=False)
         if found:
@@ -58,12 +56,12 @@ def _ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
 
 def _inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) -> None:
     """Show a queue and each of its ends."""
-    with _failing(), Watch() as watch:
+    with _one_line(), Watch() as watch:
         found = _look_twice(watch, interval)
         one = chosen(queue, [each.queue for each in found])
         [watched] = [each for each in found if each.queue is one]
         if as_json:
-            print_json(figures.report(queue=top.as_json(watched)))
+            print_json(tables.report(queue=top.as_json(watched)))
             return
         console = Console(highlight=False)
         grid = Table.grid(padding=(0, 2))
@@ -79,15 +77,15 @@ def _who(
     window: Annotated[float, typer.Option(min=0.01, max=60.0, help="Seconds to watch for.")] = WINDOW_S,
 ) -> None:
     """Say who holds a queue up: the process, what it does, and in which line of code."""
-    with _failing():
+    with _one_line():
         try:
             reports, process = who(queue, window_s=window), None
         except QueueNotFound:
-            if queue is None or not queue.isdigit() or int(queue) not in own_processes():
+            if queue is None or not queue.isdigit() or not is_own_process(int(queue)):
                 raise
             reports, process = (), process_report(int(queue))  # an engine, say, whose messages go over sockets
         if as_json:
-            print_json(figures.report(queues=[_as_json(each) for each in reports], process=process))
+            print_json(tables.report(queues=[_as_json(each) for each in reports], process=process))
             return
         console = Console(highlight=False)
         for report in reports:
@@ -105,12 +103,12 @@ def _dump(
     as_json: AsJson = False,
 ) -> None:
     """Show the headers of the latest messages of a queue."""
-    with _failing(), Watch() as watch:
+    with _one_line(), Watch() as watch:
         found = watch.look()
         one = chosen(queue, [each.queue for each in found])
         messages = last_messages(watch.ring(one), last, bodies=bodies)
         if as_json:
-            print_json(figures.report(queue=one.label, messages=[_message_json(each) for each in messages]))
+            print_json(tables.report(queue=one.label, messages=[_message_json(each) for each in messages]))
             return
         console = Console(highlight=False)
         if not messages:
@@ -126,8 +124,8 @@ def _look_twice(watch: Watch, interval: float) -> tuple[Watched, ...]:
 
 
 @contextmanager
-def _failing() -> Iterator[None]:
-    """Tell in one line what cannot be done."""
+def _one_line() -> Iterator[None]:
+    """Turn errors into one line."""
     try:
         yield
     except (AioshmError, ValueError) as error:
@@ -151,78 +149,68 @@ def _show_report(console: Console, report: Report) -> None:
     label = f"[bold]{escape(report.queue.label)}[/]"
     if not any(suspect.grave for suspect in report.suspects):
         idle = f"; {escape(report.suspects[0].text)}" if report.suspects else ""
-        console.print(
-            f"{label}: nobody holds it up ({figures.count(report.messages_per_s)} messages/s{idle})", soft_wrap=True
-        )
+        rate = tables.count(report.messages_per_s)
+        console.print(f"{label}: nobody holds it up ({rate} messages/s{idle})", soft_wrap=True)
         return
     for suspect in report.suspects:
         end = "the writer" if suspect.rank < 0 else f"reader {suspect.rank}"
-        who_is_it = f"{end}, pid {suspect.pid} ({escape(suspect.command)})" if suspect.pid else end
-        console.print(f"{label}: [{tables.BAD}]{who_is_it}[/]: {escape(suspect.text)}", soft_wrap=True)
-        _show_place(console, suspect)
-
-
-def _show_place(console: Console, suspect: Suspect) -> None:
-    if suspect.pid and suspect.state != "gone":
-        kernel = f"; in the kernel: {suspect.doing}" if str(suspect.doing) else ""
-        console.print(f"  {suspect.state}{escape(kernel)}", soft_wrap=True)
-    if suspect.line is not None:
-        console.print(f"  at [bold]{escape(str(suspect.line))}[/]", soft_wrap=True)
-    _show_stacks(console, suspect)
+        name = f"{end}, pid {suspect.pid} ({escape(suspect.command)})" if suspect.pid else end
+        console.print(f"{label}: [{tables.BAD}]{name}[/]: {escape(suspect.text)}", soft_wrap=True)
+        if suspect.pid and suspect.state != "gone":
+            console.print(f"  {suspect.state}{_in_kernel(suspect)}", soft_wrap=True)
+        _show_code(console, suspect)
 
 
 def _show_process(console: Console, report: ProcessReport) -> None:
     process = report.process
-    kernel = f"; in the kernel: {report.doing}" if str(report.doing) else ""
     name = f"[bold]pid {process.pid}[/] ({escape(process.command)})"
-    console.print(f"{name} has no queue: {process.state}{escape(kernel)}", soft_wrap=True)
+    console.print(f"{name} has no queue: {process.state}{_in_kernel(report)}", soft_wrap=True)
+    _show_code(console, report)
+
+
+def _in_kernel(report: Suspect | ProcessReport) -> str:
+    return escape(f"; in the kernel: {report.doing}") if str(report.doing) else ""
+
+
+def _show_code(console: Console, report: Suspect | ProcessReport) -> None:
     if report.line is not None:
         console.print(f"  at [bold]{escape(str(report.line))}[/]", soft_wrap=True)
-    _show_stacks(console, report)
-
-
-def _show_stacks(console: Console, what: Suspect | ProcessReport) -> None:
-    told = [stack for stack in what.stacks if stack.is_main or stack.is_running or any(f.own for f in stack.frames)]
-    for stack in told or what.stacks:
+    own = [stack for stack in report.stacks if stack.is_main or stack.is_running or any(f.own for f in stack.frames)]
+    for stack in own or report.stacks:
         console.print(f"  [dim]{escape(stack.name)}{' (runs)' if stack.is_running else ''}[/]", soft_wrap=True)
         for frame in stack.frames[:_MOST_SHOWN]:
             console.print(f"    {escape(str(frame))}", style="" if frame.own else "dim", soft_wrap=True)
-    if what.hint:
-        console.print(f"  {escape(what.hint)}", style=tables.POOR, soft_wrap=True)
+    if report.hint:
+        console.print(f"  {escape(report.hint)}", style=tables.POOR, soft_wrap=True)
 
 
 # dump
 
 
 def _message_json(message: MessageHeader) -> dict[str, Any]:
-    preview: Callable[[], dict[str, Any]] = lambda: {  # noqa: E731
-        "preview_hex": None if message.preview is None else message.preview.hex(),
-        "preview_text": message.text,
-    }
-    names = ("seq", "kind", "codec", "bytes", "main_bytes", "buffers", "where", "age_s", "unread_by")
-    return {name: getattr(message, name) for name in names} | preview()
+    built: dict[str, Any] = msgspec.structs.asdict(message)
+    preview = built.pop("preview")
+    return built | {"preview_hex": None if preview is None else preview.hex(), "preview_text": message.text}
 
 
 def _messages_table(messages: list[MessageHeader], bodies: bool) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("message", "kind", "codec", "size", "buffers", "where", "age", "unread by") + (
-        "begins with",
-    ) * bodies:
+    for name in ("message", "kind", "codec", "size", "buffers", "where", "age", "unread by"):
         table.add_column(name, justify="right" if name in ("message", "size", "buffers", "age") else "left")
+    if bodies:
+        table.add_column("begins with")
     for message in messages:
         row = [
             f"{message.seq}",
             message.kind,
-            escape(message.codec) or figures.NONE,
-            figures.size(message.bytes),
+            escape(message.codec) or tables.NONE,
+            tables.size(message.bytes),
             f"{message.buffers}",
             message.where,
-            figures.duration(message.age_s),
-            ", ".join(map(str, message.unread_by)) or figures.NONE,
+            tables.duration(message.age_s),
+            ", ".join(map(str, message.unread_by)) or tables.NONE,
         ]
-        if bodies:
-            row.append(_preview(message))
-        table.add_row(*row)
+        table.add_row(*row, *[_preview(message)] * bodies)
     return table
 
 

@@ -1,10 +1,11 @@
-"""Queues and their ends as tables."""
+"""Queues and their ends as tables; how numbers are written, and the JSON of these commands."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
+import msgspec
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, JustifyMethod
@@ -13,7 +14,6 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from aioshm.cli.inspection import figures
 from aioshm.observe.proc import HUNG
 from aioshm.observe.scan import Watched
 from aioshm.observe.snapshot import End, QueueSnapshot
@@ -21,6 +21,11 @@ from aioshm.observe.suspects import LONG_LAG
 
 BAD = "bold red"
 POOR = "yellow"
+
+JSON_VERSION: Final = 1
+"""Of the shape of what ``--json`` prints; see docs/howto/inspection.md. What is added does not change it."""
+
+NONE: Final = "-"
 
 
 class Rows(NamedTuple):
@@ -96,11 +101,11 @@ def queues_rows(watched: Iterable[Watched]) -> Rows:
                 Text(queue.label),
                 process(queue.writer),
                 f"{there}" + f" + {remote} remote" * bool(remote),
-                figures.NONE if rates is None else f"{figures.count(rates.messages_per_s)}/s",
-                figures.NONE if rates is None else figures.size(rates.bytes_per_s),
+                NONE if rates is None else f"{count(rates.messages_per_s)}/s",
+                NONE if rates is None else size(rates.bytes_per_s),
                 backlog(queue),
-                figures.duration(queue.header.writer.age_s),
-                figures.size(queue.memory_bytes + queue.overflow_bytes),
+                duration(queue.header.writer.age_s),
+                size(queue.memory_bytes + queue.overflow_bytes),
             ]
         )
     return Rows(names, {"queue"}, rows, [""] * len(rows))
@@ -123,15 +128,15 @@ def _end_row(each: Watched, number: int, end: End) -> list[str | Text]:
     speed = None if rates is None else (rates.read_per_s[number - 1] if number else rates.messages_per_s)
     return [
         "writer" if end.rank < 0 else f"reader {end.rank}",
-        str(end.pid) if end.pid else figures.NONE,
+        str(end.pid) if end.pid else NONE,
         state(end),
-        end.waits or figures.NONE,
-        figures.count(end.messages),
-        figures.NONE if speed is None else f"{figures.count(speed)}/s",
+        end.waits or NONE,
+        count(end.messages),
+        NONE if speed is None else f"{count(speed)}/s",
         backlog(each.queue) if end.rank < 0 else lag(each.queue, end),
-        figures.duration(end.latency_p50_s),
-        figures.duration(end.latency_p99_s),
-        figures.share(None if rates is None else rates.cpu_share[number]),
+        duration(end.latency_p50_s),
+        duration(end.latency_p99_s),
+        share(None if rates is None else rates.cpu_share[number]),
         Text(end.command),
     ]
 
@@ -167,7 +172,7 @@ def lag(queue: QueueSnapshot, end: End) -> Text:
 
 def _lag(number: int, queue: QueueSnapshot) -> Text:
     full, waits = number / max(1, queue.header.slots), queue.header.writer.parked and number
-    return Text(figures.count(number), style=BAD if full >= 1 or waits else POOR if full > LONG_LAG else "")
+    return Text(count(number), style=BAD if full >= 1 or waits else POOR if full > LONG_LAG else "")
 
 
 def _row_style(end: End) -> str:
@@ -177,22 +182,61 @@ def _row_style(end: End) -> str:
 def facts_of(queue: QueueSnapshot) -> list[tuple[str, str]]:
     """Return what ``inspect`` says of a queue as a whole."""
     header, sizes = queue.header, queue.header.layout
-    inline = f"{header.slots:,} slots of {figures.size(header.inline_bytes)}"
-    chunks = ", ".join(f"{pool.chunks} of {figures.size(pool.room)}" for pool in sizes.pools)
+    inline = f"{header.slots:,} slots of {size(header.inline_bytes)}"
+    chunks = ", ".join(f"{pool.chunks} of {size(pool.room)}" for pool in sizes.pools)
     writer = header.writer
     return [
         ("queue", escape(header.name) or "(it has no name)"),
         ("id", header.queue_id),
-        ("age", figures.duration(writer.age_s)),
+        ("age", duration(writer.age_s)),
         ("codec", escape(queue.codec)),
         ("ring", f"{inline}; chunks: {chunks}"),
-        ("memory", f"{figures.size(queue.memory_bytes)} of {figures.size(sizes.total_bytes)} in use"),
+        ("memory", f"{size(queue.memory_bytes)} of {size(sizes.total_bytes)} in use"),
         (
             "overflow",
-            f"{queue.overflow_segments} segments, {figures.size(queue.overflow_bytes)}; {writer.overflows:,} messages",
+            f"{queue.overflow_segments} segments, {size(queue.overflow_bytes)}; {writer.overflows:,} messages",
         ),
-        ("published", f"{writer.messages:,} messages, {figures.size(writer.bytes)}"),
+        ("published", f"{writer.messages:,} messages, {size(writer.bytes)}"),
         ("backlog", f"{header.backlog:,} messages"),
         ("remote", f"{writer.remote_readers} readers, of which only the writer's process knows more"),
         ("open in", ", ".join(map(str, queue.holders))),
     ]
+
+
+def report(**content: Any) -> dict[str, Any]:
+    """Return what ``--json`` prints."""
+    return {"version": JSON_VERSION, **{name: msgspec.to_builtins(value) for name, value in content.items()}}
+
+
+def count(number: float) -> str:
+    """Return a number of things, short: ``999``, ``12.3k``, ``4.56M``."""
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= unit * 10 or (abs(number) >= unit and unit > 1e3):
+            return f"{number / unit:.3g}{name}"
+    return f"{number:.0f}"
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes: ``512 B``, ``4.7 MiB``."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes:.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time: ``870 ns``, ``12 us``, ``3.4 ms``, ``5.6 s``, ``12 min``, ``3.4 h``, ``5.6 d``."""
+    if seconds is None:
+        return NONE
+    for unit, name in ((86400 * 2, "d"), (7200, "h"), (120, "min")):
+        if seconds >= unit:
+            return f"{seconds / {'d': 86400, 'h': 3600, 'min': 60}[name]:.3g} {name}"
+    for least, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= least:
+            return f"{seconds / least:.3g} {name}"
+    return f"{seconds * 1e9:.0f} ns"
+
+
+def share(part: float | None) -> str:
+    """Return a share: ``12%``."""
+    return NONE if part is None else f"{part * 100:.0f}%"

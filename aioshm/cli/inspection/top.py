@@ -19,7 +19,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from aioshm.cli.inspection import figures, tables
+from aioshm.cli.inspection import tables
 from aioshm.cli.outcome import UNUSABLE, CommandFailed, interrupted
 from aioshm.errors import AioshmError
 from aioshm.observe.scan import Watch, Watched
@@ -114,7 +114,7 @@ class _JsonLines(_Show):
 
     def show(self, watched: Sequence[Watched], skipped: int) -> None:
         queues = [as_json(each) for each in ordered(watched, self.sort)]
-        print(msgspec.json.encode(figures.report(queues=queues, skipped=skipped)).decode(), flush=True)
+        print(msgspec.json.encode(tables.report(queues=queues, skipped=skipped)).decode(), flush=True)
 
 
 class _Pages(_Show):
