@@ -44,12 +44,14 @@ class Monitor:
 
     Attributes:
         connections: How many it has, as of the last `read`.
+        handshakes: How many it ever had.
         reconnects: How many came back.
         handshake_failures: How many could not be made.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], *, also: int = 0) -> None:
         self.connections: int = 0
+        self.handshakes: int = 0
         self.reconnects: int = 0
         self.handshake_failures: int = 0
         self._gone: set[int] = set()
@@ -79,6 +81,7 @@ class Monitor:
                 self._lost = True
             else:
                 self.connections += kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                self.handshakes += kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 came_back += self._lost
                 self._lost = False
         self.reconnects += came_back

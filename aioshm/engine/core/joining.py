@@ -6,16 +6,20 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import zmq
 
 from aioshm.arguments import check_seconds
+from aioshm.config import ENGINE_READY_TIMEOUT_S
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
 from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, EngineHandshake
+from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine
+from aioshm.errors import OutOfThreads
 from aioshm.process.background import give_back
+from aioshm.process.threads import start_thread
 from aioshm.zeromq.curve import limit_frames
 from aioshm.zeromq.endpoint import attach, check_endpoint, open_socket
 from aioshm.zeromq.monitor import ENDED, MISMATCH, Monitor
@@ -25,6 +29,9 @@ from aioshm.zeromq.sockets import Sockets
 INIT_TIMEOUT_S = 300.0
 LINGER_MS = 5000
 """How long READY may take to leave; it takes no time unless the front end is gone."""
+
+MAX_REPEATS = 10
+"""How often READY is sent again: two engines of one rank take the connection from each other for ever."""
 
 _HWM = 16
 
@@ -48,6 +55,9 @@ async def shake_hands(
     """Say HELLO to the front end, initialise with what it answers, and say READY.
 
     Cancelling this, or an error in ``initialize``, leaves the front end without a READY.
+
+    Over TCP a message whose connection breaks is sent again over the next one. For READY this goes on
+    after the return, until a connection has lasted for 9 s, or the calling task ends: run the engine in that task.
 
     Args:
         handshake_address: Where the front end listens, or will listen.
@@ -82,7 +92,9 @@ async def shake_hands(
             credentials = (
                 keys_for_engine(index, keys) if secure and check_endpoint(address).startswith("tcp://") else None
             )
-            front_end = _FrontEnd(address, EngineHandshake(index, local=local, headless=headless), credentials)
+            # Only aioshm's front ends have keys: vLLM's would get bytes that vLLM does not send.
+            handshake = EngineHandshake(index, local=local, headless=headless, named=credentials is not None)
+            front_end = _FrontEnd(address, handshake, credentials)
             stack.callback(front_end.close)
             return front_end, await front_end.greet(timeout)
 
@@ -115,7 +127,14 @@ class _FrontEnd:
 
     def __init__(self, address: str, handshake: EngineHandshake, credentials: EngineCredentials | None) -> None:
         self._address, self._handshake = address, handshake
+        self._loop = asyncio.get_running_loop()
         self._flushing = False
+        self._unconfirmed = False  # whether the last message is sent again after a reconnect
+        self._carrier = 0  # which connection carries the last message, by Monitor.handshakes
+        self._repeats = 0
+        self._pump: Pump | None = None
+        self._proof: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self._encrypts, self._refused = credentials is not None, ""
         self._sockets = Sockets()
         curve = None if credentials is None else credentials.to_front_end()
@@ -137,6 +156,14 @@ class _FrontEnd:
             name = handshake.identity if credentials is None else credentials.name
             self._dealer.setsockopt(zmq.ROUTING_ID, name)
             limit_frames(self._dealer, MAX_INIT_BYTES)
+            # The front end drops a silent connection, too: where it knows no keys, the new one is ignored while
+            # the old one seems to live.
+            self._proven_s = 0.0
+            if over_tcp([address]):
+                timeout_ms = int(self._dealer.getsockopt(zmq.HEARTBEAT_TIMEOUT))
+                self._dealer.setsockopt(zmq.HEARTBEAT_TTL, timeout_ms)
+                # A heartbeat that was sent after READY is answered by then, or the connection is given up.
+                self._proven_s = (2 * int(self._dealer.getsockopt(zmq.HEARTBEAT_IVL)) + timeout_ms) / 1000
             attach(self._dealer, address, bind=False)
         except BaseException:
             self.close()
@@ -144,7 +171,7 @@ class _FrontEnd:
 
     async def greet(self, timeout: float | None) -> EngineHandshakeMetadata:
         """Say HELLO, and return what is answered."""
-        self._dealer.send(self._handshake.hello(), zmq.NOBLOCK)
+        self._send(self._handshake.hello())
         try:
             async with asyncio.timeout(timeout):
                 frames = await self._receive()
@@ -152,29 +179,50 @@ class _FrontEnd:
             index = int.from_bytes(self._handshake.identity, "little")
             text = f"engine {index}: no answer from {self._address} within {timeout} s"
             raise TimeoutError(f"{text}: {self._refused}" if self._refused else text) from None
+        self._unconfirmed = False
         return self._handshake.receive(frames)
 
     def ready(self, fields: ReadyFields) -> None:
         """Say READY."""
-        self._dealer.send(self._handshake.ready(fields), zmq.NOBLOCK)
+        assert self._monitor is not None
+        self._monitor.read()  # what became of the connection while the engine initialised
+        self._repeats = 0
+        self._send(self._handshake.ready(fields))
+
+    def _send(self, message: bytes) -> None:
+        assert self._monitor is not None
+        with suppress(zmq.Again):  # no connection has taken the ones before
+            self._dealer.send(message, zmq.NOBLOCK)
+        self._unconfirmed = True
+        self._carrier = self._monitor.handshakes + (not self._monitor.connections)
+
+    def _send_again(self) -> None:
+        """Send the last message again if the connection that carried it is gone, and there is another one."""
+        if self._unconfirmed and self._monitor is not None and self._monitor.handshakes > self._carrier:
+            self._repeats += 1
+            self._send(self._handshake.again)
 
     async def _receive(self) -> list[bytes]:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         arrived: asyncio.Future[list[bytes]] = loop.create_future()
 
         def take(frames: list[bytes]) -> None:
             if not arrived.done():
                 arrived.set_result(frames)
 
+        def look() -> None:
+            self._look_at_connection()
+            if not arrived.done():
+                self._send_again()
+            messages.run_soon()  # sending may swallow the sign that there is something to read
+
         assert self._monitor is not None
-        pumps = [
-            Pump.of_messages(loop, self._dealer, take, whole(self._dealer)),
-            Pump(loop, self._monitor.pair, self._look_at_connection),
-        ]
+        messages = Pump.of_messages(loop, self._dealer, take, whole(self._dealer))
+        connection = Pump(loop, self._monitor.pair, look)
         try:
             return await arrived
         finally:
-            for pump in pumps:
+            for pump in (messages, connection):
                 pump.pause()
 
     def _look_at_connection(self) -> None:
@@ -198,10 +246,64 @@ class _FrontEnd:
             self._refused = text
 
     async def flush(self) -> None:
-        """Close it once everything has left; goes on in a thread when it is cancelled."""
+        """Close it once READY has left; goes on in a thread when it is cancelled.
+
+        Over TCP this returns immediately, and closes it once READY has arrived.
+        """
         self._flushing = True
+        if self._proven_s:
+            self._confirm()
+            return
         self._stop_monitoring()
         await give_back(lambda: self._sockets.close(LINGER_MS))
+
+    def _confirm(self) -> None:
+        """Send READY again after each reconnect, until it has arrived or the front end has given up."""
+        assert self._monitor is not None
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda _: self._end_confirming(LINGER_MS))
+        self._deadline = self._loop.call_later(ENGINE_READY_TIMEOUT_S, self._end_confirming)
+        self._pump = Pump(self._loop, self._monitor.pair, self._look_for_reconnect)
+
+    def _look_for_reconnect(self) -> None:
+        if self._monitor is None:
+            return
+        self._monitor.read()
+        self._send_again()
+        if self._proof is not None:
+            self._proof.cancel()
+            self._proof = None
+        if self._repeats >= MAX_REPEATS:
+            self._end_confirming(LINGER_MS)
+        elif self._monitor.connections:
+            self._proof = self._loop.call_later(self._proven_s, self._prove)
+
+    def _prove(self) -> None:
+        """Close it if the connection that carried READY has lasted until now."""
+        assert self._monitor is not None
+        self._monitor.read()
+        if self._monitor.connections and self._monitor.handshakes == self._carrier:
+            self._end_confirming()
+        else:
+            self._look_for_reconnect()
+
+    def _end_confirming(self, linger_ms: int = 0) -> None:
+        if self._monitor is None:
+            return
+        if self._pump is not None:
+            self._pump.pause()
+        for timer in (self._proof, self._deadline):
+            if timer is not None:
+                timer.cancel()
+        self._stop_monitoring()
+        if not linger_ms:
+            self._sockets.close()
+            return
+        try:  # no daemon: Python's end waits until READY has left
+            start_thread(self._sockets.close, linger_ms, name="aioshm-handshake", what="saying READY", daemon=False)
+        except OutOfThreads:
+            self._sockets.close(linger_ms)
 
     def close(self) -> None:
         """Close it at once, unless `flush` does. Idempotent."""

@@ -7,10 +7,17 @@
     READY      READY {status, local, headless?, ...}     ->       CONNECTED -> READY
 
 Every message is one frame, a MessagePack map. Fields that are not known here are kept.
+
+A message that was sent into a connection that broke may be lost. The engine sends it again over the
+next connection, with two fields more: ``again``, and ``process``, a random name of the engine's
+process. The front end answers a repeated HELLO with the same INIT, and a repeated READY changes
+nothing. A second HELLO without ``again`` comes from another process with the same rank. First
+messages have a ``process`` on encrypted connections only: vLLM's front ends get vLLM's bytes.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -33,7 +40,7 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_INIT_BYTES = 16 << 20
 """Of the answer, which has two addresses for each client."""
 
-_OWN_FIELDS = frozenset({"status", "local", "headless"})
+_OWN_FIELDS = frozenset({"status", "local", "headless", "process", "again"})
 _NEXT = {CoreEngineState.NEW: "HELLO", CoreEngineState.CONNECTED: "READY", CoreEngineState.READY: "nothing more"}
 _SHOWN_RANKS = 16
 _SHOWN_CHARACTERS = 200
@@ -48,6 +55,8 @@ class _FromEngine(msgspec.Struct):
     num_gpu_blocks: Annotated[int, msgspec.Meta(ge=0)] | None = None
     dp_stats_address: str | None = None
     parallel_config_hash: Any = None
+    process: str | None = None
+    again: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -95,6 +104,8 @@ class FrontEndHandshake:
         self.hello: dict[int, dict[str, Any]] = {}
         self.ready: dict[int, dict[str, Any]] = {}
         self._by_identity = {engine.identity: engine for engine in self.engines.values()}
+        self._processes: dict[int, str] = {}  # their random names, of those that sent one, by rank
+        self._inits: dict[int, bytes] = {}
         self._addresses = addresses
         self._parallel = parallel_settings(parallel_config)
         self._expected_hash = config_hash
@@ -129,6 +140,9 @@ class FrontEndHandshake:
     def receive(self, identity: bytes, frames: Sequence[bytes]) -> list[bytes] | None:
         """Take a message; return the frames to send in reply, the identity first.
 
+        A message that the same process repeats leaves the engine's state as it is; a repeated HELLO gets
+        the same reply.
+
         Args:
             identity: Of the sender's socket.
             frames: What follows the identity.
@@ -144,24 +158,36 @@ class FrontEndHandshake:
             raise _refused(engine.index, state, f"a message of {len(frames)} payload frames", "one")
         fields, message = self._parse(engine, frames[0])
         self._check_place(engine, message)
-        if message.status != _NEXT[state]:
+        named = message.process is not None
+        other = named and self._processes.get(engine.index, message.process) != message.process
+        if message.again and named and not other:
+            if message.status == "HELLO" and state is CoreEngineState.CONNECTED:
+                self._note_process(engine, message)
+                return [identity, self._inits[engine.index]]
+            # In state NEW: the engine shook hands with another front end, which had this address.
+            if message.status == "READY" and state is not CoreEngineState.CONNECTED:
+                return None
+        if message.status != _NEXT[state] or other:
             again = message.status == "HELLO" or state is CoreEngineState.READY
-            hint = "; have two engines the same rank?" if message.status == "HELLO" else ""
-            raise _refused(engine.index, state, f"{message.status} came{' again' if again else ''}", _NEXT[state], hint)
+            found = f"{message.status} came{' again' if again else ''}{' from another process' if other else ''}"
+            hint = "; have two engines the same rank?" if message.status == "HELLO" or other else ""
+            raise _refused(engine.index, state, found, _NEXT[state], hint)
         if message.status == "HELLO":
-            reply = [identity, self._init()]
+            init = self._inits[engine.index] = self._init()
             self.hello[engine.index] = fields
             engine.state = CoreEngineState.CONNECTED
-            return reply
+            self._note_process(engine, message)
+            return [identity, init]
         self._check_hash(engine, message)
         self.ready[engine.index] = fields
         engine.state = CoreEngineState.READY
+        self._note_process(engine, message)
         return None
 
     def forget(self, index: int) -> None:
         """Take back what an engine has said: its sender has left, and another one may come."""
-        self.hello.pop(index, None)
-        self.ready.pop(index, None)
+        for each in (self.hello, self.ready, self._processes, self._inits):
+            each.pop(index, None)
         self.engines[index].state = CoreEngineState.NEW
 
     def add(self, engine: CoreEngine) -> None:
@@ -185,9 +211,16 @@ class FrontEndHandshake:
             expected += ", a MessagePack map with status and local"
         try:
             fields = _decode(payload, MAX_PAYLOAD_BYTES)
-            return fields, msgspec.convert(fields, _FromEngine)
+            message = msgspec.convert(fields, _FromEngine)
         except ValueError as error:
             raise _refused(engine.index, engine.state, _cut(str(error)), expected) from None
+        for name in ("process", "again"):  # no words of the engine itself
+            fields.pop(name, None)
+        return fields, message
+
+    def _note_process(self, engine: CoreEngine, message: _FromEngine) -> None:
+        if message.process is not None:
+            self._processes[engine.index] = message.process
 
     def _check_place(self, engine: CoreEngine, message: _FromEngine) -> None:
         if message.local != engine.local:
@@ -263,15 +296,18 @@ class EngineHandshake:
         index: Its rank.
         local: Whether it runs on the front end's host.
         headless: Whether there is no front end beside it.
+        named: Whether all messages name this process, not only repeated ones: to front ends that are
+            aioshm's for certain.
 
     Attributes:
         identity: What its socket must be called.
         state: How far it is: NEW until INIT has come, READY once that is said.
         metadata: What INIT says.
         init: The same as it came, with the fields that are not known here.
+        again: The last message as it is sent again, over a new connection.
     """
 
-    def __init__(self, index: int, *, local: bool = True, headless: bool = False) -> None:
+    def __init__(self, index: int, *, local: bool = True, headless: bool = False, named: bool = False) -> None:
         self.identity: bytes = identity(index)
         self.state: CoreEngineState = CoreEngineState.NEW
         self.metadata: EngineHandshakeMetadata | None = None
@@ -279,6 +315,8 @@ class EngineHandshake:
         self._index = index
         self._local, self._headless = bool(local), bool(headless)
         self._greeted = False
+        self._process, self._named = secrets.token_hex(8), named
+        self.again: bytes = b""
 
     def hello(self) -> bytes:
         """Return what to send first.
@@ -331,14 +369,18 @@ class EngineHandshake:
         if own:
             raise ValueError(f"READY fields must not have the names of the message's own: {', '.join(sorted(own))}")
         payload = self._message("READY", fields or {})
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise ValueError(f"READY fields must fit {MAX_PAYLOAD_BYTES} bytes, and take {len(payload)}")
+        size = len(self.again)
+        if size > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"READY fields must fit {MAX_PAYLOAD_BYTES} bytes, and take {size}")
         self.state = CoreEngineState.READY
         return payload
 
     def _message(self, status: str, fields: Mapping[str, Any]) -> bytes:
+        message = {"status": status, "local": self._local, "headless": self._headless, **fields}
+        named = {**message, "process": self._process}
         try:
-            return _encode({"status": status, "local": self._local, "headless": self._headless, **fields})
+            self.again = _encode({**named, "again": True})
+            return _encode(named if self._named else message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise TypeError(f"READY fields cannot be sent: {error}") from error
 

@@ -15,6 +15,7 @@ from aioshm.config import engine_ready_timeout
 from aioshm.engine.protocol.addresses import CoreEngine, CoreEngineState, EngineZmqAddresses
 from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.protocol.progress import EngineReport, StartupProgress, StartupReport, Waiting
+from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.endpoints import check_handshake_address
 from aioshm.engine.startup.rejoining import Rejoining
@@ -258,6 +259,8 @@ class EngineStartupCoordinator(AsyncClosing):
         if self._settled.is_set():
             return self._hear_out(identity, frames, sender)
         index = int.from_bytes(identity, "little")
+        engine = self._handshake.engines.get(index)
+        before = None if engine is None else engine.state
         try:
             reply = self._handshake.receive(identity, frames)
         except HandshakeError as error:
@@ -273,13 +276,14 @@ class EngineStartupCoordinator(AsyncClosing):
             try:
                 self._router.answer(reply)
             except zmq.ZMQError as error:
-                if not self._router.trusted:
+                if over_tcp([self._router.address]):  # it may come back: its connection broke
                     self._handshake.forget(index)
                     self._ignore(f"engine {index} left before it could be told the addresses; it was at {sender}")
                     return True
                 self._fail(f"engine {index} left before it could be told the addresses: {error}")
                 return False
-        self._move(index)
+        if engine is not None and engine.state is not before:
+            self._move(index)
         return not self._settled.is_set()
 
     def _hear_out(self, identity: bytes, frames: list[bytes], sender: str) -> bool:

@@ -59,15 +59,20 @@ class Rejoining:
         index = int.from_bytes(identity, "little")
         engine = self._handshake.engines.get(index)
         if engine is not None and engine.state is CoreEngineState.READY and engine.identity == identity:
-            self._early[identity] = frames, sender
+            try:
+                self._handshake.receive(identity, frames)  # its READY, sent again
+            except HandshakeError:
+                self._early[identity] = frames, sender
             return True
+        before = None if engine is None else engine.state
         try:
             reply = self._handshake.receive(identity, frames)
         except (HandshakeError, TypeError, ValueError) as error:
             self._limiter.warn(logger, "ignored a message from %s: %s", sender, error)
             return True
         if reply is None:
-            notify(self._on_ready, index)
+            if engine is not None and engine.state is not before:
+                notify(self._on_ready, index)
             return True
         try:
             self._router.answer(reply)

@@ -1,0 +1,294 @@
+"""Handshakes whose connection breaks, or goes silent, between an engine and its front end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+import msgspec
+import pytest
+import zmq
+from startups import addresses, tasks
+from support import until
+
+from aioshm.engine import CoreEngine, EngineHandshakeMetadata, EngineKeys, EngineStartupCoordinator, shake_hands
+from aioshm.engine.core.joining import MAX_REPEATS
+from aioshm.engine.protocol.progress import StartupReport
+from aioshm.engine.startup.router import HandshakeRouter
+from aioshm.zeromq import endpoint
+
+LOOPBACK = "tcp://127.0.0.1:0"
+SILENCE_S = 1.0
+WITHIN_S = 15.0
+INIT = msgspec.msgpack.encode(EngineHandshakeMetadata(addresses(), {}))
+HELLO = {"status": "HELLO", "local": True, "headless": False}
+READY = {"status": "READY", "local": True, "headless": False}
+# What chunks of the traffic contain, by their direction. CURVE hides all but the kind of a command.
+TO_FRONT_END = {"HELLO": b"\xa6status\xa5HELLO", "READY": b"\xa6status\xa5READY"}
+TO_ENGINE = {"INIT": b"addresses"}
+ENCRYPTED = b"\x07MESSAGE"
+
+
+@pytest.fixture(autouse=True)
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have heartbeats notice a silent connection within a second."""
+    monkeypatch.setattr(endpoint, "SILENCE_S", SILENCE_S)
+
+
+class Proxy:
+    """A TCP proxy in front of a front end.
+
+    Args:
+        target: The port of the front end; None: connections are closed at once.
+
+    Attributes:
+        connections: How many there were.
+        swallowed: How many chunks a trap has swallowed.
+        pings: How many heartbeats have passed, where nothing is encrypted.
+    """
+
+    def __init__(self, target: int | None) -> None:
+        self.target = target
+        self.connections = 0
+        self.swallowed = 0
+        self.pings = 0
+        self._trap: tuple[bytes, bool] | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._silent: set[asyncio.StreamWriter] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.cut()
+        await until(lambda: not self._writers, "the end of the proxy")
+        await self._server.wait_closed()
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def trap(self, text: bytes, *, to_engine: bool) -> None:
+        """Swallow the next chunk in this direction that contains the text, and cut its connection."""
+        self._trap = text, to_engine
+
+    def silence(self) -> None:
+        """Swallow all that comes over the present connections, and keep them open."""
+        self._silent |= self._writers
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        if self.target is None:
+            writer.close()
+            return
+        there_reader, there = await asyncio.open_connection("127.0.0.1", self.target)
+        both = {writer, there}
+        self._writers |= both
+        try:
+            await asyncio.gather(self._forward(reader, there, False), self._forward(there_reader, writer, True))
+        except OSError:
+            pass
+        finally:
+            for each in both:
+                each.transport.abort()
+            self._writers -= both
+            self._silent -= both
+
+    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, to_engine: bool) -> None:
+        while chunk := await source.read(1 << 16):
+            if sink in self._silent:
+                continue
+            if self._trap is not None and self._trap[1] == to_engine and self._trap[0] in chunk:
+                self._trap = None
+                self.swallowed += 1
+                break
+            self.pings += b"\x04PING" in chunk
+            sink.write(chunk)
+        while sink in self._silent and not sink.is_closing():  # the other end may have closed
+            await asyncio.sleep(0.01)
+        raise ConnectionResetError
+
+
+async def serve(*args: Any, **options: Any) -> None:
+    """Shake hands, and go on for ever, as an engine does."""
+    await shake_hands(*args, **options)
+    await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def starting(
+    secure: bool,
+) -> AsyncIterator[tuple[Proxy, Callable[..., Awaitable[None]], EngineStartupCoordinator]]:
+    """Give a front end behind a proxy, and what runs its engine."""
+    keys = EngineKeys.generate()
+    async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], addresses(), keys=keys, secure=secure) as startup:
+        port = int(startup.handshake_address.rpartition(":")[2])
+        async with Proxy(port) as proxy:
+
+            def engine(initialize: Callable[[Any], Any]) -> Awaitable[None]:
+                return serve(proxy.address, 0, initialize=initialize, keys=keys, secure=secure)
+
+            yield proxy, engine, startup
+
+
+def check(report: StartupReport) -> None:
+    assert report.num_gpu_blocks == 7
+    assert report.engines[0].ready == {**READY, "num_gpu_blocks": 7}
+    assert report.engines[0].hello == HELLO
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("message", ["HELLO", "INIT", "READY"])
+async def test_message_swallowed_by_connection_that_breaks_is_sent_again(message: str, secure: bool) -> None:
+    async with starting(secure) as (proxy, engine, startup):
+
+        def trap() -> None:
+            text = ENCRYPTED if secure else {**TO_FRONT_END, **TO_ENGINE}[message]
+            proxy.trap(text, to_engine=message == "INIT")
+
+        def initialize(_: object) -> dict[str, Any]:
+            if message == "READY":
+                trap()
+            return {"num_gpu_blocks": 7}
+
+        if message != "READY":
+            trap()
+        async with tasks(engine(initialize)):
+            check(await startup.wait(WITHIN_S))
+            assert (proxy.swallowed, proxy.connections) == (1, 2)
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("until_back", [True, False], ids=["while it initialises", "until READY is lost"])
+async def test_engine_whose_connection_goes_silent_without_a_reset_gets_ready(until_back: bool, secure: bool) -> None:
+    async with starting(secure) as (proxy, engine, startup):
+
+        async def initialize(_: object) -> dict[str, Any]:
+            # Without keys nobody takes an engine's place: heartbeats let the front end drop the old connection.
+            await until(lambda: proxy.pings or secure, "a heartbeat")
+            proxy.silence()
+            if until_back:
+                await until(lambda: proxy.connections == 2, "another connection")
+            return {"num_gpu_blocks": 7}
+
+        async with tasks(engine(initialize)):
+            check(await startup.wait(WITHIN_S))
+            assert proxy.connections == 2
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "encrypted"])
+async def test_engine_whose_connection_breaks_before_the_answer_is_answered_over_the_next(
+    secure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router's method is replaced: nothing public decides when the front end notices the end."""
+    answer = HandshakeRouter.answer
+    answers = 0
+
+    def fail_once(self: HandshakeRouter, frames: list[bytes]) -> None:
+        nonlocal answers
+        answers += 1
+        if answers == 1:
+            proxy.cut()
+            raise zmq.ZMQError(errno.EHOSTUNREACH)
+        answer(self, frames)
+
+    monkeypatch.setattr(HandshakeRouter, "answer", fail_once)
+    async with starting(secure) as (proxy, engine, startup):
+        async with tasks(engine(lambda _: {"num_gpu_blocks": 7})):
+            check(await startup.wait(WITHIN_S))
+    assert answers == 2
+
+
+async def test_ready_is_given_up_where_two_engines_take_the_connection_from_each_other() -> None:
+    with zmq.Context() as context:
+        router = Router(context)
+        async with (
+            Proxy(router.port) as proxy,
+            tasks(serve(proxy.address, 0, initialize=lambda _: None, secure=False)),
+        ):
+            await router.hears()
+            router.answers()
+            assert await router.hears() == READY
+            for _ in range(MAX_REPEATS):
+                proxy.cut()
+                assert (await router.hears())["again"]
+            await until(lambda: not proxy._writers, "the end of the connection")
+        router.close()
+
+
+class Router:
+    """A front end that does as vLLM's: takes each message once."""
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self._router.bind("tcp://127.0.0.1:*")
+        self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    async def hears(self) -> dict[str, Any]:
+        await until(lambda: self._router.poll(0), "a message")
+        heard: dict[str, Any] = msgspec.msgpack.decode(self._router.recv_multipart()[1])
+        return heard
+
+    def answers(self) -> None:
+        self._router.send_multipart([b"\0\0", INIT])
+
+    def idle(self) -> bool:
+        return not self._router.poll(0)
+
+    def close(self) -> None:
+        self._router.close(linger=0)
+
+
+async def test_messages_are_sent_once_and_as_vllm_sends_them_while_their_connection_lasts() -> None:
+    """Connections that broke before a message was sent into them do not count."""
+    with zmq.Context() as context:
+        router = Router(context)
+        async with Proxy(None) as proxy, tasks(serve(proxy.address, 0, initialize=lambda _: None, secure=False)):
+            await until(lambda: proxy.connections == 2, "two connections that are refused")
+            proxy.target = router.port
+            assert await router.hears() == HELLO
+            router.answers()
+            assert await router.hears() == READY
+            # By then the engine has found out that READY has arrived.
+            connections = proxy.connections
+            await until(lambda: not proxy._writers, "the end of the connection")
+            assert router.idle()
+            assert proxy.connections == connections
+        router.close()
+
+
+async def test_repeated_messages_name_their_process() -> None:
+    with zmq.Context() as context:
+        router = Router(context)
+        async with Proxy(router.port) as proxy, tasks(serve(proxy.address, 0, initialize=lambda _: None, secure=False)):
+            assert await router.hears() == HELLO
+            proxy.cut()
+            again = await router.hears()
+            assert again == {**HELLO, "again": True, "process": again["process"]}
+            router.answers()
+            assert await router.hears() == READY
+            proxy.cut()
+            assert await router.hears() == {**READY, "again": True, "process": again["process"]}
+        router.close()
+
+
+async def test_ready_is_sent_again_no_more_once_the_engine_ends() -> None:
+    with zmq.Context() as context:
+        router = Router(context)
+        async with Proxy(router.port) as proxy:
+            async with tasks(serve(proxy.address, 0, initialize=lambda _: None, secure=False)):
+                await router.hears()
+                router.answers()
+                await router.hears()
+            await until(lambda: not proxy._writers, "the end of the connection", within_s=SILENCE_S / 2)
+            assert proxy.connections == 1
+        router.close()
