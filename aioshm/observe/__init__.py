@@ -1,50 +1,35 @@
-"""Live queues from outside, which needs no cooperation of theirs and costs them nothing; metrics of one's own objects.
+"""Live queues of this host, from outside: `find_queues`, `Watch`, `who`; metrics of this process's objects.
 
-`find_queues`, `Watch` and `who` look at this host's queues from outside, as `HostCollector` does for Prometheus.
-`PrometheusCollector` and `OpenTelemetryMetrics` tell of the objects of this process.
+Reading a queue from outside needs no cooperation of its processes and costs them nothing. `HostCollector` exports the
+queues of this host, `PrometheusCollector` and `OpenTelemetryMetrics` the objects of this process.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from aioshm.deferred import import_when_used as _import_when_used
 
 if TYPE_CHECKING:
-    from aioshm.observe.messages import MessageHeader as MessageHeader
-    from aioshm.observe.messages import last_messages as last_messages
-    from aioshm.observe.opentelemetry import OpenTelemetryMetrics as OpenTelemetryMetrics
-    from aioshm.observe.opentelemetry import process_span as process_span
-    from aioshm.observe.prometheus import HostCollector as HostCollector
-    from aioshm.observe.prometheus import PrometheusCollector as PrometheusCollector
-    from aioshm.observe.scan import Watch as Watch
-    from aioshm.observe.scan import find_queue as find_queue
-    from aioshm.observe.scan import find_queues as find_queues
-    from aioshm.observe.snapshot import QueueSnapshot as QueueSnapshot
-    from aioshm.observe.snapshot import Scan as Scan
-    from aioshm.observe.suspects import Suspect as Suspect
-    from aioshm.observe.suspects import who as who
+    from aioshm.observe.messages import MessageHeader, last_messages
+    from aioshm.observe.opentelemetry import OpenTelemetryMetrics, process_span
+    from aioshm.observe.prometheus import HostCollector, PrometheusCollector
+    from aioshm.observe.scan import Watch, find_queue, find_queues
+    from aioshm.observe.snapshot import QueueSnapshot, Scan
+    from aioshm.observe.suspects import Suspect, who
 
-_HOME = {
-    "HostCollector": "prometheus",
-    "MessageHeader": "messages",
-    "OpenTelemetryMetrics": "opentelemetry",
-    "PrometheusCollector": "prometheus",
-    "QueueSnapshot": "snapshot",
-    "Scan": "snapshot",
-    "Suspect": "suspects",
-    "Watch": "scan",
-    "find_queue": "scan",
-    "find_queues": "scan",
-    "last_messages": "messages",
-    "process_span": "opentelemetry",
-    "who": "suspects",
-}
-"""Which module of this package has a name; imported when it is asked for."""
+__all__ = [
+    "HostCollector", "MessageHeader", "OpenTelemetryMetrics", "PrometheusCollector", "QueueSnapshot", "Scan", "Suspect",
+    "Watch", "find_queue", "find_queues", "last_messages", "process_span", "who",
+]  # fmt: skip
 
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = _import_when_used(
+        __name__,
+        {
+            "aioshm.observe.messages": ("MessageHeader", "last_messages"),
+            "aioshm.observe.opentelemetry": ("OpenTelemetryMetrics", "process_span"),
+            "aioshm.observe.prometheus": ("HostCollector", "PrometheusCollector"),
+            "aioshm.observe.scan": ("Watch", "find_queue", "find_queues"),
+            "aioshm.observe.snapshot": ("QueueSnapshot", "Scan"),
+            "aioshm.observe.suspects": ("Suspect", "who"),
+        },
+    )

@@ -1,4 +1,4 @@
-"""What ``/proc`` says of a process (proc(5)): parsers without I/O, and one class that reads."""
+"""Reads the state of processes from ``/proc`` (proc(5))."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STATES: Final = {
     "Z": "zombie",
     "X": "gone",
 }
-"""What the letters of ``/proc/PID/stat`` stand for."""
+"""The letters of ``/proc/PID/stat``."""
 
 HUNG: Final = frozenset({"stopped", "traced", "zombie", "gone", "waiting for a disk"})
-"""States in which a process does nothing for its queue."""
+"""States in which a process does not run."""
 
 
 class NoProc(AioshmError):
@@ -88,11 +88,7 @@ def parse_command(cmdline: bytes) -> str:
 
 
 def check_proc() -> None:
-    """Raise where there is no ``/proc``.
-
-    Raises:
-        NoProc: There is none.
-    """
+    """Raise `NoProc` where there is no ``/proc``."""
     if not (PROC / "self" / "fd").is_dir():
         raise NoProc
 
@@ -105,7 +101,7 @@ def is_own_process(pid: int) -> bool:
 
 
 def process_info(pid: int) -> ProcessInfo:
-    """Return what is known of a process; `GONE` with this pid if there is none."""
+    """Return the state of a process; `GONE` with this pid if there is none."""
     try:
         state, cpu_s, started = parse_stat(_read(pid, "stat").decode(errors="replace"))
         inner_pid = parse_inner_pid(_read(pid, "status").decode(errors="replace"), pid)
@@ -116,7 +112,7 @@ def process_info(pid: int) -> ProcessInfo:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """Return a file of a process; without pathlib, which takes longer than the kernel does."""
+    """Return a file of a process; without pathlib, which is slower than the kernel."""
     with open(f"{PROC}/{pid}/{name}", "rb", buffering=0) as file:
         return b"".join(iter(lambda: file.read(65536), b""))
 
@@ -144,4 +140,4 @@ _CALLS: Final = {
     202: "futex", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 270: "pselect6", 271: "ppoll",
     281: "epoll_pwait", 288: "accept4", 426: "io_uring_enter", 441: "epoll_pwait2",
 }  # fmt: skip
-"""Of x86-64, that processes sleep in."""
+"""System calls of x86-64 in which processes sleep."""

@@ -1,4 +1,4 @@
-"""Shared memory of this library that processes of this user have open: found by their descriptors, again and again."""
+"""Finds the shared memory of this library by the descriptors of this user's processes."""
 
 from __future__ import annotations
 
@@ -14,41 +14,29 @@ from aioshm.observe.proc import PROC, check_proc
 from aioshm.ring.segment import NAME_PREFIX
 
 LOOK_AGAIN_S = 10.0
-"""After which a process is looked at again that seems to have opened and closed nothing."""
+"""Seconds after which a process is read again whose number of descriptors did not change."""
 
 BLOCK = 512
 """Bytes, in st_blocks; see stat(2)."""
 
 LOOKING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-"""How a ring is opened to be looked at. Memory never blocks: O_NONBLOCK only tells that this is none of its ends."""
+"""Flags to open a ring with. Memory never blocks: O_NONBLOCK marks a descriptor that belongs to no end."""
 
 _OURS = re.compile(rf"/memfd:aioshm|/dev/shm/{NAME_PREFIX}")
 
 
 @dataclass(slots=True)
 class Segment:
-    """Shared memory of this library that some process has open.
-
-    Attributes:
-        link: What ``/proc`` shows it as.
-        identity: Device and inode.
-        blocks: What it occupies, in bytes.
-        holders: Who has it open.
-        paths: Descriptors to open it by, one of each holder.
-    """
+    """A segment that processes have open; one path under ``/proc`` for each holder."""
 
     link: str
-    identity: tuple[int, int]
-    blocks: int
+    identity: tuple[int, int]  # device and inode
+    blocks: int  # bytes in use
     holders: list[int] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
 
     def open(self) -> int:
-        """Open it to be looked at, by the descriptor of a holder that has not ended meanwhile.
-
-        Raises:
-            FileNotFoundError: Nobody has it open any more.
-        """
+        """Open the segment through a holder that still runs, or raise `FileNotFoundError`."""
         for path in self.paths:
             with suppress(OSError):
                 fd = os.open(path, LOOKING)
@@ -60,34 +48,27 @@ class Segment:
 
 
 class _Seen(NamedTuple):
-    """What a process had open.
+    """The segments that a process had open."""
 
-    Attributes:
-        key: Tells whether this is the same process, with as many descriptors; None: the kernel does not say.
-        at: When it was looked at.
-        links: What each of its descriptors shows that is a segment, by path.
-        identities: Device and inode of each of them.
-    """
-
-    key: tuple[int, int] | None
+    key: tuple[int, int] | None  # inode of /proc/PID, number of descriptors; None: the kernel does not count them
     at: float
-    links: Mapping[str, str]
+    links: Mapping[str, str]  # by path
     identities: Mapping[str, tuple[int, int]]
 
 
 class SegmentFinder:
     """Finds the segments that processes of this user have open.
 
-    Reading every descriptor of every process takes some ten milliseconds on a busy host. Who looks again keeps this: a
-    process is looked at again when it has more descriptors or fewer (Linux 6.2 and newer tell without listing them), or
-    one of its segments is not there any more, or after `LOOK_AGAIN_S`.
+    To read every descriptor of every process takes about 10 ms on a busy host. A second call of `find` reads those of a
+    process again only if their number has changed (Linux 6.2 and newer count them), if one of its segments is gone, or
+    after `LOOK_AGAIN_S`.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
 
     def find(self) -> tuple[list[Segment], int]:
-        """Return the segments that there are, and how many processes were skipped: they are others', or forbidden.
+        """Return all segments, and how many processes were skipped: those of other users, and forbidden ones.
 
         Raises:
             NoProc: There is no ``/proc``.
@@ -122,11 +103,7 @@ class SegmentFinder:
 
 
 def _look_at(pid: int, key: tuple[int, int] | None, now: float) -> _Seen:
-    """Find the segments among the descriptors of a process.
-
-    Raises:
-        OSError: It cannot be looked at; it has ended.
-    """
+    """Find the segments among the descriptors of a process; raise `OSError` if it ended or is forbidden."""
     folder = f"{PROC}/{pid}/fd"
     links: dict[str, str] = {}
     identities: dict[str, tuple[int, int]] = {}
@@ -141,18 +118,14 @@ def _look_at(pid: int, key: tuple[int, int] | None, now: float) -> _Seen:
 
 
 def _is_looked_at(folder: str, name: str) -> bool:
-    """Return whether a descriptor is that of somebody who only looks: a queue that nobody else has open has ended.
-
-    Raises:
-        OSError: It was closed meanwhile.
-    """
+    """Return whether a descriptor was opened with `LOOKING`; raise `OSError` if it was closed meanwhile."""
     with open(f"{folder}info/{name}") as info:
         flags = next(line for line in info if line.startswith("flags:"))
     return int(flags.split()[1], 8) & (os.O_ACCMODE | os.O_NONBLOCK) == LOOKING & ~os.O_CLOEXEC
 
 
 def _note(pid: int, seen: _Seen, found: dict[tuple[int, int], Segment]) -> bool:
-    """Note the segments of a process; return whether they all are still what they were."""
+    """Add the segments of a process to ``found``; return whether all of them still are the same."""
     all_there = True
     for path, link in seen.links.items():
         try:

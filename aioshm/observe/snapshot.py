@@ -1,4 +1,4 @@
-"""A queue at one moment, from outside: its ring's header, and the processes that have it open. No I/O."""
+"""A queue at one moment, from outside: its ring's header and the processes that have it open. No I/O."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         side: ``"writer"`` or ``"reader"``.
         rank: The reader's rank; -1: the writer.
-        membership: What the queue knows of it: ``"attached"``, ``"absent"``, ``"left"``, ``"died"``, ``"held"``,
+        membership: Its state in the queue: ``"attached"``, ``"absent"``, ``"left"``, ``"died"``, ``"held"``,
             ``"evicted"``, ``"dismissed"``; of a writer ``"open"`` or ``"closed"``.
-        pid: Its process, as this one sees it; as it sees itself, where it is gone; 0: none yet.
-        state: Of its process: ``"running"``, ``"sleeping"``, ``"stopped"``, ``"gone"``...; empty: there is none yet.
-        command: Its command line.
-        waits: ``"parked"``: it sleeps until it is woken; ``"spinning"``; empty: neither.
-        messages: Published, or finished with.
-        lag: Messages that it has not finished with; of a writer what the slowest reader has not.
-        latency_p50_s: What half of its messages took at most from publishing until they were taken; None: not known.
-        latency_p99_s: What 99% took at most.
-        cpu_s: CPU time that its process has used.
+        pid: The pid of its process in this namespace; in its own, if it is gone; 0: no process yet.
+        state: The state of its process: ``"running"``, ``"stopped"``, ``"gone"``...; empty: no process yet.
+        command: The command line of its process.
+        waits: ``"parked"`` (it sleeps until it is woken), ``"spinning"``, or empty.
+        messages: Messages published by a writer, or finished with by a reader.
+        lag: Messages that a reader has not finished with; of a writer, the lag of the slowest reader.
+        latency_p50_s: Median time from publishing until the reader took a message; None: not known.
+        latency_p99_s: The 99th percentile of the same.
+        cpu_s: CPU time of its process, in seconds.
     """
 
     side: str
@@ -45,7 +45,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def there(self) -> bool:
-        """Whether the queue counts on it."""
+        """Whether the queue waits for this end."""
         return self.membership in ("open", "attached", "held")
 
 
@@ -55,14 +55,14 @@ class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         label: Its name, or the first 8 digits of its id.
         codec: Its codec's name; a number, if that is registered elsewhere only.
-        header: What is in its ring's header.
+        header: The ring's header.
         writer: Its writer.
-        readers: Its local readers, one for each place that ever had one or is waited for.
-        holders: Processes that have it open, whatever for.
+        readers: Its local readers, by rank, absent ones included.
+        holders: Processes that have the ring open.
         memory_bytes: Memory that the ring occupies, of `Layout.total_bytes` at most.
         overflow_segments: Overflow segments that it has now.
         overflow_bytes: Memory that these occupy.
-        taken_ns: When this was, by ``time.monotonic_ns()``.
+        taken_ns: The time of the snapshot, by ``time.monotonic_ns()``.
     """
 
     label: str
@@ -83,11 +83,11 @@ class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scan(msgspec.Struct, frozen=True):
-    """What there is on this host.
+    """The result of `find_queues`.
 
     Attributes:
-        queues: This user's queues, by name or id.
-        skipped: Processes that were not looked at: they are other users', or may not be looked into.
+        queues: This user's queues, sorted by name, then by id.
+        skipped: The number of processes that could not be read: those of other users, and forbidden ones.
     """
 
     queues: tuple[QueueSnapshot, ...]
@@ -101,16 +101,8 @@ def snapshot_of(
     overflow: tuple[int, int],
     taken_ns: int,
 ) -> QueueSnapshot:
-    """Put together what was read of a queue.
-
-    Args:
-        header: Its ring's.
-        holders: The processes that have it open.
-        memory_bytes: What the ring occupies.
-        overflow: How many overflow segments there are, and what they occupy.
-        taken_ns: When it was read.
-    """
-    writer, waited = header.writer, header.backlog
+    """Make a snapshot of the ring's header and its holders; ``overflow`` has the segments and their bytes."""
+    writer = header.writer
     process = _process(writer.pid, holders)
     return QueueSnapshot(
         label=header.label,
@@ -125,7 +117,7 @@ def snapshot_of(
             command=process.command,
             waits=_waits(writer, process),
             messages=writer.messages,
-            lag=waited,
+            lag=header.backlog,
             latency_p50_s=None,
             latency_p99_s=None,
             cpu_s=process.cpu_s,
@@ -162,7 +154,7 @@ def _waits(row: WriterRow | ReaderRow, process: ProcessInfo) -> str:
 
 
 def _process(pid: int, holders: Mapping[int, ProcessInfo]) -> ProcessInfo:
-    """Return whose pid this is, as it sees itself; who has not got the queue open any more is gone."""
+    """Return the holder that has this pid in its own namespace; a process that is no holder is gone."""
     if not pid:
         return msgspec.structs.replace(GONE, state="")
     if pid in holders and holders[pid].inner_pid == pid:

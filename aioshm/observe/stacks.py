@@ -1,4 +1,4 @@
-"""The Python stacks of another process: through py-spy, or what Python 3.14 brings along.
+"""The Python stacks of another process: of threads from py-spy, of tasks from Python 3.14.
 
 py-spy is run with ``--nonblocking``: it reads the memory of the process, and neither stops nor signals it.
 """
@@ -17,13 +17,13 @@ import msgspec
 
 TIMEOUT_S = 5.0
 _TRIES = 5
-"""A stack that changes while it is read cannot be read; the next try may be luckier."""
+"""A stack that changes while it is read cannot be read: py-spy is run again."""
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3.", "<frozen ", str(Path(__file__).parents[1]) + "/")
-"""Parts of the names of files that are not the user's."""
+"""Parts of file names of libraries."""
 
 _LOOPS = ("asyncio/base_events.py", "asyncio/runners.py")
-"""Files with the calls that run an event loop."""
+"""Files whose functions run an event loop."""
 
 LOOP_WAITS = (
     "its event loop waits: the line is the one that runs the loop, since coroutines that wait are on no stack "
@@ -37,42 +37,28 @@ FORBIDDEN = (
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One call on a stack.
-
-    Attributes:
-        function: What was called.
-        file: The file that it is in.
-        line: The line where it is.
-        own: Whether it is the user's, and not a library's.
-    """
+    """One call on a stack."""
 
     function: str
     file: str
     line: int
-    own: bool
+    own: bool  # the user's code, and no library's
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """What a thread, or a task, is in.
-
-    Attributes:
-        name: The thread's or the task's.
-        is_main: Whether this is the main thread.
-        is_running: Whether it runs, and does not wait.
-        frames: The calls, the innermost one first.
-    """
+    """The stack of a thread or task."""
 
     name: str
     is_main: bool
     is_running: bool
-    frames: tuple[Frame, ...]
+    frames: tuple[Frame, ...]  # the innermost call first
 
 
 def stacks_of(pid: int) -> tuple[tuple[Stack, ...], str]:
-    """Return the stacks of a process; and, where there are none, why, and what to do."""
+    """Return the stacks of a process, and a hint if they cannot be read."""
     spy = _find_spy()
     if spy is not None:
         stacks, hint = _spied(spy, pid)
@@ -82,12 +68,9 @@ def stacks_of(pid: int) -> tuple[tuple[Stack, ...], str]:
 
 
 def users_line(stacks: Iterable[Stack], *, beyond_loops: bool = False) -> Frame | None:
-    """Return the innermost call of the user's own code, that of the main thread if it has one, then of who runs.
+    """Return the innermost call of the user's code: in the main thread, else in a running one, else in any.
 
-    Args:
-        stacks: Of threads and tasks.
-        beyond_loops: Whether the line that runs an event loop will do, too: where a loop waits, what its coroutines
-            wait for is on no thread's stack.
+    A loop that waits has its coroutines on no stack: the line that runs the loop counts with ``beyond_loops`` only.
     """
     ordered = sorted(stacks, key=lambda stack: (not stack.is_main, not stack.is_running))
     for stack in ordered:
@@ -100,11 +83,7 @@ def users_line(stacks: Iterable[Stack], *, beyond_loops: bool = False) -> Frame 
 
 
 def parse_spy(text: bytes, pid: int) -> tuple[Stack, ...]:
-    """Return the stacks in what ``py-spy dump --json`` has printed.
-
-    Raises:
-        ValueError: It is nothing that py-spy prints.
-    """
+    """Parse the output of ``py-spy dump --json``; raise `ValueError` for any other."""
     try:
         return tuple(
             Stack(
@@ -153,7 +132,7 @@ def _spied(spy: str, pid: int) -> tuple[tuple[Stack, ...], str]:
 
 
 def _tasks(pid: int) -> tuple[Stack, ...]:
-    """Return the asyncio tasks of a process, where this Python can see them: from 3.14 on, in one like it."""
+    """Return the stacks of asyncio tasks, if both processes run the same CPython, 3.14 or newer."""
     if sys.version_info < (3, 14):
         return ()
     try:
@@ -165,7 +144,7 @@ def _tasks(pid: int) -> tuple[Stack, ...]:
 
 
 def parse_tasks(found: Iterable[Any]) -> Iterable[Stack]:
-    """Yield the stacks of tasks in what ``RemoteUnwinder.get_all_awaited_by`` has returned."""
+    """Parse the result of ``RemoteUnwinder.get_all_awaited_by``."""
     for thread in found:
         for task in thread.awaited_by:
             frames = [call for coroutine in task.coroutine_stack for call in coroutine.call_stack]

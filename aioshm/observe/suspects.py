@@ -16,10 +16,10 @@ from aioshm.observe.stacks import LOOP_WAITS, Frame, Stack, stacks_of, users_lin
 Kind = Literal["gone", "stopped", "absent", "blocked", "slow", "writer blocked", "writer idle"]
 
 GRAVE: tuple[Kind, ...] = ("gone", "stopped", "absent", "blocked", "slow", "writer blocked")
-"""What holds a queue up, the worst first. An idle writer does not: it may have nothing to say."""
+"""Kinds that hold a queue up, the worst first. An idle writer does not: it may have nothing to send."""
 
 LONG_LAG = 0.5
-"""Of the ring's slots: a reader that is further behind, and does not catch up, is slow."""
+"""A share of the ring's slots: a reader with a larger lag that does not shrink is slow."""
 
 WINDOW_S = 0.25
 """Seconds between two snapshots: a reader that takes no message in this time is called blocked."""
@@ -28,18 +28,18 @@ _TRIES, _PAUSE_S = 5, 0.01
 """How often the stack of a slow process is read: it may be in its loop just then."""
 
 _LOOP_CALLS = ("epoll_wait", "epoll_pwait", "epoll_pwait2", "ep_poll", "poll", "ppoll", "select", "pselect6")
-"""System calls, and kernel functions, that an event loop without work sleeps in."""
+"""System calls and kernel functions in which an idle event loop sleeps."""
 
 
 class Doing(msgspec.Struct, frozen=True):
-    """What the kernel says of a process: the function that it sleeps in, and the system call; empty: not known."""
+    """The kernel function in which a process sleeps, and its system call; empty: not known."""
 
     wait_channel: str = ""
     system_call: str = ""
 
     @property
     def loop_waits(self) -> bool:
-        """Whether that is what an event loop without work does."""
+        """Whether an idle event loop does this."""
         return self.system_call in _LOOP_CALLS or (not self.system_call and "poll" in self.wait_channel)
 
     def __str__(self) -> str:
@@ -51,17 +51,17 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
     """An end that holds a queue up.
 
     Attributes:
-        kind: How.
+        kind: The kind of trouble.
         side: ``"writer"`` or ``"reader"``.
         rank: The reader's, or -1.
-        pid: Its process; 0: none yet.
-        state: Of the process.
+        pid: The pid of its process; 0: no process yet.
+        state: The state of the process.
         command: Its command line.
-        text: What is wrong, in words.
-        doing: What the kernel says of the process.
-        line: The line of code of its user that it is in, if that is known.
-        stacks: The stacks of its threads and tasks, if they are known.
-        hint: Why they are not, and what to do; empty if they are.
+        text: The trouble, in words.
+        doing: The kernel function in which the process sleeps, and its system call.
+        line: The line of the user's code that it executes, if known.
+        stacks: The stacks of its threads and tasks, if known.
+        hint: Why the stacks are unknown, and what to do; empty otherwise.
     """
 
     kind: Kind
@@ -78,7 +78,7 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def grave(self) -> bool:
-        """Whether the queue is held up; an idle writer may have nothing to say."""
+        """Whether the queue is held up; an idle writer may have nothing to send."""
         return self.kind in GRAVE
 
 
@@ -89,14 +89,16 @@ def suspects(
     awaited: Collection[int],
     doing: Mapping[int, Doing],
 ) -> tuple[Suspect, ...]:
-    """Return who holds a queue up, the gravest first; nobody: it moves, or its writer has closed it and all is read.
+    """Return the ends that hold a queue up, the gravest first.
+
+    Empty: the queue moves, or its writer has closed it and every message was read.
 
     Args:
-        before: How the queue was a moment ago.
-        now: How it is.
-        keeping: The places whose readers still have the message that a parked writer waits for.
-        awaited: The places that nobody has taken yet, and that are waited for.
-        doing: What the kernel says of the processes.
+        before: An earlier snapshot.
+        now: The snapshot now.
+        keeping: Reader slots that still have the message for which a parked writer waits.
+        awaited: Vacant reader slots that the writer waits for.
+        doing: What the kernel says of each process.
     """
     found = [*_hung(now, doing)]
     known = {suspect.pid for suspect in found}
@@ -112,7 +114,7 @@ def suspects(
 
 
 def _hung(now: QueueSnapshot, doing: Mapping[int, Doing]) -> Iterator[Suspect]:
-    """Find the ends whose processes do nothing."""
+    """Find the ends whose processes do not run."""
     for end in now.ends:
         if not end.there or not end.pid or end.state not in HUNG:
             continue
@@ -132,7 +134,7 @@ def _hung(now: QueueSnapshot, doing: Mapping[int, Doing]) -> Iterator[Suspect]:
 def _behind(
     now: QueueSnapshot, then: End, reader: End, keeps: bool, seconds: float, doing: Mapping[int, Doing]
 ) -> Iterator[Suspect]:
-    """Find out whether a reader holds the queue up that has not finished with some messages."""
+    """Find out whether a reader with a lag holds the queue up."""
     taken = reader.messages - then.messages
     if not reader.lag or not (keeps or then.lag):
         return
@@ -146,7 +148,7 @@ def _behind(
 
 
 def _silent(before: QueueSnapshot, now: QueueSnapshot, doing: Mapping[int, Doing]) -> Iterator[Suspect]:
-    """Find out why a writer publishes nothing whose readers have read everything."""
+    """Find out why a writer publishes nothing although its readers have read everything."""
     writer, what = now.writer, doing.get(now.writer.pid, Doing())
     if not writer.there or writer.pid == 0 or writer.messages > before.writer.messages:
         return
@@ -250,13 +252,13 @@ def _report(ring: RingFile, before: QueueSnapshot, now: Watched) -> Report:
 
 
 def _flags(ring: RingFile, now: QueueSnapshot) -> tuple[list[int], list[int]]:
-    """Return the places whose readers keep a parked writer waiting, and the vacant ones that are waited for."""
+    """Return the reader slots that a parked writer waits for, and the vacant ones that it waits for."""
     layout, header = ring.layout, now.header
     keeping: list[int] = []
     if header.writer.parked:
         flags = ring.read(layout.flags(header.writer.wants % layout.slots), layout.flag_bytes)
         keeping = [place for place, read in enumerate(flags[1:]) if flags[0] and not read]
-    row = ring.read(layout.flags(0), layout.flag_bytes)  # of a place that nobody waits for, the flags are up
+    row = ring.read(layout.flags(0), layout.flag_bytes)  # the flags of a slot that nobody waits for are set
     vacant = [end.membership == "absent" and not read for end, read in zip(now.readers, row[1:], strict=True)]
     return keeping, [place for place, is_vacant in enumerate(vacant) if is_vacant]
 
@@ -271,7 +273,7 @@ def _with_stacks(suspect: Suspect) -> Suspect:
 
 
 def _line_of(pid: int, tries: int) -> tuple[Frame | None, tuple[Stack, ...], str]:
-    """Return the line of its user's code that a process is in, its stacks, and what is to be said of them."""
+    """Return the line of the user's code that a process executes, its stacks, and a hint."""
     for _ in range(tries):
         stacks, hint = stacks_of(pid)
         line = users_line(stacks)
