@@ -11,7 +11,7 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, NoReturn, Self, get_args
 
 import msgspec
 import typer
@@ -28,7 +28,7 @@ Key = Literal["name", "rate", "backlog", "age", "memory", "cpu"]
 KEYS: tuple[Key, ...] = get_args(Key)
 _LETTERS: dict[str, Key] = {key[0]: key for key in KEYS}
 _UNCUT = 1000
-"""Columns of what is no terminal."""
+"""Columns of output that is no terminal."""
 
 
 def command(
@@ -40,17 +40,17 @@ def command(
     """Show every live queue of this user on this host, and its ends, again and again."""
     if sort not in KEYS:
         raise CommandFailed(f"--sort must be one of {', '.join(KEYS)}, not {sort!r}", UNUSABLE)
-    show = _JsonLines() if as_json else Screen() if _is_screen() and not once else _Pages()
+    key = next(key for key in KEYS if key == sort)
+    show = _Screen(key) if _is_screen() and not once and not as_json else _Pages(key, as_json=as_json)
     try:
         with _terminable(), Watch() as watch, show:
-            show.sort = next(key for key in KEYS if key == sort)
             watch.look()
             while not show.wait(min(interval, 0.25) if once else interval):
                 show.show(watch.look(), watch.skipped)
                 if once:
                     return
     except KeyboardInterrupt:
-        pass  # that is how it is ended
+        pass  # the way to end it
     except AioshmError as error:
         raise CommandFailed(str(error), UNUSABLE) from None
 
@@ -77,7 +77,7 @@ def as_json(each: Watched) -> dict[str, Any]:
 
 
 def ordered(watched: Sequence[Watched], key: Key) -> list[Watched]:
-    """Return queues in an order: by name, or the largest first."""
+    """Sort queues by name, or the largest first."""
 
     def rank(each: Watched) -> float:
         queue, rates = each.queue, each.rates
@@ -85,7 +85,7 @@ def ordered(watched: Sequence[Watched], key: Key) -> list[Watched]:
         return {
             "rate": 0.0 if rates is None else rates.messages_per_s,
             "backlog": queue.header.backlog,
-            # They were looked at one after the other: only from when on they are there can be compared.
+            # Snapshots differ in time: the moment of creation is compared.
             "age": queue.header.writer.age_s - queue.taken_ns / 1e9,
             "memory": queue.memory_bytes + queue.overflow_bytes,
             "cpu": sum(part for part in shares if part is not None),
@@ -94,49 +94,42 @@ def ordered(watched: Sequence[Watched], key: Key) -> list[Watched]:
     return list(watched) if key == "name" else sorted(watched, key=rank, reverse=True)
 
 
-class _Show(contextlib.AbstractContextManager["_Show"]):
-    """Where it is shown."""
+class _Pages(contextlib.AbstractContextManager["_Pages"]):
+    """Prints one page, or one line of JSON, after the other."""
 
-    sort: Key = "name"
+    def __init__(self, sort: Key, *, as_json: bool = False) -> None:
+        self._sort = sort
+        self._as_json = as_json
+        self._console = Console(highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
 
     def __exit__(self, *_: object) -> None: ...
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the next look is due; return whether to end instead."""
+        """Wait; return whether the user wants to quit."""
         time.sleep(seconds)
         return False
 
-    def show(self, watched: Sequence[Watched], skipped: int) -> None: ...
-
-
-class _JsonLines(_Show):
-    """One object a line."""
-
     def show(self, watched: Sequence[Watched], skipped: int) -> None:
-        queues = [as_json(each) for each in ordered(watched, self.sort)]
-        print(msgspec.json.encode(tables.report(queues=queues, skipped=skipped)).decode(), flush=True)
-
-
-class _Pages(_Show):
-    """One page after the other, where there is no terminal, or one page only."""
-
-    def __init__(self) -> None:
-        self._console = Console(highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
-
-    def show(self, watched: Sequence[Watched], skipped: int) -> None:
-        self._console.print(page(ordered(watched, self.sort), skipped))
+        """Show all queues."""
+        queues = ordered(watched, self._sort)
+        if self._as_json:
+            report = tables.report(queues=[as_json(each) for each in queues], skipped=skipped)
+            print(msgspec.json.encode(report).decode())
+        else:
+            self._console.print(page(queues, skipped))
         sys.stdout.flush()
 
 
-class Screen(_Show):
-    """The whole terminal, and its keys."""
+class _Screen(_Pages):
+    """Shows queues on the whole terminal, and reads its keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, sort: Key) -> None:
+        super().__init__(sort)
         self._live = Live(console=Console(highlight=False), screen=True, auto_refresh=False)
         self._latest: tuple[Sequence[Watched], int] = (), 0
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_single_keys(sys.stdin.fileno()))
             stack.enter_context(self._live)
@@ -154,19 +147,19 @@ class Screen(_Show):
                 if key in ("q", "\x1b", ""):
                     return True
                 if key.lower() in _LETTERS:
-                    self.sort = _LETTERS[key.lower()]
+                    self._sort = _LETTERS[key.lower()]
                     self.show(*self._latest)
         return False
 
     def show(self, watched: Sequence[Watched], skipped: int) -> None:
         self._latest = watched, skipped
-        keys = "  ".join(f"[{'bold' if key == self.sort else 'dim'}]{key[0]} {key}[/]" for key in KEYS)
+        keys = "  ".join(f"[{'bold' if key == self._sort else 'dim'}]{key[0]} {key}[/]" for key in KEYS)
         head = Text.from_markup(f"aioshm top   sort: {keys}   q quit")
-        self._live.update(Group(head, page(ordered(watched, self.sort), skipped)), refresh=True)
+        self._live.update(Group(head, page(ordered(watched, self._sort), skipped)), refresh=True)
 
 
 def page(watched: Sequence[Watched], skipped: int) -> Group:
-    """Return one look at everything."""
+    """Return the tables of queues and ends."""
     note = Text(f"queues: {len(watched)}; processes of other users not looked at: {skipped}", style="dim")
     if not watched:
         return Group(Text("no queue of this user is open on this host"), note)
@@ -180,7 +173,7 @@ def _is_screen() -> bool:
 
 @contextlib.contextmanager
 def _single_keys(fd: int) -> Iterator[None]:
-    """Let keys be read one by one, as they are pressed, and not be shown."""
+    """Read keys without a line end, and without echo."""
     before = termios.tcgetattr(fd)
     tty.setcbreak(fd)
     try:
@@ -191,7 +184,7 @@ def _single_keys(fd: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Give the terminal back when this is terminated, too."""
+    """Restore the terminal on SIGTERM, too."""
 
     def end(_number: int, _frame: FrameType | None) -> NoReturn:
         raise interrupted(signal.SIGTERM)
