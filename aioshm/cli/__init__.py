@@ -1,1 +1,1 @@
-"""The command line. ``app.py`` puts it together; every other module here is a command, or what commands share."""
+"""The command line: ``app.py`` runs the commands, ``outcome.py`` has their common parts."""

@@ -1,4 +1,4 @@
-"""The ``aioshm`` command: its sub-commands, put together, and what all of them share."""
+"""The ``aioshm`` command: its sub-commands, and the handling of errors and output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.main import get_command
 import aioshm
 from aioshm.cli.outcome import FAILED, UNUSABLE, CommandFailed, interrupted
 
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer gives it no public name of its own
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer has no public name for it
 _INTERRUPTED = interrupted().exit_code
 
 
@@ -31,11 +31,7 @@ _COMMANDS = {
 
 
 def make_app(command: str | None = None) -> typer.Typer:
-    """Return the application with every sub-command.
-
-    Args:
-        command: The only one that is wanted: what others import takes longer than most commands do.
-    """
+    """Return the application with all sub-commands, or only one: imports take longer than most commands."""
     app = typer.Typer()
     app.callback(invoke_without_command=True)(_root)
     wanted = [_COMMANDS[command]] if command in _COMMANDS else dict.fromkeys(_COMMANDS.values())
@@ -45,23 +41,23 @@ def make_app(command: str | None = None) -> typer.Typer:
 
 
 def run(args: Sequence[str]) -> int:
-    """Run a command line; return its exit code. What goes wrong is one line on stderr."""
+    """Run a command line; return its exit code. Errors are one line on stderr."""
     if sys.stdout is None:
-        return _told(CommandFailed("standard output is closed", UNUSABLE))
+        return _fail(CommandFailed("standard output is closed", UNUSABLE))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # better a question mark than no output
+        sys.stdout.reconfigure(errors="replace")  # a question mark is better than no output
     try:
         code = _run(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        return _told(interrupted())
+        return _fail(interrupted())
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
             raise
         _give_up_stdout()
         if error.errno == errno.EPIPE:
             return FAILED  # the process that read the output has closed the pipe
-        return _told(CommandFailed(f"cannot write the output: {error.strerror}", UNUSABLE))
+        return _fail(CommandFailed(f"cannot write the output: {error.strerror}", UNUSABLE))
     return code
 
 
@@ -71,18 +67,18 @@ def _run(args: Sequence[str]) -> int:
             list(args), prog_name="aioshm", standalone_mode=False
         )
     except CommandFailed as failure:
-        return _told(failure)
+        return _fail(failure)
     except _UsageError as error:
         message = " ".join(str(getattr(error, "format_message", error.__str__)()).split())
-        return _told(CommandFailed(f"{message.rstrip('.')} (see aioshm --help)", UNUSABLE))
+        return _fail(CommandFailed(f"{message.rstrip('.')} (see aioshm --help)", UNUSABLE))
     except typer.Abort:
         code = _INTERRUPTED
     if code == _INTERRUPTED:
-        raise KeyboardInterrupt  # which typer has swallowed, each version in its own way
+        raise KeyboardInterrupt  # which typer swallowed, each version in another way
     return code if isinstance(code, int) else 0
 
 
-def _told(failure: CommandFailed) -> int:
+def _fail(failure: CommandFailed) -> int:
     print(f"aioshm: {failure}", file=sys.stderr)
     return failure.exit_code
 

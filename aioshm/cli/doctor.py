@@ -1,4 +1,4 @@
-"""The ``doctor`` command: what this machine offers to aioshm, what to do about the rest, and what was left behind."""
+"""``aioshm doctor``: checks this machine, advises, and lists shared memory that was left behind."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _STYLES: dict[Verdict, str] = {"good": "green", "note": "yellow", "bad": "bold r
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: What.
-        verdict: "note" means that aioshm works, but less well than it could; "bad", that something will not work.
-        found: What is there.
-        advice: What that means and what to do; empty where there is nothing to do.
+        name: The name of the check.
+        verdict: "note": aioshm works, but less well than it could; "bad": something will not work.
+        found: What the check found.
+        advice: The consequence, and what to do; empty if there is nothing to do.
     """
 
     name: str
@@ -56,13 +56,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Orphan(msgspec.Struct, frozen=True):
-    """A named segment that no process holds.
-
-    Attributes:
-        name: Without its slash.
-        bytes: Its size.
-        removed: Whether it is gone now.
-    """
+    """A named segment that no process has open; the name is without its slash."""
 
     name: str
     bytes: int
@@ -78,7 +72,7 @@ def _doctor(
     clean: Annotated[bool, typer.Option("--clean", help="Remove the segments that no process holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Say what this machine offers, and which shared memory was left behind."""
+    """Check this machine for aioshm, and list shared memory that was left behind."""
     costs = measured(timers=20, yields=50)
     findings = [*examine(), _waiting(costs)]
     left = [_orphan(name, remove=clean) for name in orphans()]
@@ -96,7 +90,7 @@ def _doctor(
 
 
 def examine() -> Iterator[Finding]:
-    """Look at everything in turn; changes nothing."""
+    """Run all checks; they change nothing."""
     yield _python()
     yield _platform()
     yield _settings()
@@ -151,7 +145,7 @@ def _native(name: str, runs: bool, price: str) -> Finding:
         return Finding(name, "good", "runs")
     if not native_wanted():
         return Finding(name, "note", "switched off", f"AIOSHM_NATIVE=0: {price}")
-    # pip would take the wheel again that it has built without one; where the build fails, it says why.
+    # pip reuses the wheel that it built without a compiler, unless its cache entry is removed.
     again = "pip cache remove aioshm; AIOSHM_NATIVE=1 pip install --force-reinstall --no-deps aioshm"
     compiler = _compiler()
     if compiler is None:
@@ -161,7 +155,7 @@ def _native(name: str, runs: bool, price: str) -> Finding:
 
 
 def _compiler() -> str | None:
-    """Return the C compiler that a build would use, if it is there."""
+    """Return the C compiler that a build would use, if it is installed."""
     words = (os.environ.get("CC") or str(sysconfig.get_config_var("CC") or "cc")).split()
     return shutil.which(words[0]) if words else None
 

@@ -13,7 +13,7 @@ from aioshm.events import Delivery, KVEvent, Lost, PublisherGone, Received, Rest
 
 
 def lines_of(item: Delivery, kinds: set[str], as_json: bool) -> list[str]:
-    """Return a delivery as lines, one for each event; ``kinds``, unless empty, says which."""
+    """Return a line for each event of a delivery; ``kinds``, unless empty, selects event types."""
     source: dict[str, Any] = {"endpoint": item.source.endpoint, "rank": item.source.rank}
     if isinstance(item, Lost):
         found = {**source, "type": "lost", "first": item.first, "last": item.last, "reason": item.reason}
@@ -40,12 +40,12 @@ def lines_of(item: Delivery, kinds: set[str], as_json: bool) -> list[str]:
 
 
 def kind_of(event: KVEvent) -> str:
-    """Return what type of event this is."""
+    """Return the type of an event."""
     return event.type or "unknown" if isinstance(event, UnknownEvent) else type(event).__name__
 
 
 def _fields(event: KVEvent) -> dict[str, Any]:
-    """Return what is set, with bytes as hex."""
+    """Return the fields that are set, with bytes as hex."""
     if isinstance(event, UnknownEvent):
         return {"data": _plain(event.data), "reason": event.reason}
     fields = msgspec.structs.asdict(event)
@@ -63,7 +63,7 @@ def _plain(value: Any) -> Any:
 
 
 class EventMeter:
-    """What one publisher did since the last report, and in all."""
+    """Counts what one publisher sent since the last report, and in total."""
 
     def __init__(self) -> None:
         self._batches = self._events = self._total = self._gaps = self._lost = self._restarts = 0
@@ -71,7 +71,7 @@ class EventMeter:
         self._kinds: Counter[str] = Counter()
 
     def count(self, item: Received | Lost | Restarted) -> None:
-        """Count what has come."""
+        """Count a delivery."""
         if isinstance(item, Lost):
             self._gaps += 1
             self._lost += item.last - item.first + 1
@@ -87,7 +87,7 @@ class EventMeter:
                 self._lag_s = lag if self._lag_s is None else max(self._lag_s, lag)
 
     def report(self, seconds: float) -> dict[str, Any]:
-        """Return the figures since the last report, which was so long ago, and those in all."""
+        """Return the rates since the last report, ``seconds`` ago, and the totals."""
         line = {
             "batches_per_s": round(self._batches / seconds, 1),
             "events_per_s": round(self._events / seconds, 1),

@@ -1,4 +1,4 @@
-"""``aioshm events``: look at, record, replay and measure KV-cache events."""
+"""``aioshm events``: print, record, replay and measure KV-cache events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 _PROGRESS_S = 0.2
 _PATIENCE_S = 1.0
-"""After which it is said that nobody speaks at an endpoint."""
+"""Seconds after which the command reports endpoints without a publisher."""
 
 _NOBODY = "no publisher speaks here yet; waiting for one"
 
@@ -68,7 +68,7 @@ def tail(
         shown = 0
         async with (
             _subscriber(endpoints, replay, topic, from_start) as subscriber,
-            _telling_of_silence(subscriber, as_json),
+            _reporting_silence(subscriber, as_json),
         ):
             async for item in _deliveries(subscriber, duration):
                 if rank and item.source.rank not in rank:
@@ -214,7 +214,7 @@ def stats(
 
 
 def _encoding_of(file: BinaryIO) -> Encoding:
-    """Return how the first batch with events in it was encoded; the file is where it was afterwards."""
+    """Return the encoding of the first batch that has events; restore the file position."""
     decoder, begin = BatchDecoder(), file.tell()
     try:
         for one in read_records(file):
@@ -246,7 +246,7 @@ def _subscriber(endpoints: list[str], replays: list[str] | None, topic: str, fro
 
 
 async def _deliveries(subscriber: EventSubscriber, duration: float | None) -> AsyncIterator[Delivery]:
-    """Yield what comes until the time is over."""
+    """Yield deliveries for ``duration`` seconds."""
     end = None if duration is None else time.monotonic() + duration
     while end is None or time.monotonic() < end:
         try:
@@ -256,10 +256,10 @@ async def _deliveries(subscriber: EventSubscriber, duration: float | None) -> As
 
 
 @asynccontextmanager
-async def _telling_of_silence(subscriber: EventSubscriber, as_json: bool) -> AsyncIterator[None]:
-    """Say, once, where nobody speaks."""
+async def _reporting_silence(subscriber: EventSubscriber, as_json: bool) -> AsyncIterator[None]:
+    """Report, once, endpoints without a publisher."""
 
-    async def tell() -> None:
+    async def report() -> None:
         await asyncio.sleep(_PATIENCE_S)
         for endpoint in subscriber.unconnected:
             if as_json:
@@ -267,12 +267,12 @@ async def _telling_of_silence(subscriber: EventSubscriber, as_json: bool) -> Asy
             else:
                 print(f"{endpoint}: {_NOBODY}", file=sys.stderr, flush=True)
 
-    telling = asyncio.create_task(tell())
+    reporting_silence = asyncio.create_task(report())
     try:
         yield
     finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
+        reporting_silence.cancel()
+        await asyncio.gather(reporting_silence, return_exceptions=True)
 
 
 @contextmanager
@@ -305,7 +305,7 @@ def _complain(item: Delivery) -> None:
 
 
 def _run(work: Any) -> None:
-    """Run to the end; what the user did wrong is one line, not a traceback."""
+    """Run to the end; errors of the user are one line, not a traceback."""
     try:
         run_interruptibly(work)
     except (AioshmError, OSError, ValueError) as error:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
 
 PORT = 9464
-"""What OpenTelemetry's exporters for Prometheus use, too."""
+"""The port of OpenTelemetry's exporters for Prometheus."""
 
 
 def register(app: typer.Typer) -> None:

@@ -14,15 +14,11 @@ T = TypeVar("T")
 
 FAILED = 1
 UNUSABLE = 2
-"""Bad arguments, or surroundings in which the command cannot start."""
+"""Exit code for wrong arguments, or an environment in which the command cannot start."""
 
 
 class CommandFailed(Exception):
-    """Ends the command.
-
-    Attributes:
-        exit_code: Of the process.
-    """
+    """Ends the command with one line on stderr, and an exit code."""
 
     def __init__(self, message: str, exit_code: int = FAILED) -> None:
         super().__init__(message)
@@ -30,24 +26,24 @@ class CommandFailed(Exception):
 
 
 def run_interruptibly(work: Coroutine[Any, Any, T], loop: str = "asyncio") -> T:
-    """Run ``work`` to its end; SIGINT and SIGTERM cancel it, and it is given the time to clean up.
+    """Run ``work``; SIGINT and SIGTERM cancel it, and it has time to clean up.
 
     Args:
-        work: What to run.
-        loop: The name of the event loop, see `loop_factory`.
+        work: The coroutine.
+        loop: ``"asyncio"`` or ``"uvloop"``.
 
     Raises:
-        CommandFailed: It was interrupted; the exit code is the one that shells give to that signal.
+        CommandFailed: A signal interrupted it; the exit code is 128 and the signal's number, as in shells.
     """
     try:
         with _Signals() as signals, asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
-            return runner.run(signals.heeded_by(work))
+            return runner.run(signals.run(work))
     finally:
-        work.close()  # a signal may have come before it began
+        work.close()  # a signal may have come before it started
 
 
 def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return what makes the loops of ``"uvloop"`` or ``"asyncio"``; None is asyncio's own."""
+    """Return the function that creates a loop of ``"uvloop"`` or ``"asyncio"``; None: asyncio's default."""
     if name != "uvloop":
         return None
     import uvloop
@@ -57,15 +53,15 @@ def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def interrupted(signum: int = signal.SIGINT) -> CommandFailed:
-    """Return the end of a command that a signal has interrupted."""
+    """Return the error of a command that a signal interrupted."""
     return CommandFailed("interrupted" if signum == signal.SIGINT else "terminated", 128 + signum)
 
 
 class _Signals:
-    """SIGINT and SIGTERM, which are noted and cancel what heeds them; a context manager.
+    """Handlers of SIGINT and SIGTERM that cancel a task; a context manager.
 
-    Their own handlers would raise where a loop is half made or half closed. Those of a loop would be called too late:
-    what fails because a signal has reached another process of the group, too, is an interruption.
+    The default handlers would raise while the loop is being created or closed. Handlers of the loop would run too late:
+    a failure because the signal also reached another process of the group has to count as an interruption.
     """
 
     def __init__(self) -> None:
@@ -82,11 +78,11 @@ class _Signals:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._noted.append(number)
-        if self._cancel is not None and len(self._noted) == 1:  # a second Ctrl-C must not interrupt the cleaning up
+        if self._cancel is not None and len(self._noted) == 1:  # a second Ctrl-C does not interrupt the clean-up
             self._cancel()
 
-    async def heeded_by(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` until it ends or a signal comes; one may have come before."""
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` until it ends or a signal comes, or came before."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(work)
         self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)

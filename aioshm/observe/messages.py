@@ -1,4 +1,4 @@
-"""The latest messages of a queue, as they lie in the ring: their headers, and bytes; nothing is ever decoded."""
+"""The latest messages of a queue: their headers and first bytes, read from the ring; nothing is decoded."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _SEGMENT = OVERFLOW_SIZE - 4  # u32: its number; see queue/local/overflow.py
 
 
 class MessageHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """One message that is in a ring, or was published last in its slot.
+    """One message of a ring: the last one that was published in its slot.
 
     Attributes:
-        seq: Its number.
+        seq: The message's number.
         kind: ``"inline"``: encoded, in the ring; ``"overflow"``: encoded, in an overflow segment; ``"raw"``: bytes of
             `acquire_write`.
-        codec: The name of its codec; empty: none.
-        bytes: Its size, as far as its header says it.
-        main_bytes: Of that, what is not in out-of-band buffers.
-        buffers: Out-of-band buffers (arrays, tensors, large bytes) that it has.
+        codec: The name of the codec; empty: none.
+        bytes: The size that the header has.
+        main_bytes: The size without out-of-band buffers.
+        buffers: The number of out-of-band buffers (arrays, tensors, large bytes).
         where: ``"slot"``, ``"chunk N"`` or ``"segment N"``.
-        age_s: Seconds since it was published.
+        age_s: Seconds since the message was published.
         unread_by: The ranks of the readers that have not finished with it.
-        preview: The first bytes of its main part, if they were asked for and are in the ring.
+        preview: The first bytes of the main part, if requested and in the ring.
     """
 
     seq: int
@@ -79,7 +79,7 @@ class MessageHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def last_messages(ring: RingFile, number: int, *, bodies: bool = False) -> list[MessageHeader]:
-    """Return what is known of the latest messages of a queue, the oldest first; what is overwritten is left out.
+    """Return the latest messages of a queue, the oldest first, without those that are being overwritten.
 
     Args:
         ring: The queue's ring.
@@ -140,7 +140,7 @@ def _message(ring: RingFile, head: bytes, slot: int, seq: int, bodies: bool) -> 
 
 
 def _place(layout: Layout, head: bytes, slot: int) -> tuple[int, int] | None:
-    """Return where the body of a message begins, and how much room there is; None: its header names no such place."""
+    """Return the offset and the capacity of a message's body; None: its header names no such chunk."""
     number = _U64.unpack_from(head, CHUNK)[0]
     if not number:
         return slot + SLOT_HEADER_BYTES, layout.inline_bytes

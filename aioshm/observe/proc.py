@@ -80,7 +80,7 @@ def parse_inner_pid(status: str, pid: int) -> int:
 
 
 def parse_command(cmdline: bytes) -> str:
-    """Return a command line on one line: without the directories of the program, and not too long of it."""
+    """Return a command line without the program's directory, in one line of limited length."""
     program, *arguments = cmdline.rstrip(b"\0").decode(errors="replace").split("\0")
     words = " ".join([program.rpartition("/")[2], *arguments]).split()
     text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(words))
@@ -118,7 +118,7 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def wait_channel(pid: int) -> str:
-    """Return the kernel function that a process sleeps in; empty if it runs, or the kernel does not say."""
+    """Return the kernel function in which a process sleeps; empty: it runs, or the kernel does not say."""
     with suppress(OSError):
         channel = (PROC / str(pid) / "wchan").read_text().strip()
         return "" if channel == "0" else channel
@@ -126,7 +126,7 @@ def wait_channel(pid: int) -> str:
 
 
 def system_call(pid: int) -> str:
-    """Return the system call that a process is in, by name where it is one of the usual; empty if none, or unknown."""
+    """Return the system call that a process executes, by name if it is a common one; empty: none, or unknown."""
     with suppress(OSError, IndexError):
         number = (PROC / str(pid) / "syscall").read_text().split()[0]
         if number.isdigit() and os.uname().machine == "x86_64":

@@ -137,21 +137,17 @@ def find_queues() -> Scan:
 
 
 def find_queue(key: str) -> QueueSnapshot:
-    """Return the queue of this name, id, beginning of an id, or pid of one of its ends.
+    """Return the queue with this name, id, beginning of an id, or pid of one of its ends.
 
     Raises:
         NoProc: There is no ``/proc``.
-        QueueNotFound: There is no such queue, or several; the text lists what there is.
+        QueueNotFound: There is no such queue, or several; the text lists all queues.
     """
     return chosen(key, find_queues().queues)
 
 
 def chosen(key: str, queues: Iterable[QueueSnapshot]) -> QueueSnapshot:
-    """Return the queue that a name, an id, the beginning of an id, or the pid of one of its ends stands for.
-
-    Raises:
-        QueueNotFound: There is none, or several.
-    """
+    """Select a queue as `find_queue` does."""
     queues = tuple(queues)
     found = [queue for queue in queues if key and queue.header.name == key]
     found = found or [queue for queue in queues if len(key) >= _MIN_PREFIX and queue.header.queue_id.startswith(key)]

@@ -1,8 +1,8 @@
-"""For tests of programs that use aioshm: ends in one loop, and a look at what a test has left behind.
+"""For tests of programs that use aioshm: both ends of a queue in one loop, and a check for leftovers.
 
-The pytest plugin (`aioshm.testing.plugin`) is there wherever aioshm is installed, and has the same as fixtures:
-`aioshm_pair`, `aioshm_readers`, `aioshm_clean` and `aioshm_runtime_dir`. This module needs no pytest, and what stands
-here is imported when it is first used: pytest imports the plugin in every run.
+The pytest plugin (`aioshm.testing.plugin`) is installed with aioshm and has the same as fixtures: `aioshm_pair`,
+`aioshm_readers`, `aioshm_clean` and `aioshm_runtime_dir`. This module needs no pytest, and imports its parts when they
+are used: pytest imports the plugin in every run.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The two ends of a queue, or more, in one event loop."""
+"""A writer and its readers in one event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READY_TIMEOUT_S = 30.0
 
 @asynccontextmanager
 async def pair(**arguments: Any) -> AsyncIterator[tuple[MessageQueue[Any], MessageQueue[Any]]]:
-    """Give a writer and its reader, ready, to a block; close both at its end.
+    """Open a writer and its reader, ready; close both at the end of the block.
 
     Args:
         arguments: For `MessageQueue`, such as ``codec`` or ``options``; ``type`` holds for the reader, too.
@@ -26,14 +26,14 @@ async def pair(**arguments: Any) -> AsyncIterator[tuple[MessageQueue[Any], Messa
 
 @asynccontextmanager
 async def readers(count: int, **arguments: Any) -> AsyncIterator[tuple[MessageQueue[Any], list[MessageQueue[Any]]]]:
-    """Give a writer and several readers, ready, to a block; close all of them at its end.
+    """Open a writer and several readers, ready; close all at the end of the block.
 
     Args:
         count: How many readers.
         arguments: For `MessageQueue`, such as ``codec`` or ``options``; ``type`` holds for the readers, too.
 
     Raises:
-        TypeError, ValueError: An argument makes no sense; the text names it.
+        TypeError, ValueError: An argument is wrong; the text names it.
     """
     check_int("count", count, minimum=1)
     for name in ("n_reader", "n_local_reader"):

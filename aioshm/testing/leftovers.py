@@ -1,79 +1,70 @@
-"""What a test has left behind: processes, shared memory, sockets, tasks.
+"""Finds processes, shared memory, sockets and tasks that a test left behind.
 
-Other programs, and other processes that run tests side by side, may use the library at the same time: what they hold is
-not counted.
+Those of other programs, and of other test processes, are not counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import os
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from aioshm.ring.segment import orphans
 
 _HAS_LISTS_OF_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
-_LAST_TURNS = 100
-"""Of the loop, in which a task that was cancelled may end."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
+_LOOP_TURNS = 100
+"""How often the loop runs until cancelled tasks must have ended."""
 
 
 class Leftovers:
-    """Knows what this process holds when it is made, and finds what has been added since.
+    """Finds the processes, segments and sockets that were added since this was made, and still exist.
 
     Args:
-        collect: Collects garbage before a look: what nothing refers to any more is not left behind.
+        collect: Collects garbage before `wait` searches: unreferenced objects are not left behind.
     """
 
     def __init__(self, collect: Callable[[], object] = gc.collect) -> None:
         self._collect = collect
-        self._traces, self._processes = _traces(), _descendants(os.getpid())
+        self._resources = _resources()
+        self._processes = _descendants().keys()
 
     def find(self) -> list[str]:
-        """Return what has been added and is still there, in words. Does not wait."""
-        found = sorted(_traces() - self._traces)
-        for pid in sorted(_descendants(os.getpid()) - self._processes):
-            if _runs(pid):
-                found.append(f"process {pid} ({_command(pid)})")
-        return found
+        """Describe what was added and still exists. Does not wait."""
+        found = sorted(_resources() - self._resources)
+        added = sorted(item for item in _descendants().items() if item[0] not in self._processes)
+        return found + [f"process {pid} ({command})" for pid, command in added]
 
     def wait(self, within_s: float = 5.0) -> list[str]:
-        """Wait until nothing is left behind; return what still is when the time is over.
+        """Wait until nothing is left behind; return what still is after ``within_s`` seconds.
 
-        Processes take a moment to end, and so do connections.
-
-        Args:
-            within_s: Seconds.
+        Processes and connections take a moment to end.
         """
         self._collect()
-        deadline, pause = time.monotonic() + within_s, _FIRST_LOOK_S
+        deadline, pause = time.monotonic() + within_s, _FIRST_PAUSE_S
         while (left := self.find()) and time.monotonic() < deadline:
             time.sleep(pause)
-            pause = min(2 * pause, _LAST_LOOK_S)
+            pause = min(2 * pause, _LAST_PAUSE_S)
         return left
 
 
 def leaving_no_task(test: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Return a coroutine function that does the same, and fails if it leaves a task of asyncio's behind.
-
-    Raises:
-        AssertionError: When it is awaited: the text names the tasks.
-    """
+    """Wrap a coroutine function: it raises `AssertionError` if it leaves asyncio tasks behind."""
 
     @functools.wraps(test)
     async def checked(*args: Any, **kwargs: Any) -> Any:
         try:
             before = asyncio.all_tasks()
-        except RuntimeError:  # a loop of another kind, such as trio's
+        except RuntimeError:  # another kind of loop, such as trio's
             return await test(*args, **kwargs)
         result = await test(*args, **kwargs)
-        for _ in range(_LAST_TURNS):  # a cancelled task needs a turn of the loop to end
+        for _ in range(_LOOP_TURNS):
             left = asyncio.all_tasks() - before
             if not left:
                 return result
@@ -83,16 +74,16 @@ def leaving_no_task(test: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[.
     return checked
 
 
-def _traces() -> set[str]:
-    """Return what queues of this process, or of processes that are gone, have outside of themselves."""
-    traces = {f"segment {name}" for name in orphans()}
+def _resources() -> set[str]:
+    """Return the shared memory and the sockets of this process's queues, and segments of processes that are gone."""
+    found = {f"segment {name}" for name in orphans()}
     sockets, rings = _descriptors()
-    traces.update(f"shared memory (inode {inode}), of a queue that was not closed" for inode in rings)
+    found.update(f"shared memory (inode {inode}), of a queue that was not closed" for inode in rings)
     for line in _unix_sockets():
         fields = line.split(maxsplit=7)
         if len(fields) == 8 and b"aioshm" in fields[7] and fields[6].decode() in sockets:
-            traces.add(f"socket {os.fsdecode(fields[7])}")
-    return traces
+            found.add(f"socket {os.fsdecode(fields[7])}")
+    return found
 
 
 def _unix_sockets() -> list[bytes]:
@@ -103,12 +94,12 @@ def _unix_sockets() -> list[bytes]:
 
 
 def _descriptors() -> tuple[set[str], set[int]]:
-    """Return the inodes of this process' sockets, and of its rings and overflow segments that have no name."""
+    """Return the inodes of this process's sockets, and of its rings and overflow segments that have no name."""
     sockets: set[str] = set()
     rings: set[int] = set()
     directory = "/proc/self/fd"
     for fd in os.listdir(directory) if os.path.isdir(directory) else ():
-        with contextlib.suppress(OSError):  # the one that lists the directory
+        with suppress(OSError):  # the descriptor of the listing itself
             target = os.readlink(f"{directory}/{fd}")
             if target.startswith("socket:["):
                 sockets.add(target[8:-1])
@@ -117,52 +108,31 @@ def _descriptors() -> tuple[set[str], set[int]]:
     return sockets, rings
 
 
-def _descendants(ancestor: int) -> set[int]:
-    """Return the processes that one has started, and those that they have.
+def _descendants() -> dict[int, str]:
+    """Return the command lines of running processes below this one, by pid, without multiprocessing's tracker.
 
-    The kernel has lists of children (proc_pid_children(5)); looking for parents would be a look at every process of
-    the machine, before and after each test. Kernels that were built without the lists leave no other way.
+    The kernel's lists of children (proc_pid_children(5)) save a search through all processes of the machine before and
+    after each test. Some kernels, and macOS, have no such lists.
     """
+    found: dict[int, str] = {}
     if not _HAS_LISTS_OF_CHILDREN:
         import psutil
 
-        return {process.pid for process in psutil.Process(ancestor).children(recursive=True)}
-    found: set[int] = set()
-    parents = [ancestor]
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = " ".join(process.cmdline())
+    parents = [os.getpid()] if _HAS_LISTS_OF_CHILDREN else []
     while parents:
         parent = parents.pop()
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended
             for thread in os.listdir(f"/proc/{parent}/task"):
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                with suppress(FileNotFoundError, ProcessLookupError):
                     children = Path(f"/proc/{parent}/task/{thread}/children").read_text().split()
                     parents += map(int, children)
-                    found.update(map(int, children))
-    return found
-
-
-def _runs(pid: int) -> bool:
-    """Tell whether a process runs, and is not the one that multiprocessing keeps."""
-    if not _HAS_LISTS_OF_CHILDREN:
-        import psutil
-
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in _command(pid)
-        return False
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in (b"Z", b"X", b"") and "resource_tracker" not in _command(pid)
-
-
-def _command(pid: int) -> str:
-    if not _HAS_LISTS_OF_CHILDREN:
-        import psutil
-
-        with contextlib.suppress(psutil.Error):
-            return " ".join(psutil.Process(pid).cmdline())
-        return "gone"
-    try:
-        return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").strip())
-    except (FileNotFoundError, ProcessLookupError):
-        return "gone"
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{parent}/stat").read_bytes().rpartition(b") ")[2][:1] not in b"ZX":
+                command = Path(f"/proc/{parent}/cmdline").read_bytes().replace(b"\0", b" ").strip()
+                found[parent] = os.fsdecode(command)
+    found.pop(os.getpid(), None)
+    return {pid: command for pid, command in found.items() if "resource_tracker" not in command}

@@ -1,6 +1,6 @@
 """The pytest plugin: fixtures for tests of programs that use aioshm, on any plugin's event loops.
 
-Nothing is imported, and nothing costs anything, in tests that do not ask for one of the fixtures.
+Tests that use none of the fixtures import nothing of aioshm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLEAN_TIMEOUT = "aioshm_clean_timeout"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the setting that `aioshm_clean` has."""
+    """Add the setting of `aioshm_clean`."""
     parser.addini(
         CLEAN_TIMEOUT,
         "seconds that processes and connections may take to end, for the fixture aioshm_clean",
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let coroutine tests that ask for `aioshm_clean` look for tasks before their loop is over."""
+    """Check coroutine tests with `aioshm_clean` for tasks before their loop ends."""
     for item in items:
         if (
             isinstance(item, pytest.Function)
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def aioshm_pair() -> Callable[..., AbstractAsyncContextManager[tuple[MessageQueue[Any], MessageQueue[Any]]]]:
-    """Return what gives a writer and its reader to a block, ready: `aioshm.testing.pair`."""
+    """Return `aioshm.testing.pair`, which opens a writer and its reader for a block."""
     from aioshm.testing.ends import pair
 
     return pair
@@ -53,7 +53,7 @@ def aioshm_pair() -> Callable[..., AbstractAsyncContextManager[tuple[MessageQueu
 
 @pytest.fixture
 def aioshm_readers() -> Callable[..., AbstractAsyncContextManager[tuple[MessageQueue[Any], list[MessageQueue[Any]]]]]:
-    """Return what gives a writer and several readers in one loop to a block, ready: `aioshm.testing.readers`."""
+    """Return `aioshm.testing.readers`, which opens a writer and several readers for a block."""
     from aioshm.testing.ends import readers
 
     return readers
@@ -63,8 +63,8 @@ def aioshm_readers() -> Callable[..., AbstractAsyncContextManager[tuple[MessageQ
 def aioshm_clean(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the test if it leaves a process, shared memory, a socket or a task behind.
 
-    For all tests: ``pytestmark = pytest.mark.usefixtures("aioshm_clean")`` in a module, or an autouse fixture that asks
-    for it in ``conftest.py``.
+    For all tests: ``pytestmark = pytest.mark.usefixtures("aioshm_clean")`` in a module, or an autouse fixture in
+    ``conftest.py`` that requests this one.
     """
     from aioshm.testing.leftovers import Leftovers
 
@@ -77,7 +77,7 @@ def aioshm_clean(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def aioshm_runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory of the test's own for names and socket files, so that tests side by side may use the same names."""
+    """A directory for this test's names and socket files, so that parallel tests can use the same names."""
     directory = Path(tempfile.mkdtemp(prefix="s"))  # short, as paths of sockets have to be
     monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(directory))
     yield directory

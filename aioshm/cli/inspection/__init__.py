@@ -1,1 +1,1 @@
-"""``aioshm ls``, ``inspect``, ``top``, ``who`` and ``dump``: live queues, looked at from outside."""
+"""``aioshm ls``, ``inspect``, ``top``, ``who`` and ``dump``: live queues, from outside."""

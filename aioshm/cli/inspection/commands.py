@@ -76,7 +76,7 @@ def _who(
     as_json: AsJson = False,
     window: Annotated[float, typer.Option(min=0.01, max=60.0, help="Seconds to watch for.")] = WINDOW_S,
 ) -> None:
-    """Say who holds a queue up: the process, what it does, and in which line of code."""
+    """Name the process that holds a queue up, what it does, and its line of code."""
     with _one_line():
         try:
             reports, process = who(queue, window_s=window), None
