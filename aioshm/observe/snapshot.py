@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -39,8 +40,8 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     waits: str
     messages: int
     lag: int
-    latency_p50_s: float | None
-    latency_p99_s: float | None
+    latency_p50_s: float | None = None
+    latency_p99_s: float | None = None
     cpu_s: float
 
     @property
@@ -103,26 +104,33 @@ def snapshot_of(
 ) -> QueueSnapshot:
     """Make a snapshot of the ring's header and its holders; ``overflow`` has the segments and their bytes."""
     writer = header.writer
-    process = _process(writer.pid, holders)
     return QueueSnapshot(
         label=header.label,
         codec=name_of_code(header.codec),
         header=header,
-        writer=End(
+        writer=_end(
+            writer,
+            holders,
             side="writer",
             rank=-1,
             membership="closed" if writer.closed else "open",
-            pid=process.pid,
-            state=process.state,
-            command=process.command,
-            waits=_waits(writer, process),
             messages=writer.messages,
             lag=header.backlog,
-            latency_p50_s=None,
-            latency_p99_s=None,
-            cpu_s=process.cpu_s,
         ),
-        readers=tuple(_reader(row, holders) for row in header.readers),
+        readers=tuple(
+            _end(
+                row,
+                holders,
+                side="reader",
+                rank=row.rank,
+                membership=row.state,
+                messages=row.read,
+                lag=row.lag,
+                latency_p50_s=row.latency.quantile(0.5),
+                latency_p99_s=row.latency.quantile(0.99),
+            )
+            for row in header.readers
+        ),
         holders=tuple(sorted(holders)),
         memory_bytes=memory_bytes,
         overflow_segments=overflow[0],
@@ -131,26 +139,17 @@ def snapshot_of(
     )
 
 
-def _reader(row: ReaderRow, holders: Mapping[int, ProcessInfo]) -> End:
+def _end(row: WriterRow | ReaderRow, holders: Mapping[int, ProcessInfo], **fields: Any) -> End:
     process = _process(row.pid, holders)
+    is_spinning = row.spinning and process.state not in HUNG
     return End(
-        side="reader",
-        rank=row.rank,
-        membership=row.state,
         pid=process.pid,
         state=process.state,
         command=process.command,
-        waits=_waits(row, process),
-        messages=row.read,
-        lag=row.lag,
-        latency_p50_s=row.latency.quantile(0.5),
-        latency_p99_s=row.latency.quantile(0.99),
+        waits="parked" if row.parked else "spinning" if is_spinning else "",
         cpu_s=process.cpu_s,
+        **fields,
     )
-
-
-def _waits(row: WriterRow | ReaderRow, process: ProcessInfo) -> str:
-    return "parked" if row.parked else "spinning" if row.spinning and process.state not in HUNG else ""
 
 
 def _process(pid: int, holders: Mapping[int, ProcessInfo]) -> ProcessInfo:
