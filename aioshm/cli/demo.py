@@ -228,6 +228,8 @@ def _demo(
         raise CommandFailed(f"--input {text} is not a readable file with text", UNUSABLE)
     if not readers + remote:
         raise CommandFailed("--readers must be at least 1 without --remote", UNUSABLE)
+    if engines and (readers != 2 or remote or times):
+        raise CommandFailed("--engines does not go with --readers, --remote, --repeat", UNUSABLE)
     with_uvloop = importlib.util.find_spec("uvloop") is not None
     if loop == "uvloop" and not with_uvloop:
         raise CommandFailed("--loop uvloop needs uvloop: pip install 'aioshm[uvloop]'", UNUSABLE)

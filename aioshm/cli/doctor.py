@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import typer
@@ -53,14 +53,6 @@ class Finding(msgspec.Struct, frozen=True):
     verdict: Verdict
     found: str
     advice: str = ""
-
-
-class Orphan(msgspec.Struct, frozen=True):
-    """A named segment that no process has open; the name is without its slash."""
-
-    name: str
-    bytes: int
-    removed: bool
 
 
 def register(app: typer.Typer) -> None:
@@ -255,12 +247,13 @@ def _package(name: str, without: str) -> Finding:
         return Finding(name, "good", "installed, of unknown version")
 
 
-def _orphan(name: str, *, remove: bool) -> Orphan:
+def _orphan(name: str, *, remove: bool) -> dict[str, Any]:
+    """Describe a named segment that no process has open; ``remove`` removes it."""
     try:
         size = (_SHM_DIR / name).stat().st_size
     except FileNotFoundError:
         size = 0
-    return Orphan(name, size, remove and remove_orphan(name))
+    return {"name": name, "bytes": size, "removed": remove and remove_orphan(name)}
 
 
 def _show(console: Console, findings: list[Finding]) -> None:
@@ -272,12 +265,13 @@ def _show(console: Console, findings: list[Finding]) -> None:
     console.print(table)
 
 
-def _show_orphans(console: Console, left: list[Orphan]) -> None:
+def _show_orphans(console: Console, left: list[dict[str, Any]]) -> None:
     console.print()
     if not left:
         console.print("no shared memory was left behind")
     for orphan in left:
-        what = "removed" if orphan.removed else "left behind"
-        console.print(f"{what}: {_SHM_DIR / orphan.name} ({orphan.bytes / _MIB:,.1f} MiB), which no process holds")
-    if any(not orphan.removed for orphan in left):
+        state = "removed" if orphan["removed"] else "left behind"
+        path, size = _SHM_DIR / orphan["name"], orphan["bytes"] / _MIB
+        console.print(f"{state}: {path} ({size:,.1f} MiB), which no process has open")
+    if not all(orphan["removed"] for orphan in left):
         console.print("remove with: aioshm doctor --clean")

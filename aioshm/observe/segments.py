@@ -52,8 +52,7 @@ class _Seen(NamedTuple):
 
     key: tuple[int, int] | None  # inode of /proc/PID, number of descriptors; None: the kernel does not count them
     at: float
-    links: Mapping[str, str]  # by path
-    identities: Mapping[str, tuple[int, int]]
+    segments: Mapping[str, tuple[str, tuple[int, int]]]  # link and identity, by path
 
 
 class SegmentFinder:
@@ -105,16 +104,15 @@ class SegmentFinder:
 def _look_at(pid: int, key: tuple[int, int] | None, now: float) -> _Seen:
     """Find the segments among the descriptors of a process; raise `OSError` if it ended or is forbidden."""
     folder = f"{PROC}/{pid}/fd"
-    links: dict[str, str] = {}
-    identities: dict[str, tuple[int, int]] = {}
+    segments: dict[str, tuple[str, tuple[int, int]]] = {}
     for name in os.listdir(folder):
         path = f"{folder}/{name}"
         with suppress(OSError):  # it was closed meanwhile
             link = os.readlink(path)
             if _OURS.match(link) and not _is_looked_at(folder, name):
                 status = os.stat(path)
-                links[path], identities[path] = link, (status.st_dev, status.st_ino)
-    return _Seen(key, now, links, identities)
+                segments[path] = link, (status.st_dev, status.st_ino)
+    return _Seen(key, now, segments)
 
 
 def _is_looked_at(folder: str, name: str) -> bool:
@@ -127,14 +125,13 @@ def _is_looked_at(folder: str, name: str) -> bool:
 def _note(pid: int, seen: _Seen, found: dict[tuple[int, int], Segment]) -> bool:
     """Add the segments of a process to ``found``; return whether all of them still are the same."""
     all_there = True
-    for path, link in seen.links.items():
+    for path, (link, identity) in seen.segments.items():
         try:
             status = os.stat(path)
         except OSError:
             all_there = False
             continue
-        identity = status.st_dev, status.st_ino
-        if identity != seen.identities[path]:
+        if (status.st_dev, status.st_ino) != identity:
             all_there = False
             continue
         segment = found.setdefault(identity, Segment(link, identity, status.st_blocks * BLOCK))

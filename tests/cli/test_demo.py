@@ -231,6 +231,7 @@ def test_interrupt_ends_the_engines(start_demo):
         (["--readers", "two"], "'--readers'"),
         (["--repeat", "0"], "'--repeat'"),
         (["--engines", "17"], "'--engines'"),
+        (["--engines", "2", "--readers", "3"], "--engines does not go with --readers"),
         (["--loop", "trio"], "'trio' is not one of"),
         (["--bogus"], "--bogus"),
         (["--input", "/nowhere/at/all"], "--input /nowhere/at/all is not a readable file"),

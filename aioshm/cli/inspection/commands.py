@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from aioshm.cli.inspection import tables, top
 from aioshm.cli.outcome import UNUSABLE, CommandFailed, print_json
@@ -45,9 +45,9 @@ def _ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
         if as_json:
             print_json(tables.report(queues=[top.as_json(each) for each in found], skipped=watch.skipped))
             return
-        console = Console(highlight=False)
+        console = tables.console()
         if found:
-            console.print(tables.queues_rows(found).table())
+            console.print(tables.queues_rows(found))
         else:
             console.print("no queue of this user is open on this host")
         if watch.skipped:
@@ -63,12 +63,11 @@ def _inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) ->
         if as_json:
             print_json(tables.report(queue=top.as_json(watched)))
             return
-        console = Console(highlight=False)
-        grid = Table.grid(padding=(0, 2))
-        for name, text in tables.facts_of(one):
-            grid.add_row(f"[dim]{name}[/]", text)
-        console.print(grid)
-        console.print(tables.ends_rows([watched], queues=False).table())
+        console = tables.console()
+        for name, text in tables.facts_of(one).items():
+            console.print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
+        console.print()
+        console.print(tables.ends_rows([watched], queues=False))
 
 
 def _who(
@@ -87,7 +86,7 @@ def _who(
         if as_json:
             print_json(tables.report(queues=[_as_json(each) for each in reports], process=process))
             return
-        console = Console(highlight=False)
+        console = tables.console()
         for report in reports:
             _show_report(console, report)
         if process is not None:
@@ -110,11 +109,11 @@ def _dump(
         if as_json:
             print_json(tables.report(queue=one.label, messages=[_message_json(each) for each in messages]))
             return
-        console = Console(highlight=False)
+        console = tables.console()
         if not messages:
             console.print(f"{escape(one.label)}: no message was published yet")
             return
-        console.print(_messages_table(messages, bodies))
+        console.print(_messages_rows(messages, bodies))
 
 
 def _look_twice(watch: Watch, interval: float) -> tuple[Watched, ...]:
@@ -193,28 +192,26 @@ def _message_json(message: MessageHeader) -> dict[str, Any]:
     return built | {"preview_hex": None if preview is None else preview.hex(), "preview_text": message.text}
 
 
-def _messages_table(messages: list[MessageHeader], bodies: bool) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("message", "kind", "codec", "size", "buffers", "where", "age", "unread by"):
-        table.add_column(name, justify="right" if name in ("message", "size", "buffers", "age") else "left")
-    if bodies:
-        table.add_column("begins with")
+def _messages_rows(messages: list[MessageHeader], bodies: bool) -> tables.Rows:
+    names = ("message", "kind", "codec", "size", "buffers", "where", "age", "unread by")
+    rows: list[list[str | Text]] = []
     for message in messages:
-        row = [
+        row: list[str | Text] = [
             f"{message.seq}",
             message.kind,
-            escape(message.codec) or tables.NONE,
+            message.codec or tables.NONE,
             tables.size(message.bytes),
             f"{message.buffers}",
             message.where,
             tables.duration(message.age_s),
             ", ".join(map(str, message.unread_by)) or tables.NONE,
         ]
-        table.add_row(*row, *[_preview(message)] * bodies)
-    return table
+        rows.append(row + [_preview(message)] * bodies)
+    left = {"kind", "codec", "where", "unread by", "begins with"}
+    return tables.Rows(names + ("begins with",) * bodies, left, rows, [""] * len(rows))
 
 
 def _preview(message: MessageHeader) -> str:
     if message.preview is None:
         return "(not in the ring)"
-    return escape(repr(message.text) if message.text is not None else message.preview.hex(" "))
+    return repr(message.text) if message.text is not None else message.preview.hex(" ")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import msgspec
-from rich import box
-from rich.console import Console, ConsoleOptions, JustifyMethod
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from aioshm.observe.proc import HUNG
@@ -24,6 +22,7 @@ JSON_VERSION: Final = 1
 """The version of the JSON of ``--json``, see docs/howto/inspection.md. Additions do not change the version."""
 
 NONE: Final = "-"
+_UNCROPPED = 1000
 
 
 class Rows(NamedTuple):
@@ -34,21 +33,8 @@ class Rows(NamedTuple):
     rows: list[list[str | Text]]
     styles: list[str]
 
-    def table(self) -> Table:
-        """Return a table that rich fits into the width of the output."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in self.names:
-            justify: JustifyMethod = "left" if name in self.left else "right"
-            if name == "command":
-                table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=60)
-            else:
-                table.add_column(name, justify=justify)
-        for row, style in zip(self.rows, self.styles, strict=True):
-            table.add_row(*row, style=style)
-        return table
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """Draw the table cropped at the right, which is a tenth of the work of rich's tables."""
+        """Draw the table, cropped at the right; rich's tables wrap cells, and are ten times the work."""
         rows = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in [self.names, *self.rows]]
         widths = [max(cell.cell_len for cell in column) for column in zip(*rows, strict=True)]
         rule = Text("\u2500" * (sum(widths) + 2 * len(widths) - 2))
@@ -64,7 +50,13 @@ class Rows(NamedTuple):
             space = " " * (width - cell.cell_len)
             line.append("  " if number else "")
             line.append_text(cell + Text(space) if name in self.left else Text(space) + cell)
+        line.rstrip()
         return line
+
+
+def console() -> Console:
+    """Return the console on standard output; where that is no terminal, no line is cropped."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _UNCROPPED)
 
 
 def queues_rows(watched: Iterable[Watched]) -> Rows:
@@ -149,28 +141,23 @@ def _row_style(end: End) -> str:
     return BAD if is_bad(end) else "dim" if not end.there else ""
 
 
-def facts_of(queue: QueueSnapshot) -> list[tuple[str, str]]:
+def facts_of(queue: QueueSnapshot) -> dict[str, str]:
     """Return the facts that ``inspect`` prints of a queue."""
-    header, sizes = queue.header, queue.header.layout
-    inline = f"{header.slots:,} slots of {size(header.inline_bytes)}"
+    header, sizes, writer = queue.header, queue.header.layout, queue.header.writer
     chunks = ", ".join(f"{pool.chunks} of {size(pool.room)}" for pool in sizes.pools)
-    writer = header.writer
-    return [
-        ("queue", escape(header.name) or "(it has no name)"),
-        ("id", header.queue_id),
-        ("age", duration(writer.age_s)),
-        ("codec", escape(queue.codec)),
-        ("ring", f"{inline}; chunks: {chunks}"),
-        ("memory", f"{size(queue.memory_bytes)} of {size(sizes.total_bytes)} in use"),
-        (
-            "overflow",
-            f"{queue.overflow_segments} segments, {size(queue.overflow_bytes)}; {writer.overflows:,} messages",
-        ),
-        ("published", f"{writer.messages:,} messages, {size(writer.bytes)}"),
-        ("backlog", f"{header.backlog:,} messages"),
-        ("remote", f"{writer.remote_readers} readers, of which only the writer's process knows more"),
-        ("open in", ", ".join(map(str, queue.holders))),
-    ]
+    return {
+        "queue": header.name or "(it has no name)",
+        "id": header.queue_id,
+        "age": duration(writer.age_s),
+        "codec": queue.codec,
+        "ring": f"{header.slots:,} slots of {size(header.inline_bytes)}; chunks: {chunks}",
+        "memory": f"{size(queue.memory_bytes)} of {size(sizes.total_bytes)} in use",
+        "overflow": f"{queue.overflow_segments} segments, {size(queue.overflow_bytes)}; {writer.overflows:,} messages",
+        "published": f"{writer.messages:,} messages, {size(writer.bytes)}",
+        "backlog": f"{header.backlog:,} messages",
+        "remote": f"{writer.remote_readers} readers, of which only the writer's process knows more",
+        "open in": ", ".join(map(str, queue.holders)),
+    }
 
 
 def report(**content: Any) -> dict[str, Any]:

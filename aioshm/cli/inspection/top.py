@@ -27,8 +27,6 @@ from aioshm.observe.scan import Watch, Watched
 Key = Literal["name", "rate", "backlog", "age", "memory", "cpu"]
 KEYS: tuple[Key, ...] = get_args(Key)
 _LETTERS: dict[str, Key] = {key[0]: key for key in KEYS}
-_UNCUT = 1000
-"""Columns of output that is no terminal."""
 
 
 def command(
@@ -100,7 +98,7 @@ class _Pages(contextlib.AbstractContextManager["_Pages"]):
     def __init__(self, sort: Key, *, as_json: bool = False) -> None:
         self._sort = sort
         self._as_json = as_json
-        self._console = Console(highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
+        self._console = tables.console()
 
     def __exit__(self, *_: object) -> None: ...
 
