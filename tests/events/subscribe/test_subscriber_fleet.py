@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,11 @@ from support import until
 
 from aioshm.events import (
     BlockIndex,
+    BlockRemoved,
+    BlockStored,
     CurveKeys,
     Delivery,
+    EventBatch,
     EventSubscriber,
     PublisherDisconnected,
     PublisherGone,
@@ -33,8 +36,13 @@ from ..raw import RawPublisher
 
 GONE_S = 0.5
 FLEET = 30
-ROUNDS = 7
-BATCHES = 200
+SIZES = [
+    pytest.param(5, 2, id="five pods"),
+    pytest.param(FLEET, 20, id="thirty pods", marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
+]
+"""Of fleets, and how many times each publisher is replaced."""
+BLOCKS = 10
+MEMORY_BYTES = 8 << 20
 
 
 class Following:
@@ -266,55 +274,118 @@ async def test_connection_that_ends_in_its_handshake_is_named_and_no_garbage(
     assert "message" not in caplog.text
 
 
-@pytest.mark.slow
-async def test_publishers_replaced_at_the_same_endpoints_leave_nothing_behind(nothing_left: None) -> None:
+@pytest.mark.parametrize(("pods", "rounds"), SIZES)
+async def test_publishers_replaced_at_the_same_endpoints_leave_nothing_behind(
+    nothing_left: None, pods: int, rounds: int
+) -> None:
     with ExitStack() as stack:
-        lives, replays = ([stack.enter_context(kept_endpoint()) for _ in range(FLEET)] for _ in range(2))
-        async with followed(lives, replays, gone_after_s=4.0) as (subscriber, following):
-            await replace_fleets(subscriber, following, lives, replays)
+        lives, replays = ([stack.enter_context(kept_endpoint()) for _ in range(pods)] for _ in range(2))
+        async with followed(lives, replays, gone_after_s=pods / 20) as (subscriber, following):
+            await Fleet(subscriber, following, lives, replays).replace_all(rounds)
             assert subscriber.stats().lost == 0
 
 
-@pytest.mark.slow
-async def test_publishers_replaced_at_a_port_of_many_leave_nothing_behind(nothing_left: None) -> None:
-    async with followed(ANY, bind=True, gone_after_s=2.0) as (subscriber, following):
-        await replace_fleets(subscriber, following, subscriber.endpoints * FLEET, [None] * FLEET)
-
-
-async def replace_fleets(
-    subscriber: EventSubscriber, following: Following, lives: Sequence[str], replays: Sequence[str | None]
+@pytest.mark.parametrize(("pods", "rounds"), SIZES)
+async def test_publishers_replaced_at_a_port_of_many_leave_nothing_behind(
+    nothing_left: None, pods: int, rounds: int
 ) -> None:
-    """Add publishers and delete them, again and again: index, memory, descriptors, idle replays stay as they were."""
-    descriptors = 0
-    for life in range(ROUNDS):
-        async with AsyncExitStack() as stack:
-            fleet: list[ZmqEventPublisher] = []
-            for pod, (live, replay) in enumerate(zip(lives, replays, strict=True)):
-                publisher = ZmqEventPublisher(0, live, replay, bind=replay is not None, topic=f"{life}.{pod}")
-                fleet.append(await stack.enter_async_context(publisher))
-            for number in range(BATCHES):
-                for publisher in fleet:
-                    publisher.publish(batch(number))
-                await asyncio.sleep(0)
-            topics = {f"{life}.{pod}".encode() for pod in range(FLEET)}
-            async with asyncio.timeout(4 * PATIENCE_S):
-                while following.topics() != topics:  # of a publisher that connects, the first batches may be lost
-                    for publisher in fleet:
-                        publisher.publish(batch(0))
-                    await asyncio.sleep(0.05)
-            assert subscriber.stats().gone >= life * FLEET
-            if None not in replays:
-                await idle_replays_bring_one_batch_each(fleet)
-            following.items.clear()
-            gc.collect()
-            # The follower may still hold its last delivery.
-            assert sum(isinstance(each, Source) for each in gc.get_objects()) <= FLEET + 1
-            if not life:
-                descriptors = psutil.Process().num_fds()
-            await descriptors_at_most(descriptors + 8)
-    await until(lambda: not following.topics(), "all are gone", 4 * PATIENCE_S)
-    assert subscriber.stats().gone >= ROUNDS * FLEET
-    assert subscriber.stats().restarts == 0
+    async with followed(ANY, bind=True, gone_after_s=pods / 20) as (subscriber, following):
+        await Fleet(subscriber, following, subscriber.endpoints * pods, [None] * pods).replace_all(rounds)
+
+
+class Pod:
+    """A publisher with a cache of `BLOCKS` blocks: each batch stores one more, and removes the oldest."""
+
+    def __init__(self, topic: str, live: str, replay: str | None) -> None:
+        self.topic = topic.encode()
+        self.publisher = ZmqEventPublisher(0, live, replay, bind=replay is not None, topic=topic)
+        self.steps = 0
+
+    def step(self) -> None:
+        stored = BlockStored([self.steps], None, [1], 1, None, "GPU")
+        self.publisher.publish(EventBatch(0.0, [stored, BlockRemoved([self.steps - BLOCKS], "GPU")]))
+        self.steps += 1
+
+    def blocks(self) -> set[int]:
+        return set(range(max(0, self.steps - BLOCKS), self.steps))
+
+
+class Fleet:
+    """Publishers that are deleted and added, one by one, while the others publish."""
+
+    def __init__(
+        self, subscriber: EventSubscriber, following: Following, lives: Sequence[str], replays: Sequence[str | None]
+    ) -> None:
+        self._subscriber = subscriber
+        self._following = following
+        self._lives = lives
+        self._replays = replays
+        self._pods: list[Pod] = []
+        self._publishing = asyncio.Event()
+
+    async def replace_all(self, rounds: int) -> None:
+        """Replace each publisher so many times: index, memory, descriptors and idle replays stay as they were."""
+        traffic = asyncio.create_task(self._publish())
+        process = psutil.Process()
+        memory = descriptors = 0
+        try:
+            for life in range(rounds):
+                self._publishing.set()
+                await self._replace_each(life)
+                await self._follows_only_the_living()
+                self._publishing.clear()
+                await self._is_right()
+                assert self._subscriber.stats().gone >= life * len(self._lives)
+                if None not in self._replays:
+                    await idle_replays_bring_one_batch_each([pod.publisher for pod in self._pods])
+                self._following.items.clear()
+                gc.collect()
+                # The follower may still hold its last delivery.
+                assert sum(isinstance(each, Source) for each in gc.get_objects()) <= len(self._pods) + 1
+                if life < rounds / 2:  # by then allocators have what they keep
+                    memory, descriptors = process.memory_info().rss, process.num_fds()
+                else:
+                    await descriptors_at_most(descriptors + len(self._pods))
+                    assert process.memory_info().rss <= memory + MEMORY_BYTES
+        finally:
+            traffic.cancel()
+            await asyncio.gather(traffic, *(pod.publisher.aclose() for pod in self._pods), return_exceptions=True)
+        await until(lambda: not self._following.topics(), "all are gone", 4 * PATIENCE_S)
+        assert self._subscriber.stats().gone >= rounds * len(self._lives)
+        assert self._subscriber.stats().restarts == 0
+
+    async def _publish(self) -> None:
+        while True:
+            await self._publishing.wait()
+            for pod in self._pods:
+                pod.step()
+            await asyncio.sleep(0.02)
+
+    async def _replace_each(self, life: int) -> None:
+        for at, (live, replay) in enumerate(zip(self._lives, self._replays, strict=True)):
+            if life:
+                old = self._pods.pop(0)
+                await old.publisher.aclose()
+            self._pods.append(Pod(f"{life}.{at}", live, replay))
+            await asyncio.sleep(0)
+
+    async def _follows_only_the_living(self) -> None:
+        topics = {pod.topic for pod in self._pods}
+        await until(lambda: self._following.topics() == topics, "the publishers of this round", 4 * PATIENCE_S)
+        # Of a publisher that connects, the first batches may be lost; their blocks are removed by then.
+        seen = [pod.steps for pod in self._pods]
+        await until(lambda: all(pod.steps > BLOCKS + at for pod, at in zip(self._pods, seen, strict=True)), "traffic")
+
+    async def _is_right(self) -> None:
+        """Wait until the index has the blocks of each publisher, and no others."""
+        index = self._following.index
+
+        def is_right() -> bool:
+            found = {source.topic: set().union(*index.blocks(source).values()) for source in index.publishers}
+            return found == {pod.topic: pod.blocks() for pod in self._pods}
+
+        await until(is_right, "the index is right")
+        assert len(index) == BLOCKS * len(self._pods)
 
 
 async def descriptors_at_most(most: int) -> None:
