@@ -6,14 +6,13 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, cast
 
 import msgspec
 import typer
-from rich.console import Console
 
 from aioshm.cli.event_lines import EventMeter, lines_of
 from aioshm.cli.outcome import UNUSABLE, CommandFailed, run_interruptibly
@@ -97,7 +96,8 @@ def record(
 
     async def run() -> None:
         written = gaps = 0
-        with output.open("wb") as file, _progress("recorded") as show:
+        show = _progress("recorded")
+        with output.open("wb") as file:
             recorder = Recorder(file)
             try:
                 async with _subscriber(endpoints, replay, topic, from_start) as subscriber:
@@ -143,7 +143,8 @@ def replay(
     async def run() -> None:
         decoder = BatchDecoder()
         published = 0
-        with recording.open("rb") as file, _progress("published") as show:
+        show = _progress("published")
+        with recording.open("rb") as file:
             like = cast(Wire, wire or ("vllm-0.24+" if _encoding_of(file) == "map" else "vllm-0.9"))
             form, _ = resolve_wire(like, cast(Encoding | None, encoding))
             records = read_records(file)
@@ -275,24 +276,17 @@ async def _reporting_silence(subscriber: EventSubscriber, as_json: bool) -> Asyn
         await asyncio.gather(reporting_silence, return_exceptions=True)
 
 
-@contextmanager
-def _progress(done: str) -> Iterator[Callable[[int], None]]:
-    """Show on a terminal how many batches are ``done`` so far."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda count: None
-        return
+def _progress(done: str) -> Callable[[int], None]:
+    """Return a function that shows on a terminal, a few times a second, how many batches are ``done``."""
     due = 0.0
 
     def show(count: int) -> None:
         nonlocal due
-        now = time.monotonic()
-        if now >= due:
-            due = now + _PROGRESS_S
-            status.update(f"{count:,} batches {done}")
+        if sys.stderr.isatty() and time.monotonic() >= due:
+            due = time.monotonic() + _PROGRESS_S
+            print(f"{count:,} batches {done}", end="\r", file=sys.stderr, flush=True)
 
-    with console.status(f"0 batches {done}") as status:
-        yield show
+    return show
 
 
 def _print(line: str) -> None:
