@@ -29,7 +29,7 @@ from aioshm.engine import WorkerGroup, die_with_parent
 from aioshm.errors import AioshmError, ProcessDied
 
 LINES = 20_000
-PACED = 400
+PACED = 250
 PACE_S = 0.002
 ARRAYS = {1 << 12: 64, 1 << 16: 64, 1 << 20: 32, 1 << 22: 16, 1 << 24: 4, 1 << 25: 2}
 """Sizes in bytes, and how many of each. The largest do not fit into a slot of the ring."""
