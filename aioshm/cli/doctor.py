@@ -168,8 +168,8 @@ def _memory_order() -> Finding:
 def _waiting(costs: Costs) -> Finding:
     used = costs.within_bounds()
     found = (
-        f"waking an end takes about {_us(costs.wake_up_ns)}, a timer is {_us(costs.timer_ns)} late, "
-        f"a sched_yield takes {_us(costs.yield_ns)}: messages up to {_us(used.hot_gap_ns)} apart are spun for"
+        f"wake-up {_us(costs.wake_up_ns)}, timer error {_us(costs.timer_ns)}, sched_yield {_us(costs.yield_ns)}; "
+        f"busy-waits while messages are less than {_us(used.hot_gap_ns)} apart"
     )
     if used == costs:
         return Finding("waiting", "good", found)
@@ -177,8 +177,8 @@ def _waiting(costs: Costs) -> Finding:
         "waiting",
         "note",
         found,
-        f"that much was measured because the machine was busy, and {_us(used.wake_up_ns)} is what waking counts as, "
-        "until ends that wait have learned better; nothing to do",
+        f"measured while the machine was busy: a wake-up counts as {_us(used.wake_up_ns)} until waiting ends have "
+        "measured it again; nothing to do",
     )
 
 
@@ -197,7 +197,7 @@ def _tried(
         return Finding(name, "note", f"not on {platform.system()}", without)
     try:
         os.close(make())
-    except OSError as error:  # a seccomp filter may forbid what the kernel knows
+    except OSError as error:  # a seccomp filter may forbid the call
         return Finding(name, "bad", f"{function}: {error.strerror}", refused)
     return Finding(name, "good", "works")
 

@@ -29,7 +29,7 @@ ReplayEndpoints = Annotated[
 ]
 Topic = Annotated[str, typer.Option(help="Only topics that begin with this.")]
 FromStart = Annotated[
-    bool, typer.Option("--from-start", help="Begin with batch 0, by replay, instead of with what comes.")
+    bool, typer.Option("--from-start", help="Begin with batch 0, by replay, instead of with the next one.")
 ]
 Count = Annotated[int | None, typer.Option(min=1, help="Stop after so many batches.")]
 Duration = Annotated[float | None, typer.Option(min=0.0, help="Stop after so many seconds.")]
@@ -128,9 +128,9 @@ def replay(
     replay_endpoint: Annotated[str | None, typer.Option("--replay", help="Where to serve replay.")] = None,
     topic: Annotated[str, typer.Option(help="The topic to publish under.")] = "",
     bind: Annotated[bool, typer.Option(help="Bind the endpoint rather than connect to it.")] = True,
-    speed: Annotated[float, typer.Option(min=0.0, help="1 is as recorded, 2 twice as fast, 0 at once.")] = 1.0,
+    speed: Annotated[float, typer.Option(min=0.0, help="1 is as recorded, 2 twice as fast, 0 without pauses.")] = 1.0,
     wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for subscribers first.")] = 0.5,
-    hold: Annotated[float, typer.Option(min=0.0, help="Seconds to go on serving replay afterwards.")] = 0.0,
+    hold: Annotated[float, typer.Option(min=0.0, help="Seconds to continue to serve replay afterwards.")] = 0.0,
     wire: Annotated[
         str | None,
         typer.Option(help=f"Write like {', '.join(WIRES)}; unless given, the newest that encodes as it was recorded."),

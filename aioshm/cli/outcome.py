@@ -103,6 +103,6 @@ def print_json(report: dict[str, Any]) -> None:
     print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """Return a number and a noun: ``1 reader``, ``2 readers``."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"

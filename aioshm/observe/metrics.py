@@ -26,15 +26,15 @@ counter queue_messages {message} messages Messages sent by a writer, or received
 counter queue_bytes By bytes Bytes in the bodies of these messages.
 counter queue_overflows {message} overflows Messages that did not fit a chunk of the ring.
 counter queue_copied_bytes By copied_bytes Bytes copied into messages, or out of leased ones.
-counter queue_spins {spin} spins Times that an end span for a message, or for room.
-counter queue_spin_hits {spin} spin_hits Spins that ended with what was waited for.
-counter queue_spin_seconds s spin_s Time spent spinning.
+counter queue_spins {spin} spins Busy-waits of an end for a message, or for room.
+counter queue_spin_hits {spin} spin_hits Busy-waits that ended with the message, or with room.
+counter queue_spin_seconds s spin_s Time spent in busy-waits.
 counter queue_naps {nap} naps Short sleeps on a timer.
-counter queue_parks {park} parks Times that an end went to sleep until it is woken.
+counter queue_parks {park} parks Times that an end slept until its peer woke it.
 counter queue_resent_messages {message} resent Messages sent again to remote readers, or received twice.
 counter queue_reconnects {connection} reconnects Connections to the writer that were lost and came back.
-counter queue_restarts {writer} restarts Times that a reader went on with another writer.
-counter queue_garbled_traces {message} garbled_traces Messages whose trace context was none.
+counter queue_restarts {writer} restarts Times that a reader continued with another writer.
+counter queue_garbled_traces {message} garbled_traces Messages with an invalid trace context.
 gauge queue_backlog_messages {message} backlog Messages that the end, or the slowest reader, has to read.
 gauge queue_slots {message} slots Messages that the ring holds.
 gauge queue_kept_messages {message} kept Messages that are kept for remote readers.
@@ -59,10 +59,10 @@ histogram worker_call_duration_seconds s calls.latency How long calls took that 
 counter worker_streams {stream} streams.streams Streams from workers of a group.
 counter worker_failed_streams {stream} streams.failed Streams that ended with an error.
 counter worker_cancelled_streams {stream} streams.cancelled Streams that were left early, cancelled, or out of time.
-counter worker_stream_items {item} streams.items Items of streams that were handed on.
+counter worker_stream_items {item} streams.items Items of streams that were delivered.
 gauge worker_streams_in_flight {stream} streams.in_flight Streams that have not ended.
 histogram worker_stream_first_item_seconds s streams.first_item How long the first items of streams took to come.
-gauge worker_processes {process} n_workers Workers that a group is to have.
+gauge worker_processes {process} n_workers Workers that a group shall have.
 gauge worker_standbys {process} standbys Processes that can take a rank immediately.
 
 worker: group rank
@@ -75,7 +75,7 @@ counter engine_failed_requests {request} failed Requests that ended with an erro
 counter engine_late_outputs {output} late_outputs Outputs that came for requests that had ended.
 counter engine_deaths {engine} deaths Engines that have died.
 gauge engine_requests_in_flight {request} in_flight Requests that have not ended.
-gauge engine_engines {engine} engines Engines that a client is to have.
+gauge engine_engines {engine} engines Engines that a client shall have.
 gauge engine_missing_engines {engine} missing Engines that do not serve: not registered yet, or dead.
 
 engine: supervisor rank
@@ -123,7 +123,7 @@ gauge queue_age_seconds s header.writer.age_s Time since the queue was made.
 host end: queue side rank
 counter queue_end_cpu_seconds s cpu_s CPU time that the process of an end has used.
 gauge queue_end_stopped 1 - Whether the process of an end is stopped, or is gone.
-gauge queue_end_parked 1 - Whether an end sleeps until it is woken.
+gauge queue_end_parked 1 - Whether an end sleeps until its peer wakes it.
 """
 
 
@@ -236,7 +236,7 @@ class Observer:
         Args:
             observed: A `MessageQueue` of either API, a `WorkerGroup`, an `EngineClient` of either API, an
                 `EngineSupervisor`, a publisher or an `EventSubscriber`.
-            name: Its name in labels; empty: the name that it has. Two of the same name are told apart by ``#2``.
+            name: Its name in labels; empty: the name that it has. The second object of a name gets ``#2``.
 
         Raises:
             TypeError: It is an object of another kind.
@@ -249,7 +249,7 @@ class Observer:
             known = False
         if not known:
             raise TypeError(
-                "what is observed must be a MessageQueue, WorkerGroup, EngineClient, EngineSupervisor, or a publisher "
+                "observed must be a MessageQueue, WorkerGroup, EngineClient, EngineSupervisor, or a publisher "
                 f"or subscriber of events, not {observed!r}"
             )
         with self._lock:

@@ -48,7 +48,7 @@ class OpenTelemetryMetrics(Observer):
 
     Args:
         observed: Objects to observe; see `add`.
-        meter_provider: Whose meter to use; None: the global one.
+        meter_provider: The provider of the meter; None: the global one.
         durations: Whether to time calls of queues that are added.
 
     Raises:

@@ -122,9 +122,8 @@ def _hung(now: QueueSnapshot, doing: Mapping[int, Doing]) -> Iterator[Suspect]:
             text = "its process is gone" + (", and its place is held for another one" * (end.membership == "held"))
             yield _suspect("gone", end, text, doing)
         elif end.state == "stopped":
-            yield _suspect(
-                "stopped", end, "its process is stopped (SIGSTOP or Ctrl-Z): kill -CONT lets it go on", doing
-            )
+            text = "its process is stopped (SIGSTOP or Ctrl-Z): kill -CONT continues it"
+            yield _suspect("stopped", end, text, doing)
         elif end.state == "traced":
             yield _suspect("stopped", end, "its process is stopped by a debugger", doing)
         else:
@@ -149,10 +148,11 @@ def _behind(
 
 def _silent(before: QueueSnapshot, now: QueueSnapshot, doing: Mapping[int, Doing]) -> Iterator[Suspect]:
     """Find out why a writer publishes nothing although its readers have read everything."""
-    writer, what = now.writer, doing.get(now.writer.pid, Doing())
+    writer = now.writer
+    kernel = doing.get(writer.pid, Doing())
     if not writer.there or writer.pid == 0 or writer.messages > before.writer.messages:
         return
-    if what.loop_waits and writer.state != "running":
+    if kernel.loop_waits and writer.state != "running":
         yield _suspect("writer idle", writer, "has nothing to publish: its event loop waits", doing)
         return
     seconds = (now.taken_ns - before.taken_ns) / 1e9
@@ -160,12 +160,12 @@ def _silent(before: QueueSnapshot, now: QueueSnapshot, doing: Mapping[int, Doing
 
 
 def _why(end: End, doing: Mapping[int, Doing]) -> str:
-    what = doing.get(end.pid, Doing())
+    kernel = doing.get(end.pid, Doing())
     if end.state == "running":
         return "its code keeps the CPU"
-    if what.loop_waits:
+    if kernel.loop_waits:
         return "its event loop waits for something else"
-    return f"it is blocked in {what}" if str(what) else "it is blocked"
+    return f"it is blocked in {kernel}" if str(kernel) else "it is blocked"
 
 
 def _suspect(kind: Kind, end: End, text: str, doing: Mapping[int, Doing]) -> Suspect:

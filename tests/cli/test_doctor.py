@@ -226,5 +226,5 @@ def test_figures_of_a_busy_machine_are_explained(capsys, monkeypatch):
     assert report["costs"] == {"wake_up_ns": 200_000, "timer_ns": 300_000, "yield_ns": 900}
     (finding,) = [finding for finding in report["findings"] if finding["name"] == "waiting"]
     assert finding["verdict"] == "note"
-    assert "waking an end takes about 4000 us" in finding["found"]
-    assert "because the machine was busy, and 200 us is what waking counts as" in finding["advice"]
+    assert "wake-up 4000 us" in finding["found"]
+    assert "while the machine was busy: a wake-up counts as 200 us" in finding["advice"]

@@ -32,7 +32,7 @@ _LETTERS: dict[str, Key] = {key[0]: key for key in KEYS}
 def command(
     sort: Annotated[str, typer.Option(help=f"By {', '.join(KEYS)}.")] = "name",
     interval: Annotated[float, typer.Option(min=0.05, max=3600.0, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, print that, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one page, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Show every live queue of this user on this host, and its ends, again and again."""
