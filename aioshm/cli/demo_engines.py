@@ -9,6 +9,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import monotonic
 from typing import Any
@@ -99,36 +100,28 @@ async def run_engines(lines: list[bytes], n_engines: int, loop: str, say: Say) -
         start_timeout=START_S,
         **places,
     ) as supervisor:
-        client = supervisor.client
-        numbers = range(REQUESTS * n_engines)
-        say(f"sending {len(numbers)} requests")
-        asked = (_ask(client, n, texts[n % len(texts)]) for n in numbers)
-        answers = await asyncio.gather(*asked)
-        words = sum(n_words for n_words, _ in answers)
-        first_ms = median(ms for _, ms in answers)
-        say(f"{len(answers)} requests: all {words:,} words are right")
-        say(f"first word after {first_ms:.1f} ms (median); a step takes {STEP_S * 1e3:.0f} ms")
+        asked = [texts[number % len(texts)] for number in range(REQUESTS * n_engines)]
+        say(f"sending {len(asked)} requests")
+        first_word_ms = median(await asyncio.gather(*map(partial(_ask, supervisor.client), asked)))
+        words = sum(len(line.split()) for line in asked)
+        say(f"{len(asked)} requests: all {words:,} words are right")
+        say(f"first word after {first_word_ms:.1f} ms (median); a step takes {STEP_S * 1e3:.0f} ms")
         killed = await _kill(supervisor, texts[0], say)
-    return {"requests": len(answers), "words": words, "first_word_p50_ms": first_ms} | killed
+    return {"requests": len(asked), "words": words, "first_word_p50_ms": first_word_ms} | killed
 
 
-async def _ask(
-    client: EngineClient,
-    number: int,
-    line: bytes,
-    engine: int | None = None,
-) -> tuple[int, float]:
-    """Send a request and check its words; return (number of words, ms to the first)."""
+async def _ask(client: EngineClient, line: bytes, engine: int | None = None) -> float:
+    """Send a request and check its words; return the milliseconds to the first word."""
     began = monotonic()
     first_ms = 0.0
     words = []
-    stream = client.submit(Request(f"line {number}", line), engine=engine)
+    stream = client.submit(Request(secrets.token_hex(8), line), engine=engine)
     async for output in stream:
         first_ms = first_ms or (monotonic() - began) * 1e3
         words.append(output.word)
     if words != line.split():
-        raise CommandFailed(f"engine {stream.engine}: request {number} got wrong words")
-    return len(words), first_ms
+        raise CommandFailed(f"engine {stream.engine} sent wrong words")
+    return first_ms
 
 
 async def _kill(supervisor: EngineSupervisor, line: bytes, say: Say) -> dict[str, Any]:
@@ -136,9 +129,9 @@ async def _kill(supervisor: EngineSupervisor, line: bytes, say: Say) -> dict[str
     victim = supervisor.engines[-1]
     assert victim.pid is not None
     streams = [
-        supervisor.client.submit(Request(f"long {engine.rank} {n}", line, 1000), engine=engine.rank)
+        supervisor.client.submit(Request(secrets.token_hex(8), line, 1000), engine=engine.rank)
         for engine in supervisor.engines
-        for n in range(2)
+        for _ in range(2)
     ]
     await asyncio.gather(*map(anext, streams))
     say(f"kill -9 {victim.pid}: engine {victim.rank}, with 2 requests in flight")
@@ -155,16 +148,10 @@ async def _kill(supervisor: EngineSupervisor, line: bytes, say: Say) -> dict[str
         await stream.aclose()
     say(f"{len(others)} requests of other engines continued")
     new_pid = supervisor.engines[-1].pid
-    await _ask(supervisor.client, 0, line, victim.rank)
+    await _ask(supervisor.client, line, victim.rank)
     say(f"engine {victim.rank} came back after {back_s:.2f} s with pid {new_pid}, and answers")
-    return {
-        "killed": victim.pid,
-        "error": str(error),
-        "noticed_ms": noticed_ms,
-        "continued": len(others),
-        "back_s": back_s,
-        "new_pid": new_pid,
-    }
+    report = {"killed": victim.pid, "error": str(error), "noticed_ms": noticed_ms}
+    return report | {"continued": len(others), "back_s": back_s, "new_pid": new_pid}
 
 
 async def _failure(stream: OutputStream[Word]) -> EngineDead:
