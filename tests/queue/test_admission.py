@@ -50,6 +50,7 @@ def missing(writer: Any) -> str:
 
 
 class TestAReaderThatCloses:
+    @pytest.mark.usefixtures("short_goodbye")
     @pytest.mark.slow_on_uvloop
     @EITHER_PLACE
     @pytest.mark.parametrize("attempts", [1, 2])
@@ -124,6 +125,7 @@ class TestAReaderThatCloses:
                 await late.wait_until_ready(20)
                 await check(writer, late)
 
+    @pytest.mark.usefixtures("short_goodbye")
     @EITHER_PLACE
     def test_on_the_blocking_face(self, n_local: int, n_remote: int) -> None:
         with blocking.MessageQueue(

@@ -95,6 +95,7 @@ def test_what_was_kept_and_what_is_left_are_the_readers() -> None:
         assert next(merged) == (1, "c")
 
 
+@pytest.mark.usefixtures("short_goodbye")
 def test_a_message_wakes_it() -> None:
     with queues(2, 1) as (writers, readers):
         merged = merge(readers)
@@ -145,6 +146,7 @@ def _fail() -> None:
     raise ArithmeticError("not to be loaded")
 
 
+@pytest.mark.usefixtures("short_goodbye")
 def test_closing_ends_a_wait_in_another_thread_and_leaves_the_readers() -> None:
     with queues(2, 1) as (writers, readers):
         merged = merge(readers)

@@ -98,6 +98,7 @@ def test_threads_that_receive_at_once() -> None:
         assert all(part == sorted(part) for part in parts)
 
 
+@pytest.mark.usefixtures("short_goodbye")
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("wait", WAITS)
 def test_closing_ends_what_waits_in_another_thread(wait: str, remote: bool) -> None:

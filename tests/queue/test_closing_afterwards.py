@@ -69,6 +69,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("short_goodbye")
 @pytest.mark.slow_on_uvloop
 @NEW_LOOP
 @pytest.mark.parametrize(("use", "writer_first", "n_local", "n_remote"), CASES)
@@ -93,6 +94,7 @@ def test_it_closes_on_another_loop_once_its_own_is_closed(
     assert threading.active_count() == threads
 
 
+@pytest.mark.usefixtures("short_goodbye")
 @pytest.mark.slow_on_uvloop
 @NEW_LOOP
 @PLACES

@@ -223,10 +223,17 @@ async def test_what_a_dead_engine_had_sent_is_not_taken_for_another_one_s() -> N
         assert [output["token"] for output in await collected(stream)] == [0, 1]
 
 
-@pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("place", ["ipc", "tcp"])
+@pytest.mark.parametrize(
+    ("place", "watched"),
+    [
+        ("ipc", True),
+        ("tcp", False),
+        pytest.param("ipc", False, marks=pytest.mark.slow),
+        pytest.param("tcp", True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.slow_on_uvloop
-async def test_processes_that_are_killed(watched: bool, place: str) -> None:
+async def test_processes_that_are_killed(place: str, watched: bool) -> None:
     anywhere = EngineZmqAddresses(["tcp://127.0.0.1:0"], ["tcp://127.0.0.1:0"]) if place == "tcp" else None
     options = {"on_engine_death": "continue", "resubmit": "unstarted"}
     async with served_by_processes(3, watched=watched, addresses=anywhere, **options) as serving:

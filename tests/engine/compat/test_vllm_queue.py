@@ -421,7 +421,7 @@ def _echo(handle: Handle, pipe: Any) -> None:
         answers.enqueue(message)
 
 
-@pytest.fixture(params=["fork", "spawn"])
+@pytest.fixture(params=["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def worker(request: pytest.FixtureRequest) -> Iterator[tuple[Any, MessageQueue, MessageQueue]]:
     """Give a worker process, the queue to it and the queue of its answers, as vLLM's executor makes them."""
     context = multiprocessing.get_context(request.param)

@@ -191,7 +191,7 @@ class TestTwoFrontEnds:
     ) -> None:
         own, own_path = beside
         # The first one's answer has to come in time.
-        timeout = 0.3 if silent == "head" else 3.0
+        timeout = 0.3 if silent == "head" else 1.5
         joining = shake_hands(path, 5, client_handshake_address=own_path, initialize=ready_with(), timeout=timeout)
         async with tasks(joining) as (engine,):
             await front.hears()
@@ -238,6 +238,7 @@ async def test_bad_arguments_are_named(arguments: Any, error: type[Exception], t
         await shake_hands("ipc:///tmp/x", 5, initialize=ready_with(), timeout=0)
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("secure", [True, False])
 async def test_front_end_that_hangs_up_in_the_handshake_is_named(secure: bool) -> None:
     """As a proxy does that has no backend: with keys it might be one that refuses them, without there is one reason."""
@@ -249,13 +250,14 @@ async def test_front_end_that_hangs_up_in_the_handshake_is_named(secure: bool) -
     address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     keys = EngineKeys.generate() if secure else None
     with pytest.raises(TimeoutError) as caught:
-        await shake_hands(address, 5, initialize=lambda metadata: None, timeout=2, keys=keys, secure=secure)  # type: ignore[arg-type,return-value]
+        await shake_hands(address, 5, initialize=lambda metadata: None, timeout=1, keys=keys, secure=secure)  # type: ignore[arg-type,return-value]
     server.close()
     await server.wait_closed()
     end = ", or the front end refuses these keys, which have to be of its EngineKeys" if secure else ""
     assert str(caught.value).endswith(f"{address}: the connection ended during the handshake{end}")
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(("secure", "hint"), [(True, "secure=False is needed"), (False, "leave out secure=False")])
 async def test_front_end_that_encrypts_or_does_not_is_named(secure: bool, hint: str) -> None:
     keys = EngineKeys.generate()
@@ -264,4 +266,4 @@ async def test_front_end_that_encrypts_or_does_not_is_named(secure: bool, hint: 
         router.bind(LOOPBACK)
         address = router.getsockopt_string(zmq.LAST_ENDPOINT)
         with pytest.raises(TimeoutError, match=f"only one of the two ends encrypts; .*{hint}"):
-            await shake_hands(address, 5, initialize=lambda metadata: None, timeout=2, keys=keys, secure=secure)  # type: ignore[arg-type,return-value]
+            await shake_hands(address, 5, initialize=lambda metadata: None, timeout=1, keys=keys, secure=secure)  # type: ignore[arg-type,return-value]

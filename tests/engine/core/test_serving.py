@@ -50,8 +50,15 @@ async def test_a_thousand_requests_at_once() -> None:
         assert max(counts) - min(counts) <= 100, f"{counts}, {sent}"
 
 
-@pytest.mark.parametrize("watched", [True, False], ids=["watched", "not watched"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "watched"),
+    [
+        (signal.SIGKILL, True),
+        (signal.SIGTERM, False),
+        pytest.param(signal.SIGKILL, False, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, True, marks=pytest.mark.slow),
+    ],
+)
 async def test_an_engine_that_dies_is_named_to_all_that_wait(number: signal.Signals, watched: bool) -> None:
     async with served_by_processes(2, n_clients=2, watched=watched) as serving:
         waiting = []

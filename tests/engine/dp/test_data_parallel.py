@@ -65,7 +65,7 @@ def coordinated(coordinator: DPCoordinator, addresses: EngineZmqAddresses | None
     return addresses
 
 
-@pytest.mark.parametrize("kv_cache_usage", [True, False])
+@pytest.mark.parametrize("kv_cache_usage", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None:
     agreement = Agreement(3)
     ranks = [Rank(agreement) for _ in range(3)]

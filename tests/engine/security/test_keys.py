@@ -137,7 +137,7 @@ class TestHandingOver:
         manager.close()
         return [manager.last_lines(process.name)[-1] for process in manager.processes]
 
-    @pytest.mark.parametrize("given", [False, True])
+    @pytest.mark.parametrize("given", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_engines_get_their_own(self, given: bool) -> None:
         keys = EngineKeys.generate() if given else None
         with CoreEngineProcManager(tell_keys, 2, 3, keys=keys) as manager:

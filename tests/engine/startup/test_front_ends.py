@@ -207,7 +207,7 @@ async def test_one_that_leaves_is_drained_by_all() -> None:
             await anext(stream)
 
 
-@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("secure", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_each_is_told_how_one_has_died(secure: bool, tmp_path: Path) -> None:
     """Also where nothing but its keys says which process it was; and that it will not come back."""
     crash = tmp_path / "crash"

@@ -23,7 +23,7 @@ import engine_targets as targets
 import psutil
 import pytest
 from managed import check_killed, gone, open_things, wait_for_all, wait_for_line
-from support import eventually
+from support import eventually, examples
 
 from aioshm.engine import CoreEngineProcManager
 from aioshm.process import child, stderr
@@ -439,7 +439,7 @@ class TestStopping:
             check_killed(int(wait_for_line(manager, "EngineCore_0", "started")))
 
     def test_thirty_times_four(self, nothing_kept: None) -> None:
-        for number in range(30):
+        for number in range(examples(30)):
             with CoreEngineProcManager(targets.say_and_stay, 4) as manager:
                 if number % 3 == 0:  # else they are stopped while they start
                     wait_for_all(manager)

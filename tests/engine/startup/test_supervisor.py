@@ -53,7 +53,7 @@ async def test_one_that_is_killed_comes_back_while_the_others_serve() -> None:
         assert not os.path.exists(f"/proc/{pid}")
 
 
-@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("lockstep", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_engine_that_dies_is_logged_once(lockstep: bool, caplog: pytest.LogCaptureFixture) -> None:
     restart = Restart(max_restarts=5)
     async with EngineSupervisor(
@@ -121,6 +121,7 @@ async def test_being_ready_comes_too_late_for_one_that_was_killed() -> None:
     assert not life.settle(found)
 
 
+@pytest.mark.slow
 async def test_scaling_under_load_loses_nothing() -> None:
     async with EngineSupervisor(serve, 2, restart=MANY) as supervisor:
         client = supervisor.client
@@ -211,6 +212,7 @@ async def test_engines_in_lockstep_are_started_again_together() -> None:
             await supervisor.scale(3)
 
 
+@pytest.mark.slow
 async def test_one_in_lockstep_that_dies_while_others_start_has_all_started_again(tmp_path: Path) -> None:
     stuck = tmp_path / "stuck"
     async with EngineSupervisor(
@@ -235,22 +237,22 @@ async def test_one_in_lockstep_that_dies_while_others_start_has_all_started_agai
             assert len(await collected(supervisor.client.submit(ask(f"{rank}", 2), engine=rank))) == 2
 
 
-async def test_closing_at_any_moment_of_a_restart_leaves_nothing() -> None:
-    for turns in (0, 1, 3, 10, 40):
-        async with EngineSupervisor(serve, 1, restart=MANY, coordinator=False) as supervisor:
-            victim = pids(supervisor)[0]
-            waiting = asyncio.create_task(supervisor.wait())
-            stop(victim)
-            await until(lambda: supervisor.engines[0].state != "running")
-            for _ in range(turns):
-                await asyncio.sleep(0.001)
-        assert not any(os.path.exists(f"/proc/{pid}") for pid in [victim, *pids(supervisor)])
-        with pytest.raises(QueueClosed):
-            await waiting
-        for use in (lambda: supervisor.client, lambda: supervisor.launch):
-            with pytest.raises(RoleError, match="inside `async with`"):
-                use()
-        await supervisor.aclose()
+@pytest.mark.parametrize("turns", [3, *(pytest.param(turns, marks=pytest.mark.slow) for turns in (0, 1, 10, 40))])
+async def test_closing_at_any_moment_of_a_restart_leaves_nothing(turns: int) -> None:
+    async with EngineSupervisor(serve, 1, restart=MANY, coordinator=False) as supervisor:
+        victim = pids(supervisor)[0]
+        waiting = asyncio.create_task(supervisor.wait())
+        stop(victim)
+        await until(lambda: supervisor.engines[0].state != "running")
+        for _ in range(turns):
+            await asyncio.sleep(0.001)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in [victim, *pids(supervisor)])
+    with pytest.raises(QueueClosed):
+        await waiting
+    for use in (lambda: supervisor.client, lambda: supervisor.launch):
+        with pytest.raises(RoleError, match="inside `async with`"):
+            use()
+    await supervisor.aclose()
 
 
 async def test_the_first_start_is_tried_once(tmp_path: Path) -> None:

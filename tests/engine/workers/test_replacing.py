@@ -64,7 +64,7 @@ def group_of(n_workers: int = 2, worker: Any = targets.Worker, **options: Any) -
     return WorkerGroup(worker, n_workers, **{"restart": MANY, **options})
 
 
-@pytest.mark.parametrize("standbys", [0, 1])
+@pytest.mark.parametrize("standbys", [pytest.param(0, marks=pytest.mark.slow), 1])
 async def test_the_call_in_flight_fails_and_the_next_one_has_a_successor(standbys: int) -> None:
     async with group_of(standbys=standbys) as group:
         assert await group.collective_rpc("add", (1,)) == [1, 2]
@@ -367,21 +367,24 @@ async def test_scaling() -> None:
         await group.scale(1)
 
 
-async def test_closing_at_any_moment_of_a_replacement_leaves_nothing() -> None:
-    for turns in (0, 3, 40):
-        group = group_of(1, standbys=1)
-        await group.__aenter__()
-        pids = group.pids
-        os.kill(pids[0], signal.SIGKILL)
-        await until(lambda group=group: group.workers[0].state != "running")
-        for _ in range(turns):
-            await asyncio.sleep(0.001)
-        assert group._running is not None
-        processes = list(group._running.crew._manager.processes)
-        await group.aclose()
-        assert all(gone(process.pid or 0) for process in processes)
+@pytest.mark.parametrize(
+    "turns", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param(40, marks=pytest.mark.slow)]
+)
+async def test_closing_at_any_moment_of_a_replacement_leaves_nothing(turns: int) -> None:
+    group = group_of(1, standbys=1)
+    await group.__aenter__()
+    pids = group.pids
+    os.kill(pids[0], signal.SIGKILL)
+    await until(lambda: group.workers[0].state != "running")
+    for _ in range(turns):
+        await asyncio.sleep(0.001)
+    assert group._running is not None
+    processes = list(group._running.crew._manager.processes)
+    await group.aclose()
+    assert all(gone(process.pid or 0) for process in processes)
 
 
+@pytest.mark.slow
 async def test_a_storm_of_deaths_loses_no_answer() -> None:
     async with group_of(3, standbys=1) as group:
         good = bad = 0

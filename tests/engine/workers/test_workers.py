@@ -242,7 +242,7 @@ class TestTime:
             go.touch()
             assert await group.collective_rpc("slowly", (0, "on time")) == ["on time"] * 2
 
-    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
     async def test_a_stopped_worker_is_told_as_stopped(self, rank: int) -> None:
         async with group_of(shutdown_timeout=0.2) as group:
             pid = group.pids[rank]
