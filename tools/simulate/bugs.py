@@ -209,7 +209,7 @@ BUGS = (
     Bug(
         "holes",
         _NUMBERING,
-        "        self._fingerprints.clear()  # older",
+        "        self._forget_fingerprints()  # older",
         "        pass  # older",
         "fingerprints belong to other numbers after a loss",
         seed=11,

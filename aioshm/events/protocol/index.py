@@ -37,6 +37,8 @@ class BlockIndex(Generic[P]):
     The known blocks stay, because most of them are still cached and would never be announced again;
     ``forget_on_loss`` drops them instead, for routers that would rather miss a block than look for one in vain.
     The lost batches may have removed copies, so from then on the index forgets an older block at its next removal.
+    A block whose last removal was lost stays until the publisher clears its cache, restarts or is gone. Where losses
+    are frequent, ``forget_on_loss`` keeps such blocks from piling up.
 
     Attributes:
         unknown_events: Events that are not of a known type, or are malformed.

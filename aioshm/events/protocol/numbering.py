@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from enum import Enum, auto
 
 # Old numbers of which the payload's fingerprint is remembered.
@@ -36,8 +36,9 @@ class Numbering:
     def __init__(self, expected: int) -> None:
         self.expected: int = expected
         self.last: tuple[int, int] | None = None
-        # Of the numbers just before ``expected``, without a hole.
-        self._fingerprints: deque[int] = deque(maxlen=REMEMBERED)
+        # Of the numbers just before ``expected``, without a hole: 128 KiB for each publisher, as a deque of int 700.
+        self._fingerprints: array[int] = array("Q")
+        self._oldest = 0
 
     def judge(self, seq: int, mark: int) -> Verdict:
         """Say what number ``seq`` with fingerprint ``mark`` means; changes nothing."""
@@ -50,12 +51,17 @@ class Numbering:
         age = self.expected - seq
         if age > len(self._fingerprints):
             return Verdict.UNSURE
-        return Verdict.COPY if self._fingerprints[-age] == mark else Verdict.BACK
+        known = self._fingerprints[(self._oldest - age) % len(self._fingerprints)]
+        return Verdict.COPY if known == mark else Verdict.BACK
 
     def accept(self, seq: int, mark: int) -> None:
         """Note that ``seq``, which was expected, has been delivered."""
         assert seq == self.expected
-        self._fingerprints.append(mark)
+        if len(self._fingerprints) < REMEMBERED:
+            self._fingerprints.append(mark)
+        else:
+            self._fingerprints[self._oldest] = mark
+            self._oldest = (self._oldest + 1) % REMEMBERED
         self.last = (seq, mark)
         self.expected = seq + 1
 
@@ -63,7 +69,7 @@ class Numbering:
         """Give up the numbers before ``seq``; return the first and the last of them."""
         first = self.expected
         assert seq > first
-        self._fingerprints.clear()  # older numbers are UNSURE from now on, never wrongly a copy
+        self._forget_fingerprints()  # older numbers are UNSURE from now on, never wrongly a copy
         self.expected = seq
         return first, seq - 1
 
@@ -71,5 +77,9 @@ class Numbering:
         """Expect 0, from a new publisher; return what was expected before."""
         expected, self.expected = self.expected, 0
         self.last = None
-        self._fingerprints.clear()
+        self._forget_fingerprints()
         return expected
+
+    def _forget_fingerprints(self) -> None:
+        del self._fingerprints[:]
+        self._oldest = 0

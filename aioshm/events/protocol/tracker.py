@@ -25,9 +25,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal, NamedTuple, TypeAlias
 
+from aioshm.errors import CodecError
 from aioshm.events.protocol.deliveries import Delivery, Lost, PublisherGone, Received, Restarted, Source
 from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.numbering import Numbering, Verdict, fingerprint
+
+# Publishers of one endpoint, by topic and rank. From half as many on, silent ones are taken for gone, as behind a proxy
+# whose connection never ends; beyond it new ones are refused, as from strangers.
+MAX_STREAMS = 1 << 14
 
 Start: TypeAlias = int | Literal["live"] | None
 
@@ -125,6 +130,9 @@ class SourceTracker:
             message: The batch.
             connection: Identifies the connection that the message came over.
             arrival: How many live messages came before it; see `asked`.
+
+        Raises:
+            CodecError: It is of one publisher too many.
         """
         stream = self._stream(message)
         stream.absent = False
@@ -203,7 +211,11 @@ class SourceTracker:
         self._jobs[0].asked_at = arrivals
 
     def replayed(self, message: Message) -> bool:
-        """Take one reply to the request at hand; False if the rest of the answer is not wanted."""
+        """Take one reply to the request at hand; False if the rest of the answer is not wanted.
+
+        Raises:
+            CodecError: It is of one publisher too many.
+        """
         job = self._jobs[0]
         stream = self._stream(message, job.stream)
         if stream.absent and stream is not job.stream:  # it is back: its own answer shows as which process
@@ -305,10 +317,18 @@ class SourceTracker:
         elif (None, rank) in self._streams:
             stream = self._streams.pop((None, rank))  # its source stays as it is: consumers know it by that
         if stream is None:
+            self._make_room()
             first = message.seq if self._start == "live" else self._start or 0
             stream = _Stream(Source(self._endpoint, *key), Numbering(first))
         self._streams[key] = stream
         return stream
+
+    def _make_room(self) -> None:
+        count = len(self._streams)
+        if count >= MAX_STREAMS // 2 and not self._missing:
+            self._missing = dict.fromkeys(self._streams.values())  # until the next message of each
+        if count >= MAX_STREAMS:
+            raise CodecError(f"{count} publishers are known at this endpoint, by topic and rank, and no more are taken")
 
     def _ask_again(self, job: _Job, stream: _Stream) -> None:
         """Ignore the rest of an answer as to a stream, and ask for that stream next."""

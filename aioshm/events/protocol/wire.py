@@ -36,7 +36,7 @@ WIRES: dict[Wire, tuple[Encoding, ReplayFormat]] = {
 
 SEQ_BYTES = 8
 MAX_TOPIC_BYTES = 512
-"""Of a topic that is subscribed to: publishers hang up on longer ones."""
+"""Of a topic: publishers hang up on longer subscriptions, and subscribers, which keep topics, refuse longer ones."""
 END_SEQ = b"\xff" * SEQ_BYTES
 MAX_SEQ = 2**64 - 2
 
@@ -82,12 +82,12 @@ def parse_live(frames: Sequence[bytes]) -> LiveFrames:
     """Take a PUB message apart.
 
     Raises:
-        CodecError: Not three frames, or the second is not a number of a batch.
+        CodecError: Not three frames, a topic that is too long, or the second is not a number of a batch.
     """
     if len(frames) != 3:
         raise CodecError(f"a live message has 3 frames, this one has {len(frames)}")
     topic, seq, payload = frames
-    return LiveFrames(topic, _unpack_seq(seq), payload)
+    return LiveFrames(_check_topic(topic), _unpack_seq(seq), payload)
 
 
 def parse_request(frames: Sequence[bytes]) -> int:
@@ -124,15 +124,21 @@ def parse_reply(frames: Sequence[bytes]) -> ReplayFrames | None:
     """Take one reply apart; None is the end marker.
 
     Raises:
-        CodecError: Neither form of reply.
+        CodecError: Neither form of reply, or a topic that is too long.
     """
     if len(frames) not in (3, 4) or frames[0] != b"":
         raise CodecError(f"a replay reply is an empty frame and 2 or 3 more, this one has {len(frames)} frames")
-    topic = frames[1] if len(frames) == 4 else None
+    topic = _check_topic(frames[1]) if len(frames) == 4 else None
     seq, payload = frames[-2:]
     if seq == END_SEQ:
         return None
     return ReplayFrames(topic, _unpack_seq(seq), payload)
+
+
+def _check_topic(topic: bytes) -> bytes:
+    if len(topic) > MAX_TOPIC_BYTES:
+        raise CodecError(f"a topic of {len(topic)} bytes, at most {MAX_TOPIC_BYTES} are taken")
+    return topic
 
 
 def _unpack_seq(raw: bytes) -> int:

@@ -25,7 +25,15 @@ from aioshm.events.protocol.encoding import BatchEncoder
 from aioshm.events.protocol.messages import EventBatch
 from aioshm.events.protocol.outbox import Outbox, Overflow
 from aioshm.events.protocol.replay_buffer import ReplayBuffer
-from aioshm.events.protocol.wire import DEFAULT_WIRE, MAX_SEQ, Encoding, ReplayFormat, Wire, resolve_wire
+from aioshm.events.protocol.wire import (
+    DEFAULT_WIRE,
+    MAX_SEQ,
+    MAX_TOPIC_BYTES,
+    Encoding,
+    ReplayFormat,
+    Wire,
+    resolve_wire,
+)
 from aioshm.events.publish.base import EventPublisher
 from aioshm.events.publish.replay_server import ReplayServer
 from aioshm.events.publish.sender import Sender
@@ -76,7 +84,7 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         hwm: Batches that ZeroMQ queues for one slow subscriber; beyond that it misses some, and can replay
             them.
         max_queue_size: Batches that may wait to be sent.
-        topic: The first frame of every message.
+        topic: The first frame of every message; at most 512 bytes.
         bind: Bind the endpoint, or connect to it; None is vLLM's rule: wildcards, ``::``, ipc and inproc
             bind. By that rule ``tcp://127.0.0.1:5557`` connects; of this host's own addresses a warning says that.
         wire: Which releases of vLLM to write like, for consumers that were made for them: ``"vllm-0.24+"`` (maps, and
@@ -117,13 +125,15 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         form, reply_form = resolve_wire(wire, encoding, replay_format)
         if hwm < 0:
             raise ValueError(f"hwm must not be negative, not {hwm}")
+        topic_frame = topic.encode()
+        if len(topic_frame) > MAX_TOPIC_BYTES:
+            raise ValueError(f"topic must have at most {MAX_TOPIC_BYTES} bytes, not {len(topic_frame)}")
         if overflow not in self._overflows:
             hint = ": it would stop the loop that makes room; await apublish instead" if overflow == "block" else ""
             raise ValueError(f"overflow must be one of {self._overflows}, not {overflow!r}{hint}")
         encoder = BatchEncoder(form)
         self._outbox = Outbox(max_queue_size, overflow)
         buffer = ReplayBuffer(buffer_steps)
-        topic_frame = topic.encode()
         self._abandoned_from = MAX_SEQ
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0

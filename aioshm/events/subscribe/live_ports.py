@@ -288,7 +288,8 @@ class OpenPort:
         )
         self._stream.setsockopt(zmq.SNDHWM, 1000)  # answers, which are small
         self._by_descriptor: dict[int, bytes] = {}
-        self._pumps: list[Pump] = []
+        self._stream_pump: Pump | None = None
+        self._monitor_pump: Pump | None = None
         self._left: set[int] = set()
         try:
             # The empty message that ends a connection is dropped where the peer's queue is full.
@@ -331,21 +332,26 @@ class OpenPort:
         return came_back, refused
 
     def read_ahead(self) -> bool:
+        # ZeroMQ's I/O thread blocks, and with it all sockets of the context, where 2000 events of a monitor are unread.
+        self._read_monitor()
         return False
 
     def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], bool]) -> None:
-        self._pumps = [Pump(loop, self._stream, callback), Pump(loop, self._monitor.pair, callback)]
+        self._stream_pump = Pump(loop, self._stream, callback)
+        self._monitor_pump = Pump(loop, self._monitor.pair, callback)
 
     def pause(self) -> None:
-        for pump in self._pumps:
-            pump.pause()
+        if self._stream_pump is not None:
+            self._stream_pump.pause()
 
     def resume(self) -> None:
-        for pump in self._pumps:
-            pump.resume()
+        if self._stream_pump is not None:
+            self._stream_pump.resume()
 
     def close(self) -> None:
         self.pause()
+        if self._monitor_pump is not None:
+            self._monitor_pump.pause()
         self._monitor.close()
         self._stream.close(linger=0)
         self._peers.clear()

@@ -355,10 +355,13 @@ class EventSource:
 
     def _accept(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames, batch: KVEventBatch) -> None:
         message = Message(frames.topic, frames.seq, batch, frames.payload)
-        if where == "live":
-            self._tracker.live(message, self._port.sender, self._backlog.taken)
-        elif not self._tracker.replayed(message):
-            self._replay.ended()
+        try:
+            if where == "live":
+                self._tracker.live(message, self._port.sender, self._backlog.taken)
+            elif not self._tracker.replayed(message):
+                self._replay.ended()
+        except CodecError as error:
+            self._refuse(where, frames, error)
 
     # Replay
 

@@ -101,6 +101,14 @@ class TestFrames:
         assert wire.end_reply("topic") == [b"", b"", b"\xff" * 8, b""]
         assert wire.end_reply("legacy") == [b"", b"\xff" * 8, b""]
 
+    def test_topic_that_is_too_long_to_be_kept_is_refused(self) -> None:
+        longest = bytes(wire.MAX_TOPIC_BYTES)
+        assert wire.parse_live([longest, wire.pack_seq(5), b"p"]).topic == longest
+        assert wire.parse_reply([b"", longest, wire.pack_seq(5), b"p"]) == (longest, 5, b"p")
+        for parse in (wire.parse_live, lambda frames: wire.parse_reply([b"", *frames])):
+            with pytest.raises(CodecError, match="a topic of 513 bytes"):
+                parse([longest + b"t", wire.pack_seq(5), b"p"])
+
     @given(st.lists(st.binary(max_size=10), max_size=5))
     def test_garbage_is_refused_or_understood(self, frames: list[bytes]) -> None:
         for parse in (wire.parse_live, wire.parse_request, wire.parse_reply):

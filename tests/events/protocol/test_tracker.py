@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import deque
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
 
+from aioshm.errors import CodecError
 from aioshm.events import KVEventBatch, Lost, PublisherGone, Received, Restarted
+from aioshm.events.protocol import tracker as tracker_module
 from aioshm.events.protocol.numbering import REMEMBERED, Numbering, Verdict
 from aioshm.events.protocol.tracker import Message, SourceTracker, Start
 
@@ -70,6 +73,46 @@ class TestNumbering:
             numbers.accept(seq, seq)
         assert numbers.judge(9, 9) is Verdict.UNSURE
         assert numbers.judge(10, 10) is Verdict.COPY
+
+    def test_numbers_of_a_publisher_take_an_eighth_of_a_mebibyte(self) -> None:
+        tracemalloc.start()
+        numbers = Numbering(0)
+        for seq in range(3 * REMEMBERED):
+            numbers.accept(seq, 2**63 + seq)
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert size < 160 << 10
+        for age in range(1, REMEMBERED + 1):
+            seq = 3 * REMEMBERED - age
+            assert numbers.judge(seq, 2**63 + seq) is Verdict.COPY
+            assert numbers.judge(seq, 5) is Verdict.BACK
+
+
+class TestManyPublishers:
+    @pytest.fixture(autouse=True)
+    def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tracker_module, "MAX_STREAMS", 10)
+
+    def test_one_too_many_is_refused_and_the_others_stay(self) -> None:
+        tracker = make(can_replay=False)
+        for pod in range(10):
+            tracker.live(message(0, topic=b"%d" % pod))
+        with pytest.raises(CodecError, match="10 publishers are known"):
+            tracker.live(message(0, topic=b"10"))
+        tracker.live(message(1, topic=b"9"))
+        assert said(tracker) == [0] * 10 + [1]
+
+    def test_silent_ones_of_many_at_a_connection_that_never_ends_are_gone(self) -> None:
+        tracker = make(can_replay=False, gone_after_s=10)
+        for pod in range(100):
+            tracker.live(message(0, topic=b"%d" % pod))
+            tracker.live(message(pod, topic=b"0")) if pod else None
+            tracker.gone_at(20 * pod)
+            tracker.forget_gone(20 * pod + 10)
+        assert tracker.gone >= 90
+        assert "gone" in said(tracker)
+        tracker.live(message(100, topic=b"0"))
+        assert said(tracker) == [100], "the one that speaks was never forgotten"
 
 
 class TestWithoutReplay:

@@ -267,6 +267,7 @@ async def test_wrong_place_and_wrong_argument(ends: Ends) -> None:
         {"encoding": "json"},
         {"replay_format": "new"},
         {"overflow": "sulk"},
+        {"topic": "t" * 513},
     ],
 )
 async def test_bad_arguments_are_named(nothing_left: None, options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import zmq
 from two_hosts import two_hosts
 
 from aioshm.events import CurveKeys
+from aioshm.events.subscribe.backlog import Backlog
 from aioshm.events.subscribe.live_ports import OpenPort, SubPort
 from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, SILENCE_S
 
@@ -58,8 +59,10 @@ def test_subscriber_that_binds_gives_a_silent_publisher_up_after_a_minute() -> N
     keys = CurveKeys.generate()
     with zmq.Context() as context:
         open_port = OpenPort(context, anywhere, b"", max_bytes=1)
-        binds = SubPort(context, anywhere, b"", bind=True, hwm=1, curve=keys, max_bytes=1)
-        connects = SubPort(context, open_port.endpoint, b"", bind=False, hwm=1, curve=None, max_bytes=1)
+        binds = SubPort(context, anywhere, b"", bind=True, hwm=1, curve=keys, max_bytes=1, backlog=Backlog(1))
+        connects = SubPort(
+            context, open_port.endpoint, b"", bind=False, hwm=1, curve=None, max_bytes=1, backlog=Backlog(1)
+        )
         found = [
             (socket.getsockopt(zmq.TCP_MAXRT), socket.getsockopt(zmq.TCP_KEEPALIVE_IDLE))
             for socket in (open_port._stream, binds._sub, connects._sub)

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import zmq
-from support import tell_to_end
+from support import tell_to_end, until
 
 from aioshm.events import CurveKeys, EventBatch, EventSubscriber, Lost, Received, ZmqEventPublisher
 from aioshm.events.protocol import wire
 from aioshm.events.protocol.encoding import BatchEncoder
+from aioshm.events.subscribe.live_ports import OpenPort
 
 from ..attacker import GREETING, frame
 from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
@@ -55,6 +56,7 @@ async def test_garbage_from_strangers_is_counted_and_named(
             [b"", b"\xff" * 8, good],
             [b"", wire.pack_seq(0), b"\xc1"],
             [b"a", b"b", b"c", b"d"],
+            [bytes(513), wire.pack_seq(0), good],
         ]
         at = -1
         with caplog.at_level(logging.WARNING, "aioshm.events"):
@@ -73,6 +75,22 @@ async def test_garbage_from_strangers_is_counted_and_named(
         assert endpoint in caplog.text
         assert len(caplog.records) == 1, "rate-limited"
         await publisher.aclose()
+
+
+async def test_connections_end_at_an_open_port_while_the_consumer_does_not_read(nothing_left: None) -> None:
+    """ZeroMQ's I/O thread blocks where nobody reads of 2000 connections that they have ended."""
+    async with EventSubscriber("tcp://127.0.0.1:0", bind=True, start="live", max_waiting=1) as subscriber:
+        (endpoint,) = subscriber.endpoints
+        [source] = subscriber._sources
+        port = source._port
+        assert isinstance(port, OpenPort)
+        async with ZmqEventPublisher(0, endpoint) as publisher:
+            await publish_until_delivery(publisher, subscriber)
+            publisher.publish(batch(0))
+            await until(lambda: source._paused, "a consumer that does not read")
+            _, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rpartition(":")[2]))
+            writer.close()
+            await until(lambda: port._left, "the end of the connection")
 
 
 @pytest.mark.slow_on_uvloop
