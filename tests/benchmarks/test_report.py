@@ -110,6 +110,7 @@ def test_cases_with_other_figures_have_a_table_of_their_own(capsys: pytest.Captu
     assert [row.split()[-1] for row in rows if row.startswith(("small dict", "64 B"))] == ["2,000)", "1"]
 
 
+@pytest.mark.slow
 def test_the_committed_pictures_are_those_of_the_committed_figures(tmp_path: Path) -> None:
     """A picture names machine and date of the report beside it, and has its medians."""
     assets = Path(__file__).parents[2] / "docs/assets"

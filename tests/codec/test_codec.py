@@ -71,6 +71,7 @@ class TestImports:
             "assert a.tolist() == b.tolist() == list(range(2000)) and c.tolist() == d.tolist() == [0, 1, 2]\n"
         )
 
+    @pytest.mark.slow
     def test_torch_imported_after_the_first_message_is_noticed(self) -> None:
         pytest.importorskip("torch")
         in_new_process(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pairs import attached
 from slots import slot_of
-from support import bystander, cancelled_after
+from support import bystander, cancelled_after, examples
 
 from aioshm import CodecError, CorruptSlot, MessageQueue, QueueCancelled, QueueClosed, RoleError
 from aioshm.queue.ends.gate import TURN_MESSAGES
@@ -25,7 +25,7 @@ def _message(batch: int, part: int, size: int) -> tuple[int, int, int, bytes]:
 
 
 @pytest.mark.slow_on_uvloop
-async def test_10_000_random_cancellations_of_enqueue_many() -> None:
+async def test_random_cancellations_of_enqueue_many() -> None:
     rng = random.Random(1)
     async with attached(2, chunks=6) as (writer, readers):
         logs: list[list[tuple[int, int, int]]] = [[], []]
@@ -46,7 +46,7 @@ async def test_10_000_random_cancellations_of_enqueue_many() -> None:
         ]
         certain = []
         cancellations = number = 0
-        while cancellations < 10_000:
+        while cancellations < examples(10_000):
             size = rng.randrange(1, 7)
             task = asyncio.ensure_future(writer.enqueue_many([_message(number, part, size) for part in range(size)]))
             for _ in range(rng.randrange(4)):
@@ -73,13 +73,13 @@ async def test_10_000_random_cancellations_of_enqueue_many() -> None:
 
 
 @pytest.mark.slow_on_uvloop
-async def test_10_000_random_cancellations_of_dequeue_many() -> None:
+async def test_random_cancellations_of_dequeue_many() -> None:
     rng = random.Random(2)
     async with attached(1, chunks=6) as (writer, (reader,)):
         cancellations = sent = 0
         received: list[Any] = []
 
-        while cancellations < 10_000:
+        while cancellations < examples(10_000):
             sending = None
             if rng.random() < 0.5:
                 batch = [_message(number, 1, 1) for number in range(sent, sent + rng.randrange(1, 7))]

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from pairs import EITHER_PLACE, attached
 from remotes import ready_ends, wide_writer
-from support import cancelled_after, until
+from support import cancelled_after, examples, until
 
 from aioshm import MessageQueue
 
@@ -34,7 +34,7 @@ async def test_random_cancellations_of_dequeue(n_local: int, n_remote: int, canc
                 await writer.enqueue(_message(sent))
                 sent += 1
 
-        while cancelled < cancellations:
+        while cancelled < examples(cancellations):
             sending = asyncio.ensure_future(send(rng.randrange(4))) if rng.random() < 0.5 else None
             if rng.random() < 0.5:
                 message = await cancelled_after(reader.dequeue(), rng.randrange(8))
@@ -78,7 +78,7 @@ async def test_random_cancellations_of_enqueue(n_local: int, n_remote: int, canc
 
         receiving = [asyncio.ensure_future(receive(r, log)) for r, log in zip(readers, logs, strict=True)]
         batches, certain = [], set()
-        while cancelled < cancellations:
+        while cancelled < examples(cancellations):
             batch = [number + index for index in range(rng.randrange(1, 4))]
             if len(batch) == 1:
                 task = asyncio.ensure_future(writer.enqueue(_message(number)))
@@ -104,7 +104,7 @@ async def test_random_cancellations_of_enqueue(n_local: int, n_remote: int, canc
         assert logs[0] == sorted(arrived), "none came twice or out of order"
         assert certain <= arrived, "what was sent for certain arrived"
         assert all(arrived.issuperset(batch) or arrived.isdisjoint(batch) for batch in batches), "all or none"
-        assert waited > cancellations // 10, "the ring or the window was full often enough"
+        assert waited > examples(cancellations) // 10, "the ring or the window was full often enough"
 
 
 @pytest.mark.slow_on_uvloop

@@ -276,7 +276,7 @@ async def test_a_stopped_writer_is_reported_and_an_idle_one_is_not(caplog: pytes
             writer.signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("backing", ["memfd", "named"])
+@pytest.mark.parametrize("backing", [pytest.param("memfd", marks=pytest.mark.slow), "named"])
 async def test_killing_the_whole_tree_leaves_nothing(backing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHM_BACKING", backing)
     queues: list[bytes] = []

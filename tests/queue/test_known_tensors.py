@@ -81,6 +81,7 @@ async def receive(reader: MessageQueue[Any], how: str) -> torch.Tensor:
     return received
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("how", ["dequeue", "many", "lease"])
 @pytest.mark.parametrize("nbytes", SIZES.values(), ids=SIZES)
 async def test_each_arrives_as_it_was(nbytes: int, how: str) -> None:

@@ -138,6 +138,7 @@ async def test_what_cannot_be_decoded_is_gone_and_holds_nothing() -> None:
         assert reader.stats().copied_bytes < 100, "an error's frames hold no view"
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("kind", ["text", "array", "halves", "many", "loan"])
 async def test_damage_is_an_error_and_nothing_more(kind: str) -> None:
     """Numbers of the header and the table are anything, also just beside what they were."""
@@ -192,6 +193,7 @@ async def test_no_view_outlives_its_message() -> None:
         ]
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("chunks", [3, 8, 70])
 async def test_what_was_written_to_hides_no_later_message(chunks: int) -> None:
     """Windows are looked at before they are used again, many in one go; more of them than the core remembers, too."""

@@ -103,12 +103,14 @@ def figures() -> house.Figures:
     return house.measure(ROOT)
 
 
+@pytest.mark.slow
 def test_this_house(figures: house.Figures) -> None:
     assert figures["package"]["files"] > 100
     assert figures["circles"] == []
     assert figures["circles_with_functions"] == []
 
 
+@pytest.mark.slow
 def test_two_trees_next_to_each_other(figures: house.Figures, tree: Path) -> None:
     before, after = tree / "before.json", tree / "after.json"
     after.write_text(json.dumps(figures))

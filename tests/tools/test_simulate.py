@@ -20,10 +20,11 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_some_seeds() -> None:
-    done = simulate("--seeds", "25", "--jobs", "2")
+@pytest.mark.parametrize(("first", "count"), [(0, 10), pytest.param(10, 15, marks=pytest.mark.slow)])
+def test_some_seeds(first: int, count: int) -> None:
+    done = simulate("--seeds", str(count), "--first", str(first), "--jobs", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "25 seeds" in done.stdout
+    assert f"{count} seeds" in done.stdout
 
 
 @pytest.mark.slow
