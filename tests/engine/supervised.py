@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 
 from served_engine import Engine
 
-from aioshm.engine import EngineSupervisor, Restart, die_with_parent, run_engine_core
+from aioshm.engine import EngineSupervisor, Restart, die_with_parent, run_engine_core, shake_hands
 
 LOOPBACK = "tcp://127.0.0.1:0"
 MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
@@ -31,6 +32,26 @@ def serve(
     while stuck and os.path.exists(stuck):
         time.sleep(0.01)
     asyncio.run(run_engine_core(Lockstep() if lockstep else Engine(), handshake_address, dp_rank))
+
+
+def serve_after_death(
+    handshake_address: str, dp_rank: int, local_dp_rank: int, died: str, kill: str, crash: str = ""
+) -> None:
+    """Run an engine; its first process says READY and dies, unregistered, once ``kill`` is there."""
+    mark = f"{died}-{dp_rank}"
+    if os.path.exists(mark):
+        serve(handshake_address, dp_rank, local_dp_rank, crash)
+        return
+    with open(mark, "w"):
+        pass
+    asyncio.run(_die_unregistered(handshake_address, dp_rank, kill))
+
+
+async def _die_unregistered(handshake_address: str, rank: int, kill: str) -> None:
+    await shake_hands(handshake_address, rank, initialize=lambda _: {})
+    while not os.path.exists(kill):
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def serve_one_by_one(handshake_address: str, dp_rank: int, local_dp_rank: int, stuck: str) -> None:

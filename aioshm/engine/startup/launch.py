@@ -111,6 +111,13 @@ class CoreEngineLaunch:
             EngineDead: An engine was ready, and then gone before the client had heard of it.
             TimeoutError: They are not ready in time. They go on, and it may be waited for them again.
         """
+        report = await self.shake_hands(timeout)
+        if self._client is not None:
+            await self._client.wait_until_ready(self._progress_timeout if timeout is None else timeout)
+        return report
+
+    async def shake_hands(self, timeout: float | None = None) -> StartupReport:
+        """Wait until every engine has said READY, as `wait_until_ready`; the client may still wait for them."""
         assert self._startup is not None
         if self.report is None:
             self._startup.watch_also(self.watched_processes)
@@ -123,8 +130,6 @@ class CoreEngineLaunch:
             self.report = report
             if not self._stays_open:
                 await self._startup.aclose()
-        if self._client is not None:
-            await self._client.wait_until_ready(self._progress_timeout if timeout is None else timeout)
         return self.report
 
     def stay_open(self, on_ready: Callable[[int], object]) -> Rejoining:

@@ -70,6 +70,7 @@ class EngineSupervisor(AsyncClosing):
             if name in options:
                 raise TypeError(f"{name} is the supervisor's own, and cannot be given")
         self._lives: dict[int, EngineLife] = {}
+        self._restarting: Restarting | None = None
         self._restart = restart or Restart()
         self._lockstep = lockstep
         self._start_timeout = (
@@ -139,15 +140,18 @@ class EngineSupervisor(AsyncClosing):
             self._launch.watch_coordinator = False
             if self._launch.has_client:
                 self._launch.client.leave_deaths_to_supervisor()
-            await self._launch.wait_until_ready()
-            self._restarting: Restarting = Restarting(
+            await self._launch.shake_hands()
+            # Before the client waits: an engine that dies now is started again, too.
+            self._restarting = Restarting(
                 self._launch,
                 self._restart,
                 lockstep=self._lockstep,
                 start_timeout=self._start_timeout,
                 on_change=self._on_change,
             )
+            stack.push_async_callback(self._restarting.aclose)
             self._lives = self._restarting.lives
+            await self._launch.wait_until_ready()
             self._scaling: asyncio.Lock = asyncio.Lock()
             self._stack = stack.pop_all()
 
@@ -158,8 +162,7 @@ class EngineSupervisor(AsyncClosing):
             EngineDead: They are; the text has the cause of every death that counts.
             QueueClosed, RoleError: The supervisor was closed, or is not open.
         """
-        self._open()
-        restarting = self._restarting
+        restarting = self._supervision()
         await restarting.failed.wait()
         if (failure := restarting.failure) is not None:
             raise EngineDead(*failure.args, engine=failure.engine, pid=failure.pid)
@@ -182,10 +185,7 @@ class EngineSupervisor(AsyncClosing):
         stack, self._stack = self._stack, None
         if stack is None:
             return
-        try:
-            await self._restarting.aclose()
-        finally:
-            await stack.aclose()
+        await stack.aclose()
 
     def __del__(self) -> None:
         if self._stack is not None:
@@ -226,7 +226,7 @@ class EngineSupervisor(AsyncClosing):
             for rank in range(len(lives), engine_count):
                 members.add_engine(rank)
                 self._tell_coordinator()
-                newcomers.append(self._restarting.add(rank))
+                newcomers.append(self._supervision().add(rank))
             if newcomers:
                 await asyncio.gather(*map(asyncio.shield, newcomers))
                 await members.wait_until_ready(self._start_timeout)
@@ -236,18 +236,19 @@ class EngineSupervisor(AsyncClosing):
             self._launch.coordinator.scale(len(self._members().ranks))
 
     async def _take_out(self, life: EngineLife, timeout: float | None) -> None:
+        restarting = self._supervision()
         before = life.state
-        self._restarting.set_state(life, "stopping")
+        restarting.set_state(life, "stopping")
         try:
             await self._members().remove_engine(life.rank, timeout=timeout)
         except BaseException:
-            self._restarting.set_state(life, before)
+            restarting.set_state(life, before)
             raise
         self._tell_coordinator()
-        await self._restarting.remove(life.rank)
+        await restarting.remove(life.rank)
 
     def _engine_changed(self, rank: int, error: EngineDead | None) -> None:
-        if error is not None and self._stack is not None and rank not in self._lives:
+        if error is not None and self._restarting is not None and rank not in self._lives:
             self._restarting.expect(rank)
 
     def _members(self) -> EngineClient | FrontEnds:
@@ -255,6 +256,11 @@ class EngineSupervisor(AsyncClosing):
         if members is None:
             raise RoleError("no client of these engines is told which ones there are")
         return members
+
+    def _supervision(self) -> Restarting:
+        self._open()
+        assert self._restarting is not None
+        return self._restarting
 
     def _open(self) -> CoreEngineLaunch:
         if self._stack is None:

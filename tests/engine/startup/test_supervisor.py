@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from served_engine import ask, collected, stop, until
-from supervised import MANY, pids, serve, serve_one_by_one
+from supervised import MANY, pids, serve, serve_after_death, serve_one_by_one
 
-from aioshm.engine import EngineSupervisor, RankInfo, Restart
+from aioshm.engine import EngineSupervisor, RankInfo, Restart, StartupProgress
 from aioshm.engine.startup.restarting import EngineLife
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
 from aioshm.process.watch import ProcessExit
@@ -51,6 +51,42 @@ async def test_one_that_is_killed_comes_back_while_the_others_serve() -> None:
         await client.abort("0")
     for pid in pids(supervisor):
         assert not os.path.exists(f"/proc/{pid}")
+
+
+async def test_engines_that_die_before_the_client_knows_them_are_restarted_while_opening(tmp_path: Path) -> None:
+    kill = tmp_path / "kill"
+
+    def progressed(progress: StartupProgress) -> None:
+        if progress.ready == 2:
+            kill.touch()
+
+    kwargs = {"died": str(tmp_path / "died"), "kill": str(kill)}
+    async with (
+        asyncio.timeout(60),
+        EngineSupervisor(serve_after_death, 2, restart=MANY, kwargs=kwargs, on_progress=progressed) as supervisor,
+    ):
+        assert [info.restarts for info in supervisor.engines] == [1, 1]
+        for rank in (0, 1):
+            assert len(await collected(supervisor.client.submit(ask(f"{rank}", 2), engine=rank))) == 2
+
+
+@pytest.mark.slow
+async def test_crash_loop_while_opening_raises_every_cause(tmp_path: Path) -> None:
+    crash = tmp_path / "kill"
+
+    def progressed(progress: StartupProgress) -> None:
+        if progress.ready == 2:
+            crash.touch()
+
+    kwargs = {"died": str(tmp_path / "died"), "kill": str(crash), "crash": str(crash)}
+    with pytest.raises(EngineDead, match="crash loop"):
+        async with (
+            asyncio.timeout(60),
+            EngineSupervisor(
+                serve_after_death, 2, restart=Restart(max_restarts=1), kwargs=kwargs, on_progress=progressed
+            ),
+        ):
+            pass
 
 
 @pytest.mark.parametrize("lockstep", [False, pytest.param(True, marks=pytest.mark.slow)])
