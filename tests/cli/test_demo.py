@@ -86,7 +86,7 @@ def test_terminal_shows_progress_of_a_long_run(start_demo):
         (signal.SIGINT, True, 130),
         pytest.param(signal.SIGINT, False, 130, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, True, 143, marks=pytest.mark.slow),
-        (signal.SIGTERM, False, 143),
+        pytest.param(signal.SIGTERM, False, 143, marks=pytest.mark.slow),
     ],
 )
 def test_interrupt_ends_everything_within_a_second(start_demo, signum, whole_group, code):
@@ -119,7 +119,7 @@ def test_interrupt_during_start_ends_everything(start_demo):
     demo.wait_until_none_is_left()
 
 
-@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("readers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_reader_is_named(start_demo, readers):
     demo = start_demo(*LONG, "--readers", str(readers))
     demo.wait_for_line("writer:")

@@ -172,6 +172,7 @@ class TestClosing:
             assert f"(pid {pid}), which had read 0 messages" in caplog.text
             assert "lost" not in caplog.text
 
+    @pytest.mark.slow_on_uvloop
     @EITHER_PLACE
     @pytest.mark.parametrize("how", ["in time", "cancelled"])
     async def test_nobody_comes(self, n_local: int, n_remote: int, how: str, caplog: pytest.LogCaptureFixture) -> None:

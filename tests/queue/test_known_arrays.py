@@ -88,6 +88,7 @@ async def send(writer: MessageQueue, arrays: Sequence[Any]) -> None:
         await writer.enqueue(each, 5)
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}-{array.shape}-{array.strides}")
 @pytest.mark.parametrize("how", ["dequeue", "lease", "many"])
 async def test_each_arrives_as_it_was(array: Any, how: str) -> None:

@@ -55,7 +55,10 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., lis
 
 @pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(("place", "found", "ending"), CASES)
-@pytest.mark.parametrize("way", ["merge", "add", "yield", "blocking"])
+@pytest.mark.parametrize(
+    "way",
+    ["merge", "blocking", *(pytest.param(way, marks=pytest.mark.slow) for way in ("add", "yield"))],
+)
 @pytest.mark.parametrize(
     "merges",
     [

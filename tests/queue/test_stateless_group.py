@@ -479,6 +479,7 @@ def test_rank_whose_call_was_interrupted_joins_when_it_is_called_again(monkeypat
         assert_met([join_one(port, 1, 2), coming[0].result(PATIENCE_S)])
 
 
+@pytest.mark.slow
 def test_rank_of_a_process_that_died_before_the_group_met_is_free_on_its_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,24 @@ from pairs import attached
 from aioshm import Handle, MessageQueue, Options
 from aioshm.ring.segment import orphans
 
-MESSAGES = 10_000
 READERS = 4
 
 
-def _arrays(seed: int) -> Any:
-    """Yield the same random arrays in every process: about 400 MB in all."""
+def _arrays(messages: int, seed: int) -> Any:
+    """Yield the same random arrays in every process: about 40 kB each."""
     rng = np.random.default_rng(seed)
     pool = rng.integers(0, 256, 300_000, dtype=np.uint8)
-    for number in range(MESSAGES):
+    for number in range(messages):
         size = int(rng.integers(0, 80_000)) if number % 500 else 200_000
         offset = int(rng.integers(0, len(pool) - size))
         yield number, pool[offset : offset + size]
 
 
-async def _read_all(handle: Handle, rank: int) -> int:
+async def _read_all(handle: Handle, rank: int, messages: int) -> int:
     rng = random.Random(rank)
     verified = 0
     async with MessageQueue.create_from_handle(handle, rank) as reader:
-        for number, expected in _arrays(seed=7):
+        for number, expected in _arrays(messages, seed=7):
             received, array = await reader.dequeue(60)
             assert received == number
             assert np.array_equal(array, expected)
@@ -47,27 +47,28 @@ async def _read_all(handle: Handle, rank: int) -> int:
     return verified
 
 
-def _reader_process(handle: Handle, rank: int, result: Connection) -> None:
-    result.send(asyncio.run(_read_all(handle, rank)))
+def _reader_process(handle: Handle, rank: int, result: Connection, messages: int) -> None:
+    result.send(asyncio.run(_read_all(handle, rank, messages)))
 
 
 @pytest.mark.one_loop
-async def test_four_processes_receive_10_000_random_arrays() -> None:
+@pytest.mark.parametrize("messages", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
+async def test_four_processes_receive_random_arrays(messages: int) -> None:
     # Chunks of 128 KiB: every 500th array overflows.
     writer = MessageQueue(READERS, READERS, max_chunk_bytes=128 * 1024, max_chunks=10, slots=10)
-    crowd = Crowd(_reader_process, writer.export_handle(), READERS)
+    crowd = Crowd(partial(_reader_process, messages=messages), writer.export_handle(), READERS)
     rng = random.Random(0)
     async with writer:
         await writer.wait_until_ready(30)
         total = 0
-        for number, array in _arrays(seed=7):
+        for number, array in _arrays(messages, seed=7):
             await writer.enqueue((number, array), 60)
             total += array.nbytes
             if rng.random() < 0.01:
                 await asyncio.sleep(rng.random() * 0.005)
-        assert total > 350_000_000
-        assert writer.stats().overflows == MESSAGES // 500
-        assert await asyncio.to_thread(crowd.results) == [MESSAGES] * READERS
+        assert total > 35_000 * messages
+        assert writer.stats().overflows == messages // 500
+        assert await asyncio.to_thread(crowd.results) == [messages] * READERS
 
 
 @pytest.mark.parametrize("wait", ["park", "adaptive"])

@@ -76,6 +76,7 @@ def _spins_of_a_ping_pong(here: int, there: int) -> int:
         os.sched_setaffinity(0, allowed)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_ends_on_cpus_of_their_own_spin_and_ends_on_one_do_not() -> None:
     first, second, *_ = sorted(os.sched_getaffinity(0))

@@ -202,7 +202,11 @@ class TestOtherProcesses:
         assert bytes(ring.room(1)[:5]) == b"olleh"
 
     @pytest.mark.parametrize(
-        ("backing", "kind"), [("memfd" if number % 2 else "named", kind) for number, kind in enumerate(CORES)]
+        ("backing", "kind"),
+        [
+            pytest.param("memfd" if number % 2 else "named", kind, marks=[pytest.mark.slow] * (number > 0))
+            for number, kind in enumerate(CORES)
+        ],
     )
     def test_20_000_messages_between_two_processes(self, new_ring: NewRing, backing: str, kind: str) -> None:
         ring = new_ring(1, 1000, 8, backing=backing)

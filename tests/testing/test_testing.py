@@ -70,7 +70,9 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "loop", ["asyncio", *(pytest.param(loop, marks=pytest.mark.slow) for loop in LOOPS if loop != "asyncio")]
+)
 def test_in_a_run_of_its_own(loop: str, tmp_path: Path) -> None:
     mark, options = LOOPS[loop]
     tests = TESTS.replace("MARK", mark)

@@ -22,6 +22,10 @@ from support import eventually
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.relative_to(ROOT) for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
 SLOW = {
+    "docs/howto/containers.md",
+    "docs/howto/from-multiprocessing.md",
+    "docs/howto/threads.md",
+    "docs/howto/tuning.md",
     "docs/tutorial.md",
     "docs/howto/engines.md",
     "docs/howto/inspection.md",

@@ -232,7 +232,9 @@ class TestSilence:
 
 class TestBudget:
     @pytest.mark.parametrize("share", [0.01, 0.03, 0.1, 0.3])
-    @pytest.mark.parametrize("jitter", [0.0, 0.02, 0.05, 0.1, 0.2])
+    @pytest.mark.parametrize(
+        "jitter", [0.0, 0.1, *(pytest.param(jitter, marks=pytest.mark.slow) for jitter in (0.02, 0.05, 0.2))]
+    )
     @pytest.mark.parametrize("period", [0.4 * MS, MS, 5 * MS, 20 * MS])
     def test_bounds_what_rhythms_cost(self, machine: Costs, share: float, jitter: float, period: float) -> None:
         arrivals = times(jittered(period, jitter, 1500))

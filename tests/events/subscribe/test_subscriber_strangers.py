@@ -147,7 +147,16 @@ async def test_a_stranger_who_sends_too_much_is_cut_off(nothing_left: None, stra
 
 
 @pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize("name", ["parts", "large-parts", "nils", "legal-nils", "tokens", "nested"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "parts",
+        "large-parts",
+        "nils",
+        "nested",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("legal-nils", "tokens")),
+    ],
+)
 async def test_an_attack_on_an_open_port_costs_little(nothing_left: None, name: str) -> None:
     async with EventSubscriber("tcp://127.0.0.1:0", start="live", bind=True) as subscriber:
         (endpoint,) = subscriber.endpoints
