@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -113,9 +113,13 @@ class EngineCore:
         self._lockstep = Lockstep(index) if hasattr(engine, "has_unfinished_dp") else None
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
-    async def initialize(self, metadata: EngineHandshakeMetadata) -> dict[str, Any]:
-        """Initialise the engine, and return the fields of READY."""
-        fields = dict(await _awaited(self._engine.initialize(metadata)) or {})
+    async def initialize(self, metadata: EngineHandshakeMetadata, awaiting: Callable[[], object]) -> dict[str, Any]:
+        """Initialise the engine, and return the fields of READY; if it is to be awaited, call ``awaiting`` before."""
+        result = self._engine.initialize(metadata)
+        if inspect.isawaitable(result):
+            awaiting()
+            result = await result
+        fields = dict(result or {})
         stats_address = metadata.addresses.frontend_stats_publish_address
         if stats_address is not None:  # front ends beside engines of another host learn it in this way
             fields.setdefault("dp_stats_address", stats_address)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
 from typing import Any
 
 from aioshm.config import Options
@@ -13,6 +11,7 @@ from aioshm.engine.core.joining import shake_hands
 from aioshm.engine.core.sockets import MAX_PENDING_BYTES
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
 from aioshm.engine.security.keys import AnyKeys
+from aioshm.process.termination import Termination
 
 
 async def run_engine_core(
@@ -54,7 +53,9 @@ async def run_engine_core(
     ZeroMQ's own thread receives it meanwhile.
 
     When a step fails, or the process gets SIGTERM, or this is cancelled, every client is told that the engine is dead.
-    After SIGTERM this returns; otherwise it raises, and if nobody catches that, the process exits with a code
+    SIGTERM also ends an async ``initialize``, and ``shutdown`` is called: a `WorkerGroup` that it has entered, or is
+    entering, closes its workers. An ``initialize`` that is not async ends with the process. After SIGTERM this
+    returns; otherwise it raises, and if nobody catches that, the process exits with a code
     other than 0.
 
     Args:
@@ -93,11 +94,19 @@ async def run_engine_core(
         secure=secure,
         max_pending_bytes=max_pending_bytes,
     )
-    termination = _Termination()
+    termination = Termination()
+
+    def initializing() -> None:
+        termination.arm()
+        termination.interrupts = True  # a long import, or a sleep, in a coroutine
 
     async def initialize(metadata: EngineHandshakeMetadata) -> dict[str, Any]:
-        fields = await core.initialize(metadata)
-        termination.arm()  # not before: what takes minutes, and may not let the loop run, is ended by the signal itself
+        try:
+            # A method that is not async, and may take minutes, is ended by the signal itself.
+            fields = await core.initialize(metadata, initializing)
+        finally:
+            termination.interrupts = False
+        termination.arm()
         await core.connect(metadata.addresses, fields)
         return fields
 
@@ -116,43 +125,8 @@ async def run_engine_core(
             await core.run()
         finally:
             await core.aclose()
-    except asyncio.CancelledError:
-        if not termination.came():
+    except (asyncio.CancelledError, SystemExit):
+        if not termination.take_back():
             raise
     finally:
         termination.disarm()
-
-
-class _Termination:
-    """Lets SIGTERM cancel the task that makes this.
-
-    Only where nobody else has a use for it: in the main thread, and if it would end the process otherwise.
-    """
-
-    def __init__(self) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        self._armed = self._came = False
-
-    def arm(self) -> None:
-        """Begin."""
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._loop.add_signal_handler(signal.SIGTERM, self._come)
-            self._armed = True
-
-    def disarm(self) -> None:
-        """End. Idempotent."""
-        if self._armed:
-            self._armed = False
-            self._loop.remove_signal_handler(signal.SIGTERM)
-
-    def came(self) -> bool:
-        """Tell whether SIGTERM has cancelled the task, and nothing else; take that back then."""
-        assert self._task is not None
-        return self._came and self._task.uncancel() == 0
-
-    def _come(self) -> None:
-        if not self._came:
-            assert self._task is not None
-            self._came = True
-            self._task.cancel("SIGTERM")

@@ -16,6 +16,7 @@ from aioshm.process.background import in_thread
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.state import SUSPECT_STATES, process_state
+from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
 from aioshm.queue import Handle
 
@@ -229,10 +230,10 @@ class WorkerCrew:
             member.control.close()
 
     async def stop(self, patience: float) -> None:
-        """Wait for them to exit by themselves, then stop what is left; see `ashutdown`.
+        """Wait for them to exit by themselves, then kill what is left.
 
         Args:
-            patience: How long to wait, in seconds.
+            patience: How long to wait, in seconds; 0: ask them with SIGTERM, see `ashutdown`.
         """
         self.forget()
         try:
@@ -240,8 +241,12 @@ class WorkerCrew:
                 with ProcessWatch(self._manager.processes) as watch:
                     await watch.all_exited(asyncio.get_running_loop().time() + patience)
         finally:
-            await self._manager.aclose()
-            sweep_leftovers()
+            try:
+                if patience:  # they were asked to exit: their queue was closed
+                    await ashutdown(self._manager.processes, 0)
+            finally:
+                await self._manager.aclose()
+                sweep_leftovers()
 
     def _exited(self) -> None:
         gone = []

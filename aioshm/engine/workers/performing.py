@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from aioshm.errors import RemoteFailure
+from aioshm.process.termination import Termination
 
 Step = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
 """What to call, with what, and the one rank whose result is wanted; None: every rank's."""
@@ -36,12 +37,18 @@ class Performer:
 
     Args:
         rank: The worker's rank.
+        termination: Lets SIGTERM end the worker, from when the object is made.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, termination: Termination) -> None:
+        self._rank, self._termination = rank, termination
         self._object: Any = None
         self._made = False
+
+    @property
+    def terminated(self) -> bool:
+        """Whether SIGTERM ends the worker: what is cancelled now is not cancelled by the method."""
+        return self._termination.came
 
     def call(self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method by its name, or a function that is given the object; what it returns may be awaitable."""
@@ -55,7 +62,9 @@ class Performer:
             result = self.begin(step)
             if inspect.isawaitable(result):
                 result = await result
-        except (Exception, asyncio.CancelledError) as error:  # the latter from the method: nobody cancels this task
+        except (Exception, asyncio.CancelledError) as error:  # the latter from the method, or for SIGTERM
+            if self.terminated:
+                raise
             return failed(error)
         return self.done(step, result)
 
@@ -85,9 +94,13 @@ class Performer:
         made = what(*args, rank=self._rank, **kwargs)
         self._object = await made if inspect.isawaitable(made) else made
         self._made = True
+        self._termination.arm()  # until now there was nothing to close: the signal itself ended the process
+        self._termination.interrupts = True
 
     async def close(self) -> None:
-        """Call the object's ``close``, if it has one."""
+        """Call the object's ``close``, if it has one; SIGTERM does not end that."""
+        self._termination.ignored = not self._termination.came
+        self._termination.interrupts = False
         close: Callable[[], Any] | None = getattr(self._object, "close", None)
         if callable(close):
             closing = close()

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import signal
 import socket
 import struct
+import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from aioshm.config import Options
@@ -19,6 +22,7 @@ from aioshm.engine.workers.envelope import EnvelopeCodec
 from aioshm.engine.workers.performing import Leave, Performer, failed
 from aioshm.engine.workers.serving import Serving, send_or_say_why
 from aioshm.errors import CodecError, CorruptSlot, PeerDied, QueueClosed
+from aioshm.process.termination import TERMINATED, Termination
 from aioshm.queue import Handle, MessageQueue
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
@@ -121,11 +125,38 @@ def run_worker(
         options: For this worker's queue.
         loop_factory: Makes the event loop; None: asyncio's own.
     """
-    with driver, asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(_work(ControlSocket(driver), chunk_bytes, chunks, options))
+    terminated = False
+    try:
+        with driver, asyncio.Runner(loop_factory=loop_factory) as runner:
+            terminated = runner.run(_work(ControlSocket(driver), chunk_bytes, chunks, options))
+    except SystemExit as end:  # in a task besides: a method that held up the loop
+        terminated = end.code == TERMINATED
+        if not terminated:
+            raise
+    if terminated:  # the exit code names the signal
+        for stream in sys.stdout, sys.stderr:
+            with suppress(OSError, ValueError, AttributeError):  # the other end is gone; closed; None
+                stream.flush()
+        signal.raise_signal(signal.SIGTERM)
 
 
-async def _work(driver: ControlSocket, chunk_bytes: int, chunks: int, options: Options) -> None:
+async def _work(driver: ControlSocket, chunk_bytes: int, chunks: int, options: Options) -> bool:
+    """Work; return whether SIGTERM has ended that, once the object was made and is closed."""
+    termination = Termination()
+    try:
+        await _serve(driver, chunk_bytes, chunks, options, termination)
+    except (asyncio.CancelledError, SystemExit):
+        if not termination.take_back():
+            raise
+        return True
+    finally:
+        termination.disarm()
+    return False
+
+
+async def _serve(
+    driver: ControlSocket, chunk_bytes: int, chunks: int, options: Options, termination: Termination
+) -> None:
     answers = MessageQueue(1, 1, None, chunk_bytes, chunks, options=options)
     try:
         await driver.send(answers.export_handle().to_json())
@@ -137,7 +168,7 @@ async def _work(driver: ControlSocket, chunk_bytes: int, chunks: int, options: O
     async with answers, MessageQueue.create_from_handle(handle, rank) as steps:
         if construction is not None:
             await steps.wait_until_ready()
-        performer = Performer(rank)
+        performer = Performer(rank, termination)
         try:
             if construction is not None:
                 outcome = await performer.construct(construction)

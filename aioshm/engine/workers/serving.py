@@ -224,7 +224,7 @@ class Serving:
                 value = await result
             except (Exception, asyncio.CancelledError) as error:  # the latter from the method, or by `_cancel`
                 self._awaited = None
-                if self._stopping:
+                if self._stopping or self._performer.terminated:
                     raise
                 await self._fail(work, error)
             else:

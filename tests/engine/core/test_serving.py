@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 from served_engine import ask, collected, served_by_processes, stop, until
 
-from aioshm.engine import EngineZmqAddresses
+from aioshm.engine import CoreEngine, EngineStartupCoordinator, EngineZmqAddresses
 from aioshm.errors import EngineDead
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
@@ -154,3 +156,42 @@ async def test_engine_that_fails_in_a_step_is_dead_of_the_last_line_of_its_stder
         with pytest.raises(EngineDead) as caught:
             await collected(stream)
     assert str(caught.value) == f"engine 1 (pid {pid}) exited with code 1: RuntimeError: CUDA out of memory"
+
+
+WARMS_UP = """
+import asyncio, sys, time
+from pathlib import Path
+import uvloop
+from aioshm.engine import run_engine_core
+
+class Engine:
+    async def initialize(self, metadata):
+        Path(sys.argv[2], "initializing").touch()
+        if sys.argv[3] == "blocks":
+            time.sleep(100)
+        await asyncio.sleep(100)
+
+    def shutdown(self):
+        Path(sys.argv[2], "shut down").touch()
+
+    add_request = abort_requests = step = print
+
+run = uvloop.run if sys.argv[4] == "uvloop" else asyncio.run
+run(run_engine_core(Engine(), sys.argv[1], 0))
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("how", ["waits", "blocks"])
+@pytest.mark.one_loop
+async def test_engine_that_gets_sigterm_while_it_initialises_is_shut_down(
+    how: str, loop: str, path: str, tmp_path: Path
+) -> None:
+    async with EngineStartupCoordinator(path, [CoreEngine(0)], EngineZmqAddresses([], [])):
+        command = sys.executable, "-c", WARMS_UP, path, str(tmp_path), how, loop
+        engine = await asyncio.create_subprocess_exec(*command)
+        await until((tmp_path / "initializing").exists)
+        engine.terminate()
+        async with asyncio.timeout(WITHIN_S):
+            assert await engine.wait() == 0
+    assert (tmp_path / "shut down").exists()

@@ -34,10 +34,19 @@ class Worker:
 
 
 class SlowWorker(Worker):
-    """Warms up."""
+    """Warms up, the first one sooner than the second one; says when it is made, and closed."""
 
     def __init__(self, rank: int) -> None:
-        time.sleep(3)
+        time.sleep(0.5 + rank)
+        self._say("made")
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        self._say("closed")
+
+    def _say(self, what: str) -> None:
+        with open(f"{died()}-{what}-{os.getpid()}", "x"):
+            pass
 
 
 class Engine:
@@ -50,8 +59,9 @@ class Engine:
     async def initialize(self, _metadata: object) -> dict[str, Any]:
         """Start the worker."""
         if self._moment in WITH_WORKERS:
-            kind = SlowWorker if self._moment == "none" else Worker
-            self._group = await WorkerGroup(kind, 1).__aenter__()
+            slow = self._moment == "none"
+            self._group = await WorkerGroup(SlowWorker if slow else Worker, 1 + slow).__aenter__()
+            await asyncio.sleep(slow)
         if self._again and self._moment == "in initialize":
             stop_here()
         return {}
@@ -245,7 +255,10 @@ IN_IMPORTS = {  # which process goes no further there
 
 
 async def run(moment: str) -> None:
-    """Bring that moment about."""
+    """Bring that moment about; SIGTERM cancels this, as servers have it."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with EngineSupervisor(
         serve,
         2 if moment in WITH_TWO_ENGINES else 1,

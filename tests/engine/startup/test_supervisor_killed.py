@@ -1,4 +1,4 @@
-"""A supervisor that is killed at any moment of a restart, or interrupted twice, leaves no process of any generation."""
+"""A supervisor that is killed at any moment of a restart, or interrupted twice, or ended, leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from select import select
 
@@ -24,6 +26,8 @@ pytestmark = [
 
 GONE_S = 2.0  # at most, on a machine that has nothing else to do
 PATIENCE_S = 60.0
+MOMENTS = int(os.environ.get("AIOSHM_TEST_MOMENTS", "12"))
+PARALLEL = int(os.environ.get("AIOSHM_TEST_PARALLEL", "1"))
 PROCESSES = 3  # at least, in each tree: a supervisor, its resource tracker, and one that it has started
 
 
@@ -94,28 +98,49 @@ def test_at_every_moment(which: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120 + 15 * MOMENTS)
 @pytest.mark.parametrize("backing", ["memfd", "named"])
-def test_two_interrupts_at_any_moment_leave_nothing(backing: str, tmp_path: Path, runtime_dir: Path) -> None:
+@pytest.mark.parametrize("signals", ["two interrupts", "one SIGTERM"])
+def test_signals_at_any_moment_leave_nothing(signals: str, backing: str) -> None:
+    """``AIOSHM_TEST_MOMENTS`` says how many moments, ``AIOSHM_TEST_PARALLEL`` how many at the same time."""
     rng = random.Random(backing)
-    environment = {**os.environ, "AIOSHM_BACKING": backing}
-    if backing == "named":
-        environment["AIOSHM_LIFELINE"] = "directory"
-    for trial in range(12):
-        mark = str(tmp_path / f"{trial}")
+    plan = [(rng.uniform(0.2, 6), rng.choice([rng.uniform(0, 0.02), rng.uniform(0, 0.5)])) for _ in range(MOMENTS)]
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        left = list(pool.map(lambda moment: left_after(signals, backing, *moment), plan))
+    assert [each for each in zip(plan, left, strict=True) if each[1]] == []
+
+
+def left_after(signals: str, backing: str, first: float, second: float) -> list[str]:
+    """Send signals to a supervisor that starts; return what is left, and the workers that got no close()."""
+    with tempfile.TemporaryDirectory() as directory:
+        mark = str(Path(directory, "mark"))
+        environment = {**os.environ, "AIOSHM_BACKING": backing, "AIOSHM_TEST_DIED": mark}
+        environment["XDG_RUNTIME_DIR"] = directory
+        if backing == "named":
+            environment["AIOSHM_LIFELINE"] = "directory"
         supervisor = subprocess.Popen(
-            [sys.executable, moments.__file__, "none"],
-            stderr=subprocess.DEVNULL,
-            env={**environment, "AIOSHM_TEST_DIED": mark},
+            [sys.executable, moments.__file__, "none"], stderr=subprocess.DEVNULL, env=environment
         )
+        two = signals == "two interrupts"
         try:
-            for seconds in (rng.uniform(0.2, 3), rng.choice([rng.uniform(0, 0.02), rng.uniform(0, 0.5)])):
+            for seconds in (first, second)[: 1 + two]:
                 try:
                     supervisor.wait(seconds)
                 except subprocess.TimeoutExpired:
-                    supervisor.send_signal(signal.SIGINT)
+                    supervisor.send_signal(signal.SIGINT if two else signal.SIGTERM)
             supervisor.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return ["the supervisor hangs"]
         finally:
             supervisor.kill()
             supervisor.wait()
-        eventually(lambda mark=mark: not trees([mark])[mark])  # type: ignore[misc]
-        assert not runtime_dir.exists() or os.listdir(runtime_dir) == []
+        eventually(lambda: not trees([mark])[mark])
+        sockets = Path(directory, "aioshm")
+        left = os.listdir(sockets) if sockets.exists() else []
+        if not two:
+            made, closed = (
+                {path.name.rpartition("-")[2] for path in Path(directory).glob(f"mark-{what}-*")}
+                for what in ("made", "closed")
+            )
+            left += [f"worker {pid}, which got no close()" for pid in made - closed]
+        return left

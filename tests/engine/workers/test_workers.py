@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +349,46 @@ class TestClosing:
             await group.collective_rpc("add")
         with pytest.raises(RoleError, match="once"):
             await group.__aenter__()
+
+    @pytest.mark.parametrize("method", [None, "say_and_wait", "say_and_block"], ids=["idle", "awaiting", "blocking"])
+    @pytest.mark.parametrize("alone", [False, True], ids=["of all", "of one"])
+    async def test_worker_that_gets_sigterm_is_closed(self, method: str | None, alone: bool, tmp_path: Path) -> None:
+        on_uvloop = type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+        factory = uvloop.new_event_loop if on_uvloop else None
+        begun = tmp_path / "begun"
+        async with group_of(1, kwargs={"log": str(tmp_path)}, loop_factory=factory) as group:
+
+            def call(name: str, *args: Any) -> Any:
+                return group.call(0, name, *args) if alone else group.collective_rpc(name, args)
+
+            await call("add", 1)
+            calls = [asyncio.ensure_future(call(method, str(begun)))] if method else []
+            await until(lambda: not method or begun.exists())
+            os.kill(group.pids[0], signal.SIGTERM)
+            await group.join_first()
+            with pytest.raises(WorkerDied, match="killed by SIGTERM"):
+                await (calls[0] if calls else call("add", 1))
+            assert (tmp_path / "0").read_text() == "closed"
+
+    async def test_start_that_is_cancelled_closes_the_worker_that_is_made(self, tmp_path: Path) -> None:
+        group = group_of(worker=targets.OneHangs, kwargs={"log": str(tmp_path)})
+        entering = asyncio.create_task(group.__aenter__())
+        await until((tmp_path / "made").exists)
+        began = time.monotonic()
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        assert time.monotonic() - began < 4, "a worker that is being made exits promptly"
+        assert (tmp_path / "0").read_text() == "closed"
+
+    async def test_sigterm_does_not_interrupt_close(self, tmp_path: Path) -> None:
+        async with group_of(1, worker=targets.ClosesSlowly, kwargs={"log": str(tmp_path)}) as group:
+            pid = group.pids[0]
+            closing = asyncio.create_task(group.aclose())
+            await until((tmp_path / "closing").exists)
+            os.kill(pid, signal.SIGTERM)
+            await closing
+        assert (tmp_path / "0").read_text() == "closed"
 
     async def test_before_it_is_entered(self) -> None:
         group = group_of()

@@ -45,6 +45,14 @@ class Worker:
             time.sleep(0.005)
         return value
 
+    async def say_and_wait(self, path: str) -> None:
+        Path(path).touch()
+        await asyncio.sleep(LONG_S)
+
+    def say_and_block(self, path: str) -> None:
+        Path(path).touch()
+        time.sleep(LONG_S)
+
     def double(self, array: Any) -> Any:
         return array * 2
 
@@ -236,3 +244,23 @@ class Streaming(Worker):
             yield 1
         finally:
             raise ValueError("it does not close well")
+
+
+class OneHangs(Worker):
+    """Worker 0 says when it is made; the others never are."""
+
+    def __init__(self, *, rank: int, log: str) -> None:
+        super().__init__(rank=rank, log=log)
+        if rank:
+            time.sleep(LONG_S)
+        Path(log, "made").touch()
+
+
+class ClosesSlowly(Worker):
+    """Says when it begins to close."""
+
+    def close(self) -> None:
+        assert self.log is not None
+        self.log.with_name("closing").touch()
+        time.sleep(0.3)
+        super().close()
