@@ -316,7 +316,7 @@ BUGS = (
         "            stream.doubted = True\n        stream.numbers.accept(",
         "            pass\n        stream.numbers.accept(",
         "what comes after a replay is taken for its publisher's",
-        seed=23,
+        seed=672,
     ),
     Bug(
         "whom-to-ask",
@@ -346,7 +346,7 @@ BUGS = (
         "elif stream.moved:",
         "elif False:",
         "the next number over a new connection is taken for the old publisher's",
-        seed=30,
+        seed=45,
     ),
     Bug(
         "forgotten",
