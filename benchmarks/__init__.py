@@ -5,7 +5,6 @@ Each of these prints a table, or JSON with ``--json``, and fails with ``--check`
     python -m benchmarks.throughput     messages/s to one reader
     python -m benchmarks.fanout         messages/s to 1 to 4 readers
     python -m benchmarks.latency        round trips, and waking a reader that is just going to sleep
-    python -m benchmarks.blocks         what a block of lease takes more than dequeue, against a block that does nothing
     python -m benchmarks.idle           what a waiting reader costs
     python -m benchmarks.fairness       what a busy queue does to another task on its loop
     python -m benchmarks.writer_cost    what a message costs the writer of 1 to 64 readers

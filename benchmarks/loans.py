@@ -22,20 +22,17 @@ from benchmarks.framework.workload import KIB, MIB, Codec, Workload, marked
 SIZES = [64, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB]
 QUICK_SIZES = [64, 64 * KIB, 16 * MIB]
 
+VIEW_BYTES = 256 * KIB
+"""Smaller messages are leased as a copy."""
+
 PERIOD_S = 0.00006
 WARM_UP = 500
 """Messages: in these a reader finds its rhythm, and each page that is looked at is touched for the first time."""
 
 READER_BEGINS_S = 0.3
 
-FLAT = 1.2
-"""The longest p50 from 64 KiB on, against the shortest."""
-
-AGAINST_SMALL = 2.0
-"""The longest p50, against that of 64 bytes."""
-
 MAX_COPIED = 512
-"""Bytes of a message: what is pickled beside the array."""
+"""Bytes of a message that neither a loan nor a lease copies: what is pickled beside the array."""
 
 
 def open_writer(face: Face, links: Sequence[Connection], _workload: Workload) -> Opened:
@@ -112,20 +109,10 @@ async def run(settings: Settings, report: Report) -> None:
         for _ in contest.repetitions("loans"):
             for kind in range(len(works)):
                 await contest.each(partial(turn, kind))
-    large = [work for work in works if work.nbytes >= 64 * KIB]
     for face in FACES:
-        found = {
-            work.nbytes: result.median("p50_us") for work in works if (result := report.find(work.name, face.name))
-        }
-        if len(found) < len(works):
-            continue
-        slowest = max(found[work.nbytes] for work in large)
-        quickest = min(found[work.nbytes] for work in large)
-        report.hold(f"{face.name}: longest p50 from 64 KiB on, against the shortest", slowest / quickest, "x", FLAT)
-        report.hold(f"{face.name}: longest p50, against that of 64 B", slowest / found[64], "x", AGAINST_SMALL)
-        for work in large:
+        for work in works:
             result = report.find(work.name, face.name)
-            if result is not None:
+            if result is not None and work.nbytes >= VIEW_BYTES:
                 copied = result.median("copied_bytes_per_message")
                 report.hold(f"{face.name}, {work.name}: bytes copied of a message", copied, " B", MAX_COPIED)
 

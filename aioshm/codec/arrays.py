@@ -102,13 +102,7 @@ class _Holder:
 
 
 def array_for_torch(shape: tuple[int, ...], dtype: np.dtype[Any], memory: Any, order: Order) -> Array:
-    """Lay an array over memory, without a copy, for a tensor: torch knows none that is read-only, and would warn.
-
-    The native core shows leased messages through objects that know the same memory as ``writable_part``.
-    """
-    part: Any = getattr(memory, "obj", None)
-    if hasattr(part, "writable_part") and part.nbytes == memory.nbytes:
-        memory = part.writable_part
+    """Lay an array over memory, without a copy, for a tensor: torch knows none that is read-only, and would warn."""
     array: Array = np.ndarray(shape, dtype, memory, 0, None, order)
     return array if array.flags.writeable else np.asarray(_Holder(array))
 

@@ -13,7 +13,7 @@ from aioshm.config import Options, SlowReader
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.process.limits import naming_limits
 from aioshm.queue.base import QueueBase
-from aioshm.queue.ends.iterating import Leases
+from aioshm.queue.ends.leasing import Leases
 from aioshm.queue.ends.lending import Message
 from aioshm.queue.ends.membership import Membership
 from aioshm.queue.ends.reading import ReadingEnd
@@ -48,9 +48,9 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         # What is called for every message is the end's own, unless a subclass has another: a coroutine that need not
         # wait takes about as long to make as a small message takes to pass.
         calls = end.own_calls()
-        for name in ("enqueue",) if self._reader is None else ("dequeue", "lease"):
-            if calls is not None and getattr(type(self), name) is getattr(MessageQueue, name):
-                vars(self)[name] = getattr(calls, name)
+        name = "enqueue" if self._reader is None else "dequeue"
+        if calls is not None and getattr(type(self), name) is getattr(MessageQueue, name):
+            vars(self)[name] = getattr(calls, name)
 
     if TYPE_CHECKING:  # the type of what it returns depends on the face; what it does does not
 
@@ -499,7 +499,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot: As `dequeue`.
         """
         reader = self._reader or self._wrong_end("acquire_read", "reader")
-        return reader.open_block(timeout, cancel, indefinite, decoded=False)
+        return reader.acquire_read(timeout, cancel, indefinite)
 
     def lease(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
@@ -512,15 +512,17 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         whatever is still held at the end of the next lease, or some 10 ms after this one, unless a call waits for a
         message then: so a loop's own name for the message causes none, however long the next one takes.
 
-        A message of less than 256 KiB (one that was loaned: of less than 64 KiB) is what `dequeue` returns: copying it
-        takes less time than a view. `leases` does the same for one message after the other.
+        A message of less than 256 KiB is received as by `dequeue` when the block begins, since a copy takes less time
+        than a view. `leases` does the same for one message after the other.
+
+        Until the block ends, calls of other tasks wait, and calls of this one are refused with `RoleError`.
 
         Raises:
             TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot, CodecError: As `dequeue`.
             SharedMemoryError: At the end: something is still held and there is no memory for its copy.
         """
         reader = self._reader or self._wrong_end("lease", "reader")
-        return reader.calls.lease(timeout, cancel, indefinite)  # type: ignore[no-any-return]  # that of T
+        return reader.lease(timeout, cancel, indefinite)
 
     def leases(self) -> Leases[T]:
         """Iterate over messages, each leased until the next one is asked for; until the writer closes.

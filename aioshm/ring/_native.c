@@ -14,7 +14,6 @@
 #include <Python.h>
 #include <structmember.h>
 
-#include <errno.h>
 #include <limits.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -22,12 +21,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <time.h>
-#include <unistd.h>
 
 #if defined(__linux__)
-#include <sys/ioctl.h>
 #include <sys/timerfd.h>
 #endif
 
@@ -43,10 +39,6 @@
 #define CHUNK 32
 #define SIZE 40
 #define OVERFLOW_SIZE 52
-#define MARKER 32             /* queue/local/overflow.py: secret, number, size, checksum */
-#define MARKER_BYTES 32
-#define SECRET_BYTES 16
-#define BY_ZEROMQ (UINT32_C(1) << 31)
 #define CHUNK_HEADER_BYTES 64
 #define SPINNING 9
 #define BYTES 40
@@ -70,10 +62,6 @@
 #define MAX_POOLS 4
 #define COPY_MAX 65536        /* larger messages are decoded in place, by the caller, if they are decoded at all */
 #define TAKE_MAX 4194304      /* codec/buffers.py: HUGE_PAGE_BYTES; larger arrays are copied by Python, and what is not decoded */
-#define LEASE_MAX 262144      /* queue/local/leases.py: VIEW_BYTES; from there on they are leased where they lie */
-#define LEASE_PLACED_MAX 65536  /* the same: PLACED_VIEW_BYTES */
-#define MOST_ADDED_UP 64      /* buffers of a leased message: more of them may be worth a view */
-#define MOST_UNCHECKED 32     /* windows that are looked at in one go, for asking how many page faults there were takes 0.6 us */
 #define HELD_SPIN_NS 50000    /* a longer spin releases the GIL */
 #define LOOKS 16              /* between two readings of the clock */
 #define BATCH_LOOKS 8         /* messages of a batch between two readings of the clock */
@@ -98,15 +86,6 @@ typedef struct {
     size_t n_free, oldest, n_used;
     size_t allocated;         /* how many, from the first on, have memory: all of them, but for a named segment */
 } Pool;
-
-/* What a lease shows where it lies, or has kept: its chunk, or a negative number, which stands for an overflow segment, and
- * its slot, how much of it, and how many page faults the process had before. */
-typedef struct {
-    Py_ssize_t chunk;
-    size_t index, nbytes;
-    uint64_t faults;
-    unsigned long long kept_ns;
-} Seen;
 
 typedef struct {
     PyObject_HEAD
@@ -134,14 +113,7 @@ typedef struct {
     PyObject *code, *on_parked;
     PyObject *allocate;       /* gives chunks of a named segment their memory, or NULL: all have it */
     PyObject *beside, *measure;  /* what handles messages that have buffers beside them; see bind_beside */
-    /* Leases, of a reader: see bind_leases */
-    PyObject *show_beside, *end_shown, *open_slowly, *close_slowly, *await_next, *whose, *fail;
-    PyObject *tasks, *of_loop;  /* where `whose` is a dict and its key: these, which it holds */
-    PyObject *block;          /* that was opened slowly, where calls block */
-    /* Not beside each other: gcc tests neighbours by one load, which waits for the store of one of them just before. */
-    char leased;
     PyObject *undelivered;    /* a list, where calls block, or NULL: see bind_undelivered */
-    char shown;
     PyObject *arrays;         /* kinds of arrays that are known: a reader's by main parts, a writer's by dtype and shape */
     bool copies;              /* whether a reader may copy those that were not placed */
     PyObject *learn, *array;  /* a writer's: what is told of others, and the type of arrays, None as long as nobody knows it */
@@ -149,16 +121,6 @@ typedef struct {
     PyObject *missed;         /* by what the last one was looked for that was not known */
     char unknown;             /* whether the message that is handled now is like that one */
     PyObject *const *names;   /* of attributes: the module's, which outlasts its types */
-    PyObject *windows, *secret, *show_window, *check_window;  /* see bind_windows */
-    int pagemap;              /* a descriptor by which it can be asked which pages were written to; -1: there is none */
-    unsigned long long overflows;  /* messages in overflow segments that were shown here */
-    char shows, keeps;        /* whether what is shown, or kept, is known here, and not to Python */
-    char timed;               /* whether somebody looks in time at what is kept */
-    Seen seen, keeping;
-    Seen unchecked[MOST_UNCHECKED];  /* what was shown and is held no more: before it is shown again, it is looked at */
-    size_t n_unchecked;
-    uint64_t faults;          /* how many page faults the process had when that was asked last */
-    unsigned long long holder;
     unsigned long long published_ns;
     /* The gate */
     char open;
@@ -177,8 +139,6 @@ typedef struct {
     unsigned long long due;   /* from which message on: before it, the other end is to be told later anyway */
     int in_use;               /* calls that release the GIL, or run code of others, with the memory in their hands */
     PyObject *nothing, *elsewhere;
-    PyTypeObject *at_once, *part;
-    PyObject *given;          /* what a lease's block awaits, used again */
     /* Trace contexts, where slots have any */
     size_t trace_at;          /* where in a slot; 0: they have none */
     uint8_t trace[TRACE_BYTES];  /* what a writer's next message goes out with */
@@ -192,7 +152,7 @@ enum name { SHAPE, DTYPE, NAMES };
 
 typedef struct {
     PyObject *nothing, *elsewhere;
-    PyTypeObject *at_once, *part, *writer, *reader, *call, *calls;
+    PyTypeObject *writer, *reader, *call, *calls;
     PyObject *names[NAMES];   /* of attributes that are looked up again and again */
 } State;
 
@@ -396,7 +356,7 @@ static PyObject *call(PyObject *callable, PyObject *arg)
 static bool lets_in(const Core *self)
 {
     unsigned long me = PyThread_get_thread_ident();
-    return self->open && self->turn > 0 && !self->in_use && !self->leased
+    return self->open && self->turn > 0 && !self->in_use
            && (self->runs == Py_None ? self->user == 0 || self->user == me : self->thread == me);
 }
 
@@ -554,7 +514,7 @@ static PyObject *core_belong(Core *self, PyObject *runs)
 
 static PyObject *core_passes(Core *self, PyObject *Py_UNUSED(ignored))
 {
-    int passed = self->kept ? 0 : passes(self);
+    int passed = passes(self);
     return passed < 0 ? NULL : PyBool_FromLong(passed);
 }
 
@@ -1264,7 +1224,7 @@ static PyObject *reader_peek(Core *self, PyObject *Py_UNUSED(ignored))
 static void note_trace(Core *self)
 {
     if (self->noted == self->seq)
-        return;  /* it was leased */
+        return;  /* a block has it */
     self->noted = self->seq;
     uint8_t *kept = self->trail + TRACE_BYTES * (self->n_trail++ % TRAIL);
     const uint8_t *slot = slot_of(self, self->index) + self->trace_at;
@@ -1397,7 +1357,6 @@ static PyObject *reader_skip(Core *self, PyObject *Py_UNUSED(ignored))
     advance(self);
     store_count(self->own, self->seq);
     self->kept = 1;
-    self->keeps = 0;
     Py_RETURN_NONE;
 }
 
@@ -1411,7 +1370,7 @@ static PyObject *reader_give_back(Core *self, PyObject *arg)
         return NULL;
     }
     store_release(flags_of(self, (size_t)index) + self->reader, 1);
-    self->kept = self->keeps = 0;
+    self->kept = 0;
     return PyBool_FromLong(writer_parked(self));
 }
 
@@ -1429,9 +1388,9 @@ static const uint8_t *chunk_body(const Core *self, uint64_t number, uint64_t seq
 }
 
 /* Copy the next message, which is there, or return NULL without an error if it is not an ordinary one. */
-static PyObject *copy_plain(Core *self, bool leases)
+static PyObject *copy_plain(Core *self)
 {
-    const uint64_t most = !self->raw ? COPY_MAX : leases ? LEASE_MAX - 1 : TAKE_MAX;
+    const uint64_t most = self->raw ? TAKE_MAX : COPY_MAX;
     fetch_to_read(self);
     const uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
     const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
@@ -1508,7 +1467,7 @@ static PyObject *made_of(PyObject *array, PyObject *made)
 
 /* Copy the array that the next message is, if it is of a known kind, in the ring, and not worth a view, or to be taken; NULL
  * without an error if not. */
-static PyObject *copy_array(Core *self, bool leases)
+static PyObject *copy_array(Core *self)
 {
     self->unknown = 0;
     const uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
@@ -1529,7 +1488,7 @@ static PyObject *copy_array(Core *self, bool leases)
     if (!find_parts(body, room, words[3], placed, &parts))
         return NULL;
     const uint64_t whole = placed ? parts.end : parts.length + parts.size;
-    if (whole >= (!leases ? TAKE_MAX : placed ? LEASE_PLACED_MAX : LEASE_MAX))
+    if (whole >= TAKE_MAX)
         return NULL;
     PyObject *array = known_array(self, body, &parts), *obj = NULL;
     if (array == NULL)
@@ -1544,8 +1503,6 @@ static PyObject *copy_array(Core *self, bool leases)
     Py_XDECREF(memory);
     Py_DECREF(array);
     self->published_ns = words[2];
-    if (leases)
-        self->copied += whole;
     return obj;
 }
 
@@ -1570,71 +1527,16 @@ static bool interrupted(void)
     return yes;
 }
 
-/* Find where a body ends, and how many bytes its parts have that would be copied; return whether they may all be there. No
- * number of it is trusted. */
-static bool measure_body(const uint8_t *body, uint64_t room, uint64_t word, uint64_t length, uint64_t *end, uint64_t *whole)
-{
-    const uint64_t n_buffers = word >> 32;
-    *end = *whole = length;
-    if (length > room || n_buffers > MOST_ADDED_UP || 8 + 16 * n_buffers > room)
-        return n_buffers == 0 && length <= room && !(word & PLACED);
-    if (word & PLACED) {
-        const uint64_t table = load_word(body);
-        if (table % 8 != 0 || table > room - 8 - 16 * n_buffers)
-            return false;
-        const uint64_t main = load_word(body + table);
-        if (main > room - length)
-            return false;
-        *end = table + 8 + 16 * n_buffers;
-        if (main + length > *end)
-            *end = main + length;
-        *whole = *end;
-        return true;
-    }
-    if (n_buffers == 0)
-        return true;
-    *end += (8 * n_buffers + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    for (uint64_t n = 0; n < n_buffers; n++) {
-        const uint64_t size = load_word(body + 8 * n);
-        if (size > room)
-            return false;
-        *end = (*end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + size;
-        *whole += size;
-    }
-    return *end <= room;
-}
-
-/* How many bytes of the next message are to be copied although it is leased; 0: it is to be shown, or is no ordinary one. */
-static uint64_t bytes_to_copy(const Core *self)
-{
-    const uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
-    const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
-    const uint64_t chunk = load_word(slot + CHUNK);
-    uint64_t room = self->inline_bytes, end, whole;
-    if ((uint32_t)words[0] != self->what || words[1] != self->seq)
-        return 0;
-    if (chunk != 0) {
-        body = chunk_body(self, chunk - 1, words[1], 0);
-        const Pool *pool = body == NULL ? NULL : pool_of((Core *)self, chunk - 1);
-        if (pool == NULL)
-            return 0;
-        room = pool->room;
-    }
-    return measure_body(body, room, words[0], words[3], &end, &whole) && whole < LEASE_MAX ? whole : 0;
-}
-
 /* Decode the next message, which is there and stays where it is; `elsewhere` if it is no ordinary one. */
-static PyObject *decode(Core *self, bool leases)
+static PyObject *decode(Core *self)
 {
-    PyObject *obj = copy_plain(self, leases), *arg = obj, *callable = self->code;
-    uint64_t copied = 0;
+    PyObject *obj = copy_plain(self), *arg = obj, *callable = self->code;
     if (obj == NULL) {
         if (!PyErr_Occurred())
-            obj = copy_array(self, leases);
+            obj = copy_array(self);
         if (obj != NULL || PyErr_Occurred())
             return obj;
-        const bool shows = leases && (copied = bytes_to_copy(self)) == 0;
-        callable = shows ? self->show_beside : self->beside;
+        callable = self->beside;
         if (callable == NULL || callable == Py_None)
             return Py_NewRef(self->elsewhere);
         arg = begin_at(self);
@@ -1647,8 +1549,6 @@ static PyObject *decode(Core *self, bool leases)
     obj = call(callable, arg);
     self->in_use--;
     Py_DECREF(arg);
-    if (obj != NULL && obj != self->elsewhere)
-        self->copied += copied;
     return obj;
 }
 
@@ -1687,7 +1587,7 @@ static PyObject *dropped(Core *self, PyObject *obj)
 
 static PyObject *take(Core *self)
 {
-    PyObject *obj = decode(self, false);
+    PyObject *obj = decode(self);
     if (obj == self->elsewhere || (obj == NULL && interrupted()))
         return obj;  /* interrupted: the next call returns the same message */
     if (was_evicted(self))
@@ -1734,161 +1634,6 @@ static PyObject *reader_receive(Core *self, PyObject *Py_UNUSED(ignored))
     return answer;
 }
 
-/* Leases: a reader is the block of the leases that need not wait, for `async with` and `with` alike */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *value;          /* NULL once it was given */
-} AtOnce;
-
-/* Return something to await, which may be the one from the last time; steals the value. */
-static PyObject *at_once(Core *self, PyObject *value)
-{
-    AtOnce *known = (AtOnce *)self->given;
-    if (known != NULL && Py_REFCNT(self->given) == 1) {
-        PyObject *old = known->value;
-        known->value = value;
-        Py_XDECREF(old);
-        return Py_NewRef(self->given);
-    }
-    known = PyObject_GC_New(AtOnce, self->at_once);
-    if (known == NULL) {
-        Py_DECREF(value);
-        return NULL;
-    }
-    known->value = value;
-    PyObject_GC_Track(known);
-    PyObject *old = self->given;
-    self->given = Py_NewRef((PyObject *)known);
-    Py_XDECREF(old);
-    return (PyObject *)known;
-}
-
-static PySendResult at_once_send(AtOnce *self, PyObject *Py_UNUSED(sent), PyObject **result)
-{
-    *result = self->value;
-    self->value = NULL;
-    if (*result == NULL)
-        PyErr_SetString(PyExc_RuntimeError, "this was awaited already");
-    return *result == NULL ? PYGEN_ERROR : PYGEN_RETURN;
-}
-
-static PyObject *at_once_next(AtOnce *self)
-{
-    PyObject *result;
-    if (at_once_send(self, NULL, &result) == PYGEN_ERROR)
-        return NULL;
-    PyObject *stop = PyObject_CallFunctionObjArgs(PyExc_StopIteration, result, NULL);
-    Py_DECREF(result);
-    if (stop != NULL) {
-        PyErr_SetObject(PyExc_StopIteration, stop);
-        Py_DECREF(stop);
-    }
-    return NULL;
-}
-
-static int at_once_traverse(AtOnce *self, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE((PyObject *)self));
-    Py_VISIT(self->value);
-    return 0;
-}
-
-static int at_once_clear(AtOnce *self)
-{
-    Py_CLEAR(self->value);
-    return 0;
-}
-
-static void at_once_dealloc(AtOnce *self)
-{
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-    PyObject_GC_UnTrack(self);
-    Py_CLEAR(self->value);
-    PyObject_GC_Del(self);
-    Py_DECREF(type);
-}
-
-static PyType_Slot at_once_slots[] = {
-    {Py_tp_doc, "Something to await that is there at once."},
-    {Py_tp_dealloc, at_once_dealloc},
-    {Py_tp_traverse, at_once_traverse},
-    {Py_tp_clear, at_once_clear},
-    {Py_tp_iter, PyObject_SelfIter},
-    {Py_tp_iternext, at_once_next},
-    {Py_am_await, PyObject_SelfIter},
-    {Py_am_send, at_once_send},
-    {0, NULL},
-};
-
-static PyType_Spec at_once_spec = {
-    "aioshm.ring._native.AtOnce", sizeof(AtOnce), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, at_once_slots,
-};
-
-/* Note what `whose` consists of: taking it apart each time would take longer than the look into the dict. */
-static void look_into_whose(Core *self)
-{
-    bool parted = PyTuple_Check(self->whose) && PyTuple_Size(self->whose) == 2;
-    self->tasks = parted ? PyTuple_GetItem(self->whose, 0) : NULL;
-    self->of_loop = parted ? PyTuple_GetItem(self->whose, 1) : NULL;
-}
-
-static PyObject *reader_bind_leases(Core *self, PyObject *args)
-{
-    PyObject *found[7];
-    PyObject **own[7] = {&self->show_beside, &self->end_shown, &self->open_slowly, &self->close_slowly,
-                         &self->await_next, &self->whose, &self->fail};
-    if (!PyArg_ParseTuple(args, "OOOOOOO:bind_leases", &found[0], &found[1], &found[2], &found[3], &found[4],
-                          &found[5], &found[6]))
-        return NULL;
-    for (int n = 0; n < 7; n++) {
-        PyObject *old = *own[n];
-        *own[n] = Py_NewRef(found[n]);
-        Py_XDECREF(old);
-    }
-    look_into_whose(self);
-    Py_RETURN_NONE;
-}
-
-/* Let the error that decoding ended in become the one that callers see. */
-static void fail(Core *self)
-{
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (traceback != NULL)
-        PyException_SetTraceback(error, traceback);
-    PyObject *nothing = call(self->fail, error);
-    if (nothing != NULL) {  /* it raises, always */
-        Py_DECREF(nothing);
-        PyErr_Restore(type, error, traceback);
-        return;
-    }
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(traceback);
-}
-
-/* Return the task that the loop is in; NULL without an error if it is in none. */
-static PyObject *task_of_loop(Core *self)
-{
-    PyObject *task = PyDict_GetItemWithError(self->tasks, self->of_loop);
-    Py_XINCREF(task);
-    return task;
-}
-
-/* Return the task that leases, by a look into a dict of tasks, or by a call. */
-static PyObject *whose(Core *self)
-{
-    if (self->tasks == NULL)
-        return call(self->whose, NULL);
-    PyObject *task = task_of_loop(self);
-    return task != NULL || PyErr_Occurred() ? task : Py_NewRef(Py_None);
-}
-
-/* Arrays that were loaned: shown and taken back here, where Python has shown one like it, in the same chunk, before */
-
 static PyObject *reader_bind_arrays(Core *self, PyObject *args)
 {
     PyObject *arrays;
@@ -1899,23 +1644,6 @@ static PyObject *reader_bind_arrays(Core *self, PyObject *args)
     self->arrays = Py_NewRef(arrays);
     self->copies = copies;
     Py_XDECREF(old);
-    Py_RETURN_NONE;
-}
-
-static PyObject *reader_bind_windows(Core *self, PyObject *args)
-{
-    PyObject *found[4], **own[4] = {&self->windows, &self->secret, &self->show_window, &self->check_window};
-    if (!PyArg_ParseTuple(args, "O!O!OO:bind_windows", &PyDict_Type, &found[0], &PyBytes_Type, &found[1], &found[2], &found[3]))
-        return NULL;
-    if (PyBytes_Size(found[1]) != SECRET_BYTES) {
-        PyErr_Format(PyExc_ValueError, "a secret has %d bytes", SECRET_BYTES);
-        return NULL;
-    }
-    for (int n = 0; n < 4; n++) {
-        PyObject *old = *own[n];
-        *own[n] = Py_NewRef(found[n]);
-        Py_XDECREF(old);
-    }
     Py_RETURN_NONE;
 }
 
@@ -1931,646 +1659,10 @@ static PyObject *reader_bind_undelivered(Core *self, PyObject *arg)
     Py_RETURN_NONE;
 }
 
-static inline uint64_t page_faults(void)
-{
-    struct rusage usage;
-    return getrusage(RUSAGE_SELF, &usage) < 0 ? 0 : (uint64_t)usage.ru_minflt + (uint64_t)usage.ru_majflt;
-}
-
-/* The window of a chunk or segment, borrowed; NULL without an error if there is none. */
-static PyObject *window_of(Core *self, Py_ssize_t chunk)
-{
-    PyObject *key = self->windows == NULL ? NULL : PyLong_FromSsize_t(chunk), *window = NULL;
-    if (key != NULL)
-        window = PyDict_GetItemWithError(self->windows, key);
-    Py_XDECREF(key);
-    return window;
-}
-
-/* Where a mapping is, and how long; NULL with an error if it is closed. What holds the object keeps it there. */
-static uint8_t *mapped_at(PyObject *mapping, size_t *length)
-{
-    Py_buffer buffer;
-    if (PyObject_GetBuffer(mapping, &buffer, PyBUF_SIMPLE) < 0)
-        return NULL;
-    uint8_t *at = buffer.buf;
-    *length = (size_t)buffer.len;
-    PyBuffer_Release(&buffer);
-    return at;
-}
-
-/* Whether a window was written to, or may have been; as ring/pagemap.py. */
-static bool may_be_written(Core *self, PyObject *window, size_t nbytes)
-{
-#if defined(__linux__)
-    struct {  /* linux/fs.h: pm_scan_arg, page_region */
-        uint64_t size, flags, start, end, walk_end, found, found_length, most, inverted, all, any, told;
-    } scan;
-    uint64_t region[3];
-    size_t length, page = (size_t)sysconf(_SC_PAGESIZE);
-    uint8_t *at = self->pagemap < 0 ? NULL : mapped_at(window, &length);
-    if (at == NULL)
-        return true;
-    if (nbytes < length - page)  /* it begins somewhere in the first page */
-        length = (nbytes + 2 * page - 1) / page * page;
-    scan.size = sizeof scan;
-    scan.flags = 0;
-    scan.start = (uint64_t)(uintptr_t)at;
-    scan.end = scan.start + length;
-    scan.walk_end = 0;
-    scan.found = (uint64_t)(uintptr_t)region;
-    scan.found_length = scan.most = 1;
-    scan.inverted = scan.all = 1 << 2;  /* not a page of the file */
-    scan.any = 1 << 3 | 1 << 4;         /* but one that is there, or swapped out */
-    scan.told = 0;
-    return ioctl(self->pagemap, 0xC0606610UL, &scan) != 0;
-#else
-    (void)self, (void)window, (void)nbytes;
-    return true;
-#endif
-}
-
-static bool interrupted(void);
-
-/* Drop a window that was written to, or may have been, since it was shown; only a signal's handler makes this an error. */
-static int check_window(Core *self, const Seen *shown)
-{
-    PyObject *key = PyLong_FromSsize_t(shown->chunk), *checked = NULL;
-    PyObject *window = key == NULL ? NULL : PyDict_GetItemWithError(self->windows, key);
-    int failed = 0;
-    if (window != NULL && self->pagemap >= 0) {
-        if (may_be_written(self, window, shown->nbytes))
-            PyDict_DelItem(self->windows, key);
-    } else if (window != NULL) {
-        checked = PyObject_CallFunction(self->check_window, "nnK", shown->chunk, (Py_ssize_t)shown->nbytes,
-                                        (unsigned long long)shown->faults);
-        if (checked == NULL && interrupted())
-            failed = -1;
-        else if (checked == NULL)
-            PyDict_DelItem(self->windows, key);
-    }
-    Py_XDECREF(checked);
-    Py_XDECREF(key);
-    if (!failed)
-        PyErr_Clear();
-    return failed;
-}
-
-/* Look at all windows that were shown and are not held any more. */
-static int check_windows(Core *self)
-{
-    if (self->n_unchecked > 0)
-        self->faults = page_faults();  /* every first write to a page is one */
-    const uint64_t faults = self->faults;
-    while (self->n_unchecked > 0) {
-        const Seen shown = self->unchecked[--self->n_unchecked];
-        if (shown.faults != faults && check_window(self, &shown) < 0) {
-            self->unchecked[self->n_unchecked++] = shown;
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static bool is_unchecked(const Core *self, Py_ssize_t chunk)
-{
-    for (size_t n = 0; n < self->n_unchecked; n++)
-        if (self->unchecked[n].chunk == chunk)
-            return true;
-    return false;
-}
-
-/* Have a window that nobody holds looked at later. */
-static void check_later(Core *self, const Seen *shown)
-{
-    self->unchecked[self->n_unchecked++] = *shown;
-}
-
-static PyObject *reader_check_windows(Core *self, PyObject *Py_UNUSED(ignored))
-{
-    return check_windows(self) < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-/* The CRC-32 of zlib, of a few bytes. */
-static uint32_t checksum(const uint8_t *bytes, size_t length, uint32_t before)
-{
-    static const uint32_t halves[16] = {
-        0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac, 0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,
-        0xedb88320, 0xf00f9344, 0xd6d6a3e8, 0xcb61b38c, 0x9b64c2b0, 0x86d3d2d4, 0xa00ae278, 0xbdbdf21c,
-    };
-    uint32_t crc = ~before;
-    for (size_t n = 0; n < length; n++) {
-        crc ^= bytes[n];
-        crc = crc >> 4 ^ halves[crc & 15];
-        crc = crc >> 4 ^ halves[crc & 15];
-    }
-    return ~crc;
-}
-
-/* Where the body of a message lies. */
-typedef struct {
-    const uint8_t *body;
-    Py_ssize_t chunk;         /* as in Seen */
-    size_t room, begin;       /* of the body; and where it begins in its window */
-    PyObject *window;         /* borrowed; NULL: not looked up yet */
-} Place;
-
-/* Find the next message in the chunk that its slot names; return whether it may be there. */
-static bool find_in_chunk(const Core *self, const uint8_t *slot, uint64_t seq, Place *place)
-{
-    const uint64_t number = load_word(slot + CHUNK);
-    place->body = number == 0 ? NULL : chunk_body(self, number - 1, seq, ARRAY_TABLE);
-    const Pool *pool = place->body == NULL ? NULL : pool_of((Core *)self, number - 1);
-    if (pool == NULL)
-        return false;
-    place->chunk = (Py_ssize_t)(number - 1);
-    place->room = pool->room;
-    place->begin = (size_t)(place->body - self->base) % (size_t)sysconf(_SC_PAGESIZE);
-    return true;
-}
-
-/* The same for the segment that its marker names, if that was shown before, and has not grown. */
-static bool find_in_segment(Core *self, const uint8_t *slot, uint64_t seq, Place *place)
-{
-    uint8_t marker[MARKER_BYTES];
-    uint32_t number, sum;
-    uint64_t size;
-    size_t length;
-    for (size_t n = 0; n < MARKER_BYTES; n += 8) {
-        const uint64_t word = load_word(slot + MARKER + n);
-        memcpy(marker + n, &word, sizeof word);
-    }
-    memcpy(&number, marker + SECRET_BYTES, sizeof number);
-    memcpy(&size, marker + SECRET_BYTES + 4, sizeof size);
-    memcpy(&sum, marker + MARKER_BYTES - 4, sizeof sum);
-    if (memcmp(marker, PyBytes_AsString(self->secret), SECRET_BYTES) != 0 || number & BY_ZEROMQ
-        || sum != checksum(marker, MARKER_BYTES - 4, (uint32_t)seq))
-        return false;
-    place->chunk = -1 - (Py_ssize_t)number;
-    place->window = window_of(self, place->chunk);
-    place->body = place->window == NULL ? NULL : mapped_at(place->window, &length);
-    place->room = (size_t)size;
-    return place->body != NULL && size <= length;
-}
-
-/* A part of a message, in a window. Its memory is read-only; tensors, which never are, take `writable_part`: who writes to one gets
- * pages of his own, see ring/window.py. */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *window;
-    size_t begin, size;
-    bool writable;
-} Part;
-
-static PyObject *new_part(PyTypeObject *type, PyObject *window, size_t begin, size_t size, bool writable)
-{
-    Part *part = PyObject_New(Part, type);
-    if (part != NULL) {
-        part->window = Py_NewRef(window);
-        part->begin = begin;
-        part->size = size;
-        part->writable = writable;
-    }
-    return (PyObject *)part;
-}
-
-static int part_buffer(Part *self, Py_buffer *view, int flags)
-{
-    size_t length;
-    uint8_t *at = mapped_at(self->window, &length);
-    view->obj = NULL;
-    if (at == NULL)
-        return -1;
-    return PyBuffer_FillInfo(view, (PyObject *)self, at + self->begin, (Py_ssize_t)self->size, !self->writable, flags);
-}
-
-static PyObject *part_writable(Part *self, void *Py_UNUSED(closure))
-{
-    return new_part(Py_TYPE((PyObject *)self), self->window, self->begin, self->size, true);
-}
-
-static void part_dealloc(Part *self)
-{
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-    Py_DECREF(self->window);
-    PyObject_Free(self);
-    Py_DECREF(type);
-}
-
-static PyGetSetDef part_getset[] = {
-    {"writable_part", (getter)part_writable, NULL, "The same memory, as if it could be written to.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-static PyMemberDef part_members[] = {
-    {"nbytes", T_PYSSIZET, offsetof(Part, size), READONLY, "Of the memory."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot part_slots[] = {
-    {Py_tp_doc, "A part of a message that is seen where it lies."},
-    {Py_tp_dealloc, part_dealloc},
-    {Py_tp_getset, part_getset},
-    {Py_tp_members, part_members},
-    {Py_bf_getbuffer, part_buffer},
-    {0, NULL},
-};
-
-static PyType_Spec part_spec = {
-    "aioshm.ring._native.Part", sizeof(Part), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, part_slots,
-};
-
-/* Return a read-only view of a part. */
-static PyObject *view_part(Core *self, PyObject *window, size_t begin, size_t size)
-{
-    PyObject *part = new_part(self->part, window, begin, size, false);
-    PyObject *view = part == NULL ? NULL : PyMemoryView_FromObject(part);
-    Py_XDECREF(part);
-    return view;
-}
-
-/* Make an array, or what is made of one, over a window. */
-static PyObject *over_window(Core *self, PyObject *array, PyObject *window, size_t begin, size_t size)
-{
-    PyObject *part = new_part(self->part, window, begin, size, PyTuple_GetItem(array, 4) != Py_None), *made = NULL;
-    if (part != NULL)
-        made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(array, 0), PyTuple_GetItem(array, 1), PyTuple_GetItem(array, 2),
-                                            part, NULL);
-    Py_XDECREF(part);
-    return made_of(array, made);
-}
-
-/* Let Python decode a message in a window, of which so much is shown; NULL without an error if a part of it is not there. What
- * `measure_body` has found may be something else by now. */
-static PyObject *view_in_window(Core *self, PyObject *window, const Place *place, uint64_t room, uint64_t word, uint64_t length)
-{
-    const uint64_t n_buffers = word >> 32, table = word & PLACED ? load_word(place->body) : 0;
-    uint64_t at = n_buffers == 0 ? 0 : (8 * n_buffers + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    if (table % 8 != 0 || room < 8 + 16 * n_buffers || table > room - 8 - 16 * n_buffers)
-        return NULL;
-    if (word & PLACED)
-        at = load_word(place->body + table);
-    if (length > room || at > room - length)
-        return NULL;
-    PyObject *obj = NULL, *buffers = PyList_New((Py_ssize_t)n_buffers);
-    PyObject *main = buffers == NULL ? NULL : view_part(self, window, place->begin + at, length);
-    at += length;
-    uint64_t n = 0;
-    for (; main != NULL && n < n_buffers; n++) {
-        uint64_t size;
-        if (word & PLACED) {
-            at = load_word(place->body + table + 8 + 16 * n);
-            size = load_word(place->body + table + 16 + 16 * n);
-        } else {
-            at = (at + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-            size = load_word(place->body + 8 * n);
-        }
-        if (size > room || at > room - size)
-            break;
-        PyObject *view = view_part(self, window, place->begin + at, size);
-        if (view == NULL || PyList_SetItem(buffers, (Py_ssize_t)n, view) < 0)
-            break;
-        at += size;
-    }
-    if (main != NULL && n == n_buffers)
-        obj = PyObject_CallFunctionObjArgs(self->show_window, main, buffers, NULL);
-    Py_XDECREF(main);
-    Py_XDECREF(buffers);
-    return obj;
-}
-
-/* Return the next message, seen where it lies; NULL without an error if that does not pay, or Python has to look at it. */
-static PyObject *show(Core *self)
-{
-    const uint8_t *slot = slot_of(self, self->index);
-    const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
-    const uint64_t what = words[0] & ~(PLACED | UINT64_C(0xffffffff) << 32);
-    const bool elsewhere = what == (self->what ^ INLINE ^ OVERFLOW), placed = words[0] & PLACED;
-    Place place = {NULL, 0, 0, 0, NULL};
-    if (self->windows == NULL || words[1] != self->seq || (words[0] == self->what && words[3] < LEASE_MAX))
-        return NULL;
-    if (elsewhere ? !find_in_segment(self, slot, words[1], &place)
-                  : what != self->what || !find_in_chunk(self, slot, words[1], &place))
-        return NULL;
-    if (is_unchecked(self, place.chunk)
-        && (check_windows(self) < 0 || (elsewhere && !find_in_segment(self, slot, words[1], &place))))
-        return NULL;
-    uint64_t end, whole;
-    if (!measure_body(place.body, place.room, words[0], words[3], &end, &whole)
-        || (!elsewhere && whole < (placed ? LEASE_PLACED_MAX : LEASE_MAX)))
-        return NULL;
-    PyObject *window = place.window != NULL ? place.window : window_of(self, place.chunk), *array = NULL, *shown;
-    if (window == NULL)
-        return NULL;
-    Parts parts;
-    self->unknown = 0;
-    if (self->arrays != NULL && words[0] >> 32 == 1 && (placed || self->copies)
-        && find_parts(place.body, place.room, words[3], placed, &parts)) {
-        array = known_array(self, place.body, &parts);
-        if (array == NULL && PyErr_Occurred())
-            return NULL;
-        end = parts.end > end ? parts.end : end;
-    }
-    Seen seen = {place.chunk, self->index, end, self->faults, 0};  /* or more of them: then it is looked at in vain */
-    Py_XINCREF(array);
-    Py_INCREF(window);
-    self->in_use++;
-    if (array != NULL)
-        shown = over_window(self, array, window, place.begin + parts.start, parts.size);
-    else
-        shown = view_in_window(self, window, &place, end, words[0], words[3]);
-    self->in_use--;
-    Py_DECREF(window);
-    Py_XDECREF(array);
-    if (shown != NULL) {
-        self->published_ns = words[2];
-        self->seen = seen;
-        self->shown = self->shows = 1;
-        self->overflows += elsewhere;
-    }
-    return shown;
-}
-
-/* Whether what is shown can be taken back here; and if so, whether it is held, so that its slot is to be kept. */
-static bool may_end_array(Core *self, bool *held)
-{
-    *held = false;
-    if (!self->shown || !self->shows)
-        return false;
-    if (self->n_unchecked > MOST_UNCHECKED - 2 && (self->pagemap < 0 || check_windows(self) < 0))
-        return false;
-    PyObject *window = window_of(self, self->seen.chunk), *kept = NULL;
-    *held = window != NULL && Py_REFCNT(window) > 1;
-    if (*held && !self->timed)
-        window = NULL;
-    if (window != NULL && self->kept) {
-        kept = self->keeps ? window_of(self, self->keeping.chunk) : NULL;
-        if (kept == NULL || Py_REFCNT(kept) > 1)
-            window = NULL;
-    }
-    PyErr_Clear();
-    return window != NULL;
-}
-
-/* Give back what is kept, and give back or keep what is shown. */
-static void end_array(Core *self, bool held)
-{
-    self->hushed = self->quiet;
-    if (self->kept) {
-        store_release(flags_of(self, self->keeping.index) + self->reader, 1);
-        check_later(self, &self->keeping);
-    }
-    self->kept = self->keeps = held;
-    if (!held) {
-        check_later(self, &self->seen);
-        finish_and_tell(self, false);
-    } else {
-        uint64_t now = now_ns();
-        self->rushes = now - self->finished_ns < RUSH_NS;
-        self->finished_ns = now;
-        self->keeping = self->seen;
-        self->keeping.kept_ns = now;
-        note(self);
-        advance(self);
-        store_count(self->own, self->seq);
-        count_turn(self, 1, now);
-        if (writer_parked(self))
-            notify(self);
-    }
-    self->hushed = 0;
-}
-
-static PyObject *seen_tuple(const Seen *seen)
-{
-    return Py_BuildValue("nnnKK", seen->chunk, (Py_ssize_t)seen->index, (Py_ssize_t)seen->nbytes,
-                         (unsigned long long)seen->faults, (unsigned long long)seen->kept_ns);
-}
-
-static PyObject *reader_keep(Core *self, PyObject *args)
-{
-    Py_ssize_t chunk, index, nbytes;
-    unsigned long long faults;
-    if (!PyArg_ParseTuple(args, "nnnK:keep", &chunk, &index, &nbytes, &faults) || check_unused(self) < 0)
-        return NULL;
-    bool known = self->windows != NULL && nbytes >= 0 && (size_t)index == self->index;
-    self->keeping = (Seen){chunk, self->index, (size_t)nbytes, faults, now_ns()};
-    note(self);
-    advance(self);
-    store_count(self->own, self->seq);
-    self->kept = 1;
-    self->keeps = known;
-    return PyBool_FromLong(known);
-}
-
-static PyObject *reader_tell_shown(Core *self, PyObject *Py_UNUSED(ignored))
-{
-    if (!self->shown || !self->shows)
-        Py_RETURN_NONE;
-    self->shows = 0;
-    return seen_tuple(&self->seen);
-}
-
-static PyObject *reader_tell_kept(Core *self, PyObject *Py_UNUSED(ignored))
-{
-    if (!self->kept || !self->keeps)
-        Py_RETURN_NONE;
-    self->keeps = 0;
-    return seen_tuple(&self->keeping);
-}
-
-/* Lease the next message, if the gate lets this thread pass; `nothing` or `elsewhere` if there is none to be had so. */
-static PyObject *lease(Core *self)
-{
-    PyObject *task = NULL;  /* that the loop is in: then it runs, and need not be asked */
-    if (self->tasks != NULL && lets_in(self) && (task = task_of_loop(self)) == NULL && PyErr_Occurred())
-        return NULL;
-    int passed = self->open_slowly == NULL ? 0 : task == NULL ? passes(self) : check_usable(self) < 0 ? -1 : 1;
-    if (passed <= 0) {
-        Py_XDECREF(task);
-        return passed < 0 ? NULL : Py_NewRef(self->nothing);
-    }
-    unsigned long long holder = 0;
-    if (self->whose != Py_None) {
-        if (task == NULL && (task = whose(self)) == NULL)
-            return NULL;
-        holder = (unsigned long long)(uintptr_t)task;  /* only to be told from others, by its id() */
-        Py_DECREF(task);
-        if (check_unused(self) < 0)
-            return NULL;
-    }
-    unsigned long before = begin_use(self);
-    int there = message_is_there(self);
-    self->shows = 0;
-    PyObject *obj = there > 0 ? show(self) : there < 0 ? NULL : Py_NewRef(self->nothing);
-    if (obj == NULL && there > 0 && !PyErr_Occurred())
-        obj = decode(self, true);
-    if (there > 0 && obj != self->elsewhere && !(obj == NULL && interrupted()) && was_evicted(self))
-        obj = dropped(self, obj);
-    if (obj == NULL && there > 0 && !interrupted()) {
-        finish_and_tell(self, false);
-        fail(self);
-    }
-    if (obj == NULL || obj == self->nothing || obj == self->elsewhere) {
-        self->shown = 0;
-        end_use(self, before);
-        return obj;
-    }
-    self->hushed = 0;
-    self->holder = holder;
-    self->leased = 1;
-    if (counts(self))
-        note_latency(self, now_ns());
-    if (self->trace_at)
-        note_trace(self);
-    const uint8_t *slot = slot_of(self, self->index);
-    if (!self->shown && load_word(slot) == self->what)
-        self->copied += load_word(slot + 24);
-    return obj;
-}
-
-static PyObject *reader_lease(Core *self, PyObject *Py_UNUSED(ignored))
-{
-    return lease(self);
-}
-
-/* Give the leased slot back. */
-static int unlease(Core *self)
-{
-    int failed = 0;
-    bool held;
-    self->leased = 0;
-    if (self->base != NULL && may_end_array(self, &held)) {
-        end_array(self, held);
-    } else if (self->base != NULL && (self->shown || self->kept)) {  /* slots go back in order */
-        PyObject *ended = call(self->end_shown, NULL);
-        failed = ended == NULL;
-        Py_XDECREF(ended);
-    } else if (self->base != NULL) {
-        self->hushed = self->quiet;
-        finish_and_tell(self, false);
-        self->hushed = 0;
-    }
-    self->shown = self->shows = 0;
-    if (self->runs == Py_None)
-        self->user = 0;
-    return failed ? -1 : 0;
-}
-
 /* Whether there is a message that no call has returned yet: it comes before those in the ring. */
 static inline bool has_undelivered(const Core *self)
 {
     return self->undelivered != NULL && PyList_Size(self->undelivered) > 0;
-}
-
-/* Enter a block: what `open` opens, if the message is not to be had at once, or another one comes first. */
-static PyObject *enter_or(Core *self, PyObject *open)
-{
-    bool blocks = self->runs == Py_None, later = has_undelivered(self);
-    PyObject *obj = later ? Py_NewRef(self->elsewhere) : lease(self);
-    if (blocks && obj == self->nothing && self->await_next != NULL && self->await_next != Py_None) {
-        PyObject *soon = call(self->await_next, NULL);
-        if (soon == NULL)
-            Py_CLEAR(obj);
-        else if (soon == Py_True) {
-            Py_DECREF(obj);
-            obj = lease(self);
-        }
-        Py_XDECREF(soon);
-    }
-    if (obj == NULL)
-        return NULL;
-    if (obj != self->nothing && obj != self->elsewhere) {
-        if (blocks)
-            return obj;
-        PyObject *awaitable = at_once(self, obj);
-        if (awaitable == NULL)
-            unlease(self);
-        return awaitable;
-    }
-    Py_DECREF(obj);
-    PyObject *opened = call(open, NULL);
-    if (!blocks || opened == NULL)
-        return opened;
-    obj = PyObject_CallMethod(opened, "__enter__", NULL);
-    if (obj == NULL) {
-        Py_DECREF(opened);
-        return NULL;
-    }
-    PyObject *old = self->block;
-    self->block = opened;
-    Py_XDECREF(old);
-    return obj;
-}
-
-static PyObject *reader_enter(Core *self, PyObject *Py_UNUSED(ignored))
-{
-    return enter_or(self, self->open_slowly);
-}
-
-/* Call with the arguments of `__exit__`. */
-static PyObject *call_with(PyObject *callable, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (nargs != 3) {
-        PyErr_SetString(PyExc_TypeError, "__exit__() takes three arguments");
-        return NULL;
-    }
-    Py_INCREF(callable);
-    PyObject *result = PyObject_CallFunctionObjArgs(callable, args[0], args[1], args[2], NULL);
-    Py_DECREF(callable);
-    return result;
-}
-
-static PyObject *reader_exit(Core *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    bool blocks = self->runs == Py_None, held;
-    bool calls = blocks && (self->shown || self->kept) && !may_end_array(self, &held);
-    if (self->leased == 1 && !calls) {  /* which a handler must not interrupt */
-        if (unlease(self) < 0)
-            return NULL;
-        if (blocks && !self->owes)
-            Py_RETURN_NONE;
-        if (!blocks)
-            return at_once(self, Py_NewRef(Py_None));
-    } else if (blocks && self->block != NULL && !self->leased) {
-        PyObject *block = self->block, *leave;
-        self->block = NULL;
-        leave = PyObject_GetAttrString(block, "__exit__");
-        PyObject *result = leave == NULL ? NULL : call_with(leave, args, nargs);
-        Py_XDECREF(leave);
-        Py_DECREF(block);
-        return result;
-    }
-    if (self->close_slowly == NULL)
-        Py_RETURN_NONE;
-    PyObject *done = call_with(self->close_slowly, args, nargs);
-    if (done != NULL || !blocks)
-        return done;
-    PyObject *type, *error, *traceback;  /* a signal's handler may have raised before it had begun */
-    PyErr_Fetch(&type, &error, &traceback);
-    if (self->leased || self->owes) {
-        done = call_with(self->close_slowly, args, nargs);
-        if (done == NULL)
-            PyErr_Clear();
-        Py_XDECREF(done);
-    }
-    PyErr_Restore(type, error, traceback);
-    return NULL;
-}
-
-static PyObject *reader_adopt(Core *self, PyObject *Py_UNUSED(ignored))
-{
-    bool is_new = self->leased == 1;
-    if (is_new)
-        self->leased = 2;
-    return PyBool_FromLong(is_new);
-}
-
-static PyObject *reader_unlease(Core *self, PyObject *Py_UNUSED(ignored))
-{
-    if (!self->leased)
-        Py_RETURN_NONE;
-    return unlease(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *reader_take_many(Core *self, PyObject *arg)
@@ -2585,8 +1677,8 @@ static PyObject *reader_take_many(Core *self, PyObject *arg)
     }
     self->in_use++;
     while (n < most && is_ready(self, self->index)) {
-        PyObject *obj = copy_plain(self, false);
-        bool made = obj == NULL && !PyErr_Occurred() && (obj = copy_array(self, false)) != NULL;
+        PyObject *obj = copy_plain(self);
+        bool made = obj == NULL && !PyErr_Occurred() && (obj = copy_array(self)) != NULL;
         if (obj == NULL)
             break;
         if (!self->raw && !made) {
@@ -2646,8 +1738,7 @@ static PyObject *reader_take_many(Core *self, PyObject *arg)
 typedef struct {
     PyObject_HEAD
     PyObject *core;           /* that is asked first, or NULL */
-    PyObject *leasing;        /* the block of each lease that may wait as long as it takes, or NULL */
-    PyObject *rest, *whole, *fail, *block;
+    PyObject *rest, *whole, *fail;
     void *spare;              /* the memory of a call that has ended */
     PyTypeObject *writer, *reader, *call;
 } Calls;
@@ -2738,30 +1829,6 @@ static PyObject *calls_aclose(Calls *self, PyObject *Py_UNUSED(ignored))
     return new_call(self, CLOSES, none);
 }
 
-/* Return what makes the blocks that the core does not give, called with these arguments, which this takes. */
-static PyObject *call_block(Calls *self, PyObject *args)
-{
-    PyObject *made = NULL;
-    if (args != NULL && self->block == Py_None)
-        PyErr_SetString(PyExc_TypeError, "these calls give nothing to a block");
-    else if (args != NULL)
-        made = PyObject_CallObject(self->block, args);
-    Py_XDECREF(args);
-    return made;
-}
-
-
-static PyObject *calls_lease(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    PyObject *found[3] = {NULL};
-    if ((nargs > 0 || kwnames != NULL) && find_arguments("lease", DEQUEUE, 3, args, nargs, kwnames, found) < 0)
-        return NULL;
-    PyObject *timeout = found[0] == NULL ? Py_None : found[0], *cancel = found[1] == NULL ? Py_None : found[1];
-    PyObject *indefinite = found[2] == NULL ? Py_False : found[2];
-    if (self->leasing != NULL && timeout == Py_None && cancel == Py_None && indefinite == Py_False)
-        return Py_NewRef(self->leasing);
-    return call_block(self, PyTuple_Pack(3, timeout, cancel, indefinite));
-}
 
 
 /* Let go of everything but the memory. */
@@ -3077,8 +2144,8 @@ static int no_keywords(PyObject *kwargs);
 
 static int calls_init(Calls *self, PyObject *args, PyObject *kwargs)
 {
-    PyObject *rest, *whole = Py_None, *fail = Py_None, *block = Py_None;
-    if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "O|OOO:Calls", &rest, &whole, &fail, &block))
+    PyObject *rest, *whole = Py_None, *fail = Py_None;
+    if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "O|OO:Calls", &rest, &whole, &fail))
         return -1;
     State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
     if (state == NULL)
@@ -3090,7 +2157,6 @@ static int calls_init(Calls *self, PyObject *args, PyObject *kwargs)
     self->rest = Py_NewRef(rest);
     self->whole = Py_NewRef(whole);
     self->fail = Py_NewRef(fail);
-    self->block = Py_NewRef(block);
     self->writer = (PyTypeObject *)Py_NewRef((PyObject *)state->writer);
     self->reader = (PyTypeObject *)Py_NewRef((PyObject *)state->reader);
     self->call = (PyTypeObject *)Py_NewRef((PyObject *)state->call);
@@ -3101,22 +2167,18 @@ static int calls_traverse(Calls *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)self));
     Py_VISIT(self->core);
-    Py_VISIT(self->leasing);
     Py_VISIT(self->rest);
     Py_VISIT(self->whole);
     Py_VISIT(self->fail);
-    Py_VISIT(self->block);
     return 0;
 }
 
 static int calls_clear(Calls *self)
 {
     Py_CLEAR(self->core);
-    Py_CLEAR(self->leasing);
     Py_CLEAR(self->rest);
     Py_CLEAR(self->whole);
     Py_CLEAR(self->fail);
-    Py_CLEAR(self->block);
     return 0;
 }
 
@@ -3149,19 +2211,6 @@ static int calls_set_core(Calls *self, PyObject *core, void *Py_UNUSED(closure))
     }
     PyObject *old = self->core;
     self->core = core == Py_None ? NULL : Py_NewRef(core);
-    Py_XDECREF(old);
-    return 0;
-}
-
-static PyObject *calls_leasing(Calls *self, void *Py_UNUSED(closure))
-{
-    return Py_NewRef(self->leasing == NULL ? Py_None : self->leasing);
-}
-
-static int calls_set_leasing(Calls *self, PyObject *leasing, void *Py_UNUSED(closure))
-{
-    PyObject *old = self->leasing;
-    self->leasing = leasing == Py_None ? NULL : Py_XNewRef(leasing);
     Py_XDECREF(old);
     return 0;
 }
@@ -3314,7 +2363,6 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
         return -1;
     }
     self->awaited = NONE;
-    self->pagemap = -1;
     self->slots = Py_NewRef(slots);
     self->nothing = Py_NewRef(state->nothing);
     self->elsewhere = Py_NewRef(state->elsewhere);
@@ -3323,8 +2371,6 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
     self->beside = Py_NewRef(Py_None);
     self->measure = Py_NewRef(Py_None);
     self->runs = Py_NewRef((PyObject *)&PyBool_Type);  /* bool() is False */
-    self->at_once = (PyTypeObject *)Py_NewRef((PyObject *)state->at_once);
-    self->part = (PyTypeObject *)Py_NewRef((PyObject *)state->part);
     self->names = state->names;
     self->base = self->buffer.buf;
     self->own = self->base + line;
@@ -3394,23 +2440,11 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->beside);
     Py_VISIT(self->measure);
     Py_VISIT(self->allocate);
-    Py_VISIT(self->show_beside);
-    Py_VISIT(self->end_shown);
-    Py_VISIT(self->open_slowly);
-    Py_VISIT(self->close_slowly);
-    Py_VISIT(self->await_next);
-    Py_VISIT(self->whose);
-    Py_VISIT(self->fail);
-    Py_VISIT(self->windows);
-    Py_VISIT(self->show_window);
-    Py_VISIT(self->check_window);
     Py_VISIT(self->arrays);
     Py_VISIT(self->missed);
     Py_VISIT(self->undelivered);
     Py_VISIT(self->learn);
     Py_VISIT(self->array);
-    Py_VISIT(self->given);
-    Py_VISIT(self->block);
     Py_VISIT(self->runs);
     return 0;
 }
@@ -3424,25 +2458,11 @@ static int core_clear(Core *self)
     Py_CLEAR(self->beside);
     Py_CLEAR(self->measure);
     Py_CLEAR(self->allocate);
-    Py_CLEAR(self->show_beside);
-    Py_CLEAR(self->end_shown);
-    Py_CLEAR(self->open_slowly);
-    Py_CLEAR(self->close_slowly);
-    Py_CLEAR(self->await_next);
-    self->tasks = self->of_loop = NULL;
-    Py_CLEAR(self->whose);
-    Py_CLEAR(self->fail);
-    Py_CLEAR(self->windows);
-    Py_CLEAR(self->show_window);
-    Py_CLEAR(self->check_window);
     Py_CLEAR(self->arrays);
     Py_CLEAR(self->missed);
     Py_CLEAR(self->undelivered);
     Py_CLEAR(self->learn);
     Py_CLEAR(self->array);
-    Py_CLEAR(self->secret);
-    Py_CLEAR(self->given);
-    Py_CLEAR(self->block);
     Py_CLEAR(self->runs);
     self->open = 0;
     return 0;
@@ -3455,8 +2475,6 @@ static void core_dealloc(Core *self)
     core_clear(self);
     Py_CLEAR(self->nothing);
     Py_CLEAR(self->elsewhere);
-    Py_CLEAR(self->at_once);
-    Py_CLEAR(self->part);
     if (self->base != NULL)
         PyBuffer_Release(&self->buffer);
     free_stacks(self);
@@ -3504,22 +2522,8 @@ static PyMethodDef reader_methods[] = {
     {"taken", CALL reader_taken, METH_O, "Note when the message was published that was taken just now."},
     {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},
     {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
-    {"bind_leases", CALL reader_bind_leases, METH_VARARGS, "Say how messages are leased."},
     {"bind_arrays", CALL reader_bind_arrays, METH_VARARGS, "Say which arrays are known."},
     {"bind_undelivered", CALL reader_bind_undelivered, METH_O, "Say where messages are that no call has returned yet."},
-    {"bind_windows", CALL reader_bind_windows, METH_VARARGS, "Say through what arrays are seen."},
-    {"keep", CALL reader_keep, METH_VARARGS, "Go on, but keep the slot; return whether the core looks after it."},
-    {"check_windows", CALL reader_check_windows, METH_NOARGS, "Look at windows that were shown before they are shown by others."},
-    {"tell_shown", CALL reader_tell_shown, METH_NOARGS, "Return what is shown, once, if the core knows it: see `Leases`."},
-    {"tell_kept", CALL reader_tell_kept, METH_NOARGS, "Return what is kept, once, if the core knows it: see `Leases`."},
-    {"__aenter__", CALL reader_enter, METH_NOARGS, "Lease the next message."},
-    {"__aexit__", FAST reader_exit, METH_FASTCALL, "End the lease."},
-    {"__enter__", CALL reader_enter, METH_NOARGS, "Lease the next message."},
-    {"__exit__", FAST reader_exit, METH_FASTCALL, "End the lease."},
-    {"enter_or", CALL enter_or, METH_O, "Lease the next message, or open another block."},
-    {"lease", CALL reader_lease, METH_NOARGS, "Lease the next message; `__exit__` ends that."},
-    {"adopt", CALL reader_adopt, METH_NOARGS, "Let the end of the lease be the gate's; return whether there is one."},
-    {"unlease", CALL reader_unlease, METH_NOARGS, "Give the leased slot back."},
     {"receive", CALL reader_receive, METH_NOARGS, "Take the next message, if the gate lets this thread pass."},
     {"note_trace", CALL reader_note_trace, METH_NOARGS, "Note the next message's trace context, as of one that a block has."},
     {"traces", CALL reader_traces, METH_O, "Return the trace contexts of so many of the messages that were taken last."},
@@ -3561,14 +2565,7 @@ static PyMemberDef members[] = {
     {"quiet", T_BOOL, offsetof(Core, quiet), 0, "Whether send and receive set `owes` instead of telling a parked end."},
     {"owes", T_BOOL, offsetof(Core, owes), 0, "Whether the other end has to be told that it may go on."},
     {"due", T_ULONGLONG, offsetof(Core, due), 0, "Before which message that is not set: the other end is told later."},
-    {"leased", T_BOOL, offsetof(Core, leased), READONLY, "Whether a block has the next message."},
-    {"holder", T_ULONGLONG, offsetof(Core, holder), READONLY, "The id of the task that leased it."},
-    {"shown", T_BOOL, offsetof(Core, shown), 0, "Whether it is seen where it lies."},
     {"unknown", T_BOOL, offsetof(Core, unknown), READONLY, "Whether it is like the last one that was not known."},
-    {"kept_ns", T_ULONGLONG, offsetof(Core, keeping) + offsetof(Seen, kept_ns), READONLY, "When what is kept was kept."},
-    {"pagemap", T_INT, offsetof(Core, pagemap), 0, "Tells which pages were written to; -1: there is no such descriptor."},
-    {"overflows", T_ULONGLONG, offsetof(Core, overflows), 0, "Messages in overflow segments."},
-    {"timed", T_BOOL, offsetof(Core, timed), 0, "Whether what is kept is looked at in time."},
     {"kept", T_BOOL, offsetof(Core, kept), READONLY, "Whether a slot was skipped and not given back."},
     {"spin_ns", T_LONGLONG, offsetof(Core, spin_ns), 0, "How long send and receive spin where they cannot go on."},
     {"spin_yields", T_BOOL, offsetof(Core, spin_yields), 0, "Whether a spin hands its CPU on between its looks."},
@@ -3615,16 +2612,12 @@ static PyMethodDef calls_methods[] = {
     {"dequeue", FAST calls_dequeue, METH_FASTCALL | METH_KEYWORDS,
      "dequeue($self, timeout=None, cancel=None, indefinite=False)\n--\n\n"
      "Receive the next message; see `aioshm.MessageQueue.dequeue`."},
-    {"lease", FAST calls_lease, METH_FASTCALL | METH_KEYWORDS,
-     "lease($self, timeout=None, cancel=None, indefinite=False)\n--\n\n"
-     "Give the next message to the block, decoded where it lies; see `aioshm.MessageQueue.lease`."},
     {"aclose", (PyCFunction)calls_aclose, METH_NOARGS, "End an iteration: the queue stays open."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef calls_attributes[] = {
     {"core", (getter)calls_core, (setter)calls_set_core, "The core that is asked first, or None.", NULL},
-    {"leasing", (getter)calls_leasing, (setter)calls_set_leasing, "The block of each lease, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -3722,10 +2715,8 @@ static int execute(PyObject *module)
         || PyModule_AddObjectRef(module, "NOTHING", state->nothing) < 0
         || PyModule_AddObjectRef(module, "ELSEWHERE", state->elsewhere) < 0)
         return -1;
-    state->at_once = (PyTypeObject *)PyType_FromModuleAndSpec(module, &at_once_spec, NULL);
-    state->part = (PyTypeObject *)PyType_FromModuleAndSpec(module, &part_spec, NULL);
     state->call = (PyTypeObject *)PyType_FromModuleAndSpec(module, &call_spec, NULL);
-    if (state->at_once == NULL || state->part == NULL || state->call == NULL)
+    if (state->call == NULL)
         return -1;
     state->writer = add_type(module, &writer_spec);
     state->reader = state->writer == NULL ? NULL : add_type(module, &reader_spec);
@@ -3744,8 +2735,6 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     State *state = PyModule_GetState(module);
     Py_VISIT(state->nothing);
     Py_VISIT(state->elsewhere);
-    Py_VISIT(state->at_once);
-    Py_VISIT(state->part);
     Py_VISIT(state->writer);
     Py_VISIT(state->reader);
     Py_VISIT(state->call);
@@ -3758,8 +2747,6 @@ static int module_clear(PyObject *module)
     State *state = PyModule_GetState(module);
     Py_CLEAR(state->nothing);
     Py_CLEAR(state->elsewhere);
-    Py_CLEAR(state->at_once);
-    Py_CLEAR(state->part);
     Py_CLEAR(state->writer);
     Py_CLEAR(state->reader);
     Py_CLEAR(state->call);

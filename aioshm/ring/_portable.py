@@ -19,10 +19,10 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from threading import get_ident
 from time import monotonic_ns
-from typing import Any, ClassVar, Final, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
 from aioshm.process.interrupts import from_handler
 from aioshm.ring import layout as at
@@ -86,7 +86,6 @@ class _Core(ABC):
         due: Before which message that is not set: the other end is to be told later anyway.
         spin_ns: How long `send` and `receive` spin where they cannot go on at once.
         spin_yields: Whether a spin hands its CPU on between its looks.
-        leased: Whether a block has the next message (of a reader).
         kept: Whether a slot was skipped and has not been given back (of a reader).
         spins, hits, spun_ns: How often this end spun, with success, and for how long in all.
         copied: Bytes that were copied into messages (of a writer), or out of those that were leased (of a reader).
@@ -140,9 +139,7 @@ class _Core(ABC):
             self._count = words[at.COUNT : at.COUNT + 1]
         self._own = view[line : line + at.LINE]
         self._in_use = 0
-        self.leased: bool = False
         self.kept: bool = False
-        self.kept_ns: int = 0  # when, of what the core looks after: this one looks after none
         self.quiet: bool = False
         self._hushed = False
         self.owes: bool = False
@@ -180,10 +177,10 @@ class _Core(ABC):
 
     def passes(self) -> bool:
         """Return whether the gate (loop, thread, process of this end) lets this thread pass."""
-        return not self.kept and self._lets_pass(get_ident())
+        return self._lets_pass(get_ident())
 
     def _lets_pass(self, me: int) -> bool:
-        if not (self.open and self.turn > 0 and not self._in_use and not self.leased):
+        if not (self.open and self.turn > 0 and not self._in_use):
             return False
         if self._runs is None:
             return self.user in (0, me)
@@ -278,19 +275,6 @@ class _Unraisable:
 
     def __del__(self) -> None:
         raise self._error
-
-
-class _AtOnce:
-    """Something to await that is there at once."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._value
-        yield
 
 
 class _Chunks:
@@ -740,11 +724,7 @@ class WriterCore(_Core):
 class ReaderCore(_Core):
     """A reader's end: `peek` at the next message, `release` it when done with its slot; or both in one call."""
 
-    leased: bool
     kept: bool
-    timed: bool = False
-    pagemap: int = -1
-    overflows: int = 0
     published_ns: int
     copied: int
     garbled: int
@@ -755,15 +735,8 @@ class ReaderCore(_Core):
         super().__init__(layout, view, slots, layout.reader_line(reader))
         self._flag = 1 + reader
         self._copy_max = min(COPY_MAX, layout.max_chunk_bytes)
-        self.shown: bool = False
         self.unknown: bool = False
-        self._adopted = False
         self._undelivered: list[Any] | None = None
-        self.holder: int = 0
-        self._open_slowly: Callable[[], Any] | None = None
-        self._close_slowly: Callable[..., Any] | None = None
-        self._await_next: Callable[[], object] | None = None
-        self._block: Any = None
         self._rushes = False  # whether messages come in quick succession, so that not each one's latency is counted
         self._finished_ns = 0
         histogram = layout.histogram(reader)
@@ -833,7 +806,7 @@ class ReaderCore(_Core):
         if not self._may_go_on():
             return NOTHING
         try:
-            obj = self._decode(self._beside)
+            obj = self._decode()
         except Exception as error:
             if not from_handler(error):
                 if self.was_evicted():
@@ -882,14 +855,14 @@ class ReaderCore(_Core):
         if self.release():
             self._notify()
 
-    def _decode(self, beside: Callable[[int], Any] | None) -> Any:
+    def _decode(self) -> Any:
         """Decode the next message, which is there and stays where it is; `ELSEWHERE` if it is no ordinary one."""
         message: Any = self._copy_plain()
         code, arg = self._code, message
         if message is None:
-            if beside is None:
+            if self._beside is None:
                 return ELSEWHERE
-            code, arg = beside, self._first + self._index * self._stride
+            code, arg = self._beside, self._first + self._index * self._stride
         elif self._raw:
             return message
         self._in_use += 1
@@ -941,8 +914,6 @@ class ReaderCore(_Core):
             self.user: int = before
             self._hushed = False
 
-    # Leases: a reader is the block of the leases that need not wait, for `async with` and `with` alike
-
     def bind_arrays(self, arrays: dict[bytes, Any], copies: bool, /) -> None:
         """Say which arrays are known, see `aioshm.queue.local.arrays`; this core makes none by itself.
 
@@ -950,179 +921,6 @@ class ReaderCore(_Core):
             arrays: What arrays main parts make.
             copies: Whether those count that were not placed, too.
         """
-
-    def bind_windows(
-        self,
-        windows: dict[int, Any],
-        secret: bytes,
-        show: Callable[[memoryview, list[memoryview]], Any],
-        check: Callable[[int, int, int], object],
-        /,
-    ) -> None:
-        """Say through what messages are seen, and what markers of overflow segments repeat.
-
-        This core shows and keeps none by itself.
-
-        Args:
-            windows: The mappings, by chunk.
-            secret: What the markers repeat.
-            show: Is called with the main part and the buffers of a message in a window, and decodes it where it lies.
-            check: Drops the window of a chunk if its first so many bytes were written to since there were as many page
-                faults; nobody holds it.
-        """
-
-    def check_windows(self) -> None:
-        """Look at windows that were shown, before they are shown by others."""
-
-    def keep(self, chunk: int, index: int, nbytes: int, faults: int, /) -> bool:
-        """Go on to the next message, but keep the slot; return whether the core looks after what is shown of it.
-
-        Args:
-            chunk: What the message is seen in.
-            index: Its slot.
-            nbytes: How much is shown.
-            faults: How many page faults the process had before.
-        """
-        self.skip()
-        return False
-
-    def tell_shown(self) -> tuple[int, int, int, int, int] | None:
-        """Return what is shown, once, if the core knows it: see `aioshm.queue.local.leases.Leases`."""
-        return None
-
-    def tell_kept(self) -> tuple[int, int, int, int, int] | None:
-        """Return what is kept, once, if the core knows it."""
-        return None
-
-    def bind_leases(
-        self,
-        show_beside: Callable[[int], Any],
-        end_shown: Callable[[], object],
-        open_slowly: Callable[[], Any],
-        close_slowly: Callable[..., Any],
-        await_next: Callable[[], object] | None,
-        whose: Any,
-        fail: Callable[[Any], object],
-        /,
-    ) -> None:
-        """Say how messages are leased; ordinary ones are decoded as `take` does it.
-
-        Args:
-            show_beside: Is called with where the slot of another one begins, and decodes that, or returns `ELSEWHERE`;
-                sets ``shown`` if its slot has to go back by `end_shown`.
-            end_shown: Gives the slot back, also where one before it has to go back first.
-            open_slowly: Opens what is to be entered where a message is not to be had at once: something to await, or a
-                block, where calls block.
-            close_slowly: Is called with the arguments of ``__exit__`` at the end of what ``open_slowly`` has opened, at
-                the end of a lease that was adopted (see `adopt`), and where the writer has to be told.
-            await_next: Waits for the next message, where calls block; returns True where it may be there by now.
-            whose: Returns the task that leases, or is a dict of tasks and its key; None: it cannot be told from others.
-            fail: Raises what callers are to see of the error that decoding ended in.
-        """
-        self._show_beside, self._end_shown = show_beside, end_shown
-        self._open_slowly, self._close_slowly = open_slowly, close_slowly
-        self._await_next, self._whose, self._fail = await_next, whose, fail
-
-    def lease(self) -> Any:
-        """Lease the next message, if the gate lets this thread pass, until ``__exit__``; `NOTHING` or `ELSEWHERE`."""
-        me = get_ident()
-        if self._open_slowly is None or not self._lets_pass(me):
-            return NOTHING
-        whose = self._whose
-        holder = 0 if whose is None else id(whose[0].get(whose[1]) if type(whose) is tuple else whose())
-        before, self.user = self.user, me
-        self._hushed = self.quiet
-        obj: Any = NOTHING
-        try:
-            self._check_unused()
-            if not self._may_go_on() and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
-                return NOTHING
-            try:
-                obj = self._decode(self._show_beside)
-            except Exception as error:
-                if not from_handler(error):
-                    if self.was_evicted():
-                        return NOTHING
-                    self._finish_and_tell()
-                    self._fail(error)
-                raise
-            if obj is not ELSEWHERE and self.was_evicted():
-                obj = NOTHING
-            return obj
-        finally:
-            self._hushed = False
-            if obj is NOTHING or obj is ELSEWHERE:
-                self.user, self.shown = before, False
-            else:
-                self.holder, self.leased = holder, True
-                if self._counts():
-                    self._note_latency(monotonic_ns())
-                self._note_trace()
-                if not self.shown:
-                    what, _, _, size, _ = _unpack(self._view, self._first + self._index * self._stride)
-                    self.copied += size if what == self._what else 0
-
-    def unlease(self) -> None:
-        """Give the leased slot back."""
-        if not self.leased:
-            return
-        self.leased = self._adopted = False
-        try:
-            if self._closed:
-                pass
-            elif self.shown or self.kept:  # slots go back in order
-                self._end_shown()
-            else:
-                self._hushed = self.quiet
-                self._finish_and_tell()
-                self._hushed = False
-        finally:
-            self.shown = False
-            if self._runs is None:
-                self.user = 0
-
-    def adopt(self) -> bool:
-        """Let the end of the lease be what ``close_slowly`` does; return whether there is one that was not adopted."""
-        is_new = self.leased and not self._adopted
-        self._adopted = self._adopted or is_new
-        return is_new
-
-    def enter_or(self, open_slowly: Callable[[], Any], /) -> Any:
-        """Enter a block: as ``__enter__``, but for what opens it where the message is not to be had at once.
-
-        It opens the block of an undelivered message, too; see `bind_undelivered`.
-        """
-        blocks = self._runs is None
-        obj = ELSEWHERE if self._undelivered else self.lease()
-        if blocks and obj is NOTHING and self._await_next is not None and self._await_next() is True:
-            obj = self.lease()
-        if obj is not NOTHING and obj is not ELSEWHERE:
-            return obj if blocks else _AtOnce(obj)
-        opened = open_slowly()
-        if not blocks:
-            return opened
-        obj = opened.__enter__()
-        self._block = opened
-        return obj
-
-    def __enter__(self) -> Any:
-        return self.enter_or(self._open_slowly)  # type: ignore[arg-type]  # which has been said
-
-    def __exit__(self, *error: Any) -> Any:
-        blocks = self._runs is None
-        if self.leased and not self._adopted and not (blocks and (self.shown or self.kept)):
-            self.unlease()
-            if not blocks:
-                return _AtOnce(None)
-            if not self.owes:
-                return None
-        elif blocks and self._block is not None and not self.leased:
-            block, self._block = self._block, None
-            return block.__exit__(*error)
-        return None if self._close_slowly is None else self._close_slowly(*error)
-
-    __aenter__: ClassVar[Callable[..., Any]] = __enter__
-    __aexit__: ClassVar[Callable[..., Any]] = __exit__
 
     def take_many(self, most: int, /) -> list[Any]:
         """Return the next messages with one fence: at most so many, at most for the rest of the turn.
@@ -1255,12 +1053,9 @@ class Calls:
             answered (False without a core), and the timeout; or of what `dequeue` was called with.
         whole: Makes the coroutine of a `dequeue` that has no core to ask; None: ``rest`` does.
         fail: Raises the error that `ReaderCore.receive` has raised, as callers are to see it; None: as it is.
-        block: Makes the block of a lease that `leasing` is not for, of what was asked for: to be entered by
-            ``async with``, or by ``with`` where calls block.
 
     Attributes:
         core: The core that is asked first; None: there is none, or it is of another make.
-        leasing: The block of each lease that may wait as long as it takes; None: there is none, yet.
     """
 
     def __init__(
@@ -1268,15 +1063,12 @@ class Calls:
         rest: Callable[..., Coroutine[Any, Any, Any]],
         whole: Callable[..., Coroutine[Any, Any, Any]] | None = None,
         fail: Callable[[Exception], NoReturn] | None = None,
-        block: Callable[..., Any] | None = None,
         /,
     ) -> None:
         self._rest = rest
         self._whole = whole or rest
         self._fail = fail
-        self._block = block
         self.core: WriterCore | ReaderCore | None = None
-        self.leasing: Any = None
 
     async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
         """Send an object to every reader; see `aioshm.MessageQueue.enqueue`."""
@@ -1304,17 +1096,6 @@ class Calls:
 
     async def aclose(self) -> None:
         """End an iteration: the queue stays open."""
-
-    def lease(self, timeout: float | None = None, cancel: Any = None, indefinite: bool = False) -> Any:
-        """Give the next message to the block, decoded where it lies; see `aioshm.MessageQueue.lease`."""
-        if self.leasing is not None and timeout is None and cancel is None and not indefinite:
-            return self.leasing
-        return self._new_block(timeout, cancel, indefinite)
-
-    def _new_block(self, *asked: Any) -> Any:
-        if self._block is None:
-            raise TypeError("these calls give nothing to a block")
-        return self._block(*asked)
 
 
 class OrderedWriterCore(WriterCore):

@@ -235,6 +235,7 @@ class RingReader(_Cursor):
         self.copies: bool = getattr(self.core, "copies", False)
         self.parked: memoryview = self.readers_parked[reader : reader + 1]
         self.reader = reader
+        self._state_at = layout.reader_line(reader) + at.STATE
         self._read_by_all = bytes([1]) * layout.flag_bytes
         self.ready: Callable[[], bool] = self.core.ready
         self.peek: Callable[[], Slot | None] = self.core.peek
@@ -276,11 +277,11 @@ class RingReader(_Cursor):
 
     def evicted(self) -> bool:
         """Return whether the writer goes on without this reader: because it was too slow, or was dismissed."""
-        return self._header[self.layout.reader_line(self.reader) + at.STATE] in (at.EVICTED, at.DISMISSED)
+        return self._header[self._state_at] in (at.EVICTED, at.DISMISSED)
 
     def dismissed(self) -> bool:
         """Return whether that is because it was dismissed."""
-        return self._header[self.layout.reader_line(self.reader) + at.STATE] == at.DISMISSED
+        return self._header[self._state_at] == at.DISMISSED
 
     def writer_closed(self) -> bool:
         """Return whether the writer has closed the ring."""

@@ -10,6 +10,7 @@ from aioshm.ring.layout import Layout, chunk_at
 
 _SEQ = 1  # which word of a slot's header has the number of the message in it, see codec/frames.py
 _CHUNK = at.CHUNK // 8
+_SIZE = at.SIZE // 8
 
 
 class Slot:
@@ -30,7 +31,7 @@ class Slot:
     @property
     def header(self) -> memoryview:
         """Its 64-byte header."""
-        return self._slots.bodies[self.begin : self.begin + at.SLOT_HEADER_BYTES]
+        return self._slots.header(self.begin)
 
     @property
     def flags(self) -> memoryview:
@@ -99,6 +100,14 @@ class Slots:
         """Return which chunk the header there names; None: the message lies in the slot itself."""
         number = self._words[(begin >> 3) + _CHUNK]
         return number - 1 if number else None
+
+    def header(self, begin: int) -> memoryview:
+        """Return the header there."""
+        return self.bodies[begin : begin + at.SLOT_HEADER_BYTES]
+
+    def size(self, begin: int) -> int:
+        """Return how many bytes the body of a message has that did not overflow, as the header there says."""
+        return self._words[(begin >> 3) + _SIZE]
 
     def body(self, begin: int) -> memoryview:
         """Return the room for a message: the slot's that begins there, or the chunk's that its header names.

@@ -64,7 +64,8 @@ class Windows:
     def __init__(self, fd: int, layout: Layout) -> None:
         self._fd = -1
         self.windows: dict[int, mmap.mmap] = {}
-        self._faults: dict[int, int] = {}  # of this process, before a window was last shown
+        self._faults = -1  # of this process, when a window was last checked
+        self._before: dict[int, int] = {}  # the same, when a window was last shown: asking again would take longer
         self.pagemap: Pagemap = Pagemap()
         self._files: dict[int, tuple[int, int]] = {}  # descriptor and size of others, by negative numbers
         self._places: dict[int, tuple[int, int]] = {}
@@ -90,7 +91,7 @@ class Windows:
         if window is None:
             window = self._open(chunk, start, room)
         start &= _IN_PAGE
-        self._faults[chunk] = _faults()
+        self._before[chunk] = self._faults
         # From the mapping anew each time: a view that was kept would be one reference for all leases together.
         return memoryview(window)[start : start + nbytes]
 
@@ -107,14 +108,6 @@ class Windows:
             self.windows.pop(number, None)
             self._files[number], self._places[number] = (fd, room), (0, room)
         return self.view(number, nbytes)
-
-    def was_shown(self, chunk: int, faults: int) -> None:
-        """Note that others have shown a chunk through its window, and how many page faults there were before."""
-        self._faults[chunk] = faults
-
-    def faults_before(self, chunk: int) -> int:
-        """Return how many page faults there were before a chunk was shown."""
-        return self._faults.get(chunk, 0)
 
     def held(self, chunk: int) -> bool:
         """Return whether a view of a chunk is held."""
@@ -204,7 +197,10 @@ class Windows:
 
     def _written(self, chunk: int, nbytes: int) -> bool:
         """Return whether a window was written to since it was last shown, or may have been."""
-        if not _COPY_ON_WRITE or self._faults.get(chunk) == _faults():  # every first write to a page is a fault
+        if not _COPY_ON_WRITE:
+            return False
+        self._faults = _faults()
+        if self._before.get(chunk) == self._faults:  # every first write to a page is a fault
             return False
         return self.pagemap.written(address_of(self.windows[chunk]), (self._place(chunk)[0] & _IN_PAGE) + nbytes)
 

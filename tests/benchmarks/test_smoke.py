@@ -101,7 +101,7 @@ def test_remote(report: Any) -> None:
 def test_loans(report: Any) -> None:
     sizes, faces = ("64 B, loaned", "64 KiB, loaned", "16 MiB, loaned"), ("aioshm", "aioshm blocking")
     assert measured(report) == {(size, name, 1) for size in sizes for name in faces}
-    assert [promise["kept"] for promise in report["promises"] if "copied" in promise["promise"]] == [True] * 4
+    assert len(report["promises"]) == len(faces), "nothing is copied of 16 MiB"
 
 
 @on("leases", "uvloop")
@@ -111,22 +111,8 @@ def test_leases(report: Any) -> None:
     ways = ("", " leased", " iterated", " leases iterated")
     names = {f"aioshm{face}{way}" for face in ("", " blocking") for way in ways}
     assert measured(report) == {(case, name, 1) for case in small | large for name in names}
-    assert len(report["promises"]) == 5 * len(small) + 6 * len(large)
-
-
-@pytest.mark.slow
-def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "/no/such/compiler")
-    failed = subprocess.run(command("blocks", "--quick"), cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert failed.returncode == 2
-    assert "set CC" in failed.stderr
-    monkeypatch.delenv("CC")
-    if not HAVE_COMPILER:
-        pytest.skip("there is no C compiler, or no Python.h")
-    report = run_json("blocks")
-    ways = {f"{who}, {way}" for who in ("aioshm", "CPython, nothing") for way in ("awaited", "entered and left")}
-    assert measured(report) == {(case, way, 1) for case in ("64 B, raw", "small dict") for way in ways}
-    assert len(report["promises"]) == 2
+    view = sum(name.startswith("1 MiB") for name in large)
+    assert len(report["promises"]) == len(small) + 2 * len(large) + 4 * view
 
 
 @on("overflow", "uvloop")

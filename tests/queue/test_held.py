@@ -102,16 +102,16 @@ async def test_the_writer_waits_and_says_for_whom() -> None:
 
 @pytest.mark.parametrize("what", ["hold", "lease"])
 async def test_what_it_had_in_hands_comes_again(what: str) -> None:
-    """A block that was not left has finished with nothing."""
-    async with wide_writer(1, 0, on_reader_death="hold") as writer:
+    """A block that was not left has finished with nothing; a lease of less than 256 KiB has received the message."""
+    async with wide_writer(1, 0, on_reader_death="hold", chunk=1 << 20) as writer:
         handle = writer.export_handle()
         async with child(what, handle.to_json(), "0") as doomed:
             for number in range(2):
-                await writer.enqueue(number, 20)
+                await writer.enqueue(bytes([number]) * 600_000, 20)
             await doomed.says("ready")
             await doomed.says({"hold": "holding", "lease": "leasing"}[what])
         async with MessageQueue.create_from_handle(handle, 0) as heir:
-            assert [await heir.dequeue(20) for _ in range(2)] == [0, 1]
+            assert [(await heir.dequeue(20))[0] for _ in range(2)] == [0, 1]
 
 
 async def test_a_held_place_is_given_up() -> None:

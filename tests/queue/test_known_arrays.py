@@ -23,7 +23,6 @@ from aioshm.codec.pickle5 import PickleCodec
 from aioshm.errors import MessageTooLarge
 from aioshm.queue.encoded import parts_of
 from aioshm.queue.local import arrays as known
-from aioshm.queue.local import leases
 
 pytestmark = pytest.mark.skipif(not native_core, reason="the twin encodes and decodes each array")
 
@@ -396,6 +395,4 @@ def test_the_core_and_the_queue_agree_on_the_bounds() -> None:
     source = (known.__file__ or "").replace("queue/local/arrays.py", "ring/_native.c")
     with open(source) as file:
         defined = dict(line.split()[1:3] for line in file if line.startswith("#define ") and len(line.split()) > 2)
-    assert int(defined["LEASE_MAX"]) == leases.VIEW_BYTES
-    assert int(defined["LEASE_PLACED_MAX"]) == leases.PLACED_VIEW_BYTES
     assert int(defined["ARRAY_MAIN_MAX"]) == known.MOST_MAIN_BYTES

@@ -140,9 +140,9 @@ async def test_small_messages_and_overflows_too() -> None:
 
 
 async def test_the_slot_is_held_as_long_as_the_block_lasts() -> None:
-    async with attached(1, chunks=2) as (writer, (reader,)):
+    async with attached(1, chunks=2, chunk=1 << 20) as (writer, (reader,)):
         for number in range(6):
-            await writer.enqueue((number, np.full(500, number)))
+            await writer.enqueue((number, np.full(LARGE, number, np.uint8)))
             async with reader.lease(5) as (found, _):
                 assert found == number
                 await writer.enqueue("second")

@@ -1,4 +1,4 @@
-"""Leases that need not wait are the core's: they hold the slot and the line as those that wait do."""
+"""Leases that need not wait hold the slot and the line as those that wait do."""
 
 from __future__ import annotations
 
@@ -65,16 +65,30 @@ async def test_it_would_wait_for_itself() -> None:
             assert await reader.dequeue() == "second"
 
 
-async def test_the_slot_is_held() -> None:
+async def test_the_slot_of_a_large_message_is_held() -> None:
+    async with attached(1, chunks=2, chunk=1 << 20) as (writer, (reader,)):
+        for how in (reader.lease, lambda: reader.lease(5)):
+            await writer.enqueue_many([np.full(LARGE, 1, np.uint8), 2])
+            async with how() as obj:
+                assert (obj == 1).all()
+                del obj
+                assert reader.stats().backlog == 2
+                with pytest.raises(QueueFull):
+                    writer.enqueue_nowait(3)
+            writer.enqueue_nowait(3)
+            assert await reader.dequeue_many(2) == [2, 3]
+
+
+async def test_a_small_message_is_received_when_the_block_begins() -> None:
     async with attached(1, chunks=2) as (writer, (reader,)):
         for how in (reader.lease, lambda: reader.lease(5)):
             await writer.enqueue_many([1, 2])
             async with how() as obj:
                 assert obj == 1
-                assert reader.stats().backlog == 2
-                with pytest.raises(QueueFull):
-                    writer.enqueue_nowait(3)
-            writer.enqueue_nowait(3)
+                assert reader.stats().backlog == 1
+                writer.enqueue_nowait(3)
+                with pytest.raises(RoleError, match="wait for itself"):
+                    await reader.dequeue()
             assert await reader.dequeue_many(2) == [2, 3]
 
 
@@ -94,7 +108,7 @@ async def test_closing_waits_for_it() -> None:
 
 async def test_damage_is_reported_once() -> None:
     async with attached(1, codec=Fails(), chunks=8) as (writer, (reader,)):
-        for _ in range(2):  # the core leases only what comes after the first
+        for _ in range(2):
             await writer.enqueue_many(["bad", "good"])
             with pytest.raises(CodecError, match="bad"):
                 async with reader.lease():

@@ -24,10 +24,12 @@ LARGE = 600_000
 
 
 async def test_each_is_held_until_the_next_is_asked_for() -> None:
-    async with attached(slots=8) as (writer, [reader]):
-        await writer.enqueue_many(range(5))
+    async with attached(slots=8, chunks=8, chunk=1 << 20) as (writer, [reader]):
+        await writer.enqueue_many([np.full(LARGE, number, np.uint8) for number in range(5)])
         held = []
-        async for number in reader.leases():
+        async for array in reader.leases():
+            number = int(array[0])
+            del array
             held.append((number, reader.stats().backlog))
             if number == 4:
                 break

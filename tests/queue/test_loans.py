@@ -142,7 +142,7 @@ async def test_a_name_that_was_bound_to_something_over_the_array(like: Any, deri
 
 
 @pytest.mark.usefixtures("long_respite")
-@pytest.mark.parametrize("size", [100_000, 2_000_000], ids=["chunk", "segment"])
+@pytest.mark.parametrize("size", [300_000, 2_000_000], ids=["chunk", "segment"])
 async def test_arrays_whose_names_outlive_their_blocks_cost_no_copy(size: int) -> None:
     async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
         for number in range(6):
@@ -677,7 +677,7 @@ def test_a_queue_of_either_core() -> None:
         "import asyncio, aioshm, test_loans\n"
         "assert not aioshm.native_core\n"
         "aioshm.queue.local.leases.RESPITE_S = 60.0\n"
-        "asyncio.run(test_loans.test_arrays_whose_names_outlive_their_blocks_cost_no_copy(100_000))\n"
+        "asyncio.run(test_loans.test_arrays_whose_names_outlive_their_blocks_cost_no_copy(300_000))\n"
         "asyncio.run(test_loans.test_arrays_whose_names_outlive_their_blocks_cost_no_copy(2_000_000))\n"
     )
     environment = {

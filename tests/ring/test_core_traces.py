@@ -59,16 +59,13 @@ def test_what_is_claimed_and_committed_by_hand(new_pair: NewPair) -> None:
     assert pair.reader.traces(9) == [trace(7)], "it was noted once"
 
 
-def test_leased_and_kept(new_pair: NewPair) -> None:
+def test_taken_and_kept(new_pair: NewPair) -> None:
     pair = traced(new_pair)
     reader = pair.reader
-    reader.bind_leases(lambda _: None, lambda: None, lambda: None, lambda *_: None, None, None, lambda _: None)
     for number in (1, 2):
         pair.writer.trace = trace(number)
         assert pair.writer.put(b"x")
-    assert reader.lease() == b"x"
-    assert reader.traces(9) == [trace(1)], "while it is leased"
-    reader.unlease()
+    assert reader.take() == b"x"
     assert reader.traces(9) == [trace(1)]
     reader.skip()
     assert reader.traces(9) == [trace(1), trace(2)]

@@ -64,25 +64,6 @@ class TestLatency:
         assert pair.reader.take_many(100) == []
         assert header_of(pair).readers[0].latency.samples == samples, "nothing was taken"
 
-    def test_of_every_lease_that_is_not_one_of_many(self, new_pair: NewPair) -> None:
-        pair = new_pair(raw=False)
-        pair.reader.bind_leases(*[lambda *_: None] * 4, None, None, lambda error: None)
-        pair.writer.put(b"x")
-        backdate(pair, 0, 1 << 30)
-        assert pair.reader.lease() == "x"
-        assert header_of(pair).readers[0].latency.counts[23] == 1, "while it is leased, not when that is over"
-        pair.reader.unlease()
-        assert header_of(pair).readers[0].latency.samples == 1
-
-    def test_of_some_leases_in_quick_succession(self, new_pair: NewPair) -> None:
-        pair = new_pair(raw=False)
-        pair.reader.bind_leases(*[lambda *_: None] * 4, None, None, lambda error: None)
-        for _ in range(800):
-            pair.writer.put(b"x")
-            pair.reader.lease()
-            pair.reader.unlease()
-        assert 100 <= header_of(pair).readers[0].latency.samples <= 800
-
     def test_told_by_who_took_it_otherwise(self, new_pair: NewPair) -> None:
         pair = new_pair()
         pair.reader.taken(now := monotonic_ns() - (1 << 30))

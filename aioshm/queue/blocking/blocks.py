@@ -58,9 +58,10 @@ class Block(AbstractContextManager[Any]):
         except BaseException:
             # First, and without a call: where the next handler raises in the one below, the next call of the end does
             # what is left to do.
-            self.lost, self.value, self.undone = True, None, True
+            self.lost = self.undone = True
             if self.opened is not None:
                 self._owner.undo_block(self)
+            self.value = None
             raise
         # The value keeps no name here: a lease would take that for a holder.
         value, self.value = self.value, None

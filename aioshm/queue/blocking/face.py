@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
-from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, overload
 
 from aioshm.closing import Closing
@@ -27,6 +26,7 @@ from aioshm.queue.blocking.leasing import EachLeased, Leases
 from aioshm.queue.blocking.lingering import linger, watch
 from aioshm.queue.blocking.membership import BlockingMembership
 from aioshm.queue.encoded import body_of
+from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.ends.lending import Message
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
@@ -85,9 +85,6 @@ class MessageQueue(QueueBase[T], Closing):
         self.held: Held = Held(end)
         self._writer = end if isinstance(end, WritingEnd) else None
         self._reader = end if isinstance(end, ReadingEnd) else None
-        # A call in C, as in the awaited face; not by way of `vars`: without a dict, attributes are found in less time.
-        if self._reader is not None and type(self).lease is MessageQueue.lease:
-            self.lease = self.held.calls.lease  # type: ignore[method-assign]
 
     if TYPE_CHECKING:  # the type of what it returns depends on the face; what it does does not
 
@@ -432,7 +429,7 @@ class MessageQueue(QueueBase[T], Closing):
         """Give the next message's bytes, undecoded and read-only, to the block."""
         reader = self._reading_end("acquire_read")
         return self.held.new_block(
-            lambda event, left: reader.open_block(left, event, indefinite, decoded=False),
+            lambda event, left: ReadBlock(reader, left, event, indefinite, decoded=False),
             timeout,
             cancel,
             lambda obj: body_of(reader.encode(obj)),
@@ -445,8 +442,10 @@ class MessageQueue(QueueBase[T], Closing):
 
         Where a large message is still held when the block ends, its slot goes back at the latest with the next call.
         """
-        self._reading_end("lease")
-        return self.held.calls.lease(timeout, cancel, indefinite)  # type: ignore[no-any-return]  # that of T
+        reader = self._reading_end("lease")
+        return self.held.new_block(
+            lambda event, left: ReadBlock(reader, left, event, indefinite), timeout, cancel, lambda obj: obj
+        )
 
     def leases(self) -> Leases[T]:
         """Return what iterates over messages, each leased until the next one is asked for; until the writer closes.
@@ -454,7 +453,7 @@ class MessageQueue(QueueBase[T], Closing):
         A loop that is left ends its last lease, unless the iterator has a name: then its ``close()`` does, or its end.
         """
         self._reading_end("leases")
-        return EachLeased(MethodType(type(self).lease, self))  # which keeps this queue while the loop lasts
+        return EachLeased(self.lease)  # which keeps this queue while the loop lasts
 
     def _reading_end(self, call: str) -> ReadingEnd:
         return self._reader or self._wrong_end(call, "reader")

@@ -9,20 +9,20 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from threading import get_ident
 from time import monotonic
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar
 
 from aioshm.errors import AioshmError, QueueClosed
 from aioshm.queue.blocking.blocks import Block
 from aioshm.queue.blocking.calls import NotAtOnce, cancellable, check_cancel
-from aioshm.queue.blocking.leasing import Leasing
 from aioshm.queue.blocking.private_loop import PrivateLoop
 from aioshm.queue.blocking.turns import Turns
 from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.ends.lending import Loan
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
-from aioshm.ring.atomics import ELSEWHERE, NOTHING, Calls, ReaderCore, native_core
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, native_core
 
 T = TypeVar("T")
 
@@ -42,7 +42,6 @@ class Held:
             something off takes no call: nothing comes in between, nor on the way back to the caller. It is always the
             same list, which the core looks at, too.
         sending, reading: What usually is all that a call needs; until the end is ready, both say that they cannot.
-        calls: Has a reader's `lease`, which is the core's once the end is ready.
         block: What has a slot.
         to_close: Whether the thread that has the turn is to close the end when it is over.
     """
@@ -56,8 +55,6 @@ class Held:
         self.kept: list[Any] = []
         self.sending: Any = NotAtOnce
         self.reading: Any = NotAtOnce
-        self.calls: Calls = Calls(_not_awaited, None, None, self.new_lease)
-        self._leased: object = None  # the core that leases
         self.block: Block | None = None
         self.to_close: bool = False
 
@@ -128,8 +125,6 @@ class Held:
             core.quiet = True
             core.bind_undelivered(self.kept)
             self.reading = core
-            if self._leased is not core:
-                self._leased, self.calls.leasing = core, Leasing(self, end).block
         else:
             self.reading = NotAtOnce
 
@@ -285,6 +280,7 @@ class Held:
             return cancellable(cancel, lambda event: open_block(event, left))
 
         def enter() -> None:
+            self._leave_if_gone()  # first: that may put a message back among those that were kept
             if of_kept is not None and self.kept:
                 block.value = of_kept(self.kept[0])
                 del self.kept[0]
@@ -292,29 +288,17 @@ class Held:
                 self.run(make, timeout, first=enter_now)
 
         def enter_now() -> bool:
-            if isinstance(self.end, ReadingEnd) or not self.gate.ready:
+            if not self.gate.ready or (cancel is not None and cancel.is_set()):
                 return False
             opened = call(None, timeout)
-            if not isinstance(opened, Loan) or not opened.enter_now():
+            if not isinstance(opened, Loan | ReadBlock) or not opened.enter_now():
                 return False
-            block.value = opened.value
+            block.value = opened.pop_value() if isinstance(opened, ReadBlock) else opened.value
             block.opened, self.block = opened, block
             return True
 
         block = Block(self, enter)
         return block
-
-    def new_lease(
-        self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
-    ) -> Block:
-        """Return the block of a lease that the core cannot give."""
-        reader = cast(ReadingEnd, self.end)
-        return self.new_block(
-            lambda event, left: reader.open_block(left, event, indefinite, decoded=True),
-            timeout,
-            cancel,
-            lambda obj: obj,
-        )
 
     def enter_block(self, block: Block) -> None:
         """Wait for a block's slot (see `Block`)."""
@@ -342,6 +326,13 @@ class Held:
 
         def leave_now() -> bool:
             nonlocal begun
+            if isinstance(opened, ReadBlock):
+                block.opened = self.block = None
+                if block.undone and opened.taken:
+                    self.kept.insert(0, block.value)
+                answers.append(None)
+                opened.leave_now(undo=block.undone)
+                return True
             if not isinstance(opened, Loan):
                 return False
             if self.gate.refusal is not None or not opened.is_local:  # there is more to do, on the loop
@@ -355,13 +346,7 @@ class Held:
 
         async def leave(_: float | None) -> None:
             block.opened = self.block = None
-            if isinstance(self.end, ReadingEnd):
-                self.end.undo = block.undone
-            try:
-                answers.append(await (opened.leave_copy() if begun else opened.__aexit__(*error)))
-            finally:
-                if isinstance(self.end, ReadingEnd):
-                    self.end.undo = False
+            answers.append(await (opened.leave_copy() if begun else opened.__aexit__(*error)))
 
         self.run(leave, leaving=True, first=leave_now)
         return answers[0]
@@ -391,10 +376,8 @@ class Held:
                 return
             self.loop.check_process()
             self._leave_if_gone()
-            if mine or self.block is not None or self.gate.core.leased:
+            if mine or self.block is not None:
                 self.to_close = True
-                if self.gate.core.leased:
-                    cast(ReaderCore, self.gate.core).adopt()  # its end looks what there is to do
                 self.gate.refuse_closed()
                 self.loop.call_soon(self.gate.refuse_closed)
                 self.gate.core.owes = True  # so that a message that passes the core just now makes its thread look, too
@@ -405,7 +388,3 @@ class Held:
                 self.gate.core.open = False  # so that also a thread that never has to wait comes by
                 self.loop.call_soon(self.gate.refuse_closed)
                 turns.wait()
-
-
-def _not_awaited(*_: Any) -> NoReturn:
-    raise TypeError("the calls of an end that threads use are not awaited")

@@ -7,9 +7,7 @@ from collections import deque
 from contextlib import suppress
 from threading import get_ident
 from time import monotonic
-from typing import TYPE_CHECKING, cast
-
-from aioshm.ring.atomics import ReaderCore
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aioshm.errors import AioshmError
@@ -62,8 +60,6 @@ class Turns:
             if core.user == me:
                 return False
             self._gate.check_refusal()
-            if core.leased and cast(ReaderCore, core).adopt():  # from now on its end tells
-                self.lasting = True
             if busy is not None and self.lasting:
                 raise busy(f"{self._gate!r}: another thread waits here, or is in a block that has a slot")
             self.wait(deadline)

@@ -25,9 +25,6 @@ class Core(Protocol):
     copied: int
     garbled: int
 
-    @property
-    def leased(self) -> bool: ...
-
     def passes(self) -> bool: ...
 
     def belong(self, runs: Callable[[], object] | None, /) -> None: ...
@@ -41,7 +38,7 @@ class NoRing:
     def __init__(self) -> None:
         self.open = False
         self.user: int = 0
-        self.owes = self.quiet = self.leased = self.spin_yields = False
+        self.owes = self.quiet = self.spin_yields = False
         self.turn = self.turn_ends_ns = self.published_ns = self.spin_ns = self.spins = self.hits = self.spun_ns = 0
         self.copied: int = 0
         self.garbled: int = 0

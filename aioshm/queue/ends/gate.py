@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from threading import current_thread, get_ident
 from time import monotonic, monotonic_ns
-from typing import Any, cast
 
 import msgspec
 
@@ -25,7 +23,6 @@ from aioshm.queue.ends.core import Core, NoRing
 from aioshm.queue.ends.waiting import new_poller
 from aioshm.queue.stats import QueueStats, Rates, ReaderStats
 from aioshm.ring import RingReader, RingWriter
-from aioshm.ring.atomics import ReaderCore
 from aioshm.ring.header import Latency
 from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller, WaitStats
@@ -61,6 +58,7 @@ class Gate:
         core: What the hot calls pass.
         loop: Whose the end is; None until it is first awaited.
         blocks: Whether its loop runs only while a call waits.
+        in_line: How many calls have entered, or wait to.
         ready: Whether every end of the queue is there.
         refusal: Makes the error that every call raises, if any.
         networked: Whether its loop has a network to serve, too.
@@ -78,7 +76,7 @@ class Gate:
         self.blocks: bool = False
         self.ready: bool = False
         self.refusal: Callable[[], AioshmError] | None = None
-        self._in_line = 0
+        self.in_line: int = 0
         self._yielding = 0  # calls that let the other tasks run before they enter
         self._hurried = False
         self._gives_way: Callable[[], bool] = bool  # False, until there is a ring
@@ -92,7 +90,6 @@ class Gate:
         self._loop_runs: Callable[[], bool] = bool  # False, until there is a loop
         self._line = Line()
         self._holder: object = None  # whose block has a slot
-        self._lease_of: int | None = None  # the same of a lease that was adopted: the task's id
         self._watcher: Callable[[], None] | None = None
         self._news: asyncio.Future[None] | None = None
         self.rates: Rates = Rates(monotonic())
@@ -139,6 +136,11 @@ class Gate:
         self.blocks = True
         self._loop_runs = _always
 
+    @property
+    def on_its_thread(self) -> bool:
+        """Whether this is the thread whose loop the end belongs to; any, where calls block."""
+        return self.blocks or get_ident() == self._thread
+
     def check_refusal(self) -> None:
         """Raise whatever forbids using the end at all."""
         if self.refusal is not None:
@@ -181,7 +183,7 @@ class Gate:
 
     def reopen(self) -> None:
         """Open the fast path, if nothing forbids it."""
-        shut = self._in_line or self.refusal is not None or (self.shut_while is not None and self.shut_while())
+        shut = self.in_line or self.refusal is not None or (self.shut_while is not None and self.shut_while())
         self.core.open = self.ready and not shut
 
     def new_turn(self, now_ns: int = 0) -> None:
@@ -226,40 +228,11 @@ class Gate:
         if not self.dismantled and self._gives_way():
             os.sched_yield()
 
-    @property
-    def in_line(self) -> int:
-        """How many calls have entered, or wait to; a lease that the core has given has entered, too."""
-        if self.core.leased:
-            self._adopt_lease()
-        return self._in_line
-
-    @in_line.setter
-    def in_line(self, count: int) -> None:
-        self._in_line = count
-
-    def _adopt_lease(self) -> None:
-        """Take a lease for a call that has entered, which the core does not tell of: others come by now."""
-        if self._lease_of is None:
-            core = cast(ReaderCore, self.core)
-            core.adopt()
-            self._in_line += 1
-            self._line.take()
-            self._lease_of = core.holder
-
-    def end_lease(self) -> None:
-        """End a lease of the core's."""
-        adopted, self._lease_of = self._lease_of is not None, None
-        try:
-            cast(ReaderCore, self.core).unlease()
-        finally:
-            if adopted:
-                self.leave()
-
     async def enter(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
         """Wait for this task's turn at the end; each `enter` needs a `leave`."""
         if self.held_here:
             raise RoleError(f"{self!r}: called inside of a block that has its slot, and so would wait for itself")
-        self._in_line += 1
+        self.in_line += 1
         self.core.open = False
         try:
             await self._line.join(deadline, cancel)
@@ -269,7 +242,7 @@ class Gate:
 
     def enter_now(self) -> None:
         """Begin this task's turn where the core lets it pass, so that nobody is in line; as `enter`."""
-        self._in_line += 1
+        self.in_line += 1
         self.core.open = False
         self._line.take()
 
@@ -280,10 +253,6 @@ class Gate:
     @property
     def held_here(self) -> bool:
         """Whether a block of the task that asks has the slot."""
-        if self.core.leased:
-            self._adopt_lease()
-        if self._lease_of is not None and (self.blocks or self._lease_of == id(asyncio.current_task())):
-            return True
         return self._holder is not None and self._holder == self._caller()
 
     @property
@@ -292,8 +261,8 @@ class Gate:
 
         The loop of an end whose calls block runs in calls only.
         """
-        called = self.blocks or self._in_line + self._yielding > 0
-        return called and self._holder is None and not self.core.leased
+        called = self.blocks or self.in_line + self._yielding > 0
+        return called and self._holder is None
 
     def leave(self) -> None:
         """End this task's turn."""
@@ -326,8 +295,8 @@ class Gate:
         return None if task is None else weakref.ref(task)
 
     def _left(self) -> None:
-        self._in_line -= 1
-        if self._in_line:
+        self.in_line -= 1
+        if self.in_line:
             return
         if self._closing.begun:
             self._closing.dismantle_unless_used()
@@ -464,13 +433,6 @@ class Gate:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "ready" if self.ready else "not ready"
         return f"<{self._what} of queue {self.name}, {state}>"
-
-
-def current_task_of(loop: asyncio.AbstractEventLoop | None) -> Any:
-    """Return `asyncio.current_task`; for CPython 3.11, where that is written in Python, the dict that it looks into."""
-    if sys.version_info >= (3, 12):
-        return asyncio.current_task
-    return asyncio.tasks._current_tasks, loop  # type: ignore[attr-defined]
 
 
 def _always() -> bool:

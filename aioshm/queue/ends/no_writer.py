@@ -141,9 +141,6 @@ class NoWriter:
     def open_block(self, *, decoded: bool) -> SourceBlock | None:
         raise AssertionError("there is nothing to open")
 
-    def bind_leases(self, *_: object) -> None:
-        """Bind none."""
-
     def settle(self) -> None: ...
 
     def quick(self) -> Callable[[], Any]:

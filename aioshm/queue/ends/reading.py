@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from time import monotonic
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -15,8 +13,8 @@ from aioshm.codec import Codec, Encoded, cannot_decode
 from aioshm.config import check_int
 from aioshm.errors import AioshmError, CodecError, QueueClosed, QueueEmpty
 from aioshm.queue.ends.following import Following
-from aioshm.queue.ends.gate import Gate, current_task_of
-from aioshm.queue.ends.iterating import LeasedMessages, Leases
+from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.leasing import AwaitedReadBlock, LeasedMessages, Leases
 from aioshm.queue.ends.source import Source
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle
@@ -47,7 +45,6 @@ class ReadingEnd:
         linger_ns: How long a blocking call that finds nothing should go on looking before it waits.
         calls: What callers of the awaited face call; asks the ring's core first, once a call has found the end ready.
         leaves: Whether the call that waits leaves the loop when a message is due (see `WindowBegins`).
-        undo: Whether a block that is being left is to leave the message where it is.
     """
 
     def __init__(
@@ -69,12 +66,10 @@ class ReadingEnd:
         assert source is not None
         self.source: Source = source
         self.receive: Callable[[], Any] = _nothing
-        self.calls: Calls = Calls(self.dequeue, self.receive_or_wait, self.fail, self.lease)
+        self.calls: Calls = Calls(self.dequeue, self.receive_or_wait, self.fail)
         self._iterating = Calls(_next_of(self.dequeue), _next_of(self.receive_or_wait), self.fail)
         self.linger_ns: int = 0
         self.leaves: bool = False
-        self.undo = False
-        self._block: AbstractAsyncContextManager[Any] | None = None  # of a lease that was not to be had at once
         self._stall: Stall | None = None
         self._stalled_at = -1
         gate.enclose(self)
@@ -83,7 +78,7 @@ class ReadingEnd:
         """Receive from another source from now on."""
         self.source, self.handle, self._codec = source, handle, codec
         self.receive, self.linger_ns, self._stall = _nothing, 0, None
-        self.calls.core = self.calls.leasing = self._iterating.core = None
+        self.calls.core = self._iterating.core = None
 
     # Attaching
 
@@ -159,7 +154,7 @@ class ReadingEnd:
     # Receiving
 
     def own_calls(self) -> Calls:
-        """Return what has a `dequeue` and a `lease` as `aioshm.MessageQueue` has them."""
+        """Return what has a `dequeue` as `aioshm.MessageQueue` has it."""
         return self.calls
 
     async def receive_or_wait(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
@@ -181,14 +176,14 @@ class ReadingEnd:
     async def dequeue(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
         """Receive the next message, where `receive` has found nothing; as `aioshm.MessageQueue.dequeue`."""
         deadline = deadline_after(timeout, cancel, indefinite)
-        if not self._begin_turn():
-            await self._line_up(deadline, cancel)
+        if not self.begin_turn():
+            await self.line_up(deadline, cancel)
         try:
             while True:
-                await self._next(deadline, cancel, indefinite)
+                await self.next(deadline, cancel, indefinite)
                 if (obj := self.source.take()) is not ELSEWHERE:
                     return obj
-                await self._rest(deadline, cancel, indefinite)
+                await self.rest(deadline, cancel, indefinite)
         finally:
             self.gate.leave()
 
@@ -198,19 +193,21 @@ class ReadingEnd:
         """Receive what is there, as `aioshm.MessageQueue.dequeue_many`."""
         check_int("max_items", max_items, minimum=1)
         source = self.source
-        if self.gate.core.passes() and source.look_on() and (batch := source.take_many(max_items)):
-            return batch
+        if self.gate.core.passes():
+            source.settle()
+            if source.look_on() and (batch := source.take_many(max_items)):
+                return batch
         deadline = deadline_after(timeout, cancel, indefinite)
-        await self._line_up(deadline, cancel)
+        await self.line_up(deadline, cancel)
         try:
             while True:
-                await self._next(deadline, cancel, indefinite)
+                await self.next(deadline, cancel, indefinite)
                 batch = self.source.take_many(max_items)
                 if batch:
                     return batch
                 if (obj := self.source.take()) is not ELSEWHERE:
                     return [obj]
-                await self._rest(deadline, cancel, indefinite)
+                await self.rest(deadline, cancel, indefinite)
         finally:
             self.gate.leave()
 
@@ -237,104 +234,15 @@ class ReadingEnd:
         what = "nothing to read yet" if obj is NOTHING else f"the body of message {source.progress} is on its way"
         raise QueueEmpty(f"{gate!r}: {what}")
 
-    @asynccontextmanager
-    async def open_block(
-        self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool, *, decoded: bool
-    ) -> AsyncIterator[Any]:
-        """Give the next message to the block: for `aioshm.MessageQueue.lease` decoded, for `acquire_read` its bytes."""
-        deadline = deadline_after(timeout, cancel, indefinite)
-        await self._line_up(deadline, cancel, leasing=decoded)
-        try:
-            while True:
-                await self._next(deadline, cancel, indefinite)
-                self.gate.hold()
-                if (block := self.source.open_block(decoded=decoded)) is not None:
-                    break
-                await self._rest(deadline, cancel, indefinite)
-            try:
-                yield block.open()  # and no name keeps it here: that would hold what it is seen through
-            finally:
-                block.close(undo=self.undo)
-        finally:
-            self.gate.leave()
+    # Blocks
 
-    # Leasing
-
-    def lease(
-        self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool
-    ) -> AbstractAsyncContextManager[Any]:
+    def lease(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> AwaitedReadBlock:
         """Give the next message to the block, decoded where it lies, as `aioshm.MessageQueue.lease`."""
-        if self.calls.leasing is None:
-            return self.open_block(timeout, cancel, indefinite, decoded=True)
-        return _PatientLease(self.gate.core, functools.partial(self.open_lease, timeout, cancel, indefinite))
+        return AwaitedReadBlock(self, timeout, cancel, indefinite)
 
-    def bind_leases(
-        self,
-        open_slowly: Callable[[], Any],
-        close_slowly: Callable[..., Any],
-        await_next: Callable[[], object] | None,
-        whose: Any,
-    ) -> Any:
-        """Let the core of an end that is ready lease what is there, if it can; see `ReaderCore.bind_leases`.
-
-        Returns:
-            The block of each lease. Its class has the core, and its methods, which are bound already: the interpreter
-            finds them there, and need not bind two for each block.
-        """
-        core = self.source.bind_leases(open_slowly, close_slowly, await_next, whose, self.fail)
-        if core is None:
-            return None
-        names = ("__enter__", "__exit__", "__aenter__", "__aexit__")
-        return type("Lease", (), {"__slots__": (), "core": core, **{name: getattr(core, name) for name in names}})()
-
-    async def wait_for_message(self) -> None:
-        """Wait for the next message, for calls that block; may leave the loop for that.
-
-        Raises:
-            WindowBegins: It is about to come.
-        """
-        self.leaves = True
-        try:
-            await self._line_up(None, None, leasing=True)
-            try:
-                await self._next(None, None, False)
-            finally:
-                self.gate.leave()
-        finally:
-            self.leaves = False
-
-    async def open_lease(
-        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
-    ) -> Any:
-        """Lease the next message, which is not to be had at once; `close_lease` ends that."""
-        gate, deadline, in_line = self.gate, deadline_after(timeout, cancel, indefinite), True
-        await self._line_up(deadline, cancel, leasing=True)
-        try:
-            await self._next(deadline, cancel, indefinite)
-            # Where nobody else waits, the core can have it, whose leases cost least.
-            if gate.in_line == 1 and self.source.ring is not None:
-                in_line = False
-                gate.leave()
-                obj = cast(ReaderCore, gate.core).lease()
-                if obj is not NOTHING and obj is not ELSEWHERE:
-                    return obj
-        finally:
-            if in_line:
-                gate.leave()
-        if timeout is not None and deadline is not None:
-            timeout = max(0.0, deadline - monotonic())
-        block = self.open_block(timeout, cancel, indefinite, decoded=True)
-        value = await block.__aenter__()
-        self._block = block
-        return value
-
-    async def close_lease(self, *error: Any) -> bool | None:
-        """End a lease that is more than giving the core's slot back."""
-        block, self._block = self._block, None
-        if block is not None:
-            return await block.__aexit__(*error)
-        self.gate.end_lease()
-        return None
+    def acquire_read(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> AwaitedReadBlock:
+        """Give the next message's bytes to the block, as `aioshm.MessageQueue.acquire_read`."""
+        return AwaitedReadBlock(self, timeout, cancel, indefinite, decoded=False)
 
     def poll(self) -> Any:
         """Return what `Source.take` does; called on this end's loop, in nobody's line."""
@@ -346,25 +254,28 @@ class ReadingEnd:
         source = self.source
         return self.gate.refusal is not None or source.gone is not None or source.ready()
 
-    async def _line_up(self, deadline: float | None, cancel: asyncio.Event | None, *, leasing: bool = False) -> None:
-        """Wait until it is this task's turn to read, which lasts until the gate is left."""
+    async def line_up(self, deadline: float | None, cancel: asyncio.Event | None, *, settles: bool = True) -> None:
+        """Wait until it is this task's turn to read, which lasts until the gate is left.
+
+        Args:
+            deadline: When to give up, by ``time.monotonic()``.
+            cancel: Ends the wait once set.
+            settles: Whether to finish first with what the latest lease has left.
+        """
         gate = self.gate
         if not gate.ready or self._restarting:
             await self.wait_until_ready(deadline, cancel)
         gate.check_usable()
         self.receive = self.source.receive
-        calls = self.calls
         if type(gate.core) is ReaderCore:
-            calls.core = self._iterating.core = gate.core
-        if calls.leasing is None and not gate.blocks and self.source.ring is not None:
-            calls.leasing = self.bind_leases(self.open_lease, self.close_lease, None, current_task_of(gate.loop))
+            self.calls.core = self._iterating.core = gate.core
         await gate.yield_turn()
         await gate.enter(deadline, cancel)
-        if not leasing:
+        if settles:
             self._settle()
 
-    def _begin_turn(self) -> bool:
-        """Begin this task's turn to read where nothing is in its way, and say so: as `_line_up`, in fewer calls.
+    def begin_turn(self, *, settles: bool = True) -> bool:
+        """Begin this task's turn to read where nothing is in its way, and say so: as `line_up`, in fewer calls.
 
         Where messages come one by one, their code is cold, and what each call costs is felt.
         """
@@ -372,7 +283,8 @@ class ReadingEnd:
         if self.receive is _nothing or not gate.core.passes():
             return False
         gate.enter_now()
-        self._settle()
+        if settles:
+            self._settle()
         return True
 
     def _settle(self) -> None:
@@ -382,7 +294,7 @@ class ReadingEnd:
             self.gate.leave()
             raise
 
-    async def _next(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
+    async def next(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
         """Wait for the next message, and leave it where it is."""
         gate = self.gate
         while True:
@@ -418,7 +330,7 @@ class ReadingEnd:
                     stall.pause()
                 core.spin_ns, self.linger_ns = poller.inline_spin_ns, poller.linger_ns
 
-    async def _rest(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
+    async def rest(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
         """Wait for the rest of the next message, or for any other news."""
         gate, source = self.gate, self.source
         gate.check_usable()
@@ -536,20 +448,6 @@ class ReadingEnd:
 
     def __repr__(self) -> str:
         return repr(self.gate)
-
-
-class _PatientLease(AbstractAsyncContextManager[Any]):
-    """A lease that may not be waited for as long as it takes."""
-
-    def __init__(self, core: Any, open_slowly: Callable[[], Any]) -> None:
-        self._core = core
-        self._open_slowly = open_slowly
-
-    def __aenter__(self) -> Any:
-        return self._core.enter_or(self._open_slowly)
-
-    def __aexit__(self, *error: Any) -> Any:
-        return self._core.__aexit__(*error)
 
 
 def _next_of(dequeue: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:

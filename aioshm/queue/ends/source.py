@@ -10,7 +10,6 @@ from aioshm.errors import AioshmError
 from aioshm.lifeline.bell import Bell
 from aioshm.queue.ends.closing import Inside
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import ReaderCore
 
 
 class SourceBlock(Protocol):
@@ -21,6 +20,23 @@ class SourceBlock(Protocol):
 
     def close(self, *, undo: bool) -> None:
         """Finish with it, also if `open` has raised; ``undo``: leave it where it is."""
+
+
+class TakenMessage:
+    """A message that was received when the block began: nothing goes back at its end.
+
+    Args:
+        obj: The message, decoded.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        self._obj = obj
+
+    def open(self) -> Any:
+        obj, self._obj = self._obj, None
+        return obj
+
+    def close(self, *, undo: bool) -> None: ...
 
 
 class Waker(Protocol):
@@ -99,16 +115,6 @@ class Source(Inside, Protocol):
         Raises:
             CorruptSlot, MessagesLost: The message was damaged; the next call returns the one behind it.
         """
-
-    def bind_leases(
-        self,
-        open_slowly: Callable[[], Any],
-        close_slowly: Callable[..., Any],
-        await_next: Callable[[], object] | None,
-        whose: Any,
-        fail: Callable[[Any], object],
-    ) -> ReaderCore | None:
-        """Let the core lease, and return it, if there is one that can; see `ReaderCore.bind_leases`."""
 
     def settle(self) -> None:
         """Finish with what the latest block has left, before anything else is read."""

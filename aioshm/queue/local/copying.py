@@ -105,9 +105,6 @@ class CopyingSlots:
         self._gate.count_turn()
         self._core.release()
 
-    def bind_leases(self, *_: object) -> None:
-        """Do nothing: each lease makes a copy here."""
-
     def settle(self) -> None:
         """Do nothing: copies may live on."""
 

@@ -9,17 +9,12 @@ A loop that waits for the next message in time has no chance to let go of this o
 goes on, unless the writer waits for room: what is kept is one slot and one chunk at most, so that only messages sent in
 one go that need every chunk can miss it. That is looked at ever less often, for a reader that sleeps is to stay asleep:
 the writer waits no longer for it than this reader had waited for a message, and `LONGEST_RESPITE_S` at most.
-
-What lies in a chunk that was seen before, the core shows and takes back by itself while nothing unusual is seen;
-`tell_shown` and `tell_kept` leave that to this module.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from time import monotonic_ns
-from typing import Any, TypeAlias
 
 from aioshm.ring.atomics import ReaderCore
 from aioshm.ring.layout import Layout
@@ -30,12 +25,6 @@ LONGEST_RESPITE_S = 0.16
 VIEW_BYTES = 256 * 1024
 """Smaller messages are leased as a copy. A view, and finding out whether it is still held, takes as long as copying
 half of that; exchanging what is still held for a copy takes several times as long."""
-
-PLACED_VIEW_BYTES = 64 * 1024
-"""The same for what its writer has not copied either: it takes about the same time whatever its size is."""
-
-Show: TypeAlias = Callable[[memoryview, list[memoryview]], Any]
-"""Decodes a message where it lies, given its main part and its buffers."""
 
 
 class Leases:
@@ -48,8 +37,6 @@ class Leases:
         loop: Calls back when a respite is over.
         writer_waits: Called when a slot went back and the writer is parked.
         may_keep: Returns whether a call waits for a message, and the writer does not wait for room.
-        secret: What the markers of overflow segments repeat.
-        show: Decodes messages in windows for the core.
     """
 
     def __init__(
@@ -60,8 +47,6 @@ class Leases:
         loop: asyncio.AbstractEventLoop,
         writer_waits: Callable[[], object],
         may_keep: Callable[[], bool],
-        secret: bytes,
-        show: Show,
     ) -> None:
         self._windows = Windows(fd, layout)
         self._respites = layout.max_chunks > 2
@@ -73,8 +58,6 @@ class Leases:
         self._kept_at = 0.0
         self._respite_s = RESPITE_S
         self._timer: asyncio.TimerHandle | None = None
-        if self._respites:
-            core.bind_windows(self._windows.windows, secret, show, self._check)
 
     def view(self, chunk: int, nbytes: int) -> memoryview:
         """Return a read-only view of the beginning of a chunk.
@@ -82,7 +65,6 @@ class Leases:
         Raises:
             SharedMemoryError: The process has too many mappings.
         """
-        self._core.check_windows()
         return self._windows.view(chunk, nbytes)
 
     def view_file(self, number: int, fd: int, room: int, nbytes: int) -> memoryview:
@@ -91,7 +73,6 @@ class Leases:
         Raises:
             SharedMemoryError: The process has too many mappings.
         """
-        self._core.check_windows()
         return self._windows.view_file(number, fd, room, nbytes)
 
     def end(self, chunk: int, index: int, nbytes: int) -> None:
@@ -105,17 +86,15 @@ class Leases:
         Raises:
             SharedMemoryError: Views of it are still held and there is no memory for a copy; the slot is kept.
         """
-        self._core.check_windows()
         self.settle()
         if self._respites and self._windows.held(chunk):
-            looks_after = self._core.keep(chunk, index, nbytes, self._windows.faults_before(chunk))
-            self._kept = None if looks_after else (chunk, index, nbytes)
+            self._core.skip()
+            self._kept = chunk, index, nbytes
             self._kept_at = self._loop.time()
             if self._timer is not None and self._respite_s > RESPITE_S:  # that of one that was waited after
                 self._timer.cancel()
                 self._timer = None
             self._respite_s = RESPITE_S
-            self._core.timed = True
             if self._timer is None:  # one for many leases: a timer for each would take as long as the rest
                 self._timer = self._loop.call_later(RESPITE_S, self._respite_ends)
             return
@@ -130,46 +109,15 @@ class Leases:
             SharedMemoryError: As `end`.
         """
         if self._kept is None:
-            if not self._core.kept:
-                return
-            self._take_over()
-        assert self._kept is not None
+            return
         chunk, index, nbytes = self._kept
         self._free(chunk, nbytes)
         self._kept = None
         if self._core.give_back(index):
             self._writer_waits()
 
-    def end_of(self, shown: tuple[int, int, int, int, int]) -> None:
-        """Do what `end` does, of what the core has shown."""
-        chunk, index, nbytes, faults, _ = shown
-        self._windows.was_shown(chunk, faults)
-        self.end(chunk, index, nbytes)
-
-    def _check(self, chunk: int, nbytes: int, faults: int) -> None:
-        """Drop a window that nobody holds if it was written to, for a core that cannot tell yet."""
-        self._windows.was_shown(chunk, faults)
-        self._free(chunk, nbytes)
-
-    def _take_over(self) -> None:
-        """Look from now on after what the core has kept."""
-        if (kept := self._core.tell_kept()) is not None:
-            chunk, index, nbytes, faults, kept_ns = kept
-            self._windows.was_shown(chunk, faults)
-            self._kept = chunk, index, nbytes
-            self._kept_at = self._loop.time() - (monotonic_ns() - kept_ns) / 1e9
-            self._respite_s = RESPITE_S
-
     def _respite_ends(self) -> None:
         self._timer = None
-        self._core.timed = False
-        if self._kept is None and self._core.kept:
-            left = RESPITE_S - (monotonic_ns() - self._core.kept_ns) / 1e9
-            if left > 0:  # the core goes on with what it has kept since
-                self._timer = self._loop.call_later(left, self._respite_ends)
-                self._core.timed = True
-                return
-            self._take_over()
         if self._kept is None:
             return
         left = self._kept_at + self._respite_s - self._loop.time()
@@ -178,7 +126,6 @@ class Leases:
             self._respite_s += left
         if left > 0:
             self._timer = self._loop.call_later(left, self._respite_ends)
-            self._core.timed = self._respite_s == RESPITE_S
         else:
             self.settle()
 
@@ -186,7 +133,6 @@ class Leases:
         """Let nothing that is still held show the chunk any more."""
         if self._windows.settle(chunk, nbytes):
             self._core.copied += nbytes
-        self._core.pagemap = self._windows.pagemap.fd
 
     def close(self) -> None:
         """Leave a copy behind under every view that is still held. Idempotent."""
@@ -194,5 +140,4 @@ class Leases:
             self._timer.cancel()
             self._timer = None
         self._kept = None
-        self._core.pagemap = -1
         self._windows.close()

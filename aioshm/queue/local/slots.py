@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.buffers import own_copy
@@ -13,8 +13,6 @@ from aioshm.codec.frames import (
     INLINE,
     OVERFLOW,
     RAW,
-    body_bytes,
-    placed_end,
     plain,
     split,
     split_body,
@@ -24,16 +22,17 @@ from aioshm.codec.frames import (
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryError
 from aioshm.queue.ends.gate import Gate
-from aioshm.queue.ends.source import SourceBlock
-from aioshm.queue.local.arrays import MOST_MAIN_BYTES, ReceivedArrays, writes_arrays_alike
+from aioshm.queue.ends.source import SourceBlock, TakenMessage
+from aioshm.queue.local.arrays import ReceivedArrays, writes_arrays_alike
 from aioshm.queue.local.copying import eviction
-from aioshm.queue.local.leases import PLACED_VIEW_BYTES, VIEW_BYTES, Leases, Show
+from aioshm.queue.local.leases import VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import ELSEWHERE, NOTHING, ReaderCore, memory_fence
-from aioshm.ring.layout import SLOT_HEADER_BYTES
-from aioshm.ring.slot import Slot
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, memory_fence
+
+Header: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""Kind, codec, way of placing, number of buffers, sequence number, time of publishing, bytes: see `unpack_header`."""
 
 
 class SlotReader:
@@ -45,9 +44,10 @@ class SlotReader:
         codec: Makes objects of bytes.
         overflow: Where messages are that did not fit a chunk.
         waker: Told when a slot went back and the writer is parked.
-        make_leases: Makes what leased messages are seen through, which takes a descriptor, given what decodes
-            them there.
+        make_leases: Makes what leased messages are seen through, which takes a descriptor.
 
+    Attributes:
+        overflows: How many messages did not fit a chunk.
     """
 
     def __init__(
@@ -57,12 +57,13 @@ class SlotReader:
         codec: Codec,
         overflow: OverflowReader,
         waker: WriterWaker,
-        make_leases: Callable[[Show], Leases],
+        make_leases: Callable[[], Leases],
     ) -> None:
         self._gate = gate
         self._ring = ring
         self._core = ring.core
         self._slots = ring.slots
+        self._amount = len(ring.slots)
         self._code = codec.code
         self._codec = codec
         self._view = view_of(codec)
@@ -71,6 +72,7 @@ class SlotReader:
         self._make_leases = make_leases
         self._leases: Leases | None = None
         self._shown: tuple[int, int, int] | None = None  # chunk, slot and bytes of what a lease sees where it lies
+        self.overflows: int = 0
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), waker.slot_is_free)
         self._core.bind_beside(self._decode_beside)
         self._arrays = ReceivedArrays(codec)
@@ -123,15 +125,15 @@ class SlotReader:
         return obj
 
     def _take_unusual(self) -> Any:
-        slot = self.next_slot()
-        kind, _, how, n_buffers, _, at, size = unpack_header(slot.header)
-        elsewhere = self.overflowed(slot)
+        begin, header = self._next()
+        kind, _, how, n_buffers, _, at, size = header
+        elsewhere = self._is_elsewhere(begin, header)
         body: memoryview | None = None
         try:
             if elsewhere:
-                body = self.overflow_body(slot)
+                body = self._elsewhere_body(begin)
                 return ELSEWHERE if body is None else self._decoded(body, how, n_buffers, size)
-            room = self.inline_body(slot)
+            room = self._inline_body(begin, header)
             return bytearray(room[:size]) if kind == RAW else self._decoded(room, how, n_buffers, size)
         except CorruptSlot:
             elsewhere = False
@@ -145,187 +147,141 @@ class SlotReader:
 
     def open_block(self, *, decoded: bool) -> SourceBlock | None:
         """Return the next message for a block, as `Source.open_block`."""
-        slot = self.next_slot()
-        if not self.overflowed(slot) or (decoded and self._overflow.where(slot.header, self.seq) is not None):
+        begin, header = self._next()
+        if self._is_elsewhere(begin, header):
+            return self._open_elsewhere(begin, header, decoded=decoded)
+        if decoded and header[0] != OVERFLOW and not self._core.kept:  # slots go back in order
+            nbytes = self._slots.size(begin)
+            if nbytes < VIEW_BYTES:
+                obj = self.take()
+                if obj is NOTHING or obj is ELSEWHERE:
+                    return None
+                self._core.copied += nbytes
+                return TakenMessage(obj)
+        self._core.note_trace()
+        return LeasedSlot(self, begin, header) if decoded else RawBlock(self, begin, header, None)
+
+    def _open_elsewhere(self, begin: int, header: Header, *, decoded: bool) -> SourceBlock | None:
+        if decoded and self._overflow.where(self._slots.header(begin), self.seq) is not None:
             self._core.note_trace()
-            return LeasedSlot(self, slot) if decoded else RawBlock(self, slot, None)
+            return LeasedSlot(self, begin, header)
         try:
-            body = self.overflow_body(slot)
+            body = self._elsewhere_body(begin)
         except CorruptSlot:
             self.release()
             raise
         if body is None:
             return None
         self._core.note_trace()
-        return OverflowBlock(self, slot, body) if decoded else RawBlock(self, slot, body)
+        return OverflowBlock(self, header, body) if decoded else RawBlock(self, begin, header, body)
 
     # Looking into slots
-
-    @property
-    def overflows(self) -> int:
-        """How many messages did not fit a chunk."""
-        return self._core.overflows
 
     @property
     def seq(self) -> int:
         """Sequence number of the next message."""
         return self._core.seq
 
-    def next_slot(self) -> Slot:
-        """Return the next message's slot, which is there."""
-        slot = self._ring.peek()
-        assert slot is not None
-        return slot
+    def _next(self) -> tuple[int, Header]:
+        """Return where the next message's slot begins, and what its header says, which is read once."""
+        begin = self._slots.begin(self._core.seq % self._amount)
+        return begin, unpack_header(self._slots.bodies, begin)
 
-    def overflowed(self, slot: Slot) -> bool:
+    def _is_elsewhere(self, begin: int, header: Header) -> bool:
         """Return whether a slot has a message that did not fit its chunk."""
-        kind, _, _, _, seq, _, _ = unpack_header(slot.header)
-        return kind == OVERFLOW and seq == self.seq and self._overflow.has(slot.header, seq)
+        kind, _, _, _, seq, _, _ = header
+        return kind == OVERFLOW and seq == self.seq and self._overflow.has(self._slots.header(begin), seq)
 
-    def overflow_body(self, slot: Slot) -> memoryview | None:
+    def _elsewhere_body(self, begin: int) -> memoryview | None:
         """Return what did not fit a slot's chunk, as `OverflowReader.body`."""
-        body = self._overflow.body(slot.header, self.seq)
+        body = self._overflow.body(self._slots.header(begin), self.seq)
         if body is not None:
-            self._core.overflows += 1
+            self.overflows += 1
         return body
 
-    def inline_body(self, slot: Slot) -> memoryview:
+    def _inline_body(self, begin: int, header: Header) -> memoryview:
         """Return the body of a message that is in the ring, and what room is behind it.
 
         Raises:
             CorruptSlot, CodecError: The slot holds no whole message of this queue's codec, nor one without.
         """
-        kind, code, _, _, seq, _, size = unpack_header(slot.header)
+        kind, code, _, _, seq, _, size = header
         if seq != self.seq:
             raise CorruptSlot(seq, self.seq)
         if kind not in (INLINE, RAW):
             raise CorruptSlot(seq, seq, f"there is no kind {kind} of message")
-        if kind == INLINE and code != self._codec.code:
-            raise CodecError(f"message {seq} has codec {code}, the queue has {self._codec.code} ({self._codec.name!r})")
-        body = slot.body
+        if kind == INLINE and code != self._code:
+            raise CodecError(f"message {seq} has codec {code}, the queue has {self._code} ({self._codec.name!r})")
+        body = self._slots.body(begin)
         if size > len(body):
             raise CodecError(f"damaged message: {size} bytes announced, {len(body)} there")
         return body
 
+    def room(self, begin: int) -> memoryview:
+        """Return the room of a message that is in the ring."""
+        return self._slots.body(begin)
+
     def _decoded(self, body: memoryview, how: int, n_buffers: int, size: int) -> Any:
         return self._codec.decode(*split(body, how, n_buffers, size))
 
-    def seen(self, body: memoryview, kind: int, how: int, n_buffers: int, size: int) -> Any:
+    def seen(self, body: memoryview, header: Header) -> Any:
         """Decode a message where it lies."""
-        return body[:size] if kind == RAW else self._view(*split(body, how, n_buffers, size))
+        kind, _, how, n_buffers, _, _, size = header
+        try:
+            return body[:size] if kind == RAW else self._view(*split(body, how, n_buffers, size))
+        finally:
+            del body  # an error's frames would be taken for a holder
 
     # Leases
 
-    def bind_leases(
-        self,
-        open_slowly: Callable[[], Any],
-        close_slowly: Callable[..., Any],
-        await_next: Callable[[], object] | None,
-        whose: Any,
-        fail: Callable[[Any], object],
-    ) -> ReaderCore:
-        """Let the core lease, and return it; the arguments are those of `ReaderCore.bind_leases`."""
-        self._core.bind_leases(self._show_beside, self.end_shown, open_slowly, close_slowly, await_next, whose, fail)
-        return self._core
-
-    def _show_beside(self, begin: int) -> Any:
-        """Decode a message with buffers for the core's lease; `ELSEWHERE` if there is anything else about it."""
-        kind, code, how, n_buffers, seq, at, size = unpack_header(self._slots.bodies, begin)
-        if code != self._code or seq != self._core.seq:
-            return ELSEWHERE
-        if kind == OVERFLOW:
-            obj = self._show_overflow(begin, how, n_buffers, size)
-        elif kind == INLINE:
-            obj = self._show(begin, self._slots.body(begin), kind, how, n_buffers, size)
-        else:
-            return ELSEWHERE
-        if obj is not ELSEWHERE:
-            self._core.published_ns = at
-        return obj
-
-    def show(self, slot: Slot) -> Any:
+    def show(self, begin: int, header: Header) -> Any:
         """Decode a leased message: where it lies, if that pays, or else as `take` does.
 
         Raises:
             CorruptSlot, CodecError: It is no whole message of this queue.
         """
-        kind, _, how, n_buffers, _, at, size = unpack_header(slot.header)
         try:
-            if kind == OVERFLOW and self.overflowed(slot):
-                obj = self._show_overflow(slot.begin, how, n_buffers, size)
-                if obj is ELSEWHERE and (body := self.overflow_body(slot)) is not None:  # no mapping is left
-                    with body:
-                        obj = self._decoded(body, how, n_buffers, size)
+            if self._is_elsewhere(begin, header):
+                obj = self._show_elsewhere(begin, header)
             else:
-                obj = self._show(slot.begin, self.inline_body(slot), kind, how, n_buffers, size)
+                obj = self._show(begin, header, self._inline_body(begin, header))
         except AioshmError:
             raise
         except Exception as error:
             raise cannot_decode(error, self._codec.name) from error
-        self._core.taken(at)
+        self._core.taken(header[5])
         return obj
 
-    def _show(self, begin: int, body: memoryview, kind: int, how: int, n_buffers: int, size: int) -> Any:
-        if how:
-            nbytes = placed_end(body, n_buffers, size)
-            if nbytes >= PLACED_VIEW_BYTES and (chunk := self._slots.chunk(begin)) is not None:
-                with suppress(SharedMemoryError):  # no mapping is left
-                    main, buffers = split_placed(self._window().view(chunk, nbytes).toreadonly(), n_buffers, size)
-                    obj = self._view(main, buffers)
-                    if n_buffers == 1 and size <= MOST_MAIN_BYTES:
-                        self._arrays.learn(bytes(main), obj)
-                    self._note_shown(chunk, begin, nbytes)
-                    return obj
-            self._core.copied += nbytes
-            return self._codec.decode(*split_placed(body, n_buffers, size))
-        main, buffers = split_body(body, n_buffers, size)
-        whole = size + len(buffers[0]) if n_buffers == 1 else size + sum(map(len, buffers))
-        if whole >= VIEW_BYTES and (chunk := self._slots.chunk(begin)) is not None:
-            nbytes = body_bytes(size, [len(part) for part in buffers])
-            with suppress(SharedMemoryError):
-                view = self._window().view
-                obj = self.seen(view(chunk, nbytes).toreadonly(), kind, how, n_buffers, size)
-                self._note_shown(chunk, begin, nbytes)
+    def _show(self, begin: int, header: Header, body: memoryview) -> Any:
+        nbytes = min(self._slots.size(begin), len(body))
+        if nbytes >= VIEW_BYTES and (chunk := self._slots.chunk(begin)) is not None:
+            with suppress(SharedMemoryError):  # no mapping is left
+                obj = self.seen(self._window().view(chunk, nbytes).toreadonly(), header)
+                self._shown = chunk, self._slots.index(begin), nbytes
                 return obj
-        self._core.copied += whole
-        return bytearray(main) if kind == RAW else self._codec.decode(main, buffers)
+        self._core.copied += nbytes
+        kind, _, how, n_buffers, _, _, size = header
+        return bytearray(body[:size]) if kind == RAW else self._decoded(body, how, n_buffers, size)
 
-    def _show_overflow(self, begin: int, how: int, n_buffers: int, size: int) -> Any:
-        """Decode a leased message where it lies in its overflow segment; `ELSEWHERE` if it cannot be seen there."""
-        found = self._overflow.where(self._slots.bodies[begin : begin + SLOT_HEADER_BYTES], self._core.seq)
-        if found is None:
+    def _show_elsewhere(self, begin: int, header: Header) -> Any:
+        found = self._overflow.where(self._slots.header(begin), self.seq)
+        if found is not None:
+            number, fd, room, nbytes = found
+            with suppress(SharedMemoryError):  # no mapping is left
+                obj = self.seen(self._window().view_file(-1 - number, fd, room, nbytes).toreadonly(), header)
+                self._shown = -1 - number, self._slots.index(begin), nbytes
+                self.overflows += 1
+                return obj
+        body = self._elsewhere_body(begin)
+        if body is None:
             return ELSEWHERE
-        number, fd, room, nbytes = found
-        with suppress(SharedMemoryError):
-            body = self._window().view_file(-1 - number, fd, room, nbytes).toreadonly()
-            main, buffers = (split_placed if how else split_body)(body, n_buffers, size)
-            del body  # as the others: what an error's frames kept would be taken for a holder
-            obj = self._view(main, buffers)
-            if how and n_buffers == 1 and size <= MOST_MAIN_BYTES:
-                self._arrays.learn(bytes(main), obj)
-            self._note_shown(-1 - number, begin, nbytes)
-            self._core.overflows += 1
-            return obj
-        return ELSEWHERE
-
-    def _show_window(self, main: memoryview, buffers: list[memoryview]) -> Any:
-        """Decode a message in a window for the core."""
-        try:
-            obj = self._view(main, buffers)
-            if self._core.unknown:
-                self._arrays.learn(bytes(main), obj)
-            return obj
-        finally:
-            del main, buffers  # what an error's frames kept would be taken for a holder
+        with body:
+            return self._decoded(body, header[2], header[3], header[6])
 
     def _window(self) -> Leases:
         if self._leases is None:
-            self._leases = self._make_leases(self._show_window)
+            self._leases = self._make_leases()
         return self._leases
-
-    def _note_shown(self, chunk: int, begin: int, nbytes: int) -> None:
-        self._shown = chunk, self._slots.index(begin), nbytes
-        self._core.shown = True
 
     def end_shown(self) -> None:
         """Give a leased slot back, or soon.
@@ -333,25 +289,18 @@ class SlotReader:
         Raises:
             SharedMemoryError: It is still seen, and there is no memory for a copy; it is kept.
         """
-        shown = self._shown if self._core.shown else None
-        seen = self._core.tell_shown() if shown is None else None
-        self.forget_shown()
-        if seen is not None:
-            assert self._leases is not None
-            self._core.turn -= 1
-            self._leases.end_of(seen)
-        elif shown is None:
+        shown, self._shown = self._shown, None
+        if shown is None:
             self.settle()
             self.release()
         else:
             assert self._leases is not None
-            self._core.turn -= 1
+            self._gate.count_turn()
             self._leases.end(*shown)
 
     def forget_shown(self) -> None:
         """Leave a leased message where it is."""
         self._shown = None
-        self._core.shown = False
 
     def settle(self) -> None:
         """Give back what a lease has kept."""
@@ -386,17 +335,18 @@ class SlotReader:
 class RawBlock:
     """A message's bytes, for `acquire_read`."""
 
-    def __init__(self, slots: SlotReader, slot: Slot, body: memoryview | None) -> None:
+    def __init__(self, slots: SlotReader, begin: int, header: Header, body: memoryview | None) -> None:
         self._slots = slots
-        self._slot = slot
+        self._begin = begin
+        self._header = header
         self._body = body
         self._view = memoryview(b"")
 
     def open(self) -> memoryview:
-        kind, _, how, n_buffers, seq, at, size = unpack_header(self._slot.header)
+        kind, _, how, n_buffers, seq, at, size = self._header
         if (self._body is None and kind not in (INLINE, RAW)) or seq != self._slots.seq:
             raise CorruptSlot(seq, self._slots.seq)
-        body = self._slot.body if self._body is None else self._body
+        body = self._slots.room(self._begin) if self._body is None else self._body
         if size > len(body):
             raise CorruptSlot(seq, seq)
         self._view = body[: len(body) if n_buffers or how else size].toreadonly()
@@ -418,15 +368,14 @@ class RawBlock:
 class OverflowBlock:
     """A leased message whose body came over ZeroMQ: in memory of its own, as there is no window into that."""
 
-    def __init__(self, slots: SlotReader, slot: Slot, body: memoryview) -> None:
+    def __init__(self, slots: SlotReader, header: Header, body: memoryview) -> None:
         self._slots = slots
-        self._slot = slot
+        self._header = header
         self._body = body
 
     def open(self) -> Any:
-        kind, _, how, n_buffers, _, at, size = unpack_header(self._slot.header)
-        obj = self._slots.seen(memoryview(own_copy(self._body)).toreadonly(), kind, how, n_buffers, size)
-        self._slots.taken(at)
+        obj = self._slots.seen(memoryview(own_copy(self._body)).toreadonly(), self._header)
+        self._slots.taken(self._header[5])
         return obj
 
     def close(self, *, undo: bool) -> None:
@@ -439,13 +388,14 @@ class OverflowBlock:
 class LeasedSlot:
     """A leased message in the ring: seen in its chunk, or, where that costs more than a copy, in memory of its own."""
 
-    def __init__(self, slots: SlotReader, slot: Slot) -> None:
+    def __init__(self, slots: SlotReader, begin: int, header: Header) -> None:
         self._slots = slots
-        self._slot = slot
+        self._begin = begin
+        self._header = header
 
     def open(self) -> Any:
         try:
-            obj = self._slots.show(self._slot)
+            obj = self._slots.show(self._begin, self._header)
         except Exception:
             self._slots.check_place()
             raise

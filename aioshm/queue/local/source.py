@@ -27,12 +27,12 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import findings
 from aioshm.queue.local.attachment import Attachment
 from aioshm.queue.local.copying import CopyingSlots, eviction
-from aioshm.queue.local.leases import Leases, Show
+from aioshm.queue.local.leases import Leases
 from aioshm.queue.local.slots import SlotReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import NOTHING, ReaderCore
+from aioshm.ring.atomics import NOTHING
 from aioshm.ring.copying import CopyingCore
 from aioshm.ring.layout import VERSION
 from aioshm.wait.cpus import usable_cpus
@@ -67,7 +67,6 @@ class RingSource:
 
     # Set when the writer has admitted this reader, before which nothing that uses them runs.
     _slots: SlotReader | CopyingSlots
-    bind_leases: Callable[..., ReaderCore | None]
     settle: Callable[[], None]
     take: Callable[[], Any]
     take_many: Callable[[int], list[Any]]
@@ -126,10 +125,9 @@ class RingSource:
         gate.rates.begin(monotonic(), lifeline.welcome.first)
         self.waker = waker = WriterWaker(gate, ring, lifeline, loop)
 
-        def make_leases(show: Show) -> Leases:
+        def make_leases() -> Leases:
             fd, layout = attachment.segment_fd, ring.layout
-            secret = lifeline.welcome.secret
-            return Leases(fd, layout, ring.core, loop, waker.slot_is_free, self._may_keep, secret, show)
+            return Leases(fd, layout, ring.core, loop, waker.slot_is_free, self._may_keep)
 
         slots: SlotReader | CopyingSlots
         if isinstance(core := ring.core, CopyingCore):
@@ -138,7 +136,6 @@ class RingSource:
             slots = SlotReader(gate, ring, self._codec, attachment.overflow, waker, make_leases)
         self._slots = slots
         self.settle, self.take, self.take_many = slots.settle, slots.take, slots.take_many
-        self.bind_leases = slots.bind_leases
         self.ready = self.look = ring.ready
         self.ring, self.receive = ring, ring.core.receive
         lifeline.start(

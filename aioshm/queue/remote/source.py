@@ -161,9 +161,6 @@ class NetworkSource:
         self.note_trace(message)
         return LeasedData(self, message) if decoded else RawData(self, message)
 
-    def bind_leases(self, *_: object) -> None:
-        """Do nothing: there is no core."""
-
     def _lost(self, missing: Missing) -> MessagesLost:
         if self._window.skips:
             why = "this reader was too slow, and the writer does not wait for it"

@@ -1,0 +1,192 @@
+"""Blocks that have a reader's next message, and iterating over messages that are leased."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+from aioshm.errors import QueueClosed
+from aioshm.queue.ends.source import SourceBlock, TakenMessage
+from aioshm.queue.ends.waiting import deadline_after
+
+if TYPE_CHECKING:
+    from aioshm.queue.ends.reading import ReadingEnd
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class ReadBlock(AbstractAsyncContextManager[Any]):
+    """The block of a lease, or of `acquire_read`.
+
+    From its beginning to its end other calls wait, and calls of the same task are refused.
+
+    Args:
+        end: The reading end.
+        timeout, cancel, indefinite: For the wait for the message, as `aioshm.MessageQueue.dequeue`.
+        decoded: Whether this is a lease.
+
+    Attributes:
+        taken: Whether the message has left the ring already, so that the block's end gives nothing back.
+    """
+
+    def __init__(
+        self,
+        end: ReadingEnd,
+        timeout: float | None,
+        cancel: asyncio.Event | None,
+        indefinite: bool,
+        *,
+        decoded: bool = True,
+    ) -> None:
+        self._end = end
+        self._asked = timeout, cancel, indefinite
+        self._decoded = decoded
+        self._block: SourceBlock | None = None
+        self._value: Any = None
+        self.taken: bool = False
+
+    def pop_value(self) -> Any:
+        """Return what the block is given, once: `Leases` would take a second reference for a holder."""
+        value, self._value = self._value, None
+        return value
+
+    def enter_now(self) -> bool:
+        """Enter the block where the message is there and nothing is in the way; return whether that was done."""
+        end = self._end
+        if not end.begin_turn(settles=not self._decoded):
+            return False
+        entered = False
+        try:
+            if end.source.look():
+                end.gate.hold()
+                entered = self._open()
+        finally:
+            if not entered:
+                end.gate.leave()
+        return entered
+
+    async def _enter(self) -> None:
+        end, (timeout, cancel, indefinite) = self._end, self._asked
+        deadline = deadline_after(timeout, cancel, indefinite)
+        await end.line_up(deadline, cancel, settles=not self._decoded)
+        entered = False
+        try:
+            while not entered:
+                await end.next(deadline, cancel, indefinite)
+                end.gate.hold()
+                entered = self._open()
+                if not entered:
+                    await end.rest(deadline, cancel, indefinite)
+        finally:
+            if not entered:
+                end.gate.leave()
+
+    def _open(self) -> bool:
+        """Open the next message, which is there; return False where its body has yet to arrive."""
+        block = self._end.source.open_block(decoded=self._decoded)
+        if block is None:
+            return False
+        try:
+            self._value = block.open()
+        except BaseException:
+            block.close(undo=False)
+            raise
+        self.taken = isinstance(block, TakenMessage)
+        self._block = block
+        return True
+
+    def leave_now(self, *, undo: bool = False) -> None:
+        """End the block. Does nothing once done.
+
+        Args:
+            undo: Leave the message where it is, unless it was taken.
+        """
+        block, self._block = self._block, None
+        if block is None:
+            return
+        self._value = None
+        gate = self._end.gate
+        try:
+            if not gate.dismantled:
+                block.close(undo=undo)
+        finally:
+            gate.leave()
+
+    async def __aenter__(self) -> Any:
+        if not self.enter_now():
+            await self._enter()
+        return self.pop_value()
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.leave_now()
+
+
+class AwaitedReadBlock(ReadBlock):
+    """One that ends when it is dropped; not where calls block, for an error of a signal handler would be lost there."""
+
+    def __del__(self) -> None:
+        if getattr(self, "_block", None) is None:
+            return
+        gate = self._end.gate
+        if gate.on_its_thread:
+            self.leave_now()
+        elif gate.loop is not None and not gate.loop.is_closed():
+            gate.loop.call_soon_threadsafe(self.leave_now)
+
+
+class Leases(Protocol[T_co]):
+    """Messages to iterate over with ``async for``, each leased until the next one is asked for."""
+
+    def __aiter__(self) -> Self: ...
+
+    def __anext__(self) -> Awaitable[T_co]: ...
+
+    def aclose(self) -> Coroutine[Any, Any, None]:
+        """End the lease of the latest message."""
+
+
+class LeasedMessages:
+    """Leases an end's messages one after the other, until the writer closes.
+
+    A loop that is left, by ``break`` or by an exception, drops this iterator, which ends the lease of its last message.
+
+    Args:
+        end: The reading end.
+    """
+
+    def __init__(self, end: ReadingEnd) -> None:
+        self._end = end
+        self._block: ReadBlock | None = None
+        self._leasing = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        self._leave()
+        self._leasing = True
+        try:
+            block = self._end.lease(None, None, False)
+            message = await block.__aenter__()
+            self._block = block
+            return message
+        except QueueClosed:
+            raise StopAsyncIteration from None
+        finally:
+            self._leasing = False
+
+    async def aclose(self) -> None:
+        """End the lease of the latest message."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._leasing:
+            raise RuntimeError("the next message is being leased already")
+        block, self._block = self._block, None
+        if block is not None:
+            block.leave_now()
