@@ -102,10 +102,6 @@ class RingWriter(_Cursor):
         """Sequence number of the next message."""
         return self.core.seq
 
-    def claimed(self) -> Slot:
-        """Return the next message's slot, which is claimed."""
-        return self.slots[self.seq % len(self.slots)]
-
     def laggards(self, slots: int = 1, large: Sequence[int] = ()) -> list[int]:
         """Return the readers that keep so many messages from being written; the arguments are those of `free`."""
         blocker = self.core.blocker(slots, large)

@@ -196,7 +196,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         self._room = room
         self._lend = lend
         self._as_sent = as_sent
-        self._timeout = check_timeout("timeout", timeout)
+        self._timeout = None if timeout is None else check_timeout("timeout", timeout)
         self._slot: Slot | None = None
         self._extent: Extent | None = None
         self._filled: list[T] = []
@@ -239,8 +239,11 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
             self._filled.clear()
             if done:
                 self._extent = None
-                with suppress(*(SharedMemoryError,) * (exc_type is not None)):  # what it raises is what is to be told
+                if exc_type is None:
                     lender.close(extent)
+                else:
+                    with suppress(SharedMemoryError):  # the caller is to see the error of the block
+                        lender.close(extent)
 
     async def leave_copy(self) -> None:
         """Send what `leave_now` has left."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
 from math import prod
 from operator import index
@@ -271,7 +270,7 @@ class Loans:
 
         The memory is that slot's until it is published or another one is claimed.
         """
-        with suppress(SharedMemoryError, OutOfDescriptors):  # no mapping is left, or no segment to be had
+        try:
             if nbytes <= self._chunk_bytes:
                 chunk = slot.chunk
                 if chunk is not None:
@@ -279,6 +278,8 @@ class Loans:
             elif self._segments is not None:
                 number = self._segments.reserve(nbytes)
                 return Extent(self._segment_window(number), number, is_segment=True)
+        except (SharedMemoryError, OutOfDescriptors):  # no mapping is left, or no segment to be had
+            pass
         return Extent()
 
     def take_back(self, extent: Extent) -> None:
