@@ -255,10 +255,11 @@ IN_IMPORTS = {  # which process goes no further there
 
 
 async def run(moment: str) -> None:
-    """Bring that moment about; SIGTERM cancels this, as servers have it."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    """Bring that moment about; SIGTERM cancels this, as servers have it, where a test sends it."""
+    if "AIOSHM_TEST_SIGTERM" in os.environ:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with EngineSupervisor(
         serve,
         2 if moment in WITH_TWO_ENGINES else 1,

@@ -118,10 +118,12 @@ def left_after(signals: str, backing: str, first: float, second: float) -> list[
         environment["XDG_RUNTIME_DIR"] = directory
         if backing == "named":
             environment["AIOSHM_LIFELINE"] = "directory"
+        two = signals == "two interrupts"
+        if not two:
+            environment["AIOSHM_TEST_SIGTERM"] = "1"
         supervisor = subprocess.Popen(
             [sys.executable, moments.__file__, "none"], stderr=subprocess.DEVNULL, env=environment
         )
-        two = signals == "two interrupts"
         try:
             for seconds in (first, second)[: 1 + two]:
                 try:
