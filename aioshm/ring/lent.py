@@ -22,12 +22,16 @@ from typing import Final
 
 from aioshm.errors import SharedMemoryError
 from aioshm.ring.layout import round_up
-from aioshm.ring.mapping import MAP_NORESERVE, address_of, map_memory, move_pages
+from aioshm.ring.mapping import MAP_NORESERVE, address_of, can_move_pages, map_memory, move_pages
 
 _PAGE: Final = mmap.PAGESIZE
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _TABLE: Final = _PAGE // 8 * _PAGE  # what a table of pages maps, which moves in one step
 _ZEROS: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+
+
+_abandoned: list[_Range] = []
+"""A range that may have a hole, in which other threads may have mapped memory: it must never be unmapped."""
 
 
 class _Range:
@@ -115,12 +119,18 @@ class LentWindow:
 
     def _move(self) -> bool:
         """Move to another range of addresses; return False where that is impossible."""
+        if not can_move_pages():
+            return False
         target = self._left
         try:
             if target is None or getrefcount(target.memory) >= _UNHELD:
                 target = _Range(self._length)
+        except OSError:  # the process has too many mappings
+            return False
+        try:
             move_pages(self._range.address, self._length, target.address)
         except OSError:
+            _abandoned.append(target)
             return False
         self._left = self._range
         self._use(target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import sys
@@ -68,18 +67,41 @@ def move_memory(address: int, length: int, target: int) -> None:
         raise _last_error()
 
 
+_moves: bool | None = None  # whether `move_pages` works; None: nobody has asked yet
+
+
+def can_move_pages() -> bool:
+    """Return whether `move_pages` works: from Linux 5.13 on, unless it has failed."""
+    global _moves
+    if _moves is None:
+        _moves = sys.platform == "linux" and _try_to_move_a_page()
+    return _moves
+
+
+def _try_to_move_a_page() -> bool:
+    size = mmap.PAGESIZE
+    old = map_memory(None, size, _READ_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+    # To any address: a kernel that refuses this flag unmaps a given target before it says so.
+    new = _libc.mremap(old, size, size, _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP, None)
+    unmap_memory(old, size)
+    if new == _MAP_FAILED:
+        return False
+    unmap_memory(new, size)
+    return True
+
+
 def move_pages(address: int, length: int, target: int) -> None:
     """Move the pages of a mapping to ``target``, in the place of what is mapped there; the old range stays mapped.
 
-    What is touched there afterwards is mapped again, so it is to be exchanged next. Linux 5.13 and later.
+    What is touched there afterwards is mapped again, so it is to be exchanged next. Only where `can_move_pages`.
 
     Raises:
-        OSError: They cannot be moved; nothing has changed then.
+        OSError: They cannot be moved, and never will be from now on. The target may be unmapped.
     """
-    if sys.platform != "linux":
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    global _moves
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     if _libc.mremap(address, length, length, flags, target) == _MAP_FAILED:
+        _moves = False
         raise _last_error()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from aioshm.errors import SharedMemoryError
+from aioshm.ring import lent, mapping
 from aioshm.ring.lent import LentWindow
 
 START, ROOM = 4096 + 640, 100_000
@@ -36,11 +38,7 @@ def window(fd: int) -> LentWindow:
 def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the kernel can move pages, as Linux from 5.13 on can."""
     if not request.param:
-
-        def refuse(*_: int) -> None:
-            raise OSError(errno.EINVAL, "not on this kernel")
-
-        monkeypatch.setattr("aioshm.ring.lent.move_pages", refuse)
+        monkeypatch.setattr("aioshm.ring.lent.can_move_pages", bool)
     return bool(request.param)
 
 
@@ -180,6 +178,33 @@ def test_memory_that_cannot_be_exchanged_is_an_error(window: LentWindow, monkeyp
     with pytest.raises(SharedMemoryError, match="drop it in the block"):
         window.take_back()
     del array
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are moved on Linux")
+def test_a_move_that_fails_is_the_last_one_and_unmaps_nothing(
+    fd: int, window: LentWindow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping, "_moves", True)
+    monkeypatch.setattr(mapping._libc, "mremap", lambda *_: mapping._MAP_FAILED)
+    before = len(lent._abandoned)
+    for number in (1, 2):
+        array = _array(window)
+        array[:] = number
+        assert not window.take_back()
+        array[:] = 255
+        assert os.pread(fd, 1000, START + 64) == bytes([number]) * 1000
+        window = LentWindow(fd, START, ROOM)
+    assert not mapping.can_move_pages()
+    assert len(lent._abandoned) == before + 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are moved on Linux")
+def test_a_kernel_that_moves_no_pages_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(mapping, "_moves", None)
+    monkeypatch.setattr(mapping._libc, "mremap", lambda *_: asked.append(1) or mapping._MAP_FAILED)
+    assert [mapping.can_move_pages() for _ in range(3)] == [False] * 3
+    assert asked == [1]
 
 
 def test_closed_with_something_kept(fd: int, window: LentWindow) -> None:
