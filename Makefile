@@ -68,32 +68,19 @@ docs: .venv/.ready        ## the pages as a site, in site/; fails on a link or a
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 	$(BIN)/python -m tools.links site
 
-bench: .venv/.ready       ## every benchmark against its rivals, one after the other
-	$(BIN)/python -m benchmarks.throughput $(ARGS)
-	$(BIN)/python -m benchmarks.leases $(ARGS)
-	$(BIN)/python -m benchmarks.loans $(ARGS)
-	$(BIN)/python -m benchmarks.latency $(ARGS)
-	$(BIN)/python -m benchmarks.fanout $(ARGS)
+bench: .venv/.ready       ## every benchmark that needs no rival of its own, one after the other
+	$(BIN)/python -m benchmarks.compare $(ARGS)
 	$(BIN)/python -m benchmarks.churn $(ARGS)
-	$(BIN)/python -m benchmarks.idle $(ARGS)
-	$(BIN)/python -m benchmarks.fairness $(ARGS)
-	$(BIN)/python -m benchmarks.writer_cost $(ARGS)
-	$(BIN)/python -m benchmarks.memory $(ARGS)
-	$(BIN)/python -m benchmarks.remote $(ARGS)
-	$(BIN)/python -m benchmarks.overflow $(ARGS)
-	$(BIN)/python -m benchmarks.strangers $(ARGS)
-	$(BIN)/python -m benchmarks.startup $(ARGS)
 	$(BIN)/python -m benchmarks.workers $(ARGS)
-	$(BIN)/python -m benchmarks.survival $(ARGS)
-	$(BIN)/python -m benchmarks.observe $(ARGS)
 	$(BIN)/python -m benchmarks.engine_roundtrip $(ARGS)
 	$(BIN)/python -m benchmarks.events_publish $(ARGS)
-	$(BIN)/python -m benchmarks.events_replay $(ARGS)
+	$(BIN)/python -m benchmarks.observe $(ARGS)
+	$(BIN)/python -m benchmarks.survival $(ARGS)
 
 bench-rivals: .venv-rivals/.ready   ## aioshm against its rivals, in an environment of their own; fetches a wheel of 340 MB
 	.venv-rivals/bin/python -m benchmarks.compare $(ARGS)
 
-bench-defaults: .venv-rivals/.ready ## what rings promise that nobody sized, in one run, in the same environment
+bench-defaults: .venv-rivals/.ready ## the promises of default rings alone, in the same environment
 	.venv-rivals/bin/python -m benchmarks.defaults $(ARGS)
 
 vllm: .venv-vllm/.ready   ## vLLM's executor on its own queue and on this one; fetches the same wheel, and what it imports
@@ -174,7 +161,7 @@ RIVALS := benchmarks/compare/constraints-rivals.txt
 .venv-rivals/.ready: pyproject.toml constraints.txt $(NATIVE) $(RIVALS) benchmarks/compare/install_vllm.py
 	$(PYTHON) -m venv .venv-rivals
 	.venv-rivals/bin/python -m pip install --disable-pip-version-check -c constraints.txt -c $(RIVALS) \
-		-e '.[cli,torch,uvloop]' faster-fifo iceoryx2 matplotlib pynng
+		-e '.[cli,torch,uvloop]' iceoryx2 matplotlib
 	.venv-rivals/bin/python benchmarks/compare/install_vllm.py
 	touch $@
 

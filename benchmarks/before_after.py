@@ -27,19 +27,18 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
 from typing import IO, Any, Self, TypeAlias
 
-from benchmarks.compare.cases import CASES
-from benchmarks.contestants import CONTESTANTS
+from benchmarks.compare.slices import PLAYED
 from benchmarks.framework.crew import BenchmarkError
 from benchmarks.framework.harness import Settings, main, progress
 from benchmarks.framework.report import Report
-from benchmarks.trees import Tree, check_tree, percent, staged
 
-NAMES = ["aioshm", "aioshm blocking", "aioshm leased", "aioshm loaned", "aioshm, sized"]
-USUAL = NAMES[:4]
+HERE = Path(__file__).parents[1]
+NAMES = ["aioshm", "aioshm blocking", "aioshm leased", "aioshm loaned"]
 WITHIN = 3.0  # percent
 ROUNDS, QUICK_ROUNDS = 8, 1
 DRAWS = 2000
@@ -50,30 +49,55 @@ ANSWER_S = 300.0
 END_S = 30.0
 TAIL_BYTES = 8192
 
-Part: TypeAlias = tuple[str, str]
-"""What is measured, and of which contestant."""
-
 Lives: TypeAlias = list[list[float]]
 """Logarithms of ratios: of each life's rounds."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A checkout, and the folder that has its library and this checkout's benchmarks."""
+
+    path: Path
+    folder: Path
+
+    async def start(self, *command: str, errors: IO[bytes]) -> asyncio.subprocess.Process:
+        """Start its Python, with pipes to talk to it; its stderr goes to a file."""
+        pipe, python = asyncio.subprocess.PIPE, self.path / ".venv/bin/python"
+        return await asyncio.create_subprocess_exec(
+            python, *command, cwd=self.folder, stdin=pipe, stdout=pipe, stderr=errors
+        )
+
+
+def check_tree(path: Path) -> None:
+    """Raise `BenchmarkError` unless this is a checkout that can be measured."""
+    if not (path / ".venv/bin/python").exists() or not (path / "aioshm").is_dir():
+        raise BenchmarkError(f"{path} is no checkout with a .venv of its own; `make .venv/.ready` there builds one")
+
+
+def staged(path: Path, folder: Path) -> Tree:
+    """Put a tree's library and this checkout's benchmarks side by side."""
+    (folder / "aioshm").symlink_to(path / "aioshm")
+    (folder / "benchmarks").symlink_to(HERE / "benchmarks")
+    return Tree(path, folder)
 
 
 class Player:
     """A tree's processes, for one case.
 
     Attributes:
-        fitting: What they can measure, once they are ready, and how many messages make a slice.
+        fitting: How many messages of each contestant make a slice, once the processes are ready.
     """
 
     def __init__(self, tree: Tree, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
         self._tree = tree
         self._process = process
         self._errors = errors
-        self.fitting: dict[Part, int] = {}
+        self.fitting: dict[str, int] = {}
 
     @classmethod
     async def start(cls, tree: Tree, case: str, settings: Settings) -> Self:
         """Start them."""
-        command = ["-m", "benchmarks.framework.slices", case, str(settings.seconds), settings.more.loop]
+        command = ["-m", "benchmarks.compare.slices", case, str(settings.seconds), settings.more.loop]
         return await cls.of(tree, *command, *settings.names)
 
     @classmethod
@@ -87,12 +111,12 @@ class Player:
 
     async def ready(self) -> None:
         """Wait until they are."""
-        self.fitting = {(what, name): count for what, name, count in await self._answer()}
+        self.fitting = dict(await self._answer())
 
-    async def play(self, part: Part, count: int) -> float:
+    async def play(self, name: str, count: int) -> float:
         """Return how many microseconds a message took, of so many."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{list(self.fitting).index(part)} {count}\n".encode())
+        self._process.stdin.write(f"{list(self.fitting).index(name)} {count}\n".encode())
         return float(await self._answer())
 
     async def _answer(self) -> Any:
@@ -131,25 +155,27 @@ async def run(settings: Settings, report: Report) -> None:
     for path in paths:
         check_tree(path)
     verdicts = {"slower": 0, "not told": 0}
-    for case in [case for case in CASES if settings.more.only is None or case.name in settings.more.only]:
+    for case in PLAYED:
+        if settings.more.only and case.name not in settings.more.only:
+            continue
         if not set(case.contestants) & set(settings.names):
             continue
         with ExitStack() as folders:
             trees = [staged(path, Path(folders.enter_context(tempfile.TemporaryDirectory()))) for path in paths]
-            found: dict[Part, tuple[Lives, Lives]] = {}
+            found: dict[str, tuple[Lives, Lives]] = {}
             for life in range(settings.repeat):
                 progress(f"{case.name}: life {life + 1} of {settings.repeat}")
                 await _live([*trees, trees[0]], case.name, settings, found)
-        for (what, name), (after, control) in found.items():
+        for name, (after, control) in found.items():
             speed, low, high = estimate(after)
             again, again_low, again_high = estimate(control)
-            result = report.result(what, name, case.n_reader)
+            result = report.result(case.title, name, case.n_reader)
             result.add(speed=speed, lowest=low, highest=high)
             result.add(control=again, control_lowest=again_low, control_highest=again_high)
             verdict = judge(low, high, settings.more.within, (again_low, again_high))
             controlled = f"control {again:.3f}x, {again_low:.3f} to {again_high:.3f}"
             speeds = f"{speed:.3f}x ({low:.3f} to {high:.3f}; {controlled})"
-            text = f"{verdict.upper()}: {what}, {name}, {case.n_reader} readers: {speeds}"
+            text = f"{verdict.upper()}: {case.title}, {name}, {case.n_reader} readers: {speeds}"
             progress(text)
             if verdict in verdicts:
                 verdicts[verdict] += 1
@@ -159,7 +185,7 @@ async def run(settings: Settings, report: Report) -> None:
     report.hold(f"cases of which it is not told whether they are slower by {within:g}%", verdicts["not told"], "", 0)
 
 
-async def _live(trees: Sequence[Tree], case: str, settings: Settings, found: dict[Part, tuple[Lives, Lives]]) -> None:
+async def _live(trees: Sequence[Tree], case: str, settings: Settings, found: dict[str, tuple[Lives, Lives]]) -> None:
     """Play some rounds with new processes, and note what comes of them."""
     rounds = QUICK_ROUNDS if settings.quick else settings.more.rounds
     async with AsyncExitStack() as stack:
@@ -169,19 +195,19 @@ async def _live(trees: Sequence[Tree], case: str, settings: Settings, found: dic
             stack.push_async_callback(player.end)
         for player in players:
             await player.ready()
-        both = [part for part in players[0].fitting if all(part in player.fitting for player in players)]
-        parts = {part: max(player.fitting[part] for player in players) for part in both}
-        for part in parts:
-            for lives in found.setdefault(part, ([], [])):
+        both = [name for name in players[0].fitting if all(name in player.fitting for player in players)]
+        counts = {name: max(player.fitting[name] for player in players) for name in both}
+        for name in counts:
+            for lives in found.setdefault(name, ([], [])):
                 lives.append([])
         for number in range(rounds):
             order = [0, 1, 2] if number % 2 else [2, 1, 0]
-            for part, count in parts.items():
+            for name, count in counts.items():
                 took: list[list[float]] = [[], [], []]
                 for which in order + order[::-1]:
-                    took[which].append(log(await players[which].play(part, count)))
+                    took[which].append(log(await players[which].play(name, count)))
                 before, after, again = (sum(logs) / len(logs) for logs in took)
-                for lives, other in zip(found[part], (after, again), strict=True):
+                for lives, other in zip(found[name], (after, again), strict=True):
                     lives[-1].append(before - other)
 
 
@@ -209,6 +235,14 @@ def judge(low: float, high: float, within: float, control: tuple[float, float]) 
     return "not slower" if low >= bound else "not told"
 
 
+def percent(text: str) -> float:
+    """Return a percentage of the command line."""
+    value = float(text)
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text} is no percentage from 0 to below 100")
+    return value
+
+
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, help="the tree that the other is compared with")
     parser.add_argument("after", type=Path, help="the tree that may be slower")
@@ -220,12 +254,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help=f"how much slower is not yet slower (default: {WITHIN:g})",
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each life (default: {ROUNDS})")
-    names = [case.name for case in CASES]
+    names = [case.name for case in PLAYED]
     parser.add_argument("--only", nargs="+", metavar="CASE", choices=names, help=f"of {', '.join(names)}")
 
 
 if __name__ == "__main__":
-    ours = [contestant for contestant in CONTESTANTS if contestant.name in NAMES]
     sys.exit(
         main(
             "before_after",
@@ -233,8 +266,7 @@ if __name__ == "__main__":
             run,
             repeat=5,
             seconds=0.05,
-            contestants=ours,
-            default=USUAL,
+            contestants=NAMES,
             loop="uvloop",
             more=_add_options,
         )

@@ -1,16 +1,14 @@
-"""What it costs a queue that it is looked at: by ``aioshm top``, and by a scrape of ``aioshm export`` every second.
+"""Messages per second that a queue loses to ``aioshm top`` and to a scrape of ``aioshm export`` every second.
 
-One process writes as fast as it can, with a queue's defaults, and one reads that, each on a CPU of its own; ``top``
-draws on a terminal, and all that look are processes of their own. Where every CPU is busy, what the queue loses is what
-those take who look, and what they push out of caches.
+One process writes as fast as it can, with a queue's defaults, and one reads, each on a CPU of its own; ``top`` draws on
+a terminal, and the observers are processes of their own.
 
-One percent is less than a virtual machine varies by from one second to the next. So they look ten times as often as
-they would, for short parts of one long run, and are stopped (SIGSTOP) in the others: ten looks cost ten times what one
-does, and that much can be seen. A block has six parts: looked at, quiet, quiet again, and the same backwards, or in
-another order; compared are the parts of one block. What is lost, divided by the CPU time that those who look took for
-it, times what they take when they look once a second, is what a queue loses that is looked at once a second. The
-quiet parts against each other are the control: what the same method finds where there is nothing. The intervals are
-such that hold the truth in 95 of 100 runs; the bound is held against the worse end.
+One per cent is less than a virtual machine varies by from one second to the next. So the observers look ten times a
+second, for short parts of one long run, and are stopped (SIGSTOP) in the other parts. A block has six parts: looked at,
+quiet, quiet again, and the same backwards, in an order that changes; parts of one block are compared. The loss, divided
+by the CPU time that the observers took for it, times what they take when they look once a second, is the loss at one
+look a second. The quiet parts against each other are the control. The intervals hold the truth in 95 of 100 runs; the
+bound is held against the worse end.
 """
 
 from __future__ import annotations
@@ -22,36 +20,37 @@ import itertools
 import math
 import os
 import pty
+import random
 import signal
 import struct
 import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from subprocess import DEVNULL, PIPE, Popen
 
 from aioshm import Handle, MessageQueue, QueueClosed
 from aioshm.observe.scan import RingFile, find_rings
 from aioshm.ring.header import read_header
-from benchmarks.framework.crew import BenchmarkError, Boss, Crew, Hand
+from benchmarks.framework.crew import BenchmarkError, Boss, Crew
 from benchmarks.framework.harness import Settings, main, progress
-from benchmarks.framework.intervals import Interval, interval_of
 from benchmarks.framework.report import Report
 from benchmarks.framework.workload import SMALL_DICT
 
 LOOKED_AT, QUIET, AGAIN = "looked at, ten times a second", "nobody looks", "nobody looks, too"
 AS_EVER = "looked at, once a second"
 PERIOD_S, DENSER = 1.0, 10
-PARTS_OF_COST = 40  # how much longer than a part it is measured what they take once a second
+PARTS_OF_COST = 40  # how much longer than a part the cost of one look a second is measured
 BATCH = 64
 MOST_LOST = 0.01
 READY_TIMEOUT_S = 60.0
 CPUCLOCK_SCHED = 2  # linux/posix-timers.h: with a process's number beside it the clock of its CPU time
 
-LINES_OF_A_QUEUE = 20  # of a scrape, at least; some tell of the host
+LINES_OF_A_QUEUE = 20  # of a scrape, at least; others are of the host
+TRIM, RESAMPLES = 0.2, 2000
 
 
 @dataclass
@@ -146,64 +145,42 @@ def _drain(fd: int) -> None:
             pass
 
 
-@dataclass(frozen=True)
-class Mark:
-    """How far everything has come at one moment.
-
-    Attributes:
-        at: When.
-        messages: Published.
-        ends_s: CPU time of the two ends.
-        observers_s: CPU time of those who look.
-    """
-
-    at: float
-    messages: int
-    ends_s: float
-    observers_s: float
-
-
 @dataclass
 class Run:
-    """The queue that is measured, and who looks at it.
+    """The queue that is measured, and its observers.
 
     Attributes:
         ring: The queue's.
-        ends: Its processes.
-        looking: Who looks.
+        looking: The observers.
         seconds: Of a part.
     """
 
     ring: RingFile
-    ends: tuple[Hand, Hand]
     looking: Observers
     seconds: float
-    lines: list[int] = field(default_factory=list)
-
-    def mark(self) -> Mark:
-        """Look how far everything is; this costs the same in every part."""
-        written = read_header(self.ring.read(0, self.ring.layout.header_bytes)).writer.messages
-        ends_s = sum(_cpu_s(end.process.pid or 0) for end in self.ends)
-        return Mark(time.monotonic(), written, ends_s, self.looking.cpu_s())
 
     async def part(self, case: str) -> dict[str, float]:
         """Measure one part."""
-        before = self.mark()
+        began, messages, cpu_s = self._mark()
         if case == LOOKED_AT:
-            self.lines.append(await self.looking.look(self.seconds))
+            await self.looking.look(self.seconds)
         else:
             await asyncio.sleep(self.seconds)
-        after = self.mark()
-        seconds, messages = after.at - before.at, after.messages - before.messages
+        ended, published, spent_s = self._mark()
+        seconds = ended - began
         return {
-            "messages_per_s": messages / seconds,
-            "ends_us_per_message": 1e6 * (after.ends_s - before.ends_s) / max(1, messages),
-            "observers_cpu_percent": 100 * (after.observers_s - before.observers_s) / seconds,
+            "messages_per_s": (published - messages) / seconds,
+            "observers_cpu_percent": 100 * (spent_s - cpu_s) / seconds,
         }
+
+    def _mark(self) -> tuple[float, int, float]:
+        """Return the time, the messages published, and the observers' CPU time; costs the same in every part."""
+        written = read_header(self.ring.read(0, self.ring.layout.header_bytes)).writer.messages
+        return time.monotonic(), written, self.looking.cpu_s()
 
 
 async def run(settings: Settings, report: Report) -> None:
-    """Measure in blocks, then what those who look take when they look once a second."""
+    """Measure in blocks, then what the observers take at one look a second."""
     orders = itertools.cycle(itertools.permutations((LOOKED_AT, QUIET, AGAIN)))
     blocks: list[dict[str, list[dict[str, float]]]] = []
     with Crew(settings.loop_factory) as crew:
@@ -214,8 +191,8 @@ async def run(settings: Settings, report: Report) -> None:
         writer.order("go")
         ring = _ring_of(handle)
         with observers(PERIOD_S / DENSER) as looking:
-            measured = Run(ring, (writer, reader), looking, settings.seconds)
-            await _found(looking)  # what is done once is done before
+            measured = Run(ring, looking, settings.seconds)
+            await _found(looking)  # their first look takes longer
             looking.stop()
             for number in range(settings.repeat):
                 progress(f"block {number + 1} of {settings.repeat}")
@@ -229,7 +206,7 @@ async def run(settings: Settings, report: Report) -> None:
                 blocks.append(block)
         with observers(PERIOD_S) as looking:
             await _found(looking)
-            progress("what they take once a second")
+            progress("one look a second")
             began, cpu_s = time.monotonic(), looking.cpu_s()
             lines = await looking.look(max(settings.seconds * PARTS_OF_COST, PERIOD_S))
             once = 100 * (looking.cpu_s() - cpu_s) / (time.monotonic() - began)
@@ -241,44 +218,39 @@ async def run(settings: Settings, report: Report) -> None:
 def _conclude(report: Report, blocks: list[dict[str, list[dict[str, float]]]], once: float) -> None:
     often = fmean(part["observers_cpu_percent"] for block in blocks for part in block[LOOKED_AT])
     scale = once / often
-    lost, control, dearer = (
-        interval_of([_difference(block, figure, *pair) for block in blocks])
-        for figure, pair in (
-            ("messages_per_s", ((QUIET, AGAIN), (LOOKED_AT,))),
-            ("messages_per_s", ((QUIET,), (AGAIN,))),
-            ("ends_us_per_message", ((LOOKED_AT,), (QUIET, AGAIN))),
-        )
-    )
+    estimate, low, high = interval_of([_lost(block, (QUIET, AGAIN), LOOKED_AT) for block in blocks])
+    control, control_low, control_high = interval_of([_lost(block, (QUIET,), AGAIN) for block in blocks])
     report.remarks += [
-        f"those who look take {often:.1f}% of a CPU at {DENSER} looks a second, {once:.2f}% at one: of this machine's "
-        f"{os.cpu_count()} CPUs {once / (os.cpu_count() or 1):.2f}%",
-        f"messages/s lost at {DENSER} looks a second: {_percent(lost)}; control: {_percent(control)}",
-        f"CPU time of the ends per message, more than quiet, at {DENSER} looks a second: {_percent(dearer)}",
-        f"messages/s lost at one look a second: {_percent(_scaled(lost, scale))}; "
-        f"control: {_percent(_scaled(control, scale))}",
+        f"the observers take {often:.1f}% of a CPU at {DENSER} looks a second, {once:.2f}% at one",
+        f"messages/s lost at {DENSER} looks a second: {estimate:.2%} ({low:.2%} to {high:.2%}); "
+        f"control: {control:.2%} ({control_low:.2%} to {control_high:.2%})",
+        f"messages/s lost at one look a second: {estimate * scale:.2%} ({low * scale:.2%} to {high * scale:.2%})",
     ]
-    off = max(abs(control.low), abs(control.high)) * scale
-    report.hold("control: what the method finds where nobody looks, at most", 100 * off, "%", 100 * MOST_LOST)
-    most = 100 * max(0.0, lost.high * scale)
+    most = 100 * max(0.0, high * scale)
     report.hold("messages/s lost with top and a scrape every second, at most", most, "%", 100 * MOST_LOST)
 
 
-def _difference(
-    block: dict[str, list[dict[str, float]]], figure: str, one: tuple[str, ...], other: tuple[str, ...]
-) -> float:
-    """Return by how much of it a figure of some cases is above that of others, in the parts of one block."""
-    above, below = (
-        fmean(math.log(max(part[figure], 1e-12)) for case in cases for part in block[case]) for cases in (one, other)
+def _lost(block: dict[str, list[dict[str, float]]], quiet: tuple[str, ...], other: str) -> float:
+    """Return by what share the rate of a part is below that of quiet parts of one block."""
+    below, above = (
+        fmean(math.log(max(part["messages_per_s"], 1e-12)) for case in cases for part in block[case])
+        for cases in ((other,), quiet)
     )
     return above - below
 
 
-def _scaled(interval: Interval, scale: float) -> Interval:
-    return Interval(*(value * scale for value in interval))
+def trimmed_mean(values: Sequence[float]) -> float:
+    """Return the mean without the stragglers at either end."""
+    cut = int(len(values) * TRIM)
+    return fmean(sorted(values)[cut : len(values) - cut])
 
 
-def _percent(interval: Interval) -> str:
-    return f"{100 * interval.estimate:.2f}% ({100 * interval.low:.2f} to {100 * interval.high:.2f})"
+def interval_of(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the trimmed mean of repetitions, and its interval by the percentile bootstrap."""
+    pick = random.Random(0)
+    means = sorted(trimmed_mean(pick.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    outside = int(RESAMPLES * 0.025)
+    return trimmed_mean(values), means[outside], means[-1 - outside]
 
 
 async def _found(looking: Observers) -> None:

@@ -1,4 +1,4 @@
-"""Draws what benchmarks wrote: ``python -m benchmarks.pictures FILE.json...`` makes ``FILE.svg`` beside each.
+"""Draws reports: ``python -m benchmarks.pictures FILE.json...`` makes ``FILE.svg`` beside each.
 
     python -m benchmarks.throughput --json docs/assets/throughput.json
     python -m benchmarks.pictures docs/assets/*.json
@@ -14,72 +14,96 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HOW_TO_GET_IT = "pictures need matplotlib: pip install 'aioshm[docs]'"
+from benchmarks.framework.crew import BenchmarkError
+
+HOW_TO_GET_IT = "pictures need matplotlib: pip install 'aioshm[docs]', or `make bench-rivals`"
+SUFFIXES = (".svg", ".png", ".pdf")
 
 FIGURES = {
-    "messages_per_s": "messages per second (longer is better)",
-    "p50_us": "microseconds, median (shorter is better)",
+    "volume_gb_per_s": "GB/s",
+    "messages_per_s": "messages per second",
+    "p50_us": "microseconds, median",
+    "reader_cpu_percent": "CPU of the reader, in % of a core",
 }
-"""Of those that a report may have, the first one is drawn."""
+"""The figures that are drawn; messages/s only where there is no GB/s."""
 
 _OURS, _OTHERS = "#3f51b5", "#9fa8da"
 
 
+class NoPictureError(BenchmarkError):
+    """A picture cannot be drawn; the text says why."""
+
+
+def check(path: Path) -> None:
+    """Raise `NoPictureError` unless a picture can be drawn into a file of this name."""
+    if path.suffix not in SUFFIXES:
+        raise NoPictureError(f"a picture's name ends in {', '.join(SUFFIXES)}, not {path.suffix or path}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise NoPictureError(HOW_TO_GET_IT) from None
+
+
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw a report's first figure, a panel for each case, medians with their spread."""
+    """Draw a panel for each case and figure of a report, medians with their spread."""
+    check(path)
     import matplotlib as mpl
 
     mpl.use("agg")
     mpl.rcParams.update({"svg.hashsalt": "aioshm", "font.size": 9})
     from matplotlib import pyplot as plt
 
-    figure = next(name for name in FIGURES if any(name in result["figures"] for result in report["results"]))
-    cases: dict[tuple[str, int], list[tuple[str, dict[str, float]]]] = {}
+    panels: dict[tuple[str, int, str], list[tuple[str, dict[str, float]]]] = {}
     for result in report["results"]:
-        if figure in result["figures"]:
-            key = result["case"], result["readers"]
-            cases.setdefault(key, []).append((result["contestant"], result["figures"][figure]))
-    height = 0.55 + sum(0.4 + 0.2 * len(found) for found in cases.values())
-    canvas, panels = plt.subplots(
-        len(cases),
+        figures = result["figures"]
+        for figure in FIGURES:
+            if figure in figures and not (figure == "messages_per_s" and "volume_gb_per_s" in figures):
+                key = result["case"], result["readers"], figure
+                panels.setdefault(key, []).append((result["contestant"], figures[figure]))
+    if not panels:
+        raise NoPictureError("nothing that could be drawn was measured")
+    heights = [0.5 + 0.2 * len(found) for found in panels.values()]
+    canvas, axes = plt.subplots(
+        len(panels),
         1,
-        figsize=(7.5, height),
+        figsize=(7.5, 0.3 + sum(heights)),
         layout="constrained",
         squeeze=False,
-        height_ratios=[0.4 + 0.2 * len(found) for found in cases.values()],
+        height_ratios=heights,
     )
-    for panel, ((case, readers), found) in zip(panels[:, 0], cases.items(), strict=True):
-        names = [name for name, _ in found]
-        medians = [values["median"] for _, values in found]
-        spread = [
-            [values["median"] - values["min"] for _, values in found],
-            [values["max"] - values["median"] for _, values in found],
-        ]
-        colours = [_OURS if name.startswith("aioshm") else _OTHERS for name in names]
-        panel.barh(names, medians, color=colours, xerr=spread, error_kw={"elinewidth": 0.8, "ecolor": "#555"})
-        for place, value in enumerate(medians):
-            panel.annotate(
-                f" {value:,.0f}" if value >= 100 else f" {value:.3g}",
-                (max(value, medians[place] + spread[1][place]), place),
-                va="center",
-                fontsize=8,
-            )
-        panel.invert_yaxis()
-        panel.margins(x=0.14)
-        panel.set_title(f"{case}, {readers} reader{'s' * (readers > 1)}", loc="left", fontsize=9)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(axis="x", labelsize=7)
-        panel.xaxis.set_major_formatter("{x:,.0f}")
+    for panel, ((case, readers, figure), found) in zip(axes[:, 0], panels.items(), strict=True):
+        _draw_panel(panel, found)
+        panel.set_title(f"{case}, {readers} reader{'s' * (readers > 1)}: {FIGURES[figure]}", loc="left", fontsize=9)
     machine = report["machine"]
-    canvas.suptitle(FIGURES[figure], fontsize=10)
     canvas.supxlabel(
         f"{machine['cpu']}, {machine['usable_cpus']} CPUs, {machine['python']}, pyzmq {machine['pyzmq']}, "
         f"{machine['loop']}; {machine['date']}",
         fontsize=7,
         color="#555",
     )
-    plt.savefig(path, metadata={"Date": None}, facecolor="white")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plt.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, facecolor="white")
     plt.close(canvas)
+
+
+def _draw_panel(panel: Any, found: Sequence[tuple[str, dict[str, float]]]) -> None:
+    """Draw a bar for each contestant, with its spread."""
+    names = [name for name, _ in found]
+    medians = [values["median"] for _, values in found]
+    spread = [
+        [values["median"] - values["min"] for _, values in found],
+        [values["max"] - values["median"] for _, values in found],
+    ]
+    colours = [_OURS if name.startswith("aioshm") else _OTHERS for name in names]
+    panel.barh(names, medians, color=colours, xerr=spread, error_kw={"elinewidth": 0.8, "ecolor": "#555"})
+    for place, value in enumerate(medians):
+        text = f" {value:,.0f}" if value >= 100 else f" {value:.3g}"
+        panel.annotate(text, (value + spread[1][place], place), va="center", fontsize=8)
+    panel.invert_yaxis()
+    panel.margins(x=0.14)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(axis="x", labelsize=7)
+    panel.xaxis.set_major_formatter("{x:,.7g}")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -87,15 +111,14 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         print(__doc__)
         return 2
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        print(HOW_TO_GET_IT, file=sys.stderr)
-        return 1
     for name in arguments:
-        path = Path(name)
-        draw(json.loads(path.read_text()), path.with_suffix(".svg"))
-        print(path.with_suffix(".svg"))
+        path = Path(name).with_suffix(".svg")
+        try:
+            draw(json.loads(Path(name).read_text()), path)
+        except NoPictureError as error:
+            print(error, file=sys.stderr)
+            return 1
+        print(path)
     return 0
 
 

@@ -1,12 +1,10 @@
-"""Processes that are killed while they serve: what of it is answered, and what is left of it.
+"""Processes that are killed while they serve: every request ends, and nothing is left behind.
 
 Four engines with a worker each, under an `EngineSupervisor`, and a `WorkerGroup` of four with a standby have a steady
 load. Again and again a process of the tree is killed (SIGKILL), or stopped for two seconds (SIGSTOP), or two are killed
-at once; never this one. Every request and every call has to end: with what it asked for, or with an error that names a
+at once; never this one. Every request and every call has to end: with its result, or with an error that names a
 process that has died. Every fourth request has the id of one that was aborted just before. Afterwards there are as
-many processes, descriptors and as much memory as before. Then one engine after the other is killed, see
-`survival_outages`: how soon it is back, and what the others do meanwhile. Last, a front end is stopped while its
-engine streams to it: how much the engine keeps for it. The workers of the group are made with an argument of 4 MiB.
+many processes, descriptors and as much memory as before. The workers of the group are made with an argument of 4 MiB.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ import psutil
 from aioshm.engine import EngineClient, EngineSupervisor, Restart, WorkerGroup, die_with_parent, run_engine_core
 from aioshm.errors import EngineDead, WorkerDied
 from benchmarks.framework.harness import Settings, main, progress
-from benchmarks.framework.report import Report, percentile
-from benchmarks.survival_outages import Requests, outages, stopped_front_end
+from benchmarks.framework.report import Report
 
 ENGINES, WORKERS, STANDBYS = 4, 4, 1
 ASKING, CALLING = 16, 2
@@ -41,9 +38,6 @@ USED_AGAIN = 4
 """Of so many requests one has the id of one that was aborted just before."""
 PATIENCE_S = 60.0
 RESTART = Restart(max_restarts=1_000_000, backoff_s=0.01, backoff_max_s=0.1)
-AT_ONCE = Restart(max_restarts=1_000_000, backoff_s=0.001, backoff_max_s=0.001)
-"""Where one worker after the other is killed: what a policy waits before a second restart would come on top of it."""
-STANDBY_MS, COLD_MS, LOOP_MS = 100.0, 50.0, 20.0
 WEIGHTS = bytes(4 << 20)
 """An argument that no pipe takes at once."""
 MEMORY_MIB = 16.0
@@ -61,11 +55,11 @@ class Adder:
         return [number + self._rank for number in numbers]
 
 
-class Engine(Requests):
+class Engine:
     """Gives each request the numbers from its first on, which its worker has added 0 to."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.given: dict[str, int] = {}
         self._group: WorkerGroup | None = None
 
     async def initialize(self, _metadata: object) -> dict[str, Any]:
@@ -76,6 +70,11 @@ class Engine(Requests):
     def add_request(self, request: dict[str, Any]) -> None:
         """Begin."""
         self.given[request["request_id"]] = request.get("first", 0)
+
+    def abort_requests(self, ids: list[str]) -> None:
+        """Drop them."""
+        for request_id in ids:
+            self.given.pop(request_id, None)
 
     async def step(self) -> list[dict[str, Any]]:
         """Give each request its next number."""
@@ -114,15 +113,13 @@ async def abort_one(client: EngineClient, request_id: str, within_s: float) -> N
 
 
 class Survival:
-    """The load, and what became of it."""
+    """The load, and how its requests ended."""
 
     def __init__(self, supervisor: EngineSupervisor, group: WorkerGroup) -> None:
         self._supervisor, self._group = supervisor, group
         self.counts: Counter[str] = Counter()
         self.oddities: list[str] = []
-        self.back_ms: list[float] = []
         self._dead: set[int] = set()
-        self._struck_at: float | None = None  # when a worker of the group was killed that has no successor yet
         self.stopping = False
 
     async def ask(self, who: int) -> None:
@@ -166,9 +163,6 @@ class Survival:
             except Exception as error:
                 self._odd(error)
             else:
-                if self._struck_at is not None and self._dead.isdisjoint(self._group.pids):
-                    self.back_ms.append((time.monotonic() - self._struck_at) * 1e3)
-                    self._struck_at = None
                 self._done(answers == [[number + rank] for rank in range(WORKERS)], f"a call has brought {answers}")
             await asyncio.sleep(0.002)
 
@@ -203,8 +197,6 @@ class Survival:
                     else:
                         self.counts["killed"] += 1
                         self._dead.add(victim.pid)
-                        if victim.pid in self._group.pids:
-                            self._struck_at = time.monotonic()
                         victim.send_signal(signal.SIGKILL)
 
     def _done(self, right: bool, what: str) -> None:
@@ -235,81 +227,8 @@ def _resume(process: psutil.Process) -> None:
         process.resume()
 
 
-async def _replacements(standbys: int, kills: int, weights: bytes) -> tuple[list[float], list[float], list[float]]:
-    """Kill workers, and return how long the next call of each took, and starts in between, and how late the loop ran.
-
-    All in milliseconds. A start is that of a worker of the same kind, until it is made; without standbys, one is
-    measured before each kill.
-    """
-    took: list[float] = []
-    starts: list[float] = []
-    late: list[float] = []
-    async with WorkerGroup(Adder, 2, args=(weights,), restart=AT_ONCE, standbys=standbys) as group:
-        looking = asyncio.create_task(_look_how_late(late))
-        for number in range(kills):
-            rank = number % 2
-            if not standbys:
-                starts.append(await _start_ms())
-            async with asyncio.timeout(PATIENCE_S):
-                while group.standbys < standbys or any(each.state != "running" for each in group.workers):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            await group.call(rank, "add", [0])
-            victim = group.pids[rank]
-            began = time.monotonic()
-            os.kill(victim, signal.SIGKILL)
-            while True:
-                with suppress(WorkerDied):  # it was in flight, for the death had not been noticed
-                    assert await group.call(rank, "add", [number], timeout=PATIENCE_S) == [number + rank]
-                    if group.pids[rank] != victim:
-                        break
-            took.append((time.monotonic() - began) * 1e3)
-        looking.cancel()
-    return took, starts, late
-
-
-async def _look_how_late(late: list[float]) -> None:
-    while True:
-        due = time.monotonic() + 0.001
-        await asyncio.sleep(0.001)
-        late.append((time.monotonic() - due) * 1e3)
-
-
-async def _start_ms() -> float:
-    """Return how long a worker takes from the start of its process until it is made, in milliseconds."""
-    began = time.monotonic()
-    async with WorkerGroup(Adder, 1):
-        return (time.monotonic() - began) * 1e3
-
-
-async def measure_replacements(report: Report, kills: int) -> None:
-    """Kill workers one at a time, with a standby and without."""
-    cold = max(3, kills // 2)
-    for case, standbys, number, weights in (
-        ("standby", STANDBYS, kills, b""),
-        ("cold", 0, cold, b""),
-        ("standby, 4 MiB", STANDBYS, cold, WEIGHTS),
-    ):
-        progress(f"{number} workers killed one at a time, {case}")
-        took, starts, late = await _replacements(standbys, number, weights)
-        result = report.result(f"next call, {case}", "aioshm", 2)
-        result.add(p50_ms=percentile(took, 50), p99_ms=percentile(took, 99), loop_late_ms=max(late))
-        if weights:
-            report.hold("the loop was late at most, while workers with 4 MiB were replaced", max(late), "ms", LOOP_MS)
-            continue
-        text = f"the next call of a worker that was killed, p99 of {number}"
-        if standbys:
-            report.hold(f"{text}, from a standby", percentile(took, 99), "ms", STANDBY_MS)
-        else:
-            result.add(start_p50_ms=percentile(starts, 50), start_p99_ms=percentile(starts, 99))
-            for which in (50, 99):
-                beyond = percentile(took, which) - percentile(starts, which)
-                text = f"the next call of a worker that was killed, from a new process, p{which} beyond p{which} of"
-                report.hold(f"{text} {number} starts", beyond, "ms", COLD_MS)
-
-
 async def run(settings: Settings, report: Report) -> None:
     """Let the processes be killed for a while, and count."""
-    await measure_replacements(report, 4 if settings.quick else settings.more.kills)
     minutes = settings.more.minutes
     seconds = settings.seconds if minutes is None else 60 * minutes
     if settings.quick:
@@ -346,12 +265,6 @@ async def run(settings: Settings, report: Report) -> None:
         report.hold(name, counts[name], "", 0)
     for name, bound, unit in (("processes", 0, ""), ("descriptors", 0, ""), ("memory_mib", MEMORY_MIB, "MiB")):
         report.hold(f"more {name} than before", after[name] - before[name], unit, bound)
-    if survival.back_ms:
-        # No promise: several processes start at once, and the standby may be the one that was killed.
-        result.add(back_p50_ms=percentile(survival.back_ms, 50), back_p99_ms=percentile(survival.back_ms, 99))
-    rounds = max(2, min(int(seconds / 2), 16))
-    await outages(report.result("one engine at a time", "aioshm", ENGINES), report, rounds)
-    await stopped_front_end(report.result("a front end that is stopped", "aioshm", 1), report)
 
 
 def _whole(supervisor: EngineSupervisor, group: WorkerGroup) -> bool:
@@ -378,7 +291,6 @@ async def _settled(supervisor: EngineSupervisor, group: WorkerGroup) -> dict[str
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--minutes", type=float, help="how long processes are killed, instead of --seconds")
-    parser.add_argument("--kills", type=int, default=40, help="how many workers are killed one at a time before")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of victims")
 
 

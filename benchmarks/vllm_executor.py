@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.framework.crew import BenchmarkError, Crew, Hand
 from benchmarks.framework.harness import Settings, main, progress
-from benchmarks.framework.report import Promise, Report, percentile
+from benchmarks.framework.report import Report, latencies
 from benchmarks.vllm_engine import N_REQUESTS, WORKERS, engine
 
 CADENCES = {"back to back": 0.0, "every 20 ms": 0.020}
@@ -24,7 +24,6 @@ QUIET_S = 1.5
 
 STEP_S = 0.0004  # about, for the number of steps
 WARM_UP = 30
-MAX_WORKER_CPU = 6.0
 
 
 async def run(settings: Settings, report: Report) -> None:
@@ -50,34 +49,17 @@ async def run(settings: Settings, report: Report) -> None:
                     progress(f"{case}, {number + 1} of {settings.repeat}, {name}")
                     await asyncio.sleep(0 if settings.quick else QUIET_S)
                     times, cpu = await _steps(hands[name], count, period_s)
-                    report.result(case, name, WORKERS).add(
-                        p50_us=percentile(times, 50), p99_us=percentile(times, 99), worker_cpu_percent=max(cpu)
-                    )
+                    report.result(case, name, WORKERS).add(**latencies(times), worker_cpu_percent=max(cpu))
         await crew.dismiss(list(hands.values()))
-    _promise(report)
+    for case in CADENCES:
+        ratios = report.ratios(case, "aioshm", "vLLM", "p50_us", n_reader=WORKERS)
+        report.hold(f"a step {case}: p50 against vLLM's queue", ratios, "x", 1)
 
 
 async def _steps(hand: Hand, count: int, period_s: float) -> tuple[list[float], list[float]]:
     hand.order((count, period_s))
     answer: Any = await hand.reply()
     return answer  # type: ignore[no-any-return]
-
-
-def _promise(report: Report) -> None:
-    for case in CADENCES:
-        ours, theirs = (report.result(case, name, WORKERS) for name in CONTESTANTS)
-        report.promises.append(
-            Promise(
-                f"a step {case} takes at most as long as with vLLM's queue",
-                ours.median("p50_us") / theirs.median("p50_us"),
-                "x",
-                1.0,
-            )
-        )
-    steady = report.result("every 20 ms", "aioshm", WORKERS)
-    report.promises.append(
-        Promise("of a core for each worker at 20 ms", steady.median("worker_cpu_percent"), "%", MAX_WORKER_CPU)
-    )
 
 
 if __name__ == "__main__":

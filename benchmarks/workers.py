@@ -1,9 +1,8 @@
 """What a step of an engine costs: a call of every worker, and all their answers, against the same over pipes.
 
 `WorkerGroup` sends a step once, to all workers, and waits for their answers on an event loop. The rival sends it to
-each worker down a ``multiprocessing.Pipe`` of its own, and blocks for one answer after the other. ``aioshm call`` makes
-a call of each worker instead, which goes through a queue of that worker's own. The workers do no more than answer: with
-the step that they were sent, or with a megabyte.
+each worker down a ``multiprocessing.Pipe`` of its own, and blocks for one answer after the other. The workers only
+answer with the step that they were sent.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from benchmarks.framework.report import Report, latencies
 
 WORKERS = (1, 2)
 STEP = {"request_ids": ["a", "b", "c", "d"], "tokens": [[1], [2], [3], [4]]}
-MEGABYTE = 1 << 20
 TIMEOUT_S = 30.0
 MIN_STEPS = 20
 
-Step = Callable[[str], Awaitable[list[Any]]]
+Step = Callable[[], Awaitable[list[Any]]]
 
 
 class Worker:
@@ -43,10 +41,6 @@ class Worker:
         """Send it back."""
         return self._rank, step
 
-    def megabyte(self, step: dict[str, Any]) -> tuple[int, bytearray]:
-        """Send a megabyte back."""
-        return self._rank, bytearray(MEGABYTE)
-
 
 async def run(settings: Settings, report: Report) -> None:
     """Measure both in turns."""
@@ -55,58 +49,44 @@ async def run(settings: Settings, report: Report) -> None:
             progress(f"{n_workers} worker(s), {number + 1} of {settings.repeat}")
             for name, contestant in CONTESTANTS.items():
                 async with contestant(n_workers) as step:
-                    for method in ("step", "megabyte"):
-                        times = await _steps(step, method, n_workers, settings.seconds)
-                        case = f"{method}, {n_workers} worker{'s' if n_workers > 1 else ''}"
-                        report.result(case, name, n_workers).add(**latencies(times, slowest=False))
-    ratio = report.ratio("step, 2 workers", "aioshm", "mp.Pipe", "p50_us", n_reader=2)
-    report.hold("a step of a WorkerGroup with 2 workers: p50 against pipes that block their caller", ratio, "x", 1)
+                    times = await _steps(step, n_workers, settings.seconds)
+                    case = f"step, {n_workers} worker{'s' if n_workers > 1 else ''}"
+                    report.result(case, name, n_workers).add(**latencies(times))
+    ratios = report.ratios("step, 2 workers", "aioshm", "mp.Pipe", "p50_us", n_reader=2)
+    report.hold("a step of a WorkerGroup with 2 workers: p50 against pipes that block their caller", ratios, "x", 1)
 
 
-async def _steps(step: Step, method: str, n_workers: int, seconds: float) -> list[float]:
+async def _steps(step: Step, n_workers: int, seconds: float) -> list[float]:
     """Return how long each took, in microseconds."""
-    probe = [await _timed(step, method, n_workers) for _ in range(MIN_STEPS)]
+    probe = [await _timed(step, n_workers) for _ in range(MIN_STEPS)]
     count = max(MIN_STEPS, int(seconds * 1e6 / median(probe)))
-    return [await _timed(step, method, n_workers) for _ in range(count)]
+    return [await _timed(step, n_workers) for _ in range(count)]
 
 
-async def _timed(step: Step, method: str, n_workers: int) -> float:
+async def _timed(step: Step, n_workers: int) -> float:
     began = time.perf_counter()
-    answers = await step(method)
+    answers = await step()
     took = time.perf_counter() - began
     if [rank for rank, _ in answers] != list(range(n_workers)):
-        raise BenchmarkError(f"{method}: the answers are of ranks {[rank for rank, _ in answers]}")
+        raise BenchmarkError(f"the answers are of ranks {[rank for rank, _ in answers]}")
     return took * 1e6
 
 
 @asynccontextmanager
 async def group_of(n_workers: int) -> AsyncIterator[Step]:
-    """Start a group of workers; yield what does a step."""
+    """Start a group of workers; yield a function that does a step."""
     async with WorkerGroup(Worker, n_workers, ready_timeout=TIMEOUT_S) as group:
 
-        async def step(method: str) -> list[Any]:
-            results: list[Any] = await group.collective_rpc(method, (STEP,))
+        async def step() -> list[Any]:
+            results: list[Any] = await group.collective_rpc("step", (STEP,))
             return results
 
         yield step
 
 
 @asynccontextmanager
-async def calls_of(n_workers: int) -> AsyncIterator[Step]:
-    """The same with a call of each worker, at once."""
-    async with WorkerGroup(Worker, n_workers, ready_timeout=TIMEOUT_S) as group:
-
-        async def step(method: str) -> list[Any]:
-            if n_workers == 1:
-                return [await group.call(0, method, STEP)]
-            return await asyncio.gather(*(group.call(rank, method, STEP) for rank in range(n_workers)))
-
-        yield step
-
-
-@asynccontextmanager
 async def pipes_to(n_workers: int) -> AsyncIterator[Step]:
-    """Start workers with a pipe to each; yield what does a step."""
+    """Start workers with a pipe to each; yield a function that does a step."""
     with Crew(asyncio.new_event_loop) as crew:
         pipes = []
         for rank in range(n_workers):
@@ -115,9 +95,9 @@ async def pipes_to(n_workers: int) -> AsyncIterator[Step]:
             theirs.close()
             pipes.append(ours)
 
-        async def step(method: str) -> list[Any]:
+        async def step() -> list[Any]:
             # Quicker than Connection.send, which makes a new pickler each time.
-            data = pickle.dumps((method, (STEP,)), 5)
+            data = pickle.dumps(("step", (STEP,)), 5)
             for pipe in pipes:
                 pipe.send_bytes(data)
             return [pickle.loads(pipe.recv_bytes()) for pipe in pipes]
@@ -135,7 +115,7 @@ def _serve(_boss: Boss, rank: int, pipe: Connection) -> None:
             pipe.send_bytes(pickle.dumps(getattr(worker, method)(*args), 5))
 
 
-CONTESTANTS = {"aioshm": group_of, "aioshm call": calls_of, "mp.Pipe": pipes_to}
+CONTESTANTS = {"aioshm": group_of, "mp.Pipe": pipes_to}
 
 if __name__ == "__main__":
     sys.exit(main("workers", __doc__, run, repeat=3, seconds=1.0))

@@ -1,4 +1,4 @@
-"""What is measured, and who takes part in what."""
+"""What is measured, and which contestants take part."""
 
 from __future__ import annotations
 
@@ -6,23 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.framework.workload import KIB, MIB, Workload, marked, plain_bytes, small_dict, tensor
+from benchmarks.framework.workload import KIB, MIB, Workload, loaned, plain_bytes, small_dict, tensor
 
-Kind = Literal["stream", "round trips", "cadence"]
-
-CADENCES_MS = [1, 2, 5, 10, 20, 50]
-QUICK_CADENCES_MS = [5, 20]
-CPU_BOUNDS = {1: 15, 5: 8, 20: 4}
-"""Of a core, in per cent, that a reader at a cadence of so many milliseconds takes at most."""
+Kind = Literal["stream", "round trips", "cadence", "waiting", "memory"]
 
 AIOSHM = ["aioshm", "aioshm blocking"]
-SIZED = ["aioshm, sized", "aioshm, 256 slots", "aioshm, 1024 slots", "aioshm, 16384 slots"]
-ICEORYX = ["iceoryx2 polling", "iceoryx2 event"]
-ZMQ = ["zmq.asyncio", "pyzmq"]
-STDLIB = ["mp.Queue", "mp.Pipe"]
-RIVAL_PACKAGES = ["vllm", "iceoryx2", "faster-fifo", "pynng", "torch"]
-EVERYONE = [*AIOSHM, *SIZED, "vLLM", *ICEORYX, *ZMQ, *STDLIB, "faster-fifo", "pynng"]
-FOR_TENSORS = ["aioshm", "aioshm blocking", "aioshm leased", *SIZED, "vLLM", "vLLM arena", *ZMQ, *STDLIB]
+RIVAL_PACKAGES = ["vllm", "iceoryx2", "torch"]
+EVERYONE = [*AIOSHM, "vLLM", "iceoryx2 polling", "iceoryx2 event", "zmq.asyncio", "pyzmq", "mp.Queue", "mp.Pipe"]
+FOR_TENSORS = [*AIOSHM, "aioshm leased", "vLLM", "vLLM arena", "zmq.asyncio", "pyzmq", "mp.Queue", "mp.Pipe"]
+AT_A_CADENCE = [*AIOSHM, "vLLM", "iceoryx2 event", "zmq.asyncio", "mp.Pipe"]
 
 
 @dataclass(frozen=True)
@@ -32,11 +24,12 @@ class Case:
     Attributes:
         name: For ``--only``.
         title: As reports call it.
-        kind: How it is measured.
-        workload: What is sent.
+        kind: How it is measured: a key of `measure.KINDS`.
+        workload: The kind of messages.
         contestants: Who takes part, if installed.
         n_reader: Readers.
         quick: Whether ``--quick`` includes it.
+        period_ms: Between two messages of a cadence.
     """
 
     name: str
@@ -46,44 +39,45 @@ class Case:
     contestants: Sequence[str]
     n_reader: int = 1
     quick: bool = False
-
-    @property
-    def by_bytes(self) -> bool:
-        """Whether bytes/s say more than messages/s."""
-        return self.workload.codec == "tensor"
+    period_ms: int = 0
 
 
 def _stream(name: str, workload: Workload, contestants: Sequence[str], n_reader: int = 1, quick: bool = False) -> Case:
     return Case(name, workload.name, "stream", workload, contestants, n_reader, quick)
 
 
-_SMALL = small_dict("pickle")
-_SHORT = plain_bytes(64)
+def _waiting(name: str, nbytes: int, quick: bool = False) -> Case:
+    work = tensor(nbytes)
+    return Case(name, f"{work.name} that waits", "waiting", work, ["aioshm"], quick=quick)
 
-SMALL, MSGPACK, RAW = _SMALL.name, small_dict("msgpack").name, _SHORT.name
-PING_PONG, CADENCE = "64 B ping-pong", "cadence"
-LOANED = marked(16 * MIB).name
-T_4K, T_64K, T_1M, T_16M, T_64M = (tensor(n).name for n in (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB))
+
+def _cadence(period_ms: int, quick: bool = False) -> Case:
+    title = f"every {period_ms} ms"
+    return Case(f"{period_ms}ms", title, "cadence", _SMALL, AT_A_CADENCE, quick=quick, period_ms=period_ms)
+
+
+_SMALL = small_dict()
+_MSGPACK = small_dict("msgpack")
+_SHORT = plain_bytes(64)
 
 CASES = [
     _stream("dict", _SMALL, EVERYONE, quick=True),
-    _stream("msgpack", small_dict("msgpack"), [*AIOSHM, "vLLM", *ZMQ, "mp.Pipe"]),
-    _stream("raw", _SHORT, EVERYONE, quick=True),
     _stream("fanout-2", _SMALL, EVERYONE, 2, quick=True),
     _stream("fanout-4", _SMALL, EVERYONE, 4),
-    Case("pingpong", PING_PONG, "round trips", _SHORT, EVERYONE, quick=True),
-    Case(
-        "cadence",
-        CADENCE,
-        "cadence",
-        _SMALL,
-        [*AIOSHM, "vLLM", "zmq.asyncio", "iceoryx2 event", "mp.Pipe"],
-        quick=True,
-    ),
+    _stream("msgpack", _MSGPACK, [*AIOSHM, "vLLM", "zmq.asyncio", "pyzmq", "mp.Pipe"]),
+    _stream("raw", _SHORT, EVERYONE, quick=True),
+    Case("pingpong", "64 B ping-pong", "round trips", _SHORT, EVERYONE, quick=True),
     _stream("4k", tensor(4 * KIB, slots=64, chunk_bytes=64 * KIB), FOR_TENSORS),
     _stream("64k", tensor(64 * KIB, slots=64, chunk_bytes=128 * KIB), FOR_TENSORS),
     _stream("1m", tensor(MIB), FOR_TENSORS, quick=True),
     _stream("16m", tensor(16 * MIB), FOR_TENSORS),
-    _stream("loaned", marked(16 * MIB), ["aioshm loaned", "vLLM", "vLLM arena", "iceoryx2 loaned"]),
     _stream("64m", tensor(64 * MIB), [name for name in FOR_TENSORS if name != "aioshm leased"]),
+    _stream("loaned", loaned(16 * MIB), ["aioshm loaned", "vLLM", "vLLM arena"], quick=True),
+    _waiting("lease-256k", 256 * KIB, quick=True),
+    _waiting("lease-1m", MIB),
+    _waiting("lease-16m", 16 * MIB),
+    _cadence(1),
+    _cadence(5, quick=True),
+    _cadence(20, quick=True),
+    Case("memory", "memory of the ring after small dicts", "memory", _SMALL, ["aioshm"], quick=True),
 ]

@@ -2,91 +2,190 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from functools import partial
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TypeAlias
 
-from benchmarks.compare.cases import CADENCES_MS, CPU_BOUNDS, QUICK_CADENCES_MS, Case
-from benchmarks.compare.memcpy import BLOCK_BYTES, NAME, QUICK_BLOCK_BYTES, memcpy_on_stage
+from benchmarks.compare.cases import Case
 from benchmarks.contestants import Contestant
-from benchmarks.framework.contest import Contest, Turn
-from benchmarks.framework.crew import Hand
-from benchmarks.framework.harness import Settings
-from benchmarks.framework.loops import Order, listen, tick
-from benchmarks.framework.report import Report, latencies
+from benchmarks.framework.contest import Contest
+from benchmarks.framework.harness import Settings, progress
+from benchmarks.framework.loops import (
+    ROUNDS,
+    Order,
+    Ports,
+    answer,
+    ask,
+    count_copied,
+    listen,
+    read,
+    read_leased,
+    read_waiting,
+    send,
+    tick,
+)
+from benchmarks.framework.report import Report, latencies, percentile
 from benchmarks.framework.stage import Stage
+from benchmarks.framework.workload import MIB
 
-MIN_TICKS, QUICK_TICKS = 30, 8
-TICKS_S = 1.0
-"""How long a contestant is listened to at a cadence, unless that is less than `MIN_TICKS` messages."""
+WARM_UP = 0.1
+"""The share of a measurement's messages that pass before the clock starts."""
 
-PROMISED_TICKS = 320
-"""Messages at least at a cadence whose CPU time has a bound.
+MIN_MESSAGES, MAX_MESSAGES = 8, 400_000
+MAX_BYTES, MAX_UNBOUNDED_BYTES = 4096 * MIB, 1024 * MIB
+"""What one measurement sends at most; a contestant without a bound on messages under way may hold all of them."""
 
-What a reader spins through windows varies from message to message: over 50 of them its mean has a standard deviation
-of 0.35% of a core, over 320 of 0.09% (the predictor alone, gaps with 2% of jitter).
+MIN_ROUND_TRIPS, MAX_ROUND_TRIPS = 20, 20_000
+
+TICKS, QUICK_TICKS = 320, 8
+"""Messages at least at a cadence. Between 50 messages the CPU time of a reader varies by 0.35% of a core (standard
+deviation), between 320 by 0.09%.
 """
 
-TICKS_WARM_UP = 0.25
-"""The share of a cadence's messages that pass before the clock starts."""
+TURNS, QUICK_TURNS = 4, 1
+"""Of reading messages that wait."""
 
-MEMCPY_BLOCKS = 4
+SLOWEST_WRITER = 1e9
+"""Bytes/s at least with which a ring is filled while its reader sleeps."""
+
+MEMORY_MESSAGES = 50_000
+"""More than a default ring holds, so that each of its slots is touched."""
+
+_RING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ .*(?:/memfd:aioshm\b|/dev/shm/aioshm-)")
+_RESIDENT = re.compile(r"^Rss: +([0-9]+) kB$")
+
+Figures: TypeAlias = dict[str, float]
 
 
-async def measure(settings: Settings, report: Report, case: Case, contestants: Sequence[Contestant]) -> None:
-    """Run a case."""
+async def measure(
+    settings: Settings, report: Report, case: Case, contestants: Sequence[Contestant], seed: int = 0
+) -> None:
+    """Run a case: every contestant has a turn in each repetition."""
+    plan: dict[str, int] = {}
+    number = 0
+
+    async def probe(stage: Stage) -> None:
+        plan[stage.name] = await fitting(case, stage, settings.seconds, settings.quick)
+
+    async def turn(stage: Stage) -> None:
+        found = await KINDS[case.kind](case, stage, plan[stage.name], seed + number)
+        for name, figures in found.items():
+            report.result(case.title, name, case.n_reader).add(**figures)
+
     both_ways = case.kind == "round trips"
-    contest = Contest(settings, report, contestants, [case.workload], case.n_reader, both_ways=both_ways, pinned=True)
-    async with AsyncExitStack() as everybody:
-        copier = None
-        if case.by_bytes:
-            block = QUICK_BLOCK_BYTES if settings.quick else BLOCK_BYTES
-            copier = await everybody.enter_async_context(memcpy_on_stage(block, settings.loop_factory))
-        await everybody.enter_async_context(contest)
-        turn = await _turn(settings, contest, case)
-        for _ in contest.repetitions(case.name):
-            if copier is not None and contest.stages:
-                await _copy(settings, report, case, copier)
+    async with Contest(
+        settings, report, contestants, case.workload, case.n_reader, both_ways=both_ways, seed=seed
+    ) as contest:
+        await contest.each(probe)
+        for number in range(settings.repeat):
+            progress(f"{case.name}: repetition {number + 1} of {settings.repeat}")
             await contest.each(turn)
 
 
-async def _turn(settings: Settings, contest: Contest, case: Case) -> Turn:
+async def fitting(case: Case, stage: Stage, seconds: float, quick: bool = False, ticks: int = TICKS) -> int:
+    """Return how many messages, or turns, take about so many seconds."""
     if case.kind == "stream":
-        return await contest.streams(case=case.title)
+        work, bounded = case.workload, stage.contestant.bounded[case.n_reader > 1]
+        most = MAX_MESSAGES
+        if stage.contestant.copies:
+            most = min(most, (MAX_BYTES if bounded else MAX_UNBOUNDED_BYTES) // work.nbytes)
+        fit = int(await _rate(stage, work.slots, work.slots) * seconds)  # the warm-up touches each slot once
+        return max(MIN_MESSAGES, min(most, fit))
     if case.kind == "round trips":
-        return await contest.round_trips(case=case.title)
-    return partial(cadences, contest.report, settings.quick)
+        times = await _round_trips(stage, MIN_ROUND_TRIPS)
+        return max(MIN_ROUND_TRIPS, min(MAX_ROUND_TRIPS, int(seconds * 1e6 / percentile(times, 50))))
+    if case.kind == "cadence":
+        return QUICK_TICKS if quick else max(ticks, int(seconds * 1e3 / case.period_ms))
+    if case.kind == "waiting":
+        return QUICK_TURNS if quick else TURNS
+    return MEMORY_MESSAGES
 
 
-async def cadences(report: Report, quick: bool, stage: Stage) -> None:
-    """Measure one contestant at each cadence."""
-    for period_ms in QUICK_CADENCES_MS if quick else CADENCES_MS:
-        count = QUICK_TICKS if quick else ticks(period_ms)
-        warm_up = max(2, int(count * TICKS_WARM_UP))
-        before = report.find(cadence_title(period_ms), stage.name)
-        repetition = 0 if before is None else len(before.figures["p50_us"])
-        _, [heard] = await stage.perform(
-            Order(
-                tick, (warm_up + count, period_ms / 1e3, repetition)
-            ),  # gaps of its own for each, the same for everybody
-            Order(listen, (warm_up, count)),
-        )
-        result = report.result(cadence_title(period_ms), stage.name)
-        result.add(**latencies(heard.late_us, slowest=False), reader_cpu_percent=heard.cpu_percent)
+async def stream(_case: Case, stage: Stage, count: int, _seed: int) -> dict[str, Figures]:
+    """Measure messages/s, and where nothing should be copied, what was."""
+    in_place = not stage.contestant.copies
+    warm_up = max(1, int(count * WARM_UP))
+    before = await _copied(stage) if in_place else 0
+    rate = await _rate(stage, warm_up, count)
+    figures = {"messages_per_s": rate}
+    if stage.workload.codec == "tensor":
+        figures["volume_gb_per_s"] = rate * stage.workload.nbytes / 1e9
+    if in_place:
+        figures["copied_bytes"] = (await _copied(stage) - before) / (warm_up + count)
+    return {stage.name: figures}
 
 
-def ticks(period_ms: int) -> int:
-    """Return how many messages of a cadence are measured in one repetition."""
-    least = PROMISED_TICKS if period_ms in CPU_BOUNDS else MIN_TICKS
-    return max(least, int(TICKS_S * 1e3 / period_ms))
+async def round_trips(_case: Case, stage: Stage, count: int, _seed: int) -> dict[str, Figures]:
+    """Measure messages there and back."""
+    return {stage.name: latencies(await _round_trips(stage, count))}
 
 
-def cadence_title(period_ms: int) -> str:
-    """Return what reports call the messages at this cadence."""
-    return f"every {period_ms} ms"
+async def cadence(case: Case, stage: Stage, count: int, seed: int) -> dict[str, Figures]:
+    """Measure how late messages at a cadence arrive, and the CPU of their reader."""
+    warm_up, period_s = max(2, count // 4), case.period_ms / 1e3
+    _, [(late_us, percent)] = await stage.perform(
+        Order(tick, (warm_up + count, period_s, seed)), Order(listen, (warm_up, count))
+    )
+    return {stage.name: {**latencies(late_us), "reader_cpu_percent": percent}}
 
 
-async def _copy(settings: Settings, report: Report, case: Case, copier: Hand) -> None:
-    copier.order(1 if settings.quick else MEMCPY_BLOCKS)
-    speed = float(await copier.reply())
-    report.result(case.title, NAME, case.n_reader).add(volume_gb_per_s=speed / 1e9)
+async def waiting(_case: Case, stage: Stage, turns: int, _seed: int) -> dict[str, Figures]:
+    """Measure messages/s of messages that wait, by `dequeue` and leased.
+
+    In a stream the slower of writer and reader decides; here the reader does.
+    """
+    work = stage.workload
+    count = work.slots // 2  # the last message of a round wakes the writer, and no other does
+    pause_s = 0.001 + work.slots * work.nbytes / SLOWEST_WRITER
+    write = Order(send, (0, 2 * ROUNDS * turns * count))
+    _, [seconds] = await stage.perform(write, Order(read_waiting, (pause_s, count, turns)))
+    names = (stage.name, f"{stage.name} leased")
+    return {name: {"messages_per_s": (count - 3) / median(times)} for name, times in zip(names, seconds, strict=True)}
+
+
+async def memory(_case: Case, stage: Stage, count: int, _seed: int) -> dict[str, Figures]:
+    """Measure how much of the ring is resident in either process after so many messages."""
+    await _rate(stage, 1, count)
+    written, read = await stage.perform(Order(ring_mib), Order(ring_mib))
+    return {stage.name: {"ring_mib": max(written, *read)}}
+
+
+KINDS: dict[str, Callable[[Case, Stage, int, int], Awaitable[dict[str, Figures]]]] = {
+    "stream": stream,
+    "round trips": round_trips,
+    "cadence": cadence,
+    "waiting": waiting,
+    "memory": memory,
+}
+
+
+async def ring_mib(_ports: Ports) -> float:
+    """Return how much of this process' memory is mapped rings."""
+    total, in_ring = 0, False
+    lines = Path("/proc/self/smaps").read_text().splitlines()  # noqa: ASYNC240 - nothing else runs on this loop
+    for line in lines:
+        if not line[:1].isupper():  # where a mapping begins
+            in_ring = _RING.match(line) is not None
+        elif in_ring and (resident := _RESIDENT.match(line)) is not None:
+            total += int(resident[1])
+    return total / 1024
+
+
+async def _rate(stage: Stage, warm_up: int, count: int) -> float:
+    """Return the messages/s at the slowest reader."""
+    loop = read_leased if stage.contestant.leased else read
+    _, seconds = await stage.perform(Order(send, (0, warm_up + count)), Order(loop, (warm_up, count)))
+    return count / float(max(seconds))
+
+
+async def _round_trips(stage: Stage, count: int) -> list[float]:
+    warm_up = max(1, int(count * WARM_UP))
+    times, _ = await stage.perform(Order(ask, (warm_up, count)), Order(answer, (warm_up + count,)))
+    return list(times)
+
+
+async def _copied(stage: Stage) -> int:
+    written, read = await stage.perform(Order(count_copied), Order(count_copied))
+    return int(written + sum(read))

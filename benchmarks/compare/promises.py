@@ -1,32 +1,26 @@
-"""What aioshm promises against named rivals, held against what the same run measured."""
+"""What default rings promise against named rivals, held against what the same run measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.compare.cases import (
-    CPU_BOUNDS,
-    LOANED,
-    MSGPACK,
-    PING_PONG,
-    RAW,
-    SIZED,
-    SMALL,
-    T_1M,
-    T_4K,
-    T_16M,
-    T_64K,
-    T_64M,
-)
-from benchmarks.compare.measure import cadence_title
-from benchmarks.compare.memcpy import NAME as MEMCPY
-from benchmarks.framework.report import Report, bounded
+from benchmarks.compare.cases import Case
+from benchmarks.framework.report import Report
 
-AS_SIZED = 0.95
-"""What a ring with the sizes that every ring has reaches at least of one that is made for the messages."""
+RATE, P50, CPU, COPIED, RING = "messages_per_s", "p50_us", "reader_cpu_percent", "copied_bytes", "ring_mib"
 
-RATE, VOLUME, P50, CPU = "messages_per_s", "volume_gb_per_s", "p50_us", "reader_cpu_percent"
+TEXTS = {
+    RATE: "messages/s",
+    P50: "p50",
+    CPU: "a core's share taken by the reader",
+    COPIED: "bytes copied of each, none of them the array's",
+    RING: "at either end",
+}
+UNITS = {CPU: "%", COPIED: "B", RING: "MiB"}
+
+OURS, BLOCKING, LEASED, LOANED = "aioshm", "aioshm blocking", "aioshm leased", "aioshm loaned"
+VLLM, ARENA, ICEORYX, PYZMQ = "vLLM", "vLLM arena", "iceoryx2 polling", "pyzmq"
 
 
 @dataclass(frozen=True)
@@ -34,84 +28,67 @@ class Bound:
     """A promised bound of a figure, or of its ratio to a rival's.
 
     Attributes:
-        case: In which case.
-        ours: Which face of aioshm.
-        figure: Which figure.
-        bound: What must be reached, or must not be exceeded.
+        case: The name of the case.
+        figure: The figure.
+        bound: What is promised: at least where the figure is a rate, else at most.
         theirs: The rival; None for the figure itself.
-        at_least: Whether the bound is a lower one.
-        n_reader: Readers.
+        ours: The API of aioshm.
     """
 
     case: str
-    ours: str
     figure: str
     bound: float
     theirs: str | None = None
-    at_least: bool = False
-    n_reader: int = 1
+    ours: str = OURS
 
     @property
-    def unit(self) -> str:
-        """The unit of the bound."""
-        return "%" if self.theirs is None else "x"
-
-    @property
-    def text(self) -> str:
-        """What is promised, without its bound."""
-        if self.theirs is None:
-            return f"{self.case}: a core's share taken by a reader of {self.ours}"
-        what = {RATE: "messages/s", VOLUME: "bytes/s", P50: "p50"}[self.figure]
-        readers = "" if self.n_reader == 1 else f" to {self.n_reader} readers"
-        return f"{self.case}{readers}: {what} of {self.ours} against {self.theirs}"
-
-    def measured(self, report: Report) -> float | None:
-        """Return what was measured, or None if something was not."""
-        if self.theirs is not None:
-            return report.ratio(self.case, self.ours, self.theirs, self.figure, n_reader=self.n_reader)
-        ours = report.find(self.case, self.ours)
-        return ours.median(self.figure) if ours is not None else None
+    def contestants(self) -> list[str]:
+        """The names of those whose figures are needed."""
+        return [self.ours, *([self.theirs] if self.theirs else [])]
 
 
-def _all() -> Iterator[Bound]:
-    def faster(case: str, theirs: str, figure: str, bound: float, ours: str = "aioshm", n_reader: int = 1) -> Bound:
-        return Bound(case, ours, figure, bound, theirs, True, n_reader)
-
-    yield faster(SMALL, "vLLM", RATE, 7)
-    yield faster(SMALL, "zmq.asyncio", RATE, 8)
-    yield faster(MSGPACK, "vLLM", RATE, 12)
-    yield faster(RAW, "iceoryx2 polling", RATE, 5)
-    yield faster(RAW, "pyzmq", RATE, 3)
-    for n_reader in (2, 4):
-        yield faster(SMALL, "vLLM", RATE, 6, n_reader=n_reader)
-        yield faster(SMALL, "pyzmq", RATE, 1, n_reader=n_reader)
-    for sized in SIZED:
-        for n_reader in (1, 2, 4):
-            yield faster(SMALL, sized, RATE, AS_SIZED, n_reader=n_reader)
-        for size in (T_4K, T_64K, T_1M, T_16M):
-            yield faster(size, sized, VOLUME, AS_SIZED)
-    for ours in ("aioshm", "aioshm blocking"):
-        yield Bound(PING_PONG, ours, P50, 1 / 4, "iceoryx2 polling")
-        yield Bound(PING_PONG, ours, P50, 1 / 50, "zmq.asyncio")
-    for period_ms, percent in CPU_BOUNDS.items():
-        yield Bound(cadence_title(period_ms), "aioshm", P50, 1, "vLLM")
-        yield Bound(cadence_title(period_ms), "aioshm", CPU, percent)
-    for size in (T_1M, T_16M):
-        yield faster(size, "vLLM", VOLUME, 5)
-        yield faster(size, MEMCPY, VOLUME, 0.5)
-    yield faster(T_16M, MEMCPY, VOLUME, 0.8, "aioshm leased")
-    yield faster(T_64M, "vLLM", VOLUME, 2.5)
-    for theirs, bound in (("vLLM", 100), ("vLLM arena", 1)):
-        yield faster(LOANED, theirs, RATE, bound, "aioshm loaned")
+PROMISES = [
+    Bound("dict", RATE, 7, VLLM),
+    Bound("fanout-2", RATE, 6, VLLM),
+    Bound("fanout-4", RATE, 6, VLLM),
+    Bound("fanout-2", RATE, 1, PYZMQ),
+    Bound("fanout-4", RATE, 1, PYZMQ),
+    Bound("msgpack", RATE, 10, VLLM),
+    Bound("raw", RATE, 4, ICEORYX),
+    Bound("raw", RATE, 2, PYZMQ),
+    Bound("pingpong", P50, 0.25, ICEORYX),
+    Bound("4k", RATE, 1.3, VLLM),
+    Bound("64k", RATE, 1.3, VLLM),
+    Bound("1m", RATE, 1.2, VLLM),
+    Bound("16m", RATE, 1, VLLM),
+    Bound("64m", RATE, 2.5, VLLM),
+    Bound("64m", RATE, 1, ARENA),
+    Bound("loaned", RATE, 100, VLLM, LOANED),
+    Bound("loaned", COPIED, 512, ours=LOANED),
+    *(Bound(name, RATE, 1.5, OURS, LEASED) for name in ("lease-256k", "lease-1m", "lease-16m")),
+    *(Bound(f"{period_ms}ms", P50, 1, VLLM) for period_ms in (1, 5, 20)),
+    *(Bound(f"{period_ms}ms", CPU, percent) for period_ms, percent in ((1, 20), (5, 12), (20, 6))),
+    *(Bound(name, RATE, 0.95, OURS, BLOCKING) for name in ("dict", "4k", "64k", "1m", "16m")),
+    Bound("memory", RING, 6),
+]
 
 
-PROMISES: list[Bound] = list(_all())
+def hold(report: Report, cases: Sequence[Case]) -> None:
+    """Hold the report against every promise of these cases; name those that were not measured."""
+    for promise in PROMISES:
+        for case in cases:
+            if case.name == promise.case:
+                _hold(report, case, promise)
 
 
-def hold(report: Report) -> list[str]:
-    """Note every promise that can be held against the report; return those that cannot."""
-    return [
-        bounded(one.text, one.unit, one.bound, one.at_least)
-        for one in PROMISES
-        if not report.hold(one.text, one.measured(report), one.unit, one.bound, at_least=one.at_least)
-    ]
+def _hold(report: Report, case: Case, promise: Bound) -> None:
+    text = f"{case.title}{f' to {case.n_reader} readers' if case.n_reader > 1 else ''}: {TEXTS[promise.figure]}"
+    if promise.theirs is None:
+        found = report.find(case.title, promise.ours)
+        values = found.figures.get(promise.figure, []) if found is not None else []
+        text = f"{text}, {promise.ours}"
+    else:
+        values = report.ratios(case.title, promise.ours, promise.theirs, promise.figure, n_reader=case.n_reader)
+        text = f"{text} of {promise.ours} against {promise.theirs}"
+    unit = UNITS[promise.figure] if promise.theirs is None else "x"
+    report.hold(text, values, unit, promise.bound, at_least=promise.figure == RATE)

@@ -22,17 +22,13 @@ class Port:
     Attributes:
         call: Sends a message, or returns the next one; awaited if the contestant is.
         close: Closes it; awaited if the contestant is and it returns an awaitable.
-        parks: Returns how often this end has gone to sleep, if it knows.
         lease: Returns a block that has the next message, if there is such a thing.
-        messages: Can be iterated over, if there is such a thing.
         copied: Returns how many bytes of messages it has copied, if it knows.
     """
 
     call: Callable[..., Any]
     close: Callable[[], Awaitable[None] | None]
-    parks: Callable[[], int] | None = None
     lease: Callable[[], Any] | None = None
-    messages: Any = ()
     copied: Callable[[], int] | None = None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.contestants.codecs import decoder, encoder
 from benchmarks.contestants.contestant import SMALL_CODECS, Contestant, Port, hand, handed
-from benchmarks.framework.workload import Marks, Workload
+from benchmarks.framework.workload import Workload
 
 LARGEST_BYTES = 4096
 """What a slice has room for at first; the messages here are smaller."""
@@ -123,67 +123,4 @@ def _contestant(name: str, events: bool) -> Contestant:
     return Contestant(name, *ends, False, "iceoryx2", "iceoryx2", SMALL_CODECS)
 
 
-def open_lender(links: Sequence[Connection], workload: Workload) -> Port:
-    """Publish loans in which what is looked at of each message is set in place, through an array over them."""
-    import iceoryx2 as iox2
-    from numpy import frombuffer, uint8
-
-    name, n_reader, nbytes = f"aioshm-benchmark/{secrets.token_hex(8)}", len(links), workload.nbytes
-    node, service = _service(name, workload, n_reader)
-    publisher = (
-        service.publisher_builder()
-        .initial_max_slice_len(nbytes)
-        .backpressure_strategy(iox2.BackpressureStrategy.RetryUntilDelivered)
-        .create()
-    )
-    hand(links, (name, n_reader))
-    _until(lambda: service.dynamic_config.number_of_subscribers >= n_reader)
-    publisher.update_connections()
-    bytes_at: Any = ctypes.c_uint8 * nbytes
-    loan, end, marks_of = publisher.loan_slice_uninit, nbytes - 1, Marks().of
-    loan(1).assume_init().send()
-
-    def send(message: Any) -> None:
-        sample = loan(nbytes)
-        payload = frombuffer(bytes_at.from_address(sample.payload_ptr), uint8)
-        _, first, last = marks_of(message)
-        payload[0], payload[end] = first, last
-        sample.assume_init().send()
-
-    return Port(send, _held(node, service, publisher))
-
-
-def open_borrower(link: Connection, workload: Workload, _rank: int) -> Port:
-    """Poll; what is returned is an array over the sample itself, which is kept until the next one has come."""
-    from numpy import frombuffer, uint8
-
-    name, n_reader = handed(link)
-    node, service = _service(name, workload, n_reader)
-    subscriber = service.subscriber_builder().create()
-    bytes_at: Any = ctypes.c_uint8 * workload.nbytes
-    take, kept = subscriber.receive, [None]
-    _until(lambda: take() is not None)
-
-    def poll() -> Any:
-        while (sample := take()) is None:
-            pass
-        kept[0] = sample
-        return frombuffer(bytes_at.from_address(sample.payload_ptr), uint8)
-
-    return Port(poll, _held(node, service, subscriber, kept))
-
-
-CONTESTANTS = [
-    _contestant("iceoryx2 polling", False),
-    _contestant("iceoryx2 event", True),
-    Contestant(
-        "iceoryx2 loaned",
-        open_lender,
-        open_borrower,
-        False,
-        "iceoryx2",
-        "iceoryx2",
-        frozenset({"tensor"}),
-        copies=False,
-    ),
-]
+CONTESTANTS = [_contestant("iceoryx2 polling", False), _contestant("iceoryx2 event", True)]

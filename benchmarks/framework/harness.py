@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import compileall
+import json
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import aioshm
 from benchmarks.framework.crew import BenchmarkError
@@ -23,28 +24,17 @@ LOOPS = ["asyncio", "uvloop"]
 STDOUT = "-"
 
 
-class Named(Protocol):
-    """Anything that takes part in a benchmark under a name."""
-
-    @property
-    def name(self) -> str:
-        """As reports call it."""
-
-
-NamedT = TypeVar("NamedT", bound=Named)
-
-
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asks for.
+    """The settings from the command line.
 
     Attributes:
         repeat: Repetitions.
         seconds: About how long each contestant is measured in each repetition of each case.
         quick: Only show that everything works; the figures mean nothing.
-        loop_factory: What makes the event loops of all processes.
-        names: Who takes part.
-        more: The options that only this benchmark has, and where results go.
+        loop_factory: Makes the event loops of all processes.
+        names: Of the contestants that take part.
+        more: All options, those of this benchmark among them.
     """
 
     repeat: int
@@ -54,10 +44,6 @@ class Settings:
     names: Sequence[str]
     more: argparse.Namespace
 
-    def chosen(self, contestants: Sequence[NamedT]) -> list[NamedT]:
-        """Return those of the contestants that take part."""
-        return [contestant for contestant in contestants if contestant.name in self.names]
-
 
 def main(
     name: str,
@@ -66,8 +52,7 @@ def main(
     *,
     repeat: int,
     seconds: float,
-    contestants: Sequence[Named] = (),
-    default: Sequence[str] | None = None,
+    contestants: Sequence[str] = (),
     loop: str = LOOPS[0],
     more: Callable[[argparse.ArgumentParser], None] | None = None,
     results: Path | None = None,
@@ -78,21 +63,39 @@ def main(
     Args:
         name: Of the benchmark.
         description: For ``--help``.
-        run: Measures, and notes what it finds.
-        repeat: Repetitions, unless the command line says otherwise.
-        seconds: Of one measurement, unless the command line says otherwise.
-        contestants: Who can be chosen to take part.
-        default: The names of those that take part unless others are chosen; None for all of them.
-        loop: The event loop, unless the command line says otherwise or it is not installed.
-        more: Adds the options that only this benchmark has.
-        results: Where JSON is written unless the command line says otherwise; None for nowhere.
-        packages: Whose versions are a part of the machine's description, beside the usual ones.
+        run: Measures, and fills the report.
+        repeat: Default number of repetitions.
+        seconds: Default length of one measurement.
+        contestants: Names for ``--contestants``, all of which take part by default.
+        loop: Default event loop; asyncio where it is not installed.
+        more: Adds options of this benchmark.
+        results: Default file for JSON; None for no file.
+        packages: More packages whose versions describe the machine.
 
     Returns:
         The exit code: 1 if a promise was missed and ``--check`` given, 2 if the benchmark could not be finished, or not
         by all contestants.
     """
-    args = _parse(name, description, repeat, seconds, [one.name for one in contestants], default, loop, more)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    usual = loop if find_spec(loop) else LOOPS[0]
+    add = parser.add_argument
+    add("--json", nargs="?", const=STDOUT, metavar="FILE", help="print JSON instead of the table, or write it to FILE")
+    add("--check", action="store_true", help="exit with 1 if a promise was missed")
+    add("--quick", action="store_true", help="show in seconds that it works; the figures mean nothing")
+    add("--repeat", type=_positive_int, help=f"repetitions (default: {repeat})")
+    add("--seconds", type=_positive_float, help=f"length of one measurement (default: {seconds:g})")
+    add("--loop", choices=LOOPS, default=usual, help=f"event loop of every process (default: {usual})")
+    if contestants:
+        listed = ", ".join(contestants)
+        add("--contestants", nargs="+", metavar="NAME", choices=contestants, help=f"who takes part, of {listed}")
+    parser.set_defaults(contestants=contestants)
+    if more is not None:
+        more(parser)
+    args = parser.parse_args()
     # As where it was installed: what is measured may start processes, and PYTHONDONTWRITEBYTECODE may be set.
     compileall.compile_dir(str(Path(aioshm.__file__).parent), quiet=1)
     settings = Settings(
@@ -132,57 +135,16 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _parse(
-    name: str,
-    description: str | None,
-    repeat: int,
-    seconds: float,
-    names: Sequence[str],
-    default: Sequence[str] | None,
-    loop: str,
-    more: Callable[[argparse.ArgumentParser], None] | None,
-) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--json", nargs="?", const=STDOUT, metavar="FILE", help="print JSON instead of the table, or write it to a file"
-    )
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a promise was missed")
-    parser.add_argument("--quick", action="store_true", help="show in seconds that it works; the figures mean nothing")
-    parser.add_argument("--repeat", type=_positive_int, help=f"repetitions (default: {repeat})")
-    parser.add_argument("--seconds", type=_positive_float, help=f"length of one measurement (default: {seconds:g})")
-    usual = loop if find_spec(loop) else LOOPS[0]
-    parser.add_argument("--loop", choices=LOOPS, default=usual, help=f"event loop of every process (default: {usual})")
-    chosen = names if default is None else default
-    if names:
-        parser.add_argument(
-            "--contestants",
-            "--rivals",
-            nargs="+",
-            metavar="NAME",
-            choices=names,
-            default=chosen,
-            help=f"who takes part, of {', '.join(names)} (default: {'all' if default is None else ', '.join(chosen)})",
-        )
-    if more is not None:
-        more(parser)
-    parser.set_defaults(contestants=chosen)
-    return parser.parse_args()
-
-
-def _publish(report: Report, json: str | None, results: Path | None) -> None:
+def _publish(report: Report, to: str | None, results: Path | None) -> None:
     """Print the report, and write it to a file where there is one for it."""
-    if json == STDOUT:
-        print(report.to_json())
+    if to == STDOUT:
+        print(json.dumps(report.as_dict(), indent=2))
         return
     report.show()
-    path = results if json is None else Path(json)
+    path = results if to is None else Path(to)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(report.to_json() + "\n")
+        path.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
         progress(f"all figures: {path.resolve()}")
 
 

@@ -1,9 +1,9 @@
 """The measuring loops.
 
-What they do themselves for a message is a store and two comparisons, so that they measure the contestant.
+For each message they do a store and two comparisons, so that they measure the contestant.
 
-Each is written once, for contestants that are awaited. For the others the same code is run with its awaits taken out,
-without an event loop: an ``await`` of what needs none would cost as much as some of them do.
+Each loop is written once, as a coroutine function, for contestants that are awaited. For the others the same code runs
+with its awaits taken out and without an event loop: an ``await`` of a plain value would cost as much as some calls do.
 """
 
 from __future__ import annotations
@@ -29,60 +29,50 @@ JITTER = 0.02
 SPIN_S = 0.0003
 """How long before a message is due its sender stops sleeping: longer than a sleep may take too long."""
 
+ROUNDS = 2
+"""Of each way to read, in each turn of `read_waiting`."""
+
 
 @dataclass(frozen=True)
 class Ports:
-    """What a loop has at hand, for one kind of message.
+    """What a loop works with.
 
     Attributes:
         work: The kind of message.
         send: Sends a message, in a process that has such an end.
         receive: Returns the next message, in a process that has such an end.
         lease: Returns a block that has the next message, in a process whose end has such.
-        messages: Can be iterated over, and its ``leases()`` too, in a process whose end can.
-        parks: Returns how often the receiving end has gone to sleep; None if it does not know.
-        turn: Lets the event loop run once; does nothing where there is none.
-        copied: Returns how many bytes of messages the end has copied; None if it does not know.
+        turn: Lets the event loop run once; does nothing without one.
+        copied: Returns how many bytes of messages the end has copied; None if it does not count them.
     """
 
     work: Workload
     send: Callable[[Any], Any]
     receive: Callable[[], Any]
     lease: Callable[[], Any]
-    messages: Any
-    parks: Callable[[], int] | None
     turn: Callable[[], Any]
-    copied: Any = None
+    copied: Callable[[], int] | None = None
 
 
 Loop: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
-"""``async def loop(ports, *args)``, importable by its name, which awaits nothing but what `Ports` has."""
+"""``async def loop(ports, *args)``, importable by its name, which awaits nothing but members of `Ports`."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a process shall do next.
-
-    Attributes:
-        loop: What to run.
-        args: Its arguments behind the ports.
-        kind: Which kind of message its ports are for, as an index.
-    """
+    """A loop to run, and its arguments behind the ports."""
 
     loop: Loop
     args: tuple[Any, ...] = ()
-    kind: int = 0
 
 
 def ports_for(work: Workload, out: Port | None, back: Port | None, awaited: bool) -> Ports:
-    """Return what a process with these open ends has."""
+    """Return the ports of a process with these open ends."""
     return Ports(
         work,
         out.call if out else _missing,
         back.call if back else _missing,
         (back.lease if back else None) or _missing,
-        back.messages if back else (),
-        back.parks if back else None,
         partial(asyncio.sleep, 0) if awaited else _nothing,
         next((port.copied for port in (out, back) if port), None),
     )
@@ -123,75 +113,35 @@ async def read_leased(ports: Ports, warm_up: int, count: int) -> float:
     return time.perf_counter() - began
 
 
-WAYS = ("received", "leased", "iterated", "leases iterated")
-"""How `read_waiting` reads: by `Ports.receive`, in a block of `Ports.lease`, or iterating over messages or leases."""
+async def read_waiting(ports: Ports, pause_s: float, count: int, turns: int) -> list[list[float]]:
+    """Return the seconds of each round of so many messages, for calls of `Ports.receive` and for leases.
 
-A_TURN = 2
-"""How often `read_waiting` reads in each way in one turn."""
-
-
-async def read_waiting(ports: Ports, pause_s: float, count: int, turns: int, seed: int = 0) -> list[list[float]]:
-    """Return the seconds of each round of so many messages, by the way to read them (see `WAYS`).
-
-    In each turn every way has as many rounds as any other, in an order that is drawn: what was read before, and how,
-    leaves its memory and its code in the caches, and shall do so for each alike. Before each round the reader sleeps,
-    so that its messages wait for it. All count alike, so that they differ by nothing but the way to read.
-
-    What is timed begins with the third message of a round and ends before the last one. That leaves out how a loop is
-    entered and left, which is done once for more messages than a ring holds; what comes of the reader's sleep, with
-    the first message, or with the second, where a lease of the first ends; and how the writer is woken, by the last one
-    if a round is half of a ring.
+    Before each round the reader sleeps, with its event loop, so that the messages of the round wait in the ring. The
+    order of the ways is drawn, because each leaves its memory in the caches. The first two messages of a round, which
+    end the sleep, and the last one, which wakes the writer, are not timed.
     """
-    work, receive, lease, messages, at = ports.work, ports.receive, ports.lease, ports.messages, 0
-    key, mask, body, length, tail, clock = work.key, work.mask, work.body, work.length, work.tail, time.perf_counter
-    seconds: list[list[float]] = [[] for _ in WAYS]
-    rng, order = random.Random(seed), [*range(len(WAYS))] * A_TURN
+    work, receive, lease, clock = ports.work, ports.receive, ports.lease, time.perf_counter
+    chance, number = random.Random(count), 0
+    seconds: tuple[list[float], list[float]] = ([], [])
+    ways = [False, True] * ROUNDS
     for _ in range(turns):
-        rng.shuffle(order)
-        for way in order:
+        chance.shuffle(ways)
+        for leased in ways:
             _doze(pause_s)
-            number, third, last, end, began, ended = at, at + 2, at + count - 1, at + count, 0.0, 0.0
-            if WAYS[way] == "leased":
-                while number != end:
-                    if number == third:
-                        began = clock()
-                    elif number == last:
-                        ended = clock()
+            began = ended = 0.0
+            for nth in range(count):
+                if nth == 2:
+                    began = clock()
+                elif nth == count - 1:
+                    ended = clock()
+                if leased:
                     async with lease() as message:
-                        part = message if body is None else message[body]
-                        if (
-                            message[key] != number & mask
-                            or len(part) != length
-                            or (tail is not None and part[-1] != tail)
-                        ):
-                            raise work.wrong(message, number)
-                    number += 1
-            elif WAYS[way] in {"iterated", "leases iterated"}:
-                async for message in messages.leases() if WAYS[way] == "leases iterated" else messages:
-                    part = message if body is None else message[body]
-                    if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
-                        raise work.wrong(message, number)
-                    number += 1
-                    if number == third:
-                        began = clock()
-                    elif number == last:
-                        ended = clock()
-                    elif number == end:
-                        break
-            else:
-                while number != end:
-                    if number == third:
-                        began = clock()
-                    elif number == last:
-                        ended = clock()
-                    message = await receive()
-                    part = message if body is None else message[body]
-                    if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
-                        raise work.wrong(message, number)
-                    number += 1
-            seconds[way].append(ended - began)
-            at = end
-    return seconds
+                        work.check(message, number)
+                else:
+                    work.check(await receive(), number)
+                number += 1
+            seconds[leased].append(ended - began)
+    return [*seconds]
 
 
 async def ask(ports: Ports, warm_up: int, count: int) -> list[float]:
@@ -218,68 +168,44 @@ async def answer(ports: Ports, count: int) -> None:
         await send(message)
 
 
-@dataclass(frozen=True)
-class Heard:
-    """What one listener at a cadence found.
-
-    Attributes:
-        late_us: How long after it was sent each message was there.
-        cpu_percent: Of a core, by the whole process from the first of these messages to the last.
-    """
-
-    late_us: list[float]
-    cpu_percent: float
-
-
 async def tick(ports: Ports, count: int, period_s: float, seed: int = 0) -> None:
     """Send so many messages at a cadence, each with the time at which it was sent in place of its number.
 
     Args:
-        ports: What there is.
-        count: How many.
+        ports: The sending end.
+        count: Messages.
         period_s: The mean of their gaps.
-        seed: Which gaps: the same again for the same number.
+        seed: The same gaps for the same number.
     """
     send, turn, message, key = ports.send, ports.turn, ports.work.make(), ports.work.key
     rng, due = random.Random(seed), time.perf_counter() + 0.05
     for _ in range(count):
         due += max(0.0, rng.gauss(period_s, JITTER * period_s))
-        await turn()  # whatever its loop has still to do for the last message
-        sleep_until(due)
+        await turn()  # the loop finishes its work for the last message
+        _sleep_until(due)
         message[key] = time.monotonic_ns()
         await send(message)
 
 
-async def listen(ports: Ports, warm_up: int, count: int) -> Heard:
-    """Note when each message of a cadence is there."""
-    work, receive, late, watch = ports.work, ports.receive, [], CpuWatch()
+async def listen(ports: Ports, warm_up: int, count: int) -> tuple[list[float], float]:
+    """Return how late each message of a cadence arrived, in microseconds, and the CPU of this process in per cent."""
+    work, receive, late = ports.work, ports.receive, []
     key, body, length = work.key, work.body, work.length
+    wall, cpu = time.perf_counter(), _cpu_s()
     for number in range(warm_up + count):
         message = await receive()
         late.append((time.monotonic_ns() - message[key]) / 1e3)
         if len(message if body is None else message[body]) != length:
             raise work.wrong(message, number)
         if number + 1 == warm_up:
-            watch = CpuWatch()
-    return Heard(late[warm_up:], watch.percent())
+            wall, cpu = time.perf_counter(), _cpu_s()
+    return late[warm_up:], 100 * (_cpu_s() - cpu) / (time.perf_counter() - wall)
 
 
-class CpuWatch:
-    """The CPU time and the context switches of this process, all its threads, from now on."""
-
-    def __init__(self) -> None:
-        self._wall, self._usage = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-
-    def percent(self) -> float:
-        """Return the CPU time, as a share of a core."""
-        now, then = resource.getrusage(resource.RUSAGE_SELF), self._usage
-        cpu_s = now.ru_utime + now.ru_stime - then.ru_utime - then.ru_stime
-        return 100 * cpu_s / (time.perf_counter() - self._wall)
-
-    def switches(self) -> tuple[int, int]:
-        """Return the context switches because there was nothing to do, and those because others were to run."""
-        now, then = resource.getrusage(resource.RUSAGE_SELF), self._usage
-        return now.ru_nvcsw - then.ru_nvcsw, now.ru_nivcsw - then.ru_nivcsw
+async def count_copied(ports: Ports) -> int:
+    """Return how many bytes of messages this end has copied so far."""
+    assert ports.copied is not None
+    return ports.copied()
 
 
 @cache
@@ -295,26 +221,21 @@ def without_awaits(loop: Loop) -> Callable[..., Any]:
 
 class _WithoutAwaits(ast.NodeTransformer):
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        self.generic_visit(node)
-        fields = {name: getattr(node, name) for name in node._fields}
-        return ast.copy_location(ast.FunctionDef(**fields), node)
-
-    def visit_AsyncFor(self, node: ast.AsyncFor) -> ast.AST:
-        self.generic_visit(node)
-        fields = {name: getattr(node, name) for name in node._fields}
-        return ast.copy_location(ast.For(**fields), node)
+        return self._plain(node, ast.FunctionDef)
 
     def visit_AsyncWith(self, node: ast.AsyncWith) -> ast.AST:
-        self.generic_visit(node)
-        fields = {name: getattr(node, name) for name in node._fields}
-        return ast.copy_location(ast.With(**fields), node)
+        return self._plain(node, ast.With)
 
     def visit_Await(self, node: ast.Await) -> ast.AST:
         self.generic_visit(node)
         return node.value
 
+    def _plain(self, node: ast.AST, kind: type[ast.AST]) -> ast.AST:
+        self.generic_visit(node)
+        return ast.copy_location(kind(**{name: getattr(node, name) for name in node._fields}), node)
 
-def sleep_until(due: float) -> None:
+
+def _sleep_until(due: float) -> None:
     """Sleep, and spin for the rest, until a moment of `time.perf_counter`."""
     left = due - time.perf_counter() - SPIN_S
     if left > 0:
@@ -326,6 +247,12 @@ def sleep_until(due: float) -> None:
 def _doze(seconds: float) -> None:
     """Sleep with everything that runs in this thread, an event loop or not."""
     time.sleep(seconds)
+
+
+def _cpu_s() -> float:
+    """Return the CPU time of this process, all its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _missing(*_: object) -> Any:

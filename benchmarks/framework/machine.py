@@ -18,7 +18,7 @@ _PACKAGES = ["pyzmq", "uvloop", "numpy", "msgspec"]
 
 
 def describe(loop: str, packages: Sequence[str] = ()) -> dict[str, str | int | float]:
-    """Return what the figures depend on: processor, system, and versions, those of these packages too."""
+    """Return processor, system, and versions, those of these packages too."""
     return {
         "date": date.today().isoformat(),
         "cpu": _cpu_model(),

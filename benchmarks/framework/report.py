@@ -1,23 +1,22 @@
-"""What a benchmark found: figures over repetitions, promises, and how both are shown."""
+"""The report of a benchmark: figures over repetitions, promises, and how both are shown."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one contestant did in one case.
+    """The figures of one contestant in one case.
 
     Attributes:
-        case: What was measured, such as ``"small dict"``.
+        case: Such as ``"small dict"``.
         contestant: Its name.
         n_reader: Readers.
-        figures: Each figure's values, one for each repetition. A figure's name ends in its unit.
+        figures: The values of each figure, one for each repetition. The name of a figure ends in its unit.
     """
 
     case: str
@@ -34,21 +33,18 @@ class Result:
         """Return the median over the repetitions."""
         return median(self.figures[figure])
 
-    def worst(self, figure: str) -> float:
-        """Return the largest value over the repetitions."""
-        return max(self.figures[figure])
-
 
 @dataclass(frozen=True)
 class Promise:
-    """What is promised, and what was measured.
+    """A promise, and the figure that was measured.
 
     Attributes:
-        text: What is promised, with its bound.
-        measured: The figure.
+        text: The promise, with its bound.
+        measured: The figure, a median where it was measured several times.
         unit: Follows the figure, ``"x"`` for a ratio.
         bound: The promised figure.
         at_least: Whether the bound is a lower one.
+        spread: The least and the largest of several measurements.
     """
 
     text: str
@@ -56,6 +52,7 @@ class Promise:
     unit: str
     bound: float
     at_least: bool = False
+    spread: tuple[float, float] | None = None
 
     @property
     def kept(self) -> bool:
@@ -64,12 +61,13 @@ class Promise:
 
     def __str__(self) -> str:
         gap = "" if self.unit in _TIGHT else " "
-        return f"{'ok' if self.kept else 'MISSED':6}  {_number(self.measured)}{gap}{self.unit}: {self.text}"
+        spread = f" ({_number(self.spread[0])} to {_number(self.spread[1])})" if self.spread else ""
+        return f"{'ok' if self.kept else 'MISSED':6}  {_number(self.measured)}{gap}{self.unit}{spread}: {self.text}"
 
 
 @dataclass
 class Report:
-    """Everything that one run of a benchmark found."""
+    """The findings of one run of a benchmark."""
 
     benchmark: str
     machine: dict[str, str | int | float]
@@ -94,70 +92,44 @@ class Report:
             self.results.append(found)
         return found
 
-    def worst(self, case: str, contestant: str, figure: str) -> float | None:
-        """Return the largest value of a figure, or None if it was not measured."""
-        found = self.find(case, contestant)
-        return None if found is None else found.worst(figure)
-
-    def ratio(
-        self, case: str, ours: str, theirs: str, figure: str, *, n_reader: int = 1, of_repetitions: bool = False
-    ) -> float | None:
-        """Return the ratio of two contestants' medians, or None if one of the two was not measured.
-
-        Args:
-            case: In which case.
-            ours: Whose figure is divided.
-            theirs: Whose figure it is divided by.
-            figure: Which figure.
-            n_reader: Readers.
-            of_repetitions: Return the median of the repetitions' ratios instead.
-        """
+    def ratios(self, case: str, ours: str, theirs: str, figure: str, *, n_reader: int = 1) -> list[float]:
+        """Return the ratio of two contestants' figures in each repetition; empty if one was not measured."""
         both = [self.find(case, name, n_reader) for name in (ours, theirs)]
         values = [result.figures[figure] for result in both if result is not None and figure in result.figures]
-        if len(values) < 2:
-            return None
-        if of_repetitions:
-            return median(one / other for one, other in zip(values[0], values[1], strict=True))
-        ours_median, theirs_median = map(median, values)
-        return ours_median / theirs_median
+        return [one / other for one, other in zip(*values, strict=False)] if len(values) == 2 else []
 
-    def hold(self, text: str, measured: float | None, unit: str, bound: float, *, at_least: bool = False) -> bool:
-        """Note a promise, and return whether it could be held against what was measured.
+    def hold(
+        self, text: str, measured: float | Sequence[float], unit: str, bound: float, *, at_least: bool = False
+    ) -> None:
+        """Note a promise, or that it could not be held against a measurement.
 
         Args:
-            text: What is promised; its bound is added.
-            measured: The figure, or None if it was not measured.
+            text: The promise; its bound is added.
+            measured: The figure, or that of each repetition, whose median counts. Empty: it was not measured.
             unit: Follows the figure, ``"x"`` for a ratio.
             bound: The promised figure.
             at_least: Whether the bound is a lower one.
         """
-        if measured is not None:
-            self.promises.append(Promise(bounded(text, unit, bound, at_least), measured, unit, bound, at_least))
-        return measured is not None
+        gap = "" if unit in _TIGHT else " "
+        text = f"{text} ({'at least' if at_least else 'at most'} {bound:.4g}{gap}{unit})"
+        values = measured if isinstance(measured, Sequence) else [measured]
+        if not values:
+            self.remarks.append(f"not measured: {text}")
+            return
+        spread = (min(values), max(values)) if len(values) > 1 else None
+        self.promises.append(Promise(text, median(values), unit, bound, at_least, spread))
 
-    def to_json(self) -> str:
+    def as_dict(self) -> dict[str, Any]:
         """Return everything, with each figure's median, least, largest and all repetitions."""
-        return json.dumps(
-            {
-                "benchmark": self.benchmark,
-                "machine": self.machine,
-                "settings": self.settings,
-                "results": [_result_as_dict(result) for result in self.results],
-                "promises": [
-                    {
-                        "promise": promise.text,
-                        "measured": promise.measured,
-                        "unit": promise.unit,
-                        "bound": promise.bound,
-                        "at_least": promise.at_least,
-                        "kept": promise.kept,
-                    }
-                    for promise in self.promises
-                ],
-                "remarks": self.remarks,
-            },
-            indent=2,
-        )
+        return {
+            "benchmark": self.benchmark,
+            "machine": self.machine,
+            "settings": self.settings,
+            "results": [_result_as_dict(result) for result in self.results],
+            "promises": [{**asdict(promise), "kept": promise.kept} for promise in self.promises],
+            "remarks": self.remarks,
+            "failures": self.failures,
+        }
 
     def show(self) -> None:
         """Print everything as text: for each kind of case one table."""
@@ -184,16 +156,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
-def latencies(times_us: Sequence[float], *, slowest: bool = True) -> dict[str, float]:
-    """Return the figures of times in microseconds: p50, p99, and the slowest, if that is wanted."""
-    figures = {"p50_us": percentile(times_us, 50), "p99_us": percentile(times_us, 99)}
-    return {**figures, "max_us": max(times_us)} if slowest else figures
-
-
-def bounded(text: str, unit: str, bound: float, at_least: bool) -> str:
-    """Return what is promised with its bound."""
-    gap = "" if unit in _TIGHT else " "
-    return f"{text} ({'at least' if at_least else 'at most'} {bound:.4g}{gap}{unit})"
+def latencies(times_us: Sequence[float]) -> dict[str, float]:
+    """Return p50 and p99 of times in microseconds."""
+    return {"p50_us": percentile(times_us, 50), "p99_us": percentile(times_us, 99)}
 
 
 def _tables(results: Sequence[Result]) -> list[list[Result]]:
@@ -227,7 +192,7 @@ def _result_as_dict(result: Result) -> dict[str, Any]:
 _TIGHT = {"", "x", "%"}
 """Units that follow a figure without a blank."""
 
-_UNITS = {"gb_per_s": "GB/s", "per_s": "1/s", "us": "µs", "ms": "ms", "s": "s", "percent": "%"}
+_UNITS = {"gb_per_s": "GB/s", "per_s": "1/s", "us": "µs", "ms": "ms", "s": "s", "mib": "MiB", "percent": "%"}
 
 
 def _heading(figure: str) -> str:

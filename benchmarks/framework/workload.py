@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 Codec = Literal["pickle", "msgpack", "raw", "array", "tensor"]
-"""How objects become bytes. ``"array"`` and ``"tensor"`` are pickle with the array's memory beside it, not in it."""
+"""How objects become bytes. ``"array"`` and ``"tensor"`` are pickle with the memory beside it, not in it."""
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -23,20 +23,20 @@ class WrongMessageError(Exception):
 
 @dataclass(frozen=True)
 class Workload:
-    """A kind of message, and how the measuring loops number and check it with next to no work of their own.
+    """A kind of message, and how the measuring loops number and check it at little cost.
 
     Attributes:
         name: As reports call it.
         codec: How it travels.
-        nbytes: About what it occupies.
-        key: Where in the message the number is.
-        mask: Which bits of the number are there.
-        body: Where the part is whose length is checked; None for the message itself.
-        length: What that length must be.
-        tail: What that part's last element must be; None if that is not looked at.
-        make: Returns the object to send, which gets another number for each message; bytes are made for each number.
-        slots: How many messages may be under way, where a contestant bounds that.
-        chunk_bytes: Room for one.
+        nbytes: About its size.
+        key: The index of the number in the message.
+        mask: The bits of the number that the message holds.
+        body: The index of the part whose length is checked; None for the message itself.
+        length: The length of that part.
+        tail: The last element of that part; None if it is not checked.
+        make: Returns the object to send. It gets another number for each message; bytes are made for each number.
+        slots: Messages under way at most, where a rival bounds them.
+        chunk_bytes: The largest message, where a rival bounds it.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Workload:
     chunk_bytes: int
 
     def numbered(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """Yield a message for each number, often the same object again; one may be under way while the next is made."""
+        """Yield a message for each number, often the same object again."""
         mask = self.mask
         if self.body is None:
             made = [self.make(number) for number in range(mask + 1)]
@@ -83,44 +83,29 @@ def small_dict(codec: Codec = "pickle") -> Workload:
     return Workload(name, codec, 128, "n", -1, "l", 16, None, _dict, 256, 64 * KIB)
 
 
-def plain_bytes(
-    nbytes: int, codec: Codec = "raw", *, kinds: int = 256, slots: int = 256, chunk_bytes: int = 64 * KIB
-) -> Workload:
-    """Return that many bytes, of which the first is the number's last bits; made beforehand, so that costs nothing."""
+def plain_bytes(nbytes: int) -> Workload:
+    """Return so many bytes, made beforehand; the first one is the number's last bits."""
     make = partial(_bytes, nbytes)
-    name = f"{_size(nbytes)}, raw" if codec == "raw" else _size(nbytes)
-    return Workload(name, codec, nbytes, 0, kinds - 1, None, nbytes, TAIL, make, slots, chunk_bytes)
+    return Workload(f"{_size(nbytes)}, raw", "raw", nbytes, 0, 255, None, nbytes, TAIL, make, 256, 64 * KIB)
 
 
-def block(nbytes: int, *, slots: int, chunk_bytes: int) -> Workload:
-    """Return a number and an array, or a bytearray where pickle would not leave an array out of its stream."""
+def block(nbytes: int, *, slots: int = 10, chunk_bytes: int = 24 * MIB) -> Workload:
+    """Return a number and an array, or a bytearray where pickle copies an array into its stream."""
     codec: Codec = "array" if nbytes >= 64 * KIB else "pickle"
     make = partial(_block, nbytes, codec)
     return Workload(_size(nbytes), codec, nbytes, 0, -1, 1, nbytes, TAIL, make, slots, chunk_bytes)
 
 
 def tensor(nbytes: int, *, slots: int = 10, chunk_bytes: int = 24 * MIB) -> Workload:
-    """Return a torch tensor, by default for a ring of the size that both aioshm and vLLM default to."""
+    """Return a number and a torch tensor, by default for a ring of vLLM's default size."""
     made = block(nbytes, slots=slots, chunk_bytes=chunk_bytes)
     return replace(made, name=f"{made.name} tensor", codec="tensor", make=partial(_block, nbytes, "tensor"))
 
 
-def marked(nbytes: int, codec: Codec = "tensor") -> Workload:
-    """Return an array, or a tensor, of which only the first and the last element are looked at."""
-    make = partial(_marked, nbytes, codec)
-    return Workload(
-        f"{_size(nbytes)}, loaned", codec, nbytes, 0, 1, None, nbytes, TAIL, make, slots=10, chunk_bytes=24 * MIB
-    )
-
-
-def lone_array(nbytes: int, *, slots: int, chunk_bytes: int) -> Workload:
-    """Return an array, and nothing beside it, of which the first element and the last are looked at."""
-    return replace(marked(nbytes, "array"), name=f"{_size(nbytes)} array", slots=slots, chunk_bytes=chunk_bytes)
-
-
-def usual(quick: bool) -> list[Workload]:
-    """Return the messages of most benchmarks."""
-    return QUICK if quick else USUAL
+def loaned(nbytes: int) -> Workload:
+    """Return a tensor of which only the first and the last element are checked."""
+    name = f"{_size(nbytes)}, loaned"
+    return Workload(name, "tensor", nbytes, 0, 1, None, nbytes, TAIL, partial(_marked, nbytes), 10, 24 * MIB)
 
 
 def _size(nbytes: int) -> str:
@@ -154,35 +139,10 @@ def _block(nbytes: int, codec: Codec) -> list[Any]:
     return [0, memory]
 
 
-def _marked(nbytes: int, codec: Codec, number: int) -> Any:
-    memory = _block(nbytes, codec)[1]
+def _marked(nbytes: int, number: int) -> Any:
+    memory = _block(nbytes, "tensor")[1]
     memory[0] = number
     return memory
 
 
-class Marks:
-    """Looks up what is looked at of messages of `marked`: asking a tensor for two elements takes longer than a loan."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, int, int]] = {}
-
-    def of(self, message: Any) -> tuple[Any, int, int]:
-        """Return a message, which is kept, its first element and its last."""
-        known = self._known.get(id(message))
-        if known is None:
-            known = self._known[id(message)] = message, int(message[0]), int(message[-1])
-        return known
-
-
 SMALL_DICT = small_dict()
-SHORT_BYTES = plain_bytes(64, "pickle", slots=512)
-BLOCK_1M = block(MIB, slots=16, chunk_bytes=2 * MIB)
-BYTES_4K = replace(plain_bytes(4 * KIB, kinds=8, slots=512), name="4 KiB")
-BYTES_4M = replace(plain_bytes(4 * MIB, kinds=8, slots=10, chunk_bytes=8 * MIB), name="4 MiB")
-USUAL = [
-    SMALL_DICT,
-    block(4 * KIB, slots=512, chunk_bytes=64 * KIB),
-    BLOCK_1M,
-    block(16 * MIB, slots=10, chunk_bytes=24 * MIB),
-]
-QUICK = [SMALL_DICT, BLOCK_1M]

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contestants import CONTESTANTS, EVERYWHERE
+from benchmarks.contestants import CONTESTANTS
 from benchmarks.framework.crew import BenchmarkError, Boss, Crew
 from benchmarks.framework.stage import on_stage
 from benchmarks.framework.workload import SMALL_DICT
+from benchmarks.throughput import EVERYWHERE
 
 
 async def obey(boss: Boss, answer: str) -> None:
@@ -93,5 +94,5 @@ async def test_a_reader_that_fails_while_lines_open_ends_the_wait(name: str) -> 
     [contestant] = [one for one in CONTESTANTS if one.name == name]
     failing = replace(contestant, reader=fail_at_once)
     with pytest.raises(BenchmarkError, match="no reader today"):
-        async with on_stage(failing, [SMALL_DICT], 1, asyncio.new_event_loop):
+        async with on_stage(failing, SMALL_DICT, 1, asyncio.new_event_loop):
             pytest.fail("it opened")

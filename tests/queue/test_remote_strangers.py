@@ -28,7 +28,7 @@ from aioshm.lifeline.address import own_address
 from aioshm.queue import Handle
 from aioshm.queue.remote import wire
 from aioshm.ring.layout import VERSION
-from benchmarks.attackers import RAW
+from tools.campaign.attackers import RAW
 
 
 def altered(handle: Handle, **changes: Any) -> Handle:
@@ -270,7 +270,7 @@ async def test_strangers_at_every_port_do_no_harm(
         assert remote is not None
         ports = [endpoint.removeprefix("tcp://") for endpoint in (remote.data, remote.control)]
         before = connections()
-        command = [sys.executable, "-m", "benchmarks.attackers", str(seconds), str(int(10 * seconds)), *ports]
+        command = [sys.executable, "-m", "tools.campaign.attackers", str(seconds), str(int(10 * seconds)), *ports]
         attack = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         attacking = asyncio.create_task(attack.communicate())
         number = 0

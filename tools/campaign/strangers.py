@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.attackers import CURVE_GREETING, NULL_GREETING, RAW, kept
+from tools.campaign.attackers import CURVE_GREETING, NULL_GREETING, RAW, kept
 from tools.campaign.stage import Actor, Part
 from tools.fuzz.targets import TARGETS
 

@@ -1,4 +1,4 @@
-"""Strangers at a queue's ports, in every way: ``python -m benchmarks.attackers SECONDS AT_LEAST HOST:PORT...``.
+"""Strangers at a queue's ports, in every way: ``python -m tools.campaign.attackers SECONDS AT_LEAST HOST:PORT...``.
 
 Each way opens and leaves so many connections a second, without waiting for an answer for long; where the machine is too
 busy for more than ``AT_LEAST`` of each kind, it takes longer. Says at the end how many it made of each kind. For the
