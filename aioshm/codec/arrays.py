@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import pickle
+import math
+import re
 from collections.abc import Callable
+from functools import lru_cache
 from pickle import PickleBuffer
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from aioshm.codec.array_messages import NUMPY, Kind, Pack, pack_head
+from aioshm.codec.base import Encoded
 from aioshm.codec.buffers import OUT_OF_BAND_BYTES
+from aioshm.errors import CodecError
 
 Array: TypeAlias = npt.NDArray[Any]
 Order: TypeAlias = Literal["C", "F"]
 Memory: TypeAlias = bytearray | PickleBuffer
+
+# What dtype.str can be for elements without Python objects: more would let a sender choose what np.dtype() does.
+_PLAIN_KINDS = "biufcSUVmM"
+PLAIN_DTYPE = re.compile(r"[<>|=][biufcSUVmM]\d{1,9}(\[\w{1,20}\])?")
 
 
 def memory_of(array: Array) -> tuple[Memory, Order]:
@@ -56,25 +65,6 @@ def reduce_array(array: Array) -> str | tuple[Any, ...]:
     return np.ndarray, (array.shape, element, memory, 0, None, order)
 
 
-class _Beside:
-    """Is pickled as an array would be that is contiguous, can be written to, and is large enough to go out of band."""
-
-    def __init__(self, array: Array) -> None:
-        self._of = array.shape, array.dtype.str
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return np.ndarray, (*self._of, PickleBuffer(bytearray()))
-
-
-def main_part(array: Array) -> bytes:
-    """Return what the pickle stream says of an array of a built-in type whose memory is beside it, however small."""
-    return pickle.dumps(_Beside(array), 5, buffer_callback=_leave_out)
-
-
-def _leave_out(_: PickleBuffer) -> bool:
-    return False
-
-
 def _writable_array(shape: tuple[int, ...], element: Any, memory: Any, order: Order) -> Array:
     """Rebuild what was read-only where it came from: pickle wraps the memory, although new, in a read-only view."""
     if not isinstance(memory, memoryview):
@@ -107,4 +97,53 @@ def array_for_torch(shape: tuple[int, ...], dtype: np.dtype[Any], memory: Any, o
     return array if array.flags.writeable else np.asarray(_Holder(array))
 
 
+# Messages that are one array
+
+
+def pack(array: Array) -> Encoded | None:
+    """Encode an array as a message of its own; None for Python objects, fields, and metadata of the dtype."""
+    dtype = array.dtype
+    if dtype.kind not in _PLAIN_KINDS or dtype.metadata:  # of others not all can be hashed
+        return None
+    order: Order = "F" if array.flags.fnc else "C"
+    head = _head(dtype, array.shape, order)
+    return None if head is None else ((head,), (flat(array),))
+
+
+def flat(array: Array) -> memoryview:
+    """Return the elements as bytes, in their order; copied only where they are not contiguous."""
+    if not array.flags.forc:
+        array = array.copy()
+    try:
+        return PickleBuffer(_exporter(array)).raw()
+    except ValueError:  # the buffer protocol has no word for some types, dates among them
+        return PickleBuffer(_exporter(array.ravel("K").view(np.uint8))).raw()
+
+
+@lru_cache(256)
+def _head(dtype: np.dtype[Any], shape: tuple[int, ...], order: Order) -> bytes | None:
+    plain = dtype.fields is None and dtype.subdtype is None and dtype.itemsize and PLAIN_DTYPE.fullmatch(dtype.str)
+    return pack_head(NUMPY, order, shape, dtype.str) if plain else None
+
+
+def kind_of(shape: tuple[int, ...], dtype: str, order: Order) -> Kind:
+    """Return the size of such an array, and the function that lays it over memory.
+
+    Raises:
+        CodecError: There is no such array.
+    """
+    if not PLAIN_DTYPE.fullmatch(dtype):
+        raise CodecError(f"damaged array: no dtype {dtype!r}")
+    try:
+        element = np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise CodecError(f"damaged array: {error}") from error
+
+    def over(memory: Any) -> Array:
+        return np.ndarray(shape, element, memory, 0, None, order)
+
+    return Kind(element.itemsize * math.prod(shape), over)
+
+
+PACKERS: dict[type, Pack] = {np.ndarray: pack}
 REDUCERS: dict[type, Callable[[Any], Any]] = {np.ndarray: reduce_array}

@@ -7,7 +7,8 @@ message holds the memory, or `_INLINE` where it follows in the extension itself.
     102  ndarray  number | bytes of head u16 | head | memory if inline
     103  tensor   number | bytes of head u16 | head | memory if inline
 
-A head is itself MessagePack; see msgpack_arrays.py and msgpack_tensors.py. All numbers are little-endian.
+A head is itself MessagePack; see msgpack_arrays.py and msgpack_tensors.py. All numbers are little-endian. A message
+that is one array is written without any of that; see array_messages.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import msgspec
 from msgspec.msgpack import Ext
 
 from aioshm.arguments import check_plain, shown
+from aioshm.codec.array_messages import is_array, load_packers, packers, unpack
 from aioshm.codec.base import Encoded, T, cannot_decode
 from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
@@ -121,6 +123,9 @@ class MsgpackCodec(Generic[T]):
         Raises:
             CodecError: A part of it cannot be encoded; the text has its type and the path to it.
         """
+        pack = packers.get(type(obj))
+        if pack is not None and (message := pack(obj)) is not None:
+            return message
         if not self._suspicion:
             try:
                 main = self._pack(obj)
@@ -183,6 +188,9 @@ class MsgpackCodec(Generic[T]):
             raise cannot_decode(error, self.name) from error
 
     def _decode_all(self, main: bytes | memoryview, buffers: Sequence[memoryview], *, show: bool) -> Any:
+        if is_array(main):
+            array = unpack(main, buffers, show=show)
+            return array if self._type is None else self._converted(array)
         before = self._arriving, self._show
         arriving: list[memoryview | None] = list(buffers)
         self._arriving, self._show = arriving, show
@@ -196,6 +204,9 @@ class MsgpackCodec(Generic[T]):
         if self._type is None:
             return obj
         # Not at once: where a type says bytes, msgspec refuses an extension without calling the hook.
+        return self._converted(obj)
+
+    def _converted(self, obj: Any) -> Any:
         return msgspec.convert(obj, self._type, builtin_types=_BUILTIN_TYPES, dec_hook=self._dec_hook)
 
     def _arrive(self, code: int, data: memoryview) -> Any:
@@ -287,6 +298,7 @@ class MsgpackCodec(Generic[T]):
 
 def _learn() -> None:
     """Load the encoders of arrays and tensors once the program has imported their libraries, never before."""
+    load_packers()
     if is_loaded("numpy"):
         from aioshm.codec import msgpack_arrays
 

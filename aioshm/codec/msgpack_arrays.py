@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
 
-from aioshm.codec.arrays import Array, Memory, memory_of
+from aioshm.codec.arrays import PLAIN_DTYPE, Array, Memory, memory_of
 from aioshm.process.guard import built
-
-# What dtype.str can be for elements without Python objects: more would let a sender choose what np.dtype() does.
-_PLAIN_DTYPE = re.compile(r"[<>|=][biufcSUVmM]\d{1,9}(\[\w{1,20}\])?")
 
 Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # NumPy gives -1 a meaning of its own
 
@@ -50,7 +46,7 @@ NUMBERS: tuple[type, ...] = (
 
 
 def _dtype(element: Any) -> np.dtype[Any]:
-    if isinstance(element, str) and _PLAIN_DTYPE.fullmatch(element):
+    if isinstance(element, str) and PLAIN_DTYPE.fullmatch(element):
         return np.dtype(element)
     if not isinstance(element, list):
         raise ValueError(f"no dtype: {element!r}")

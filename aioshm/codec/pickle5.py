@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from aioshm.codec.array_messages import is_array, load_packers, packers, unpack
 from aioshm.codec.base import Encoded, cannot_decode
 from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
@@ -46,6 +47,8 @@ class PickleCodec:
         try:
             if not buffers:
                 return _loads(main)
+            if is_array(main):
+                return unpack(main, buffers, show=False)
             return _with_buffers(main, [own_copy(view) for view in buffers], _loads)
         except Exception as error:
             del main, buffers  # the error shall not keep them alive, nor the memory that they show
@@ -63,6 +66,8 @@ class PickleCodec:
         try:
             if not buffers:
                 return _loads(main)
+            if is_array(main):
+                return unpack(main, buffers, show=True)
             return _with_buffers(main, buffers, _loads_lent)
         except Exception as error:
             del main, buffers
@@ -146,7 +151,11 @@ def _new_encode() -> Callable[[Any], Encoded]:
             return _new_encode()(obj)
         if len(_modules) != modules_seen:
             modules_seen = _find_reducers()
+            load_packers()
             dump, forget = new_pickler()
+        pack = packers.get(type(obj))
+        if pack is not None and (message := pack(obj)) is not None:
+            return message
         busy = True
         try:
             dump(obj)

@@ -9,20 +9,19 @@ such a one consists then come here again.
 
 from __future__ import annotations
 
-import pickle
+import math
 from collections.abc import Callable
-from functools import partial
-from pickle import PickleBuffer
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
-from aioshm.codec.arrays import Array, Order, array_for_torch, memory_of
-
-Kind: TypeAlias = tuple[type[Any], tuple[int, ...], np.dtype[Any], int, Callable[[Array], torch.Tensor]]
-"""The type, shape, dtype and bytes of the array that a tensor is made of, and what makes it."""
+from aioshm.codec.array_messages import TORCH, Kind, Pack, pack_head
+from aioshm.codec.arrays import Array, Order, array_for_torch, flat, memory_of
+from aioshm.codec.base import Encoded
+from aioshm.errors import CodecError
 
 _SHARED_NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -141,37 +140,39 @@ def _rebuild_parameter(
     return torch.nn.Parameter(rebuild_tensor(memory, name, shape, order), requires_grad)
 
 
-class _Beside:
-    """Is pickled as a plain tensor of this kind would be that is large enough to go out of band."""
-
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
-        self._args = PickleBuffer(bytearray()), name, shape
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return rebuild_tensor, self._args
+# Messages that are one tensor
 
 
-def plain_tensor(tensor: torch.Tensor) -> tuple[bytes, Kind] | None:
-    """Return what the pickle stream says of such a tensor if it is plain, and what it is made of; None: it never is.
-
-    A plain tensor is contiguous, with its memory beside the stream; it has no gradient, and no attributes.
-    """
-    outgoing = _OUTGOING.get(tensor.dtype)
-    if outgoing is None:
+def pack(tensor: torch.Tensor) -> Encoded | None:
+    """Encode a tensor as a message of its own; None for gradients, attributes, and tensors that are not dense."""
+    if tensor.requires_grad or tensor.__dict__ or (found := array_of(tensor)) is None:
         return None
-    name, shape = outgoing[0], tuple(tensor.shape)
-    element, dtype = _ARRIVING[name]
-    main = pickle.dumps(_Beside(name, shape), 5, buffer_callback=_leave_out)
-    from_array = torch.from_numpy if dtype is None else partial(_tensor_of_carrier, dtype)
-    return main, (np.ndarray, shape, element, tensor.numel() * tensor.itemsize, from_array)
+    name, array = found
+    head = _head("F" if array.flags.fnc else "C", array.shape, name)
+    return (head,), (flat(array),)
 
 
-def _leave_out(_: PickleBuffer) -> bool:
-    return False
+@lru_cache(256)
+def _head(order: Order, shape: tuple[int, ...], dtype: str) -> bytes:
+    return pack_head(TORCH, order, shape, dtype)
 
 
-def _tensor_of_carrier(dtype: torch.dtype, array: Array) -> torch.Tensor:
-    return torch.from_numpy(array).view(dtype)
+def kind_of(shape: tuple[int, ...], dtype: str, order: Order) -> Kind:
+    """Return the size of such a tensor, and the function that lays it over memory.
+
+    Raises:
+        CodecError: There is no such tensor.
+    """
+    found = _ARRIVING.get(dtype)
+    if found is None:
+        raise CodecError(f"damaged tensor: no dtype {dtype!r}")
+    carrier, kind = found
+
+    def over(memory: Any) -> torch.Tensor:
+        tensor = torch.from_numpy(array_for_torch(shape, carrier, memory, order))
+        return tensor if kind is None else tensor.view(kind)
+
+    return Kind(carrier.itemsize * math.prod(shape), over)
 
 
 def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
@@ -179,3 +180,4 @@ def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
 
 
 REDUCERS: dict[type, Callable[[Any], Any]] = {torch.Tensor: reduce_tensor, torch.nn.Parameter: reduce_parameter}
+PACKERS: dict[type, Pack] = {torch.Tensor: pack}

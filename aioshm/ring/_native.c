@@ -53,11 +53,6 @@
 #define INLINE 1              /* codec/frames.py: the first byte of the header of a message that lies in the ring */
 #define OVERFLOW 2            /* codec/frames.py: the first byte of the header of a message that lies elsewhere */
 
-#define PLACED (UINT64_C(1) << 16)  /* the same: in the first word of such a header */
-#define ONE_BUFFER (UINT64_C(1) << 32)
-#define ARRAY_TABLE 24        /* of a placed body with one buffer: three words */
-#define ARRAY_MAIN_MAX 1024
-#define ALIGNMENT 64          /* of the parts of a body with buffers that was not placed; the first is their lengths */
 
 #define MAX_POOLS 4
 #define COPY_MAX 65536        /* larger messages are decoded in place, by the caller, if they are decoded at all */
@@ -114,13 +109,7 @@ typedef struct {
     PyObject *allocate;       /* gives chunks of a named segment their memory, or NULL: all have it */
     PyObject *beside, *measure;  /* what handles messages that have buffers beside them; see bind_beside */
     PyObject *undelivered;    /* a list, where calls block, or NULL: see bind_undelivered */
-    PyObject *arrays;         /* kinds of arrays that are known: a reader's by main parts, a writer's by dtype and shape */
-    bool copies;              /* whether a reader may copy those that were not placed */
-    PyObject *learn, *array;  /* a writer's: what is told of others, and the type of arrays, None as long as nobody knows it */
     char kept;
-    PyObject *missed;         /* by what the last one was looked for that was not known */
-    char unknown;             /* whether the message that is handled now is like that one */
-    PyObject *const *names;   /* of attributes: the module's, which outlasts its types */
     unsigned long long published_ns;
     /* The gate */
     char open;
@@ -148,12 +137,9 @@ typedef struct {
     unsigned long long garbled;
 } Core;
 
-enum name { SHAPE, DTYPE, NAMES };
-
 typedef struct {
     PyObject *nothing, *elsewhere;
     PyTypeObject *writer, *reader, *call, *calls;
-    PyObject *names[NAMES];   /* of attributes that are looked up again and again */
 } State;
 
 /* Memory */
@@ -874,22 +860,6 @@ static int send_memory(Core *self, PyObject *obj)
     return sent;
 }
 
-/* Return what is known of arrays of such a kind, borrowed; NULL, perhaps with an error, if they are unknown. */
-static PyObject *look_up_array(Core *self, PyObject *key)
-{
-    PyObject *kind = PyDict_GetItemWithError(self->arrays, key);
-    if (kind == NULL && !PyErr_Occurred()) {
-        int same = self->missed == NULL ? 0 : PyObject_RichCompareBool(self->missed, key, Py_EQ);
-        if (same < 0)
-            return NULL;
-        self->unknown = same > 0;
-        PyObject *old = self->missed;
-        self->missed = Py_NewRef(key);
-        Py_XDECREF(old);
-    }
-    return kind;
-}
-
 /* Whether there is a slot for a body of so many bytes, spun for if need be, and if that is worth it; it is claimed. */
 static uint8_t *claim_or_spin(Core *self, size_t nbytes)
 {
@@ -907,77 +877,8 @@ static void publish_filled(Core *self, size_t nbytes)
         notify(self);
 }
 
-/* Let what is known of arrays be extended by this one, and their type be told. */
-static int learn_array(Core *self, PyObject *obj)
-{
-    PyObject *type = call(self->learn, obj);
-    if (type == NULL)
-        return -1;
-    PyObject *old = self->array;
-    self->array = type;
-    Py_XDECREF(old);
-    return 0;
-}
-
-/* Return what is known of such arrays, borrowed; NULL, perhaps with an error, if nothing is. One that has come twice is
- * learned. */
-static PyObject *kind_of_array(Core *self, PyObject *array)
-{
-    PyObject *dtype = PyObject_GetAttr(array, self->names[DTYPE]);
-    PyObject *shape = dtype == NULL ? NULL : PyObject_GetAttr(array, self->names[SHAPE]);
-    PyObject *key = shape == NULL ? NULL : PyTuple_Pack(2, dtype, shape);
-    PyObject *kind = key == NULL ? NULL : look_up_array(self, key);
-    if (kind == NULL && self->unknown && learn_array(self, array) == 0)
-        kind = PyDict_GetItemWithError(self->arrays, key);
-    if (kind != NULL && (!PyTuple_CheckExact(kind) || PyTuple_Size(kind) != 4 || PyTuple_GetItem(kind, 0) != dtype))
-        kind = NULL;  /* types that are equal may be written in other ways */
-    Py_XDECREF(key);
-    Py_XDECREF(shape);
-    Py_XDECREF(dtype);
-    return kind;
-}
-
-static bool interrupted(void);
-
-/* Send an array of a known kind: 1; -1 with an error; 0 without one if it is of none, or, having spun for it, has no slot. */
-static int send_array(Core *self, PyObject *array, bool *spun)
-{
-    self->unknown = 0;
-    if ((PyObject *)Py_TYPE(array) != self->array)
-        return 0;
-    PyObject *kind = kind_of_array(self, array);
-    Py_buffer memory;
-    if (kind == NULL || PyObject_GetBuffer(array, &memory, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
-        if (PyErr_Occurred() && interrupted())
-            return -1;
-        PyErr_Clear();  /* a type that cannot be hashed, say; encoding may well be possible */
-        return 0;
-    }
-    PyObject *main = Py_NewRef(PyTuple_GetItem(kind, 1));
-    const size_t nbytes = PyLong_AsSize_t(PyTuple_GetItem(kind, 2)), size = PyLong_AsSize_t(PyTuple_GetItem(kind, 3));
-    const size_t length = (size_t)PyBytes_Size(main), start = (ALIGNMENT + length + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    int sent = 0;
-    if (!PyErr_Occurred() && nbytes <= self->room && start + size == nbytes && (size_t)memory.len == size) {
-        uint8_t *body = check_unused(self) < 0 ? NULL : claim_or_spin(self, nbytes);
-        *spun = true;
-        if (body != NULL) {
-            const uint64_t now = now_ns(), words[4] = {self->what | ONE_BUFFER, self->seq, now, length}, buffer = size;
-            memcpy(slot_of(self, self->index), words, sizeof words);
-            memcpy(body, &buffer, sizeof buffer);
-            memcpy(body + ALIGNMENT, PyBytes_AsString(main), length);
-            memcpy(body + start, memory.buf, size);
-            self->published_ns = now;
-            publish_filled(self, nbytes);
-            sent = 1;
-        }
-    }
-    PyBuffer_Release(&memory);
-    Py_DECREF(main);
-    return PyErr_Occurred() ? -1 : sent;
-}
-
 /* Send a message that is not bytes; return None, or the message if it is no ordinary one, or has no slot. */
-static PyObject *send_beside(Core *self, PyObject *message, bool spun)
+static PyObject *send_beside(Core *self, PyObject *message)
 {
     if (self->beside == NULL || self->beside == Py_None)
         return Py_NewRef(message);
@@ -988,7 +889,7 @@ static PyObject *send_beside(Core *self, PyObject *message, bool spun)
     Py_DECREF(size);
     if ((nbytes == (size_t)-1 && PyErr_Occurred()) || check_unused(self) < 0)  /* that, and encoding, run any code */
         return NULL;
-    if (nbytes > self->room || (spun ? claim(self, nbytes) : claim_or_spin(self, nbytes)) == NULL)
+    if (nbytes > self->room || claim_or_spin(self, nbytes) == NULL)
         return Py_NewRef(message);
     PyObject *fill = Py_NewRef(self->beside), *begin = begin_at(self);
     PyObject *seq = PyLong_FromUnsignedLongLong(self->seq), *filled = NULL;
@@ -1015,16 +916,14 @@ static PyObject *send_passed(Core *self, PyObject *obj)
     if (self->raw && PyBytes_CheckExact(obj)) {
         message = Py_NewRef(obj);
     } else {
-        bool spun = false;
-        int sent = self->raw ? send_memory(self, obj) : self->arrays == NULL ? 0 : send_array(self, obj, &spun);
+        int sent = self->raw ? send_memory(self, obj) : 0;
         if (sent != 0)
             return sent < 0 ? NULL : Py_NewRef(Py_None);
         message = call(self->code, obj);
         if (message == NULL)
             return NULL;
         if (!PyBytes_CheckExact(message)) {
-            bool learns = self->array == Py_None && self->arrays != NULL;  /* for NumPy may have been imported by now */
-            PyObject *answer = learns && learn_array(self, obj) < 0 ? NULL : send_beside(self, message, spun);
+            PyObject *answer = send_beside(self, message);
             Py_DECREF(message);
             return answer;
         }
@@ -1048,19 +947,6 @@ static PyObject *writer_send(Core *self, PyObject *obj)
     PyObject *answer = send_passed(self, obj);
     end_use(self, before);
     return answer;
-}
-
-static PyObject *writer_bind_arrays(Core *self, PyObject *args)
-{
-    PyObject *found[3], **own[3] = {&self->arrays, &self->learn, &self->array};
-    if (!PyArg_ParseTuple(args, "O!OO:bind_arrays", &PyDict_Type, &found[0], &found[1], &found[2]))
-        return NULL;
-    for (int n = 0; n < 3; n++) {
-        PyObject *old = *own[n];
-        *own[n] = Py_NewRef(found[n]);
-        Py_XDECREF(old);
-    }
-    Py_RETURN_NONE;
 }
 
 static PyObject *writer_put_many(Core *self, PyObject *const *args, Py_ssize_t nargs)
@@ -1407,105 +1293,6 @@ static PyObject *copy_plain(Core *self)
     return PyBytes_FromStringAndSize((const char *)body, (Py_ssize_t)size);
 }
 
-/* Arrays: those whose main parts Python has seen before are made without it */
-
-/* The parts of a body with one buffer: from its beginning on, in bytes. */
-typedef struct {
-    uint64_t main, length, start, size, end;
-} Parts;
-
-/* Find the parts of a body with one buffer, of which no number is trusted; return whether they all lie in it. */
-static bool find_parts(const uint8_t *body, uint64_t room, uint64_t length, bool placed, Parts *parts)
-{
-    const uint64_t table = !placed || room < ARRAY_TABLE ? 0 : load_word(body);
-    if (room < ARRAY_TABLE || length > room || length > ARRAY_MAIN_MAX)
-        return false;
-    parts->length = length;
-    if (!placed) {
-        parts->main = ALIGNMENT;
-        parts->size = load_word(body);
-        parts->start = (ALIGNMENT + length + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    } else {
-        if (table % 8 != 0 || table > room - ARRAY_TABLE)
-            return false;
-        parts->main = load_word(body + table);
-        parts->start = load_word(body + table + 8);
-        parts->size = load_word(body + table + 16);
-    }
-    if (parts->main > room - length || parts->size > room || parts->start > room - parts->size)
-        return false;
-    parts->end = placed ? table + ARRAY_TABLE : 0;
-    if (parts->main + length > parts->end)
-        parts->end = parts->main + length;
-    if (parts->start + parts->size > parts->end)
-        parts->end = parts->start + parts->size;
-    return true;
-}
-
-/* Return what is known of arrays with such a main part, borrowed, if this is one of them; NULL, perhaps with an error. */
-static PyObject *known_array(Core *self, const uint8_t *body, const Parts *parts)
-{
-    PyObject *main = PyBytes_FromStringAndSize((const char *)body + parts->main, (Py_ssize_t)parts->length);
-    PyObject *array = main == NULL ? NULL : look_up_array(self, main);
-    Py_XDECREF(main);
-    if (array == NULL || !PyTuple_CheckExact(array) || PyTuple_Size(array) != 5
-        || PyLong_AsUnsignedLongLong(PyTuple_GetItem(array, 3)) != parts->size)
-        return NULL;
-    return array;
-}
-
-/* Return what is made of an array that was made; steals that. */
-static PyObject *made_of(PyObject *array, PyObject *made)
-{
-    PyObject *then = PyTuple_GetItem(array, 4), *result = made;
-    if (made != NULL && then != Py_None) {
-        result = call(then, made);
-        Py_DECREF(made);
-    }
-    return result;
-}
-
-/* Copy the array that the next message is, if it is of a known kind, in the ring, and not worth a view, or to be taken; NULL
- * without an error if not. */
-static PyObject *copy_array(Core *self)
-{
-    self->unknown = 0;
-    const uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
-    const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
-    const uint64_t plain = self->what | ONE_BUFFER, chunk = load_word(slot + CHUNK);
-    const bool placed = words[0] == (plain | PLACED);
-    if (self->arrays == NULL || words[1] != self->seq || !(placed || (self->copies && words[0] == plain)))
-        return NULL;
-    size_t room = self->inline_bytes;
-    if (chunk != 0) {
-        body = chunk_body(self, chunk - 1, words[1], ARRAY_TABLE);
-        const Pool *pool = body == NULL ? NULL : pool_of(self, chunk - 1);
-        if (pool == NULL)
-            return NULL;
-        room = pool->room;
-    }
-    Parts parts;
-    if (!find_parts(body, room, words[3], placed, &parts))
-        return NULL;
-    const uint64_t whole = placed ? parts.end : parts.length + parts.size;
-    if (whole >= TAKE_MAX)
-        return NULL;
-    PyObject *array = known_array(self, body, &parts), *obj = NULL;
-    if (array == NULL)
-        return NULL;
-    Py_INCREF(array);
-    PyObject *memory = PyByteArray_FromStringAndSize((const char *)body + parts.start, (Py_ssize_t)parts.size);
-    self->in_use++;
-    if (memory != NULL)
-        obj = made_of(array, PyObject_CallFunctionObjArgs(PyTuple_GetItem(array, 0), PyTuple_GetItem(array, 1),
-                                                          PyTuple_GetItem(array, 2), memory, NULL));
-    self->in_use--;
-    Py_XDECREF(memory);
-    Py_DECREF(array);
-    self->published_ns = words[2];
-    return obj;
-}
-
 /* Whether the error that decoding ended in says nothing about the message: a signal's handler raised it. */
 static bool interrupted(void)
 {
@@ -1532,10 +1319,8 @@ static PyObject *decode(Core *self)
 {
     PyObject *obj = copy_plain(self), *arg = obj, *callable = self->code;
     if (obj == NULL) {
-        if (!PyErr_Occurred())
-            obj = copy_array(self);
-        if (obj != NULL || PyErr_Occurred())
-            return obj;
+        if (PyErr_Occurred())
+            return NULL;
         callable = self->beside;
         if (callable == NULL || callable == Py_None)
             return Py_NewRef(self->elsewhere);
@@ -1634,19 +1419,6 @@ static PyObject *reader_receive(Core *self, PyObject *Py_UNUSED(ignored))
     return answer;
 }
 
-static PyObject *reader_bind_arrays(Core *self, PyObject *args)
-{
-    PyObject *arrays;
-    int copies;
-    if (!PyArg_ParseTuple(args, "O!p:bind_arrays", &PyDict_Type, &arrays, &copies))
-        return NULL;
-    PyObject *old = self->arrays;
-    self->arrays = Py_NewRef(arrays);
-    self->copies = copies;
-    Py_XDECREF(old);
-    Py_RETURN_NONE;
-}
-
 static PyObject *reader_bind_undelivered(Core *self, PyObject *arg)
 {
     if (!PyList_CheckExact(arg)) {
@@ -1678,10 +1450,9 @@ static PyObject *reader_take_many(Core *self, PyObject *arg)
     self->in_use++;
     while (n < most && is_ready(self, self->index)) {
         PyObject *obj = copy_plain(self);
-        bool made = obj == NULL && !PyErr_Occurred() && (obj = copy_array(self)) != NULL;
         if (obj == NULL)
             break;
-        if (!self->raw && !made) {
+        if (!self->raw) {
             PyObject *message = obj;
             obj = call(self->code, message);
             Py_DECREF(message);
@@ -2371,7 +2142,6 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
     self->beside = Py_NewRef(Py_None);
     self->measure = Py_NewRef(Py_None);
     self->runs = Py_NewRef((PyObject *)&PyBool_Type);  /* bool() is False */
-    self->names = state->names;
     self->base = self->buffer.buf;
     self->own = self->base + line;
     return 0;
@@ -2440,11 +2210,7 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->beside);
     Py_VISIT(self->measure);
     Py_VISIT(self->allocate);
-    Py_VISIT(self->arrays);
-    Py_VISIT(self->missed);
     Py_VISIT(self->undelivered);
-    Py_VISIT(self->learn);
-    Py_VISIT(self->array);
     Py_VISIT(self->runs);
     return 0;
 }
@@ -2458,11 +2224,7 @@ static int core_clear(Core *self)
     Py_CLEAR(self->beside);
     Py_CLEAR(self->measure);
     Py_CLEAR(self->allocate);
-    Py_CLEAR(self->arrays);
-    Py_CLEAR(self->missed);
     Py_CLEAR(self->undelivered);
-    Py_CLEAR(self->learn);
-    Py_CLEAR(self->array);
     Py_CLEAR(self->runs);
     self->open = 0;
     return 0;
@@ -2505,7 +2267,6 @@ static PyMethodDef writer_methods[] = {
     {"put", CALL writer_put, METH_O, "Publish an encoded message; return whether there was room for it."},
     {"put_many", FAST writer_put_many, METH_FASTCALL, "Publish messages of a list, from one on; return how many."},
     {"send", CALL writer_send, METH_O, "Encode and publish: None, or False if shut, or what was encoded."},
-    {"bind_arrays", CALL writer_bind_arrays, METH_VARARGS, "Say which arrays are known, and what is told of others."},
     {"evict", CALL writer_evict, METH_O, "Count a reader as having read everything, now and from now on."},
     {"admit", CALL writer_admit, METH_VARARGS, "Admit a reader in the place of one that was evicted; return its first message."},
     {NULL, NULL, 0, NULL},
@@ -2522,7 +2283,6 @@ static PyMethodDef reader_methods[] = {
     {"taken", CALL reader_taken, METH_O, "Note when the message was published that was taken just now."},
     {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},
     {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
-    {"bind_arrays", CALL reader_bind_arrays, METH_VARARGS, "Say which arrays are known."},
     {"bind_undelivered", CALL reader_bind_undelivered, METH_O, "Say where messages are that no call has returned yet."},
     {"receive", CALL reader_receive, METH_NOARGS, "Take the next message, if the gate lets this thread pass."},
     {"note_trace", CALL reader_note_trace, METH_NOARGS, "Note the next message's trace context, as of one that a block has."},
@@ -2565,7 +2325,6 @@ static PyMemberDef members[] = {
     {"quiet", T_BOOL, offsetof(Core, quiet), 0, "Whether send and receive set `owes` instead of telling a parked end."},
     {"owes", T_BOOL, offsetof(Core, owes), 0, "Whether the other end has to be told that it may go on."},
     {"due", T_ULONGLONG, offsetof(Core, due), 0, "Before which message that is not set: the other end is told later."},
-    {"unknown", T_BOOL, offsetof(Core, unknown), READONLY, "Whether it is like the last one that was not known."},
     {"kept", T_BOOL, offsetof(Core, kept), READONLY, "Whether a slot was skipped and not given back."},
     {"spin_ns", T_LONGLONG, offsetof(Core, spin_ns), 0, "How long send and receive spin where they cannot go on."},
     {"spin_yields", T_BOOL, offsetof(Core, spin_yields), 0, "Whether a spin hands its CPU on between its looks."},
@@ -2723,10 +2482,6 @@ static int execute(PyObject *module)
     state->calls = state->reader == NULL ? NULL : add_type(module, &calls_spec);
     if (state->calls == NULL)
         return -1;
-    static const char *const names[NAMES] = {"shape", "dtype"};
-    for (int n = 0; n < NAMES; n++)
-        if ((state->names[n] = PyUnicode_InternFromString(names[n])) == NULL)
-            return -1;
     return 0;
 }
 
@@ -2756,10 +2511,7 @@ static int module_clear(PyObject *module)
 
 static void module_free(void *module)
 {
-    State *state = PyModule_GetState(module);
     module_clear(module);
-    for (int n = 0; state != NULL && n < NAMES; n++)
-        Py_CLEAR(state->names[n]);  /* not before: what is left of a cycle may still look something up */
 }
 
 /* All state is the module's or an object's. But that an end is used by one thread at a time is checked by plain loads and

@@ -513,18 +513,6 @@ class WriterCore(_Core):
             self._notify()
         return True
 
-    def bind_arrays(
-        self, arrays: dict[tuple[Any, ...], Any], learn: Callable[[Any], Any], array_type: type[Any] | None, /
-    ) -> None:
-        """Say which arrays are known, see `aioshm.queue.local.arrays`; this core sends none by itself.
-
-        Args:
-            arrays: The dtype of arrays, the main part and size of their bodies, and their own, by dtype and shape.
-            learn: Is called with an array like which one was sent before; or, as long as their type is not known, with
-                what was encoded with a buffer beside it. Returns the type.
-            array_type: The type; None: nobody has imported NumPy.
-        """
-
     def evict(self, reader: int, /) -> None:
         """Evict a reader: it counts as having read every message, past and future."""
         self._check_open()
@@ -735,7 +723,6 @@ class ReaderCore(_Core):
         super().__init__(layout, view, slots, layout.reader_line(reader))
         self._flag = 1 + reader
         self._copy_max = min(COPY_MAX, layout.max_chunk_bytes)
-        self.unknown: bool = False
         self._undelivered: list[Any] | None = None
         self._rushes = False  # whether messages come in quick succession, so that not each one's latency is counted
         self._finished_ns = 0
@@ -913,14 +900,6 @@ class ReaderCore(_Core):
         finally:
             self.user: int = before
             self._hushed = False
-
-    def bind_arrays(self, arrays: dict[bytes, Any], copies: bool, /) -> None:
-        """Say which arrays are known, see `aioshm.queue.local.arrays`; this core makes none by itself.
-
-        Args:
-            arrays: What arrays main parts make.
-            copies: Whether those count that were not placed, too.
-        """
 
     def take_many(self, most: int, /) -> list[Any]:
         """Return the next messages with one fence: at most so many, at most for the rest of the turn.

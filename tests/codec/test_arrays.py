@@ -168,11 +168,11 @@ class TestHowTheyTravel:
         source.view("i8" if source.dtype.kind == "M" else source.dtype)[...] = 1
         assert any(buffer)
 
-    def test_small_ones_in_the_stream(self) -> None:
+    def test_small_ones_inside_of_other_objects_are_in_the_stream(self) -> None:
         size = OUT_OF_BAND_BYTES // 8
-        assert len(encode(PICKLE, np.zeros(size))[1]) == 1
-        assert len(encode(PICKLE, np.zeros(size - 1))[1]) == 0
-        assert len(encode(PICKLE, np.zeros(8, "f8"))[0]) < len(pickle.dumps(np.zeros(8, "f8"), 5))
+        assert len(encode(PICKLE, [np.zeros(size)])[1]) == 1
+        assert len(encode(PICKLE, [np.zeros(size - 1)])[1]) == 0
+        assert len(encode(PICKLE, [np.zeros(8, "f8")])[0]) < len(pickle.dumps([np.zeros(8, "f8")], 5))
 
     def test_more_than_a_body_takes_stay_in_the_stream(self, carry: Carry, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pickle5, "MAX_BUFFERS", 1)

@@ -56,7 +56,7 @@ class TestValues:
         source.view("u1")[::7] = 1
         for view in (source, source.reshape(4, -1).T, source[::2], source[::-1], np.broadcast_to(source, (2, size))):
             check_array(carry(MSGPACK, {"k": view})["k"], view)
-        assert len(encode(MSGPACK, source)[1]) == (source.nbytes >= 4096)
+        assert len(encode(MSGPACK, [source])[1]) == (source.nbytes >= 4096)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")

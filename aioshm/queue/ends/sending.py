@@ -15,7 +15,6 @@ from aioshm.errors import MessageTooLarge
 from aioshm.queue.encoded import message_bytes, parts_of
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.lag import LagWatch
-from aioshm.queue.local.arrays import SentArrays, array_type, writes_arrays_alike
 from aioshm.queue.local.audience import RingAudience
 from aioshm.queue.local.loans import Extent, Placed
 from aioshm.queue.tracing import NO_TRACE, current_trace
@@ -104,9 +103,6 @@ class Sender:
             core.bind_beside(
                 _filling(codec.code, ring.ring.slots), functools.partial(_checked_size, self._max_message_bytes)
             )
-            if has_readers and self._current_trace is None and writes_arrays_alike(codec):
-                arrays = SentArrays(self._max_message_bytes)
-                core.bind_arrays(arrays.by_kind, arrays.learn, array_type())
         self.send: Callable[[Any], Any] = core.send if network is None else functools.partial(self._send, network)
 
     def _send(self, network: NetworkAudience, obj: Any) -> Any:

@@ -23,7 +23,6 @@ from aioshm.codec.raw import RawCodec
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryError
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock, TakenMessage
-from aioshm.queue.local.arrays import ReceivedArrays, writes_arrays_alike
 from aioshm.queue.local.copying import eviction
 from aioshm.queue.local.leases import VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import OverflowReader
@@ -75,8 +74,6 @@ class SlotReader:
         self.overflows: int = 0
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), waker.slot_is_free)
         self._core.bind_beside(self._decode_beside)
-        self._arrays = ReceivedArrays(codec)
-        self._core.bind_arrays(self._arrays.by_main, writes_arrays_alike(codec))
 
     def take(self) -> Any:
         """Return the next message, as `Source.take`."""
@@ -119,8 +116,6 @@ class SlotReader:
             return ELSEWHERE
         main, buffers = (split_placed if how else split_body)(self._slots.body(begin), n_buffers, size)
         obj = self._codec.decode(main, buffers)
-        if self._core.unknown:
-            self._arrays.learn(bytes(main), obj)
         self._core.published_ns = at
         return obj
 

@@ -38,15 +38,6 @@ _ERRORS = (AioshmError, ValueError, TypeError, OverflowError, RuntimeError, Inde
 _MAX_STEPS = 60
 
 
-def _made(shape: Any, dtype: Any, memory: bytearray) -> object:
-    return shape, dtype, bytes(memory)
-
-
-_ARRAYS: dict[bytes, tuple[Any, ...]] = {
-    main: (_made, len(main), "dtype", 8, then) for main, then in ((b"", None), (b"\0", None), (b"main part", repr))
-}
-
-
 class _Side:
     """One kind of core over a segment of its own."""
 
@@ -63,19 +54,13 @@ class _Side:
             core.open, core.turn, core.turn_ends_ns = True, 1 << 30, _FAR_NS
         for reader in self.readers:
             reader.bind_beside(functools.partial(self._decode_beside, reader))
-            reader.bind_arrays(_ARRAYS, True)
 
     def _decode_beside(self, reader: Any, begin: int) -> object:
-        """Make, as the queue does, what the native core makes by itself."""
         kind, code, how, n_buffers, seq, _, size = unpack_header(self.slots.bodies, begin)
         if kind != INLINE or code != _PLAIN >> 8 or seq != reader.seq or n_buffers != 1:
             return self.module.ELSEWHERE
         main, (buffer,) = split(self.slots.body(begin), how, n_buffers, size)
-        known = _ARRAYS.get(bytes(main))
-        if known is None or len(buffer) != known[3]:
-            return self.module.ELSEWHERE
-        made = _made(known[1], known[2], bytearray(buffer))
-        return made if known[4] is None else known[4](made)
+        return bytes(main), bytes(buffer)
 
     def call(self, core: Any, name: str, *arguments: Any) -> object:
         try:

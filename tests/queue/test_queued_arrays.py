@@ -1,30 +1,24 @@
-"""Arrays that come again: the core writes and makes them by itself, and nobody can tell them from encoded ones."""
+"""Messages that are one array arrive as the array that was sent, by either codec and either core."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from pairs import attached
 
-from aioshm import MessageQueue, native_core
-from aioshm.codec.arrays import main_part
-from aioshm.codec.frames import plain as encoded_plainly
+from aioshm import MessageQueue
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.errors import MessageTooLarge
 from aioshm.queue.encoded import parts_of
-from aioshm.queue.local import arrays as known
-
-pytestmark = pytest.mark.skipif(not native_core, reason="the twin encodes and decodes each array")
 
 CHILD = str(Path(__file__).with_name("arrays_child.py"))
 FIELDS = np.dtype([("a", "i4"), ("b", "f8")])
@@ -107,63 +101,7 @@ async def test_each_arrives_as_it_was(array: Any, how: str) -> None:
             same(one, other)
 
 
-@pytest.mark.parametrize("nbytes", [64, 4096, 100_000])
-async def test_the_core_does_it_once_it_knows_them(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    array = np.arange(nbytes // 4, dtype="f4")
-    async with attached(chunk=2**20) as (writer, (reader,)):
-        sender: Any = writer.end
-        for n in range(5):
-            await writer.enqueue(array + n, 5)
-            same(await reader.dequeue(5), array + n)
-
-        def encode(_: Any) -> Any:
-            raise AssertionError("it was encoded")
-
-        def decode(*_: Any) -> Any:
-            raise AssertionError("it was decoded")
-
-        core, end = sender.ring.ring.core, reader.end
-        core.bind(encode, encoded_plainly(PickleCodec.code), False, lambda: None)
-        monkeypatch.setattr(PickleCodec, "decode", decode)
-        copied = core.copied
-        for n in range(3):
-            await writer.enqueue(array + n, 5)
-            async with reader.lease() as leased:
-                same_numbers = np.array_equal(leased, array + n)
-            assert same_numbers
-        assert core.copied - copied > 3 * nbytes
-        assert cast(Any, end.gate.core).seq == 8
-
-
-async def test_kinds_take_turns_and_are_forgotten() -> None:
-    kinds = [np.arange(n + 1, dtype=dtype) for n in range(known.MAX_KNOWN) for dtype in ("f4", "i8")]
-    async with attached(chunk=2**20) as (writer, (reader,)):
-        for _ in range(3):
-            for kind in kinds:
-                for n in range(3):
-                    await writer.enqueue(numbered(kind, n), 5)
-                    same(await reader.dequeue(5), numbered(kind, n))
-        assert len(_sent(writer)) <= known.MAX_KNOWN
-        for kind in kinds[:4] * 3:
-            await writer.enqueue(kind, 5)
-            same(await reader.dequeue(5), kind)
-
-
-def _sent(writer: MessageQueue) -> dict[Any, Any]:
-    learn: Any = next(each for each in _referents(writer) if isinstance(each, known.SentArrays))
-    kinds: dict[Any, Any] = learn.by_kind
-    return kinds
-
-
-def _referents(writer: MessageQueue) -> Sequence[Any]:
-    import gc
-
-    end: Any = writer.end
-    return [getattr(each, "__self__", None) for each in gc.get_referents(end.ring.ring.core)]
-
-
-async def test_what_looks_alike_is_told_apart() -> None:
-    """Types that are equal, but not the same, and arrays of one type and shape that lie differently."""
+async def test_arrays_of_equal_types_that_differ_arrive_each_as_it_was() -> None:
     plain_floats = np.arange(2000, dtype="f4")
     alike = [
         plain_floats,
@@ -193,17 +131,7 @@ async def test_objects_never_travel_as_pointers() -> None:
             else:
                 async with reader.lease() as leased:
                     assert (leased[0] == inside, leased[0] is inside) == (True, False)
-        assert set(_sent(writer).values()) == {None}
         assert sys.getrefcount(inside) == 3  # here, in the array, and this call's
-
-
-@pytest.mark.parametrize("dtype", ["O", np.dtype([("a", "O"), ("b", "i4")]), np.dtypes.StringDType()])
-def test_a_reader_makes_no_arrays_of_pointers(dtype: Any) -> None:
-    received = known.ReceivedArrays(PickleCodec())
-    array = np.zeros(2000, dtype)
-    main = main_part(array) if dtype == "O" else b"main"
-    received.learn(main, array)
-    assert received.by_main == {main: None}
 
 
 async def test_types_that_cannot_be_hashed_or_compared_are_encoded() -> None:
@@ -214,32 +142,6 @@ async def test_types_that_cannot_be_hashed_or_compared_are_encoded() -> None:
         for _ in range(5):
             await writer.enqueue(strings, 5)
             assert (await reader.dequeue(5)).tolist() == ["one", "x" * 40]
-
-
-async def test_what_a_handler_raises_while_a_kind_is_learned_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Rang(Exception):
-        """Raised by a signal's handler."""
-
-    def ring(*_: Any) -> None:
-        raise Rang
-
-    def interrupted(_: Any) -> Any:
-        signal.raise_signal(signal.SIGUSR1)
-
-    array = np.zeros(2000, "f4")
-    before = signal.signal(signal.SIGUSR1, ring)
-    try:
-        async with attached(chunk=2**20) as (writer, (reader,)):
-            monkeypatch.setattr("aioshm.codec.arrays.main_part", interrupted)
-            with pytest.raises(Rang):  # the third time, or before, where one had to be tried again
-                await send(writer, [array] * 4)
-            monkeypatch.undo()
-            there = writer.stats().messages
-            await writer.enqueue(array, 5)
-            for _ in range(there + 1):
-                assert (await reader.dequeue(5)).shape == (2000,)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 async def test_what_arrives_is_memory_of_its_own() -> None:
@@ -284,7 +186,7 @@ async def test_a_full_ring_takes_them_when_there_is_room() -> None:
         assert sent >= 40
 
 
-async def test_other_peoples_codecs_see_every_array() -> None:
+async def test_codecs_of_others_decode_every_array() -> None:
     class Negated(PickleCodec):
         """Sends the complement of each byte."""
 
@@ -362,7 +264,7 @@ async def test_in_another_process_they_are_what_was_sent() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 3000])
-async def test_the_twin_understands_them(size: int) -> None:
+async def test_reader_with_the_portable_core_receives_them(size: int) -> None:
     async with MessageQueue(1, 1) as writer:
         command = [sys.executable, "-c", TWIN, writer.export_handle().to_json(), "6"]
         child = subprocess.Popen(command, env={**os.environ, "AIOSHM_NATIVE": "0"}, stdout=subprocess.PIPE, text=True)
@@ -381,18 +283,3 @@ async def test_trace_contexts_go_with_them() -> None:
         for n in range(5):
             await writer.enqueue(np.full(2000, n, "f4"), 5)
             assert (await reader.dequeue(5))[0] == n
-
-
-@pytest.mark.parametrize("dtype", ["f4", "i8", "?", "c16", "u2"])
-def test_their_main_part_is_what_encoding_makes(dtype: str) -> None:
-    for shape in [(5000,), (100, 60), (5000, 1, 1)]:
-        array = np.zeros(shape, dtype)
-        parts, buffers = parts_of(PickleCodec().encode(array))
-        assert (b"".join(parts), len(buffers)) == (main_part(array), 1)
-
-
-def test_the_core_and_the_queue_agree_on_the_bounds() -> None:
-    source = (known.__file__ or "").replace("queue/local/arrays.py", "ring/_native.c")
-    with open(source) as file:
-        defined = dict(line.split()[1:3] for line in file if line.startswith("#define ") and len(line.split()) > 2)
-    assert int(defined["ARRAY_MAIN_MAX"]) == known.MOST_MAIN_BYTES

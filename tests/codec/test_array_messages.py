@@ -1,0 +1,161 @@
+"""Messages that are one array or one tensor: a head, and the elements in one buffer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from codec_helpers import encode
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshm.codec import Codec, get_codec
+from aioshm.codec.array_messages import MARKER, NUMPY, TORCH, is_array, pack_head
+from aioshm.errors import CodecError
+
+CODECS = [get_codec("pickle"), get_codec("msgpack")]
+NUMBERS = np.arange(24, dtype="f4")
+PLAIN = [
+    NUMBERS,
+    NUMBERS.reshape(2, 3, 4),
+    NUMBERS.reshape(4, 6).T,
+    NUMBERS[::2],
+    np.array(7.5),
+    np.zeros((3, 0, 2), "i8"),
+    NUMBERS.astype(">f4"),
+    NUMBERS.astype("M8[s]"),
+    np.array(["one", "three"]),
+    np.zeros(3, "V6"),
+]
+
+
+class Tagged(np.ndarray[Any, Any]):
+    """A subclass."""
+
+
+@pytest.fixture(params=CODECS, ids=lambda codec: codec.name)
+def codec(request: pytest.FixtureRequest) -> Codec[Any]:
+    own: Codec[Any] = request.param
+    encode(own, np.zeros(1))  # NumPy is known from now on
+    return own
+
+
+@pytest.mark.parametrize("array", PLAIN, ids=lambda array: f"{array.dtype}-{array.shape}")
+def test_array_makes_the_round_trip_with_dtype_shape_and_order(codec: Codec[Any], array: Any) -> None:
+    main, buffers = encode(codec, array)
+    assert is_array(main)
+    assert [each.nbytes for each in buffers] == [array.nbytes]
+    received = codec.decode(main, buffers)
+    assert (type(received), received.dtype.str, received.shape) == (np.ndarray, array.dtype.str, array.shape)
+    assert received.flags.fnc == array.flags.fnc
+    assert received.flags.writeable
+    np.testing.assert_array_equal(received, array)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("shape", [(), (0, 4), (3, 4)])
+def test_tensor_makes_the_round_trip_with_dtype_and_shape(codec: Codec[Any], name: str, shape: tuple[int, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.ones(shape).to(getattr(torch, name))
+    encode(codec, tensor)
+    main, buffers = encode(codec, tensor)
+    assert is_array(main)
+    received = codec.decode(main, buffers)
+    assert (type(received), received.dtype, received.shape) == (torch.Tensor, tensor.dtype, tensor.shape)
+    assert torch.equal(received.float() if name != "complex64" else received.real, torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([None, 1], object),
+        np.zeros(3, [("a", "i4")]),
+        NUMBERS.view(Tagged),
+        NUMBERS.astype(np.dtype("f4", metadata={"unit": "m"})),
+    ],
+    ids=["objects", "fields", "subclass", "metadata"],
+)
+def test_array_with_more_than_its_elements_is_pickled(array: Any) -> None:
+    main, buffers = encode(CODECS[0], array)
+    assert not is_array(main)
+    assert type(CODECS[0].decode(main, buffers)) is type(array)
+
+
+def test_tensor_with_gradient_or_attributes_is_pickled() -> None:
+    torch = pytest.importorskip("torch")
+    named = torch.zeros(3)
+    named.origin = "sender"
+    for tensor in (torch.zeros(3, requires_grad=True), torch.nn.Parameter(torch.zeros(3)), named):
+        main, buffers = encode(CODECS[0], tensor)
+        assert not is_array(main)
+        received = CODECS[0].decode(main, buffers)
+        assert (received.requires_grad, received.__dict__) == (tensor.requires_grad, tensor.__dict__)
+
+
+def test_view_shows_the_buffer_itself_and_is_read_only(codec: Codec[Any]) -> None:
+    main, [buffer] = encode(codec, NUMBERS)
+    memory = bytearray(buffer)
+    seen = codec.view(memoryview(main), [memoryview(memory)])  # type: ignore[attr-defined]
+    memory[:4] = np.float32(9.0).tobytes()
+    assert seen[0] == 9
+    assert not seen.flags.writeable
+
+
+def test_typed_messages_are_checked(codec: Codec[Any]) -> None:
+    if codec.name != "msgpack":
+        pytest.skip("pickle has no typed messages")
+    main, buffers = encode(codec, NUMBERS)
+    assert codec.of_type(np.ndarray).decode(main, buffers)[3] == 3  # type: ignore[attr-defined]
+    with pytest.raises(CodecError, match="Expected `int`"):
+        codec.of_type(int).decode(main, buffers)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "buffers", [[], [bytes(8)], [bytes(96), b""], [bytes(97)]], ids=["none", "short", "two", "long"]
+)
+def test_buffers_of_another_size_are_refused(codec: Codec[Any], buffers: list[bytes]) -> None:
+    main, _ = encode(codec, NUMBERS)
+    with pytest.raises(CodecError):
+        codec.decode(main, [memoryview(each) for each in buffers])
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        bytes([MARKER]),
+        pack_head(2, "C", (2,), "<f4"),
+        pack_head(NUMPY, "K", (2,), "<f4"),
+        pack_head(NUMPY, "C", (2,), "O"),
+        pack_head(NUMPY, "C", (2,), "<f4,<i4"),
+        pack_head(NUMPY, "C", (2,), "<f3"),
+        pack_head(NUMPY, "C", (1,) * 65, "<f4"),
+        pack_head(NUMPY, "C", (2**63, 2), "<f4"),
+        pack_head(TORCH, "C", (2,), "strided"),
+        pack_head(NUMPY, "C", (2,), "<f4")[:-5],
+    ],
+)
+def test_damaged_head_is_refused_without_memory_for_it(codec: Codec[Any], head: bytes) -> None:
+    if head[1:2] == bytes([TORCH]):
+        pytest.importorskip("torch")
+    with pytest.raises(CodecError):
+        codec.decode(head, [memoryview(bytes(8))])
+
+
+@given(garbage=st.binary(max_size=60), size=st.integers(0, 64))
+def test_garbage_behind_the_marker_is_an_array_or_a_codec_error(garbage: bytes, size: int) -> None:
+    for codec in CODECS:
+        try:
+            received = codec.decode(bytes([MARKER]) + garbage, [memoryview(bytes(size))])
+        except CodecError:
+            continue
+        assert received.nbytes == size
+
+
+def test_program_without_numpy_does_not_import_it() -> None:
+    program = (
+        "import sys; from aioshm.codec import get_codec; get_codec('pickle').encode([1]); print('numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
