@@ -21,8 +21,7 @@ import zmq
 import zmq.asyncio
 
 from aioshm.engine import CoreEngine, EngineClient, EngineStartupCoordinator, EngineZmqAddresses, run_engine_core
-from aioshm.engine.blocking import EngineClient as BlockingClient
-from benchmarks.framework.crew import BenchmarkError, Boss, Crew, Hand
+from benchmarks.framework.crew import BenchmarkError, Boss, Crew
 from benchmarks.framework.harness import Settings, main, progress
 from benchmarks.framework.report import Report, latencies
 
@@ -145,8 +144,12 @@ async def serve(boss: Boss, address: str) -> None:
 async def client_of(crew: Crew) -> AsyncIterator[Ask]:
     """Start an engine; yield a function that sends it a request and returns the first output."""
     with tempfile.TemporaryDirectory(prefix="aioshm-") as folder:
-        async with EngineClient(_addresses(folder), 1, output_type=Output) as client:
-            hand = await _start(crew, folder, client.addresses)
+        addresses = EngineZmqAddresses([f"ipc://{folder}/in"], [f"ipc://{folder}/out"])
+        async with EngineClient(addresses, 1, output_type=Output) as client:
+            handshake = f"ipc://{folder}/handshake"
+            hand = crew.start("engine of aioshm", serve, handshake)
+            async with EngineStartupCoordinator(handshake, [CoreEngine(0)], client.addresses) as startup:
+                await startup.wait(READY_S)
             await client.wait_until_ready(READY_S)
 
             async def ask(request: Request) -> Output:
@@ -155,36 +158,6 @@ async def client_of(crew: Crew) -> AsyncIterator[Ask]:
 
             yield ask
             await crew.dismiss([hand])
-
-
-@asynccontextmanager
-async def blocking_client_of(crew: Crew) -> AsyncIterator[Ask]:
-    """Do the same with the blocking API."""
-    with (
-        tempfile.TemporaryDirectory(prefix="aioshm-") as folder,
-        BlockingClient(_addresses(folder), 1, output_type=Output) as client,
-    ):
-        hand = await _start(crew, folder, client.addresses)
-        client.wait_until_ready(READY_S)
-
-        async def ask(request: Request) -> Output:  # it blocks this loop, which has nothing else to do
-            output: Output = next(client.submit(request))
-            return output
-
-        yield ask
-        await crew.dismiss([hand])
-
-
-def _addresses(folder: str) -> EngineZmqAddresses:
-    return EngineZmqAddresses([f"ipc://{folder}/in"], [f"ipc://{folder}/out"])
-
-
-async def _start(crew: Crew, folder: str, addresses: EngineZmqAddresses) -> Hand:
-    handshake = f"ipc://{folder}/handshake"
-    hand = crew.start("engine of aioshm", serve, handshake)
-    async with EngineStartupCoordinator(handshake, [CoreEngine(0)], addresses) as startup:
-        await startup.wait(READY_S)
-    return hand
 
 
 async def echo(boss: Boss, address: str) -> None:
@@ -231,7 +204,7 @@ async def router_of(crew: Crew) -> AsyncIterator[Ask]:
             context.term()
 
 
-CONTESTANTS = {"aioshm": client_of, "aioshm, blocking": blocking_client_of, "zmq.asyncio": router_of}
+CONTESTANTS = {"aioshm": client_of, "zmq.asyncio": router_of}
 
 if __name__ == "__main__":
     sys.exit(main("engine_roundtrip", __doc__, run, repeat=3, seconds=1.0))

@@ -184,7 +184,7 @@ class Survival:
     async def strike(self, seed: int) -> None:
         """Kill and stop processes at random."""
         chance, here = random.Random(seed), psutil.Process()
-        while not self.stopping:
+        while True:
             await asyncio.sleep(PERIOD_S)
             trees = [each for each in here.children(recursive=True) if "resource_tracker" not in " ".join(_line(each))]
             victims = chance.sample(trees, min(len(trees), 2 if chance.random() < 0.1 else 1))
@@ -247,9 +247,9 @@ async def run(settings: Settings, report: Report) -> None:
         while (left := began + seconds - time.monotonic()) > 0:
             await asyncio.sleep(min(left, 10.0))
             progress(f"{time.monotonic() - began:.0f} of {seconds:.0f} s: {dict(survival.counts)}")
+        striking.cancel()
+        await asyncio.sleep(STOPPED_S)  # an engine notices the death of its worker with its next step, so it has work
         survival.stopping = True
-        await striking
-        await asyncio.sleep(STOPPED_S)
         await asyncio.gather(*work)
         after = await _settled(supervisor, group)
         well = await survival.everyone_answers()

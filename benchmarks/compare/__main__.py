@@ -28,7 +28,8 @@ async def run(settings: Settings, report: Report) -> None:
     for case in cases:
         await measure(settings, report, case, [one for one in contestants if one.name in case.contestants])
     hold(report, cases)
-    report.settings["missing"] = _missing(cases, settings)
+    missing = [f"missing: {one.name} ({reason})" for one in contestants if (reason := one.missing())]
+    report.settings["missing"] = missing
     if picture is None and settings.more.json != STDOUT:
         picture = RESULTS / "compare.svg"
     if picture is not None:
@@ -51,18 +52,6 @@ def add_only(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="CASE", choices=names, help=f"cases (default: all): {', '.join(names)}"
     )
-
-
-def _missing(cases: list[Case], settings: Settings) -> list[str]:
-    """Return who cannot take part, and how that can be changed."""
-    texts: dict[str, None] = {}
-    for contestant in CONTESTANTS:
-        for case in cases:
-            if contestant.name in settings.names and contestant.name in case.contestants:
-                reason = contestant.missing(case.workload.codec)
-                if reason is not None:
-                    texts[f"missing: {contestant.name} ({reason})"] = None
-    return list(texts)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,9 @@ Kind = Literal["stream", "round trips", "cadence", "waiting", "memory"]
 
 AIOSHM = ["aioshm", "aioshm blocking"]
 RIVAL_PACKAGES = ["vllm", "iceoryx2", "torch"]
-EVERYONE = [*AIOSHM, "vLLM", "iceoryx2 polling", "iceoryx2 event", "zmq.asyncio", "pyzmq", "mp.Queue", "mp.Pipe"]
+EVERYONE = [*AIOSHM, "vLLM", "iceoryx2 polling", "zmq.asyncio", "pyzmq", "mp.Queue", "mp.Pipe"]
 FOR_TENSORS = [*AIOSHM, "aioshm leased", "vLLM", "vLLM arena", "zmq.asyncio", "pyzmq", "mp.Queue", "mp.Pipe"]
-AT_A_CADENCE = [*AIOSHM, "vLLM", "iceoryx2 event", "zmq.asyncio", "mp.Pipe"]
+AT_A_CADENCE = [*AIOSHM, "vLLM", "zmq.asyncio", "mp.Pipe"]
 
 
 @dataclass(frozen=True)

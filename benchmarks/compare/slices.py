@@ -15,10 +15,9 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from benchmarks.compare.cases import CASES, Case
-from benchmarks.compare.measure import KINDS, fitting
+from benchmarks.compare.measure import KINDS, available, fitting
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.contestants.contestant import Contestant
-from benchmarks.framework.contest import available
 from benchmarks.framework.harness import loop_factory
 from benchmarks.framework.stage import Stage, on_stage
 
@@ -49,7 +48,7 @@ async def main(name: str, seconds: float, loop: str, contestants: list[str]) -> 
 def playing(case: Case, names: Collection[str]) -> list[Contestant]:
     """Return who of these takes part in a case, here as in the comparison."""
     wanted = [one for one in CONTESTANTS if one.name in names and one.name in case.contestants]
-    return available(wanted, case.workload.codec)
+    return available(wanted)
 
 
 async def microseconds(case: Case, stage: Stage, count: int) -> float:

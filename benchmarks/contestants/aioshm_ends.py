@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from aioshm import MessageQueue
-from aioshm.codec import get_codec
-from benchmarks.contestants.contestant import ALL_CODECS, Contestant, Opened, Port, hand, handed
-from benchmarks.framework.workload import Codec, Workload
+from aioshm import MessageQueue, blocking
+from benchmarks.contestants.contestant import Contestant, Opened, Port, hand, handed
+from benchmarks.framework.workload import Workload
 
 READY_TIMEOUT_S = 60.0
-BLOCKING = "aioshm.blocking"
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,8 @@ class Style:
 
 def open_writer(style: Style, links: Sequence[Connection], workload: Workload) -> Opened:
     """Create the queue, and give its handle to the readers."""
-    queue = _queue_class(style)(len(links), len(links), codec=_own_codec(workload.codec))
+    codec = "pickle" if workload.codec in {"array", "tensor"} else workload.codec
+    queue = _queue_class(style)(len(links), len(links), codec=codec)
     hand(links, queue.export_handle())
     return _ready(queue, style, _lending(queue.loan, workload.nbytes) if style.loaned else queue.enqueue)
 
@@ -81,40 +79,17 @@ def _copied_bytes(queue: Any) -> int:
 
 
 def _queue_class(style: Style) -> Any:
-    return import_module(BLOCKING).MessageQueue if style.blocking else MessageQueue
+    return blocking.MessageQueue if style.blocking else MessageQueue
 
 
-def _own_codec(codec: Codec) -> str:
-    return "pickle" if codec in {"array", "tensor"} else codec
-
-
-def _lacks(codec: Codec) -> str | None:
-    try:
-        get_codec(_own_codec(codec))
-    except (ValueError, ImportError):
-        return f"this aioshm has no codec {codec!r}"
-    return None
-
-
-def _contestant(name: str, style: Style, codecs: frozenset[Codec] = ALL_CODECS) -> Contestant:
-    module = BLOCKING if style.blocking else "aioshm"
+def _contestant(name: str, style: Style) -> Contestant:
     ends = partial(open_writer, style), partial(open_reader, style)
-    return Contestant(
-        name,
-        *ends,
-        not style.blocking,
-        module,
-        module,
-        codecs,
-        lacks=_lacks,
-        leased=style.leased,
-        copies=not style.loaned,
-    )
+    return Contestant(name, *ends, not style.blocking, leased=style.leased, copies=not style.loaned)
 
 
 CONTESTANTS = [
     _contestant("aioshm", Style()),
     _contestant("aioshm blocking", Style(blocking=True)),
     _contestant("aioshm leased", Style(leased=True)),
-    _contestant("aioshm loaned", Style(leased=True, loaned=True), frozenset({"tensor"})),
+    _contestant("aioshm loaned", Style(leased=True, loaned=True)),
 ]

@@ -1,4 +1,4 @@
-"""What a contestant is: two functions that open the ends of a line, and how what they return is called."""
+"""A contestant: two functions that open the ends of a line, and how their calls are made."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-from benchmarks.framework.workload import Codec, Workload
-
-SMALL_CODECS: frozenset[Codec] = frozenset({"pickle", "msgpack", "raw"})
-ALL_CODECS: frozenset[Codec] = SMALL_CODECS | {"array", "tensor"}
+from benchmarks.framework.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -42,8 +39,8 @@ class End:
 
     Attributes:
         make: Opens it, in the process that uses it, while every other end of the line is opened, too.
-        links: What connects it with the line's other ends.
-        args: What else `make` takes.
+        links: The connections with the line's other ends.
+        args: The arguments of `make`.
     """
 
     make: Callable[..., Opened]
@@ -51,11 +48,11 @@ class End:
     args: tuple[Any, ...]
 
     def open(self) -> Opened:
-        """Return the port, or what has to be awaited for it."""
+        """Return the port, or an awaitable for it."""
         return self.make(*self.args)
 
     def leave(self) -> None:
-        """Close what this process holds of an end that another one opens, so that its death is noticed."""
+        """Close this process' copies of the connections, so that the death of the process that opens it is noticed."""
         close_all(link for link in self.links if isinstance(link, Connection))
 
 
@@ -74,12 +71,9 @@ class Contestant:
         writer: Opens the sending end: ``writer(links, workload)``, with a link for each reader.
         reader: Opens a receiving end: ``reader(link, workload, rank)``.
         awaited: Whether its calls are awaited, on an event loop; the others are called in a plain loop.
-        module: What has to be importable for it.
-        package: Which distribution has that module.
-        codecs: What it carries.
-        link: Makes the two ends of what connects the writer with one reader.
-        lacks: Returns what the installed version has not got yet for a codec.
-        bounded: Whether it bounds what is under way to one reader, and to several.
+        modules: It takes part where these can be imported.
+        link: Makes the two ends of the connection between the writer and one reader.
+        bounded: Whether it bounds the messages under way to one reader, and to several.
         leased: Whether readers lease the messages of a stream.
         copies: Whether a message of more bytes takes more time.
     """
@@ -88,11 +82,8 @@ class Contestant:
     writer: Callable[..., Opened]
     reader: Callable[..., Opened]
     awaited: bool
-    module: str
-    package: str
-    codecs: frozenset[Codec]
+    modules: Sequence[str] = ()
     link: Callable[[Workload], tuple[Any, Any]] = pipe
-    lacks: Callable[[Codec], str | None] = lambda _codec: None
     bounded: tuple[bool, bool] = (True, True)
     leased: bool = False
     copies: bool = True
@@ -104,27 +95,21 @@ class Contestant:
         readers = [End(self.reader, [link], (link, workload, rank)) for rank, (_, link) in enumerate(links)]
         return End(self.writer, ours, (ours, workload)), readers
 
-    def missing(self, codec: Codec) -> str | None:
+    def missing(self) -> str | None:
         """Return why it cannot take part, or None if it can."""
-        try:
-            found = find_spec(self.module) is not None
-        except ModuleNotFoundError:  # a parent package is not there
-            found = False
-        if not found:
-            hint = "" if self.name.startswith("aioshm") else "; `make bench-rivals` gets it"
-            return f"{self.package} is not installed{hint}"
-        return self.lacks(codec)
+        lacking = [name for name in self.modules if find_spec(name) is None]
+        return f"{lacking[0]} is not installed; `make bench-rivals` gets it" if lacking else None
 
 
 def hand(links: Sequence[Connection], what: Any) -> None:
-    """Give every reader what it needs to open its end."""
+    """Give every reader an object, with which it opens its end."""
     for link in links:
         link.send(what)
     close_all(links)
 
 
 def handed(link: Connection) -> Any:
-    """Return what the writer gives this reader. Blocks: nothing else goes on yet that this could hold up."""
+    """Return the object that the writer gives this reader. Blocks: nothing else runs yet in this process."""
     what = link.recv()
     link.close()
     return what

@@ -1,4 +1,4 @@
-"""iceoryx2's Python package: publish and subscribe without loss, the subscriber polling or woken by an event.
+"""iceoryx2's Python package: publish and subscribe without loss, with a subscriber that polls.
 
 The payload is a slice of bytes, filled and read by one ``memmove`` each: what its Python examples do with structures.
 """
@@ -9,20 +9,19 @@ import ctypes
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.contestants.codecs import decoder, encoder
-from benchmarks.contestants.contestant import SMALL_CODECS, Contestant, Port, hand, handed
+from benchmarks.contestants.contestant import Contestant, Port, hand, handed
 from benchmarks.framework.workload import Workload
 
 LARGEST_BYTES = 4096
 """What a slice has room for at first; the messages here are smaller."""
 
 
-def open_writer(links: Sequence[Connection], workload: Workload, *, events: bool) -> Port:
-    """Publish, and notify if there are events."""
+def open_writer(links: Sequence[Connection], workload: Workload) -> Port:
+    """Publish."""
     import iceoryx2 as iox2
 
     name, n_reader = f"aioshm-benchmark/{secrets.token_hex(8)}", len(links)
@@ -33,15 +32,11 @@ def open_writer(links: Sequence[Connection], workload: Workload, *, events: bool
         .backpressure_strategy(iox2.BackpressureStrategy.RetryUntilDelivered)
         .create()
     )
-    event_service: Any = _event_service(node, name, n_reader) if events else None
-    notifier: Any = event_service.notifier_builder().create() if events else None
     hand(links, (name, n_reader))
-    if events:
-        _until(lambda: event_service.dynamic_config.number_of_listeners >= n_reader)
     _until(lambda: service.dynamic_config.number_of_subscribers >= n_reader)
     publisher.update_connections()
     encode, loan, memmove = encoder(workload.codec), publisher.loan_slice_uninit, ctypes.memmove
-    loan(1).assume_init().send()  # says hello, so that both sides know each other before messages are in a hurry
+    loan(1).assume_init().send()  # a hello, so that both sides know each other before messages are in a hurry
 
     def send(message: Any) -> None:
         data = encode(message)
@@ -49,19 +44,14 @@ def open_writer(links: Sequence[Connection], workload: Workload, *, events: bool
         memmove(sample.payload_ptr, data, len(data))
         sample.assume_init().send()
 
-    def send_and_notify(message: Any) -> None:
-        send(message)
-        notifier.notify()
-
-    return Port(send_and_notify if events else send, _held(node, service, publisher, notifier))
+    return Port(send, _held(node, service, publisher))
 
 
-def open_reader(link: Connection, workload: Workload, _rank: int, *, events: bool) -> Port:
-    """Poll, or wait for an event and take whatever is there."""
+def open_reader(link: Connection, workload: Workload, _rank: int) -> Port:
+    """Poll."""
     name, n_reader = handed(link)
     node, service = _service(name, workload, n_reader)
     subscriber = service.subscriber_builder().create()
-    listener: Any = _event_service(node, name, n_reader).listener_builder().create() if events else None
     decode, take, read = decoder(workload.codec), subscriber.receive, ctypes.string_at
     _until(lambda: take() is not None)  # the writer's hello
 
@@ -70,12 +60,7 @@ def open_reader(link: Connection, workload: Workload, _rank: int, *, events: boo
             pass
         return decode(read(sample.payload_ptr, sample.header.number_of_elements))
 
-    def wait() -> Any:
-        while (sample := take()) is None:
-            listener.blocking_wait()  # an event that came before is still there: none is lost
-        return decode(read(sample.payload_ptr, sample.header.number_of_elements))
-
-    return Port(wait if events else poll, _held(node, service, subscriber, listener))
+    return Port(poll, _held(node, service, subscriber))
 
 
 def _service(name: str, workload: Workload, n_reader: int) -> tuple[Any, Any]:
@@ -96,20 +81,13 @@ def _service(name: str, workload: Workload, n_reader: int) -> tuple[Any, Any]:
     return node, service
 
 
-def _event_service(node: Any, name: str, n_reader: int) -> Any:
-    import iceoryx2 as iox2
-
-    builder = node.service_builder(iox2.ServiceName.new(f"{name}/event")).event()
-    return builder.max_notifiers(1).max_listeners(n_reader).open_or_create()
-
-
 def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.01)
 
 
 def _held(*parts: Any) -> Callable[[], None]:
-    """Return what closes an end: it keeps all its parts alive until then."""
+    """Return a function that closes an end; it keeps all parts alive until then."""
     kept = list(parts)
 
     def close() -> None:
@@ -118,9 +96,4 @@ def _held(*parts: Any) -> Callable[[], None]:
     return close
 
 
-def _contestant(name: str, events: bool) -> Contestant:
-    ends = partial(open_writer, events=events), partial(open_reader, events=events)
-    return Contestant(name, *ends, False, "iceoryx2", "iceoryx2", SMALL_CODECS)
-
-
-CONTESTANTS = [_contestant("iceoryx2 polling", False), _contestant("iceoryx2 event", True)]
+CONTESTANTS = [Contestant("iceoryx2 polling", open_writer, open_reader, False, ("iceoryx2",))]

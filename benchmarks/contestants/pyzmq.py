@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from benchmarks.contestants.codecs import decoder, encoder, from_frames, to_frames
-from benchmarks.contestants.contestant import ALL_CODECS, Contestant, Port, hand, handed
+from benchmarks.contestants.contestant import Contestant, Port, hand, handed
 from benchmarks.framework.workload import Codec, Workload
 
 NO_BOUND = 0
@@ -105,7 +105,7 @@ def _receiver(codec: Codec, awaited: bool, socket: Any) -> Callable[..., Any]:
 
 def _contestant(name: str, awaited: bool) -> Contestant:
     ends = functools.partial(open_writer, awaited), functools.partial(open_reader, awaited)
-    return Contestant(name, *ends, awaited, "zmq.asyncio", "pyzmq", ALL_CODECS, bounded=(True, False))
+    return Contestant(name, *ends, awaited, bounded=(True, False))
 
 
 CONTESTANTS = [_contestant("zmq.asyncio", True), _contestant("pyzmq", False)]

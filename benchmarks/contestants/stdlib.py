@@ -13,7 +13,7 @@ from multiprocessing.queues import Queue
 from typing import Any
 
 from benchmarks.contestants.codecs import decoding, encoder
-from benchmarks.contestants.contestant import ALL_CODECS, Contestant, Port, close_all
+from benchmarks.contestants.contestant import Contestant, Port, close_all
 from benchmarks.framework.workload import Workload
 
 PUT_TIMEOUT_S = 60.0
@@ -68,9 +68,7 @@ def _queue(workload: Workload) -> tuple[Queue[Any], Queue[Any]]:
     return queue, queue
 
 
-_MODULE = "multiprocessing"
-
 CONTESTANTS = [
-    Contestant("mp.Queue", open_queues, open_queue, False, _MODULE, _MODULE, ALL_CODECS, _queue),
-    Contestant("mp.Pipe", open_pipes, open_pipe, False, _MODULE, _MODULE, ALL_CODECS),
+    Contestant("mp.Queue", open_queues, open_queue, False, link=_queue),
+    Contestant("mp.Pipe", open_pipes, open_pipe, False),
 ]

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 
-from benchmarks.contestants.contestant import ALL_CODECS, Contestant, Port, hand, handed
+from benchmarks.contestants.contestant import Contestant, Port, hand, handed
 from benchmarks.contestants.vllm_shim import load_message_queue
-from benchmarks.framework.workload import Codec, Workload
+from benchmarks.framework.workload import Workload
 
 
 def open_writer(links: Sequence[Connection], workload: Workload, *, arena: bool) -> Port:
@@ -39,16 +38,8 @@ def open_reader(link: Connection, _workload: Workload, rank: int) -> Port:
     return Port(queue.dequeue, queue.shutdown)
 
 
-def _lacks(_codec: Codec) -> str | None:
-    return None if find_spec("torch") else "vllm needs torch, which is not installed"
+def _contestant(name: str, arena: bool) -> Contestant:
+    return Contestant(name, partial(open_writer, arena=arena), open_reader, False, ("vllm", "torch"))
 
 
-def _contestant(name: str, arena: bool, codecs: frozenset[Codec]) -> Contestant:
-    writer = partial(open_writer, arena=arena)
-    return Contestant(name, writer, open_reader, False, "vllm", "vllm", codecs, lacks=_lacks)
-
-
-CONTESTANTS = [
-    _contestant("vLLM", False, ALL_CODECS),
-    _contestant("vLLM arena", True, frozenset({"array", "tensor"})),
-]
+CONTESTANTS = [_contestant("vLLM", False), _contestant("vLLM arena", True)]

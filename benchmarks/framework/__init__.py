@@ -1,5 +1,5 @@
-"""What all benchmarks are made of.
+"""The parts of all benchmarks.
 
-`harness` is the command line, `crew` the other processes, `workload` what is sent, `stage` a contestant with its lines
-open, `loops` what its processes run, `contest` all contestants in turns, `report` figures, promises and their table.
+`harness` is the command line, `crew` the other processes, `workload` the messages, `stage` a contestant with its lines
+open, `loops` the measuring loops of its processes, `report` figures, promises and their table.
 """

@@ -115,7 +115,7 @@ class Crew:
         self._hands: list[Hand] = []
         self._directory = tempfile.mkdtemp(prefix="crew-")  # short, as paths of sockets have to be
 
-    def start(self, name: str, role: Role, *args: Any, has_children: bool = False, spawned: bool = False) -> Hand:
+    def start(self, name: str, role: Role, *args: Any, has_children: bool = False) -> Hand:
         """Start a process that plays a role.
 
         Args:
@@ -123,10 +123,8 @@ class Crew:
             role: What it plays.
             args: Of the role.
             has_children: Whether it is to have children, which it must end when it loses this one.
-            spawned: Whether it is to share no memory with others, which those do that are forked from one: each page
-                is copied when it is first written to.
         """
-        context: Any = self._spawning if has_children or spawned else self._forking
+        context: Any = self._spawning if has_children else self._forking
         ours, theirs = context.Pipe()
         process = context.Process(
             target=_play,

@@ -6,22 +6,29 @@ import argparse
 import asyncio
 import compileall
 import json
+import os
+import platform
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import zmq
+
 import aioshm
+from aioshm.wait.cpus import usable_cpus
 from benchmarks.framework.crew import BenchmarkError
-from benchmarks.framework.machine import describe
 from benchmarks.framework.report import Report
 
 QUICK_SECONDS = 0.05
 LOOPS = ["asyncio", "uvloop"]
 STDOUT = "-"
+PACKAGES = ("pyzmq", "uvloop", "numpy", "msgspec")
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,40 @@ def main(
 def progress(text: str) -> None:
     """Say on stderr what is being done."""
     print(text, file=sys.stderr, flush=True)
+
+
+def describe(loop: str, packages: Sequence[str] = ()) -> dict[str, str | int | float]:
+    """Return processor, system, and versions, those of these packages too."""
+    return {
+        "date": date.today().isoformat(),
+        "cpu": _cpu_model(),
+        "usable_cpus": usable_cpus(),
+        "load_1m": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "loop": loop,
+        "aioshm": f"{aioshm.__version__} ({'native' if aioshm.native_core else 'portable'} core)",
+        "libzmq": zmq.zmq_version(),
+        **{package: _version(package) for package in (*PACKAGES, *packages)},
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass  # no Linux
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _publish(report: Report, to: str | None, results: Path | None) -> None:

@@ -143,7 +143,7 @@ class Report:
                 [result.case, str(result.n_reader), result.contestant, *(_cell(result.figures.get(c)) for c in columns)]
                 for result in sorted(results, key=_case_order(results))
             ]
-            _print_table("median of the repetitions (least to largest)", head, rows)
+            _print_table(head, rows)
         for promise in self.promises:
             print(promise)
         for remark in self.remarks:
@@ -218,28 +218,8 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
 
 
-def _print_table(title: str, head: list[str], rows: list[list[str]]) -> None:
-    """Print a table: by rich on a terminal, if it is installed, and as plain text everywhere else."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        _print_plain_table(title, head, rows)
-        return
-    console = Console()
-    if not console.is_terminal:  # rich would wrap the cells at 80 columns
-        _print_plain_table(title, head, rows)
-        return
-    table = Table(title=title)
-    for n, name in enumerate(head):
-        table.add_column(name, justify="left" if n in {0, 2} else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _print_plain_table(title: str, head: list[str], rows: list[list[str]]) -> None:
-    print(f"\n{title}")
+def _print_table(head: list[str], rows: list[list[str]]) -> None:
+    print("\nmedian of the repetitions (least to largest)")
     widths = [max(len(row[n]) for row in [head, *rows]) for n in range(len(head))]
     for row in [head, ["-" * width for width in widths], *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

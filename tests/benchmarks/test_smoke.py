@@ -79,7 +79,7 @@ def measured(report: Any) -> set[tuple[str, str, int]]:
 @on("engine_roundtrip", "asyncio")
 def test_engine_roundtrip(report: Any) -> None:
     prompts = {"16 tokens", "4,000 tokens"}
-    names = ("aioshm", "aioshm, blocking", "zmq.asyncio")
+    names = ("aioshm", "zmq.asyncio")
     assert measured(report) == {(prompt, name, 1) for prompt in prompts for name in names}
     assert len(report["promises"]) == 2
 
