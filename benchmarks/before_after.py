@@ -1,18 +1,18 @@
-"""Whether one tree of aioshm is slower than another, for each case of the comparison with the rivals.
+"""Compares two trees of aioshm, in each stream, round trip and cadence of `benchmarks.compare`.
 
     python -m benchmarks.before_after PATH_BEFORE PATH_AFTER [--only dict raw ...] [--within PERCENT]
 
-Each tree is a checkout with its own ``.venv`` and build; the benchmarks are those of this checkout. What a machine does
-besides lasts for seconds, and some of what a process is like (where its memory lies, what has been learned of waiting)
-as long as that. So the processes of both trees are there at the same time, all of them idle but for those that have
-their slice of some hundredths of a second. A round is a slice of each tree there and back, before, after, after,
-before; what drifts meanwhile does so for both. After some rounds all processes are replaced: that is a life, and
-``--repeat`` says how many there are. The first tree takes part twice: the column "control" is its second self.
+Each tree is a checkout with its own ``.venv`` and build; the benchmarks are those of this checkout. Disturbances of the
+machine last for seconds, and the layout of a process in memory lasts as long as the process. So the processes of both
+trees exist at the same time, and are idle except in their slice of 50 ms. A round is a slice of each tree there and
+back: before, after, after, before. After some rounds all processes are replaced: that is a life, and ``--repeat`` sets
+the number of lives. The first tree takes part twice: the column "control" is its second self.
 
-A case's speed is the second tree's as a ratio to the first: of each life the median of its rounds, of the lives the
-mean; above 1 the second is faster. The interval has 95% of what comes of drawing lives and rounds again at random. A
-case is slower if all of its interval is by more than ``--within`` percent and the control's interval reaches no further
-than that either way; it is not slower if none of its interval is. Else these rounds did not tell.
+The speed of a case is the second tree's as a ratio to the first: the median over the rounds of a life, and the mean
+over lives. Above 1 the second tree is faster. The interval holds 95% of the speeds that come from drawing lives and
+rounds again at random. A case is slower if all of its interval is slower by more than ``--within`` per cent and the
+control's interval reaches no further than that either way. It is not slower if none of its interval is. Otherwise the
+verdict is "not told".
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ ROUNDS, QUICK_ROUNDS = 8, 1
 DRAWS = 2000
 
 ANSWER_S = 300.0
-"""How long an answer may take: the longest waits until every contestant of a case is on stage and was probed."""
+"""The longest answer takes until every contestant of a case is on stage and was probed."""
 
 END_S = 30.0
 TAIL_BYTES = 8192
 
 Lives: TypeAlias = list[list[float]]
-"""Logarithms of ratios: of each life's rounds."""
+"""Logarithms of ratios, for each round of each life."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Player:
         return json.loads(line)
 
     def _said(self) -> str:
-        """Return the end of what they wrote to stderr."""
+        """Return the end of their stderr."""
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - TAIL_BYTES))
         return self._errors.read().decode(errors="replace")
 
@@ -150,7 +150,7 @@ class Player:
 
 
 async def run(settings: Settings, report: Report) -> None:
-    """Let both trees take turns, case by case, life by life."""
+    """Measure both trees in turns, case by case, life by life."""
     paths = [path.resolve() for path in (settings.more.before, settings.more.after)]
     for path in paths:
         check_tree(path)
@@ -186,7 +186,7 @@ async def run(settings: Settings, report: Report) -> None:
 
 
 async def _live(trees: Sequence[Tree], case: str, settings: Settings, found: dict[str, tuple[Lives, Lives]]) -> None:
-    """Play some rounds with new processes, and note what comes of them."""
+    """Play some rounds with new processes, and note their ratios."""
     rounds = QUICK_ROUNDS if settings.quick else settings.more.rounds
     async with AsyncExitStack() as stack:
         players = []
@@ -212,7 +212,7 @@ async def _live(trees: Sequence[Tree], case: str, settings: Settings, found: dic
 
 
 def estimate(lives: Lives) -> tuple[float, float, float]:
-    """Return the speed, and the interval that has 95% of what comes of drawing lives and rounds again."""
+    """Return the speed, and the interval that holds 95% of the speeds from drawing lives and rounds again."""
     rng = random.Random(len(lives))
     drawn = sorted(
         _mean([rng.choices(life, k=len(life)) for life in rng.choices(lives, k=len(lives))]) for _ in range(DRAWS)
@@ -225,7 +225,7 @@ def _mean(lives: Lives) -> float:
 
 
 def judge(low: float, high: float, within: float, control: tuple[float, float]) -> str:
-    """Return what an interval of speeds tells beside its control's: "slower", "not slower" or "not told".
+    """Return the verdict on an interval of speeds and its control's: "slower", "not slower" or "not told".
 
     Where the control's interval reaches further than ``within``, so may chance: nothing is called slower there.
     """

@@ -53,7 +53,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class Sent:
-    """What the writer did while readers came and went.
+    """The writer's figures of one repetition.
 
     Attributes:
         messages_per_s: The rate.
@@ -110,7 +110,7 @@ async def run(settings: Settings, report: Report) -> None:
 
 
 async def _churn(fresh: list[Hand], readers: list[Hand], killed: dict[int, float]) -> list[float]:
-    """Let each of the fresh ones join, and kill the oldest then; return how long they took, in milliseconds."""
+    """Order each fresh reader to join, then kill the oldest; return the milliseconds that joining took."""
     joined_ms, due = [], time.monotonic()
     for hand in fresh:
         due += PERIOD_S

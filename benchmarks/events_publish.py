@@ -200,7 +200,7 @@ LOADS = {"burst": publish_burst, "decode loop": publish_steps}
 
 
 async def run(settings: Settings, report: Report) -> None:
-    """Let all of them publish, in turns."""
+    """Measure all publishers, in turns."""
     ours = [make_batch(seed) for seed in range(BATCHES)]
     theirs = [as_vllm_has_it(batch) for batch in ours]
     gc.collect()

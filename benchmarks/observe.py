@@ -55,7 +55,7 @@ TRIM, RESAMPLES = 0.2, 2000
 
 @dataclass
 class Observers:
-    """``aioshm top`` and ``aioshm export``, stopped unless they are to look.
+    """The processes of ``aioshm top`` and ``aioshm export``, stopped between their parts.
 
     Attributes:
         processes: The two.
@@ -68,12 +68,12 @@ class Observers:
     period_s: float
 
     def go_on(self) -> None:
-        """Let them look."""
+        """Resume them."""
         for process in self.processes:
             process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Let them do nothing."""
+        """Stop them."""
         for process in self.processes:
             process.send_signal(signal.SIGSTOP)
 
@@ -82,7 +82,7 @@ class Observers:
         return sum(_cpu_s(process.pid) for process in self.processes) + time.process_time()
 
     async def look(self, seconds: float) -> int:
-        """Let them look for so long; return how many lines the last scrape had."""
+        """Resume them for so long, and scrape; return how many lines the last scrape had."""
         self.go_on()
         lines, end = 0, time.monotonic() + seconds
         while True:
@@ -105,7 +105,7 @@ class Observers:
 
 @contextlib.contextmanager
 def observers(period_s: float) -> Iterator[Observers]:
-    """Start those who look; end them after the block."""
+    """Start the observers; end them after the block."""
     command = [sys.executable, "-m", "aioshm"]
     with (
         terminal() as screen,
@@ -126,7 +126,7 @@ def observers(period_s: float) -> Iterator[Observers]:
 
 @contextlib.contextmanager
 def terminal() -> Iterator[int]:
-    """Have a terminal of the usual size that somebody reads what is drawn on."""
+    """Open a terminal of the usual size, and read what is drawn on it."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
     drain = threading.Thread(target=_drain, args=(ours,), daemon=True)
@@ -293,7 +293,7 @@ async def write(boss: Boss) -> None:
 
 
 async def read(boss: Boss, handle: Handle) -> None:
-    """Role: read, and look at each message."""
+    """Role: read, and check each message."""
     _stay_on(1)
     async with MessageQueue.create_from_handle(handle, 0) as queue:
         await queue.wait_until_ready(READY_TIMEOUT_S)

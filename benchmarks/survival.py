@@ -44,7 +44,7 @@ MEMORY_MIB = 16.0
 
 
 class Adder:
-    """A worker: adds what it is told."""
+    """A worker that adds its rank to numbers."""
 
     def __init__(self, weights: bytes = b"", *, rank: int) -> None:
         self._weights = weights
@@ -228,7 +228,7 @@ def _resume(process: psutil.Process) -> None:
 
 
 async def run(settings: Settings, report: Report) -> None:
-    """Let the processes be killed for a while, and count."""
+    """Kill processes for a while, and count how requests end."""
     minutes = settings.more.minutes
     seconds = settings.seconds if minutes is None else 60 * minutes
     if settings.quick:

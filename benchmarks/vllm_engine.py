@@ -14,19 +14,19 @@ WORKERS = 2
 
 
 class Worker:
-    """What vLLM's worker processes run instead of a model; made by its class' name."""
+    """The worker of vLLM's processes, without a model; vLLM makes it by the name of its class."""
 
     def __init__(self, rank: int, **_kwargs: Any) -> None:
         self.rank = rank
 
     def init_device(self) -> None:
-        """Have no device."""
+        """Open no device."""
 
     def load_model(self, **_kwargs: Any) -> None:
-        """Have no model."""
+        """Load no model."""
 
     def shutdown(self) -> None:
-        """Have nothing to put in order."""
+        """Close nothing."""
 
     def execute_model(self, step: Any) -> Any:
         """Return one token for each request, as a worker of vLLM does."""
@@ -41,7 +41,7 @@ class Worker:
 
 
 class NoModel:
-    """What stands where vLLM's configuration has a model."""
+    """Stands in for the model of vLLM's configuration."""
 
     supports_multimodal_inputs = False
 

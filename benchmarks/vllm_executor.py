@@ -1,4 +1,4 @@
-"""What a step of vLLM costs between its executor and its workers: its own message queue against this one.
+"""A step of vLLM between its executor and its workers: its own message queue against this one.
 
 Both contestants are vLLM's own ``MultiprocExecutor`` with two worker processes that compute nothing: a step is what its
 scheduler sends for 32 requests, and each worker's answer has a token for each. ``make vllm`` builds the environment.
@@ -27,7 +27,7 @@ WARM_UP = 30
 
 
 async def run(settings: Settings, report: Report) -> None:
-    """Let the two take turns."""
+    """Measure the two in turns."""
     if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("transformers") is None:
         raise BenchmarkError("vLLM's executor is not installed here: `make vllm` runs this in .venv-vllm")
     report.remarks.append(f"{WORKERS} workers, {N_REQUESTS} requests; 'CPU' is that of the busiest worker.")

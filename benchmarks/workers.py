@@ -1,4 +1,4 @@
-"""What a step of an engine costs: a call of every worker, and all their answers, against the same over pipes.
+"""A step of an engine, a call of every worker and all their answers, against the same over pipes.
 
 `WorkerGroup` sends a step once, to all workers, and waits for their answers on an event loop. The rival sends it to
 each worker down a ``multiprocessing.Pipe`` of its own, and blocks for one answer after the other. The workers only

@@ -1,4 +1,4 @@
-"""What is measured, and which contestants take part."""
+"""The cases that are measured, and the contestants that take part in each."""
 
 from __future__ import annotations
 

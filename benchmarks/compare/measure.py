@@ -38,7 +38,7 @@ WARM_UP = 0.1
 
 MIN_MESSAGES, MAX_MESSAGES = 8, 400_000
 MAX_BYTES, MAX_UNBOUNDED_BYTES = 4096 * MIB, 1024 * MIB
-"""What one measurement sends at most; a contestant without a bound on messages under way may hold all of them."""
+"""Bytes of one measurement at most; a contestant without a bound on messages under way may hold all of them."""
 
 MIN_ROUND_TRIPS, MAX_ROUND_TRIPS = 20, 20_000
 
@@ -207,7 +207,7 @@ async def fitting(case: Case, stage: Stage, seconds: float, quick: bool = False,
 
 
 async def stream(_case: Case, stage: Stage, count: int, _seed: int) -> dict[str, Figures]:
-    """Measure messages/s, and where nothing should be copied, what was."""
+    """Measure messages/s, and the bytes copied of loaned messages."""
     in_place = not stage.contestant.copies
     warm_up = max(1, int(count * WARM_UP))
     before = await _copied(stage) if in_place else 0

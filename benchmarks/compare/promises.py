@@ -1,4 +1,4 @@
-"""What default rings promise against named rivals, held against what the same run measured."""
+"""The promises of default rings against named rivals in the same run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Bound:
     Attributes:
         case: The name of the case.
         figure: The figure.
-        bound: What is promised: at least where the figure is a rate, else at most.
+        bound: At least where the figure is a rate, else at most.
         theirs: The rival; None for the figure itself.
         ours: The API of aioshm.
     """

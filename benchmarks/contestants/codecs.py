@@ -1,4 +1,4 @@
-"""How rivals that carry bytes turn objects into bytes: the quickest way with what the codec's name says."""
+"""Encoders and decoders for rivals that carry bytes: the quickest way of each codec."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from benchmarks.contestants.contestant import Contestant, Port, hand, handed
 from benchmarks.framework.workload import Workload
 
 LARGEST_BYTES = 4096
-"""What a slice has room for at first; the messages here are smaller."""
+"""The first size of a slice; the messages here are smaller."""
 
 
 def open_writer(links: Sequence[Connection], workload: Workload) -> Port:

@@ -69,7 +69,7 @@ class Hand:
         self._connection = connection
 
     def order(self, order: Any) -> None:
-        """Tell it what to do; None asks it to end."""
+        """Send an order; None asks the process to end."""
         self._connection.send(order)
 
     def has_replied(self) -> bool:
@@ -170,7 +170,7 @@ class Crew:
 
 
 class _Failure:
-    """What a role ended with."""
+    """The traceback that a role ended with."""
 
     def __init__(self, text: str) -> None:
         self.text = text

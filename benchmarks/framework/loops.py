@@ -35,7 +35,7 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class Ports:
-    """What a loop works with.
+    """The ends that a loop uses.
 
     Attributes:
         work: The kind of message.

@@ -96,7 +96,7 @@ async def together(waits: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Part:
-    """What a process has to know.
+    """The part of a process.
 
     Attributes:
         workload: The kind of messages.

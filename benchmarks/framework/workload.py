@@ -1,4 +1,4 @@
-"""What is sent: the same messages for every contestant, each with a number, and each checked on arrival."""
+"""The messages: the same for every contestant, each with a number, and each checked on arrival."""
 
 from __future__ import annotations
 
