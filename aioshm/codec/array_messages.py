@@ -1,41 +1,22 @@
-"""Messages that are one array or one tensor: a short head, and the elements in the one out-of-band buffer.
-
-    marker u8 | library u8 | order u8 | dimensions u8 | shape: n x u64 | name of the dtype
-
-No pickle and no MessagePack begins with ``marker``. ``library`` is `NUMPY` or `TORCH`, ``order`` is ``C`` or ``F``. All
-numbers are little-endian. Reading a head runs no code that the sender chooses.
-"""
+"""Messages that are one array or one tensor: the head that frames.py describes, and the elements in the one buffer."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any
 
 from aioshm.codec.base import Encoded
 from aioshm.codec.buffers import is_loaded, own_copy
+from aioshm.codec.frames import ARRAY_MARKER, NUMPY, ArrayKind, split_array_head
 from aioshm.errors import CodecError
 
-MARKER: Final = 0xC1
-NUMPY: Final = 0
-TORCH: Final = 1
-
-_FIXED = struct.Struct("<BBcB")
 _KEPT_HEADS = 256
 
-Pack: TypeAlias = Callable[[Any], Encoded | None]
-"""Encodes an array; returns None where the codec itself has to: for objects, attributes, gradients."""
-
-packers: dict[type, Pack] = {}
-"""By exact type; empty until the program has imported NumPy or torch."""
-
-
-class Kind(NamedTuple):
-    """The size of an array in bytes, and the function that lays the array over memory of that size."""
-
-    nbytes: int
-    over: Callable[[Any], Any]
+packers: dict[type, Callable[[Any], Encoded | None]] = {}
+"""By exact type; empty until the program has imported NumPy or torch. A packer returns None for an array that
+the codec itself has to encode: with objects, attributes, gradients."""
 
 
 def load_packers() -> None:
@@ -45,20 +26,15 @@ def load_packers() -> None:
 
         packers.update(arrays.PACKERS)
     if is_loaded("torch"):
-        from aioshm.codec import tensors
+        with suppress(ImportError):  # torch without NumPy
+            from aioshm.codec import tensors
 
-        packers.update(tensors.PACKERS)
-
-
-def pack_head(library: int, order: str, shape: tuple[int, ...], dtype: str) -> bytes:
-    """Return the head of an array."""
-    fixed = _FIXED.pack(MARKER, library, order.encode(), len(shape))
-    return b"".join((fixed, struct.pack(f"<{len(shape)}Q", *shape), dtype.encode()))
+            packers.update(tensors.PACKERS)
 
 
 def is_array(main: bytes | memoryview) -> bool:
     """Return whether the main part of a message is the head of an array."""
-    return len(main) > 0 and main[0] == MARKER
+    return len(main) > 0 and main[0] == ARRAY_MARKER
 
 
 def unpack(main: bytes | memoryview, buffers: Sequence[memoryview], *, show: bool) -> Any:
@@ -74,20 +50,12 @@ def unpack(main: bytes | memoryview, buffers: Sequence[memoryview], *, show: boo
 
 
 @lru_cache(_KEPT_HEADS)
-def _parse(head: bytes) -> Kind:
-    try:
-        _, library, order, dimensions = _FIXED.unpack_from(head)
-        shape = struct.unpack_from(f"<{dimensions}Q", head, _FIXED.size)
-        dtype = head[_FIXED.size + 8 * dimensions :].decode("ascii")
-    except (struct.error, UnicodeDecodeError) as error:
-        raise CodecError(f"damaged array: {error}") from error
-    if library not in (NUMPY, TORCH) or order not in (b"C", b"F"):
-        raise CodecError(f"damaged array: library {library}, order {order!r}")
-    by_columns = order == b"F"
+def _parse(head: bytes) -> ArrayKind:
+    library, order, shape, dtype = split_array_head(head)
     if library == NUMPY:
         from aioshm.codec import arrays
 
-        return arrays.kind_of(shape, dtype, "F" if by_columns else "C")
+        return arrays.kind_of(shape, dtype, order)
     from aioshm.codec import tensors
 
-    return tensors.kind_of(shape, dtype, "F" if by_columns else "C")
+    return tensors.kind_of(shape, dtype, order)

@@ -7,18 +7,17 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from pickle import PickleBuffer
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from aioshm.codec.array_messages import NUMPY, Kind, Pack, pack_head
 from aioshm.codec.base import Encoded
 from aioshm.codec.buffers import OUT_OF_BAND_BYTES
+from aioshm.codec.frames import NUMPY, ArrayKind, Order, pack_array_head
 from aioshm.errors import CodecError
 
 Array: TypeAlias = npt.NDArray[Any]
-Order: TypeAlias = Literal["C", "F"]
 Memory: TypeAlias = bytearray | PickleBuffer
 
 # What dtype.str can be for elements without Python objects: more would let a sender choose what np.dtype() does.
@@ -123,10 +122,10 @@ def flat(array: Array) -> memoryview:
 @lru_cache(256)
 def _head(dtype: np.dtype[Any], shape: tuple[int, ...], order: Order) -> bytes | None:
     plain = dtype.fields is None and dtype.subdtype is None and dtype.itemsize and PLAIN_DTYPE.fullmatch(dtype.str)
-    return pack_head(NUMPY, order, shape, dtype.str) if plain else None
+    return pack_array_head(NUMPY, order, shape, dtype.str) if plain else None
 
 
-def kind_of(shape: tuple[int, ...], dtype: str, order: Order) -> Kind:
+def kind_of(shape: tuple[int, ...], dtype: str, order: Order) -> ArrayKind:
     """Return the size of such an array, and the function that lays it over memory.
 
     Raises:
@@ -142,8 +141,8 @@ def kind_of(shape: tuple[int, ...], dtype: str, order: Order) -> Kind:
     def over(memory: Any) -> Array:
         return np.ndarray(shape, element, memory, 0, None, order)
 
-    return Kind(element.itemsize * math.prod(shape), over)
+    return ArrayKind(element.itemsize * math.prod(shape), over)
 
 
-PACKERS: dict[type, Pack] = {np.ndarray: pack}
+PACKERS: dict[type, Callable[[Any], Encoded | None]] = {np.ndarray: pack}
 REDUCERS: dict[type, Callable[[Any], Any]] = {np.ndarray: reduce_array}

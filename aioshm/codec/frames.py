@@ -32,13 +32,20 @@ place of a table, behind them, which says where each part is, the main part firs
     +-------+--------------------------------+--------------------+------------------------------+-----------------+
     | table | buffers, with gaps between ... | main's offset, u64 | n x (offset u64, length u64) | main, as a rule |
     +-------+--------------------------------+--------------------+------------------------------+-----------------+
+
+Where a message is one array, or one tensor, the main part is the head of the array, and the only buffer has its
+elements. No pickle and no MessagePack begins with `ARRAY_MARKER`. Reading a head runs no code that the sender chooses:
+
+    +-----------+------------+-------------------+---------------+----------------+-------------------+
+    | marker u8 | library u8 | order u8 (C or F) | dimensions u8 | shape: n x u64 | name of the dtype |
+    +-----------+------------+-------------------+---------------+----------------+-------------------+
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from aioshm.errors import CodecError
 
@@ -225,3 +232,44 @@ def split(body: memoryview, how: int, n_buffers: int, main_bytes: int) -> tuple[
 
 def _aligned(offset: int) -> int:
     return (offset + ALIGNMENT - 1) & -ALIGNMENT
+
+
+# Arrays
+
+ARRAY_MARKER: Final = 0xC1
+NUMPY: Final = 0
+TORCH: Final = 1
+
+Order: TypeAlias = Literal["C", "F"]
+
+_ARRAY_HEAD = struct.Struct("<BBcB")
+
+
+class ArrayKind(NamedTuple):
+    """The size of an array in bytes, and the function that lays the array over memory of that size."""
+
+    nbytes: int
+    over: Callable[[Any], Any]
+
+
+def pack_array_head(library: int, order: Order, shape: tuple[int, ...], dtype: str) -> bytes:
+    """Return the head of an array of `NUMPY` or `TORCH`."""
+    fixed = _ARRAY_HEAD.pack(ARRAY_MARKER, library, order.encode(), len(shape))
+    return b"".join((fixed, struct.pack(f"<{len(shape)}Q", *shape), dtype.encode()))
+
+
+def split_array_head(head: bytes) -> tuple[int, Order, tuple[int, ...], str]:
+    """Return library, order, shape and dtype.
+
+    Raises:
+        CodecError: The head is damaged.
+    """
+    try:
+        _, library, order, dimensions = _ARRAY_HEAD.unpack_from(head)
+        shape = struct.unpack_from(f"<{dimensions}Q", head, _ARRAY_HEAD.size)
+        dtype = head[_ARRAY_HEAD.size + _LENGTH_BYTES * dimensions :].decode("ascii")
+    except (struct.error, UnicodeDecodeError) as error:
+        raise CodecError(f"damaged array: {error}") from error
+    if library not in (NUMPY, TORCH) or order not in (b"C", b"F"):
+        raise CodecError(f"damaged array: library {library}, order {order!r}")
+    return library, "F" if order == b"F" else "C", shape, dtype

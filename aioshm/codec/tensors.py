@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
-from aioshm.codec.array_messages import TORCH, Kind, Pack, pack_head
-from aioshm.codec.arrays import Array, Order, array_for_torch, flat, memory_of
+from aioshm.codec.arrays import Array, array_for_torch, flat, memory_of
 from aioshm.codec.base import Encoded
+from aioshm.codec.frames import TORCH, ArrayKind, Order, pack_array_head
 from aioshm.errors import CodecError
 
 _SHARED_NAMES = (
@@ -154,10 +154,10 @@ def pack(tensor: torch.Tensor) -> Encoded | None:
 
 @lru_cache(256)
 def _head(order: Order, shape: tuple[int, ...], dtype: str) -> bytes:
-    return pack_head(TORCH, order, shape, dtype)
+    return pack_array_head(TORCH, order, shape, dtype)
 
 
-def kind_of(shape: tuple[int, ...], dtype: str, order: Order) -> Kind:
+def kind_of(shape: tuple[int, ...], dtype: str, order: Order) -> ArrayKind:
     """Return the size of such a tensor, and the function that lays it over memory.
 
     Raises:
@@ -172,7 +172,7 @@ def kind_of(shape: tuple[int, ...], dtype: str, order: Order) -> Kind:
         tensor = torch.from_numpy(array_for_torch(shape, carrier, memory, order))
         return tensor if kind is None else tensor.view(kind)
 
-    return Kind(carrier.itemsize * math.prod(shape), over)
+    return ArrayKind(carrier.itemsize * math.prod(shape), over)
 
 
 def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
@@ -180,4 +180,4 @@ def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
 
 
 REDUCERS: dict[type, Callable[[Any], Any]] = {torch.Tensor: reduce_tensor, torch.nn.Parameter: reduce_parameter}
-PACKERS: dict[type, Pack] = {torch.Tensor: pack}
+PACKERS: dict[type, Callable[[Any], Encoded | None]] = {torch.Tensor: pack}

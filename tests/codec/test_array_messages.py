@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioshm.codec import Codec, get_codec
-from aioshm.codec.array_messages import MARKER, NUMPY, TORCH, is_array, pack_head
+from aioshm.codec.array_messages import is_array
+from aioshm.codec.frames import ARRAY_MARKER, NUMPY, TORCH, pack_array_head
 from aioshm.errors import CodecError
 
 CODECS = [get_codec("pickle"), get_codec("msgpack")]
@@ -125,16 +126,16 @@ def test_buffers_of_another_size_are_refused(codec: Codec[Any], buffers: list[by
 @pytest.mark.parametrize(
     "head",
     [
-        bytes([MARKER]),
-        pack_head(2, "C", (2,), "<f4"),
-        pack_head(NUMPY, "K", (2,), "<f4"),
-        pack_head(NUMPY, "C", (2,), "O"),
-        pack_head(NUMPY, "C", (2,), "<f4,<i4"),
-        pack_head(NUMPY, "C", (2,), "<f3"),
-        pack_head(NUMPY, "C", (1,) * 65, "<f4"),
-        pack_head(NUMPY, "C", (2**63, 2), "<f4"),
-        pack_head(TORCH, "C", (2,), "strided"),
-        pack_head(NUMPY, "C", (2,), "<f4")[:-5],
+        bytes([ARRAY_MARKER]),
+        pack_array_head(2, "C", (2,), "<f4"),
+        pack_array_head(NUMPY, "C", (2,), "<f4").replace(b"C", b"K"),
+        pack_array_head(NUMPY, "C", (2,), "O"),
+        pack_array_head(NUMPY, "C", (2,), "<f4,<i4"),
+        pack_array_head(NUMPY, "C", (2,), "<f3"),
+        pack_array_head(NUMPY, "C", (1,) * 65, "<f4"),
+        pack_array_head(NUMPY, "C", (2**63, 2), "<f4"),
+        pack_array_head(TORCH, "C", (2,), "strided"),
+        pack_array_head(NUMPY, "C", (2,), "<f4")[:-5],
     ],
 )
 def test_damaged_head_is_refused_without_memory_for_it(codec: Codec[Any], head: bytes) -> None:
@@ -148,7 +149,7 @@ def test_damaged_head_is_refused_without_memory_for_it(codec: Codec[Any], head: 
 def test_garbage_behind_the_marker_is_an_array_or_a_codec_error(garbage: bytes, size: int) -> None:
     for codec in CODECS:
         try:
-            received = codec.decode(bytes([MARKER]) + garbage, [memoryview(bytes(size))])
+            received = codec.decode(bytes([ARRAY_MARKER]) + garbage, [memoryview(bytes(size))])
         except CodecError:
             continue
         assert received.nbytes == size
