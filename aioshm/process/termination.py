@@ -19,8 +19,8 @@ class Termination:
     Only in the main thread, and if SIGTERM would end the process otherwise.
 
     Attributes:
-        interrupts: Whether SIGTERM raises SystemExit in a task that holds up the loop just now. A task
-            that waits is cancelled in any case.
+        interrupts: Whether SIGTERM raises SystemExit in a task that holds up the loop just now; cleared
+            by whatever cleans up after that. A task that waits is cancelled in any case.
         ignored: Whether the task ends by itself. The first SIGTERM does nothing then, the second one
             ends the process.
     """
@@ -74,9 +74,13 @@ class Termination:
     def _come(self) -> None:
         if not self._signalled:  # a forked child got it, which shares the descriptor that wakes this loop
             return
+        assert self._task is not None
         if self.ignored:
             self.disarm()
         elif not self._came:
-            assert self._task is not None
             self._came = True
+            self._task.cancel("SIGTERM")
+        elif self._raised and self.interrupts:
+            # The task goes on: Python ignored the SystemExit, as it does in destructors and in some callbacks.
+            self._raised = False
             self._task.cancel("SIGTERM")
