@@ -36,12 +36,17 @@ def memory_of(array: Array) -> tuple[Memory, Order]:
     if array.nbytes < OUT_OF_BAND_BYTES:
         # A bytearray arrives as one, so writable; and it takes pickle less time than a buffer that it has to ask about.
         return bytearray(array.tobytes(order)), order
-    if not flags.forc:
-        array = array.copy(order)
+    return _exported(array), order
+
+
+def _exported(array: Array) -> PickleBuffer:
+    """Return the elements in their order; copied only where they are not contiguous."""
+    if not array.flags.forc:
+        array = array.copy()
     try:
-        return PickleBuffer(_exporter(array)), order
+        return PickleBuffer(_exporter(array))
     except ValueError:  # the buffer protocol has no word for some types, dates among them
-        return PickleBuffer(_exporter(array.ravel("K").view(np.uint8))), order
+        return PickleBuffer(_exporter(array.ravel("K").view(np.uint8)))
 
 
 def _exporter(array: Any) -> Any:
@@ -111,12 +116,7 @@ def pack(array: Array) -> Encoded | None:
 
 def flat(array: Array) -> memoryview:
     """Return the elements as bytes, in their order; copied only where they are not contiguous."""
-    if not array.flags.forc:
-        array = array.copy()
-    try:
-        return PickleBuffer(_exporter(array)).raw()
-    except ValueError:  # the buffer protocol has no word for some types, dates among them
-        return PickleBuffer(_exporter(array.ravel("K").view(np.uint8))).raw()
+    return _exported(array).raw()
 
 
 @lru_cache(256)
