@@ -102,7 +102,7 @@ async def test_front_ends_in_processes_lose_nothing(tmp_path: Path) -> None:
             await supervisor.wait_until_ready(30)
             await fronts.use(0, 1)
             for failed in fronts.both("failed"):
-                assert all(f"EngineCore_1 (pid {victim}" in text and "SIGKILL" in text for text in failed), failed
+                assert all(f"engine 1 (pid {victim})" in text and "SIGKILL" in text for text in failed), failed
                 assert len(failed) <= targets.ASKING
 
             # So does the coordinator, and all of them find it again.
