@@ -53,21 +53,7 @@ _decode_counts = built(lambda: msgspec.msgpack.Decoder(tuple[list[list[float]] |
 
 
 class EngineLink:
-    """Sends to engines, and gives what comes from them to whom it is for; its arguments are those of `EngineClient`.
-
-    Attributes:
-        index: Which of the addresses' inputs and outputs are used.
-        addresses: What engines are to be told.
-        options: Those given, or the environment's.
-        roster: The engines, and which of them get requests.
-        engines, balance, pending: The parts of the roster.
-        liveness: Notices their deaths; once this is open.
-        settled: Set when all engines have registered, or never will; once this is open.
-        wave: The wave that the coordinator has told of.
-        goes_on: Whether the others go on when an engine dies.
-        dead: Why nothing is sent any more, once that is so.
-        logs_deaths: Whether to log how an engine has died; a supervisor logs that itself.
-    """
+    """Sends to engines, and gives what comes from them to whom it is for; its arguments are those of `EngineClient`."""
 
     def __init__(
         self,
@@ -92,19 +78,19 @@ class EngineLink:
         n_clients = min(len(addresses.inputs), len(addresses.outputs))
         if check_int("client_index", client_index, minimum=0) >= n_clients:
             raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {client_index}")
-        self.addresses = addresses
-        self.options: Options = options or Options.from_env()
+        self.addresses = addresses  # what engines are to be told
+        self.options: Options = options or Options.from_env()  # those given, or the environment's
         self._secure = secure and self.options.secure
         self.goes_on: bool = on_engine_death == "continue"
         self._on_change = on_engine_change
         self._given_keys = keys
-        self.index = client_index
+        self.index = client_index  # which of the addresses' inputs and outputs are used
         roster = self.roster = Roster(ranks, client_index, n_clients, output_type)
         self.engines: Registrations = roster.engines
         self.balance: LoadBalancer = roster.balance
         self.pending: Pending = roster.pending
-        self.wave: int = 0
-        self.dead: EngineDead | None = None
+        self.wave: int = 0  # the wave that the coordinator has told of
+        self.dead: EngineDead | None = None  # why nothing is sent any more, once that is so
         self.logs_deaths: bool = membership_address is None
         self._began = self._complete = False
         self._membership_address = membership_address
@@ -180,11 +166,7 @@ class EngineLink:
     # What is sent
 
     def send(self, position: int, kind: bytes, frames: list[Frame]) -> None:
-        """Send an engine something.
-
-        Raises:
-            EngineDead: It is gone.
-        """
+        """Send an engine something."""
         assert self.sockets is not None
         try:
             self.sockets.send(self.engines.identities[position], kind, frames)

@@ -29,14 +29,6 @@ class Liveness:
 
     An engine is gone when its connection has ended, when it says so, or when its process has exited. What says so first
     is seldom what says most: ``ENGINE_CORE_DEAD`` does not say which engine, a connection not why.
-
-    Args:
-        on_lost: Called on the loop with the rank of an engine that cannot be reached any more; why is not known yet.
-        on_death: Called on the loop, once for each death. Its error names no engine where nobody knows which one it
-            was, or where the process was no engine's.
-
-    Attributes:
-        hosts: Where engines have connected from, by their IP addresses, if over TCP.
     """
 
     def __init__(self, on_lost: Callable[[int], None], on_death: Callable[[EngineDead], None]) -> None:
@@ -46,7 +38,7 @@ class Liveness:
         self._dismissed: set[int] = set()
         self._connections: dict[int, int] = {}  # engines' ranks
         self._senders: dict[int, str] = {}
-        self.hosts: set[str] = set()
+        self.hosts: set[str] = set()  # where engines have connected from, by their IP addresses, if over TCP
         self._losses: dict[int | None, _Loss] = {}  # None: an engine that has not said which one it is
         self._told: set[int] = set()  # the dead, until they are back
         self._told_first: set[int] = set()  # of these it was told before anything was known of their processes
@@ -55,11 +47,7 @@ class Liveness:
         self._stopped = False
 
     def watch(self, manager: WatchedManager | None, processes: Iterable[WatchedProcess]) -> None:
-        """Watch processes, too; those that are watched already stay as they are.
-
-        Raises:
-            ValueError: A process was not started.
-        """
+        """Watch processes, too; those that are watched already stay as they are."""
         if self._watch is None:
             self._watch = ProcessWatch(on_exit=self._process_exited)
         if manager is not None:
@@ -84,13 +72,7 @@ class Liveness:
         self._explained = True
 
     def explain(self, error: EngineDead, *, is_this: bool | None = None) -> None:
-        """Take from elsewhere how an engine has died; nothing happens if that was told, or its successor is here.
-
-        Args:
-            error: Names the engine and its process.
-            is_this: Whether it is the process that has connected, where its keys tell that; None: as its process id
-                tells, if it does.
-        """
+        """Take from elsewhere how an engine has died; nothing happens if that was told, or its successor is here."""
         engine = error.engine
         assert engine is not None
         if is_this is None:

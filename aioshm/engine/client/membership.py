@@ -33,24 +33,11 @@ class EarlyRegistration(NamedTuple):
 
 
 class MembershipLink:
-    """Hears which engines there are, and says how far this front end is with that; on the running loop.
-
-    Args:
-        address: Where that process listens.
-        on_membership: Gets what it says.
-        curve: The keys for the connection; None: it is not encrypted.
-
-    Attributes:
-        version: Of the membership that this front end goes by; 0: of none yet.
-        early: Who has registered before this front end was told of it, by what its socket is called.
-
-    Raises:
-        OSError: The address is malformed.
-    """
+    """Hears which engines there are, and says how far this front end is with that; on the running loop."""
 
     def __init__(self, address: str, on_membership: Callable[[Membership], object], curve: CurveKeys | None) -> None:
         self._on_membership = on_membership
-        self.version: int = 0
+        self.version: int = 0  # of the membership that this front end goes by; 0: of none yet
         self.early: dict[bytes, EarlyRegistration] = {}
         self._said = Progress()
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
@@ -85,12 +72,7 @@ class MembershipLink:
             del self.early[name]
 
     def say(self, missing: list[int], busy: list[int]) -> None:
-        """Say how far this front end is with what it was told, if that has changed.
-
-        Args:
-            missing: The ranks of engines that have not registered.
-            busy: The ranks of those that leave and have not finished what they have.
-        """
+        """Say how far this front end is with what it was told, if that has changed."""
         progress = Progress(self.version, missing, busy)
         if progress != self._said:
             self._said = progress

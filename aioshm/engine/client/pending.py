@@ -21,43 +21,22 @@ REUSE_AFTER_S = 60.0
 
 
 class PendingCall(NamedTuple):
-    """A call that waits for its answer.
+    """A call that waits for its answer."""
 
-    Attributes:
-        call_id: What the answer names.
-        method: What was called.
-        position: Of the engine that was called.
-        answer: The answer.
-    """
-
-    call_id: int
+    call_id: int  # what the answer names
     method: str
-    position: int
+    position: int  # of the engine that was called
     answer: asyncio.Future[Any]
 
 
 class Pending:
-    """Gives what engines send to whom it is for.
-
-    Args:
-        decoder: Of what engines send.
-        balance: Is told where requests begin and end.
-        ranks: Of the engines, by position.
-
-    Attributes:
-        inboxes: Of the requests in flight, by id.
-        requests: How many requests were sent in all.
-        failed: How many of them ended with an error.
-        idle: Is called with the position of an engine whose last request has come to an end.
-        late_outputs: How many outputs came for requests that their engine had no more: they were aborted, their engine
-            was taken for dead, or they were those of a client that was here before; and answers to calls, likewise.
-    """
+    """Gives what engines send to whom it is for."""
 
     def __init__(self, decoder: EnvelopeDecoder, balance: LoadBalancer, ranks: Sequence[int]) -> None:
-        self.inboxes: dict[str, Inbox] = {}
+        self.inboxes: dict[str, Inbox] = {}  # of the requests in flight, by id
         self.late_outputs: int = 0
-        self.requests: int = 0
-        self.failed: int = 0
+        self.requests: int = 0  # how many requests were sent in all
+        self.failed: int = 0  # how many of them ended with an error
         self.idle: Callable[[int], None] | None = None
         self._decoder = decoder
         self._balance = balance
@@ -88,11 +67,7 @@ class Pending:
         return generation, mark(request, generation)
 
     def check_reuse(self, request_id: str, position: int) -> None:
-        """Make sure that an engine can tell a new request from an aborted one with the same id.
-
-        Raises:
-            ValueError: It cannot, as it sends no generations.
-        """
+        """Make sure that an engine can tell a new request from an aborted one with the same id."""
         key = self._ranks[position], request_id
         if key not in self._aborted or self._sends_generations.get(key[0]) is not False:
             return
@@ -194,18 +169,7 @@ class Pending:
                 call.answer.set_exception(error())
 
     def take(self, frames: list[Frame], sender: int | None = None) -> Iterable[tuple[int, str]]:
-        """Take what an engine has sent.
-
-        Args:
-            frames: What it has sent.
-            sender: Its rank, where it is known by its keys: it may speak for no other one.
-
-        Returns:
-            Requests whose outputs cannot be used: the engine's position and the id of each, to be aborted.
-
-        Raises:
-            CodecError: It is no envelope, or has outputs that are nobody's.
-        """
+        """Take what an engine has sent."""
         try:
             envelope = self._decoder.decode(frames)
         except CodecError:

@@ -20,41 +20,21 @@ Send: TypeAlias = Callable[[int, bytes, list[Frame]], None]
 
 
 class Roster:
-    """Says which engine gets a request, and ends or moves the requests of those that are gone. No I/O of its own.
-
-    Args:
-        ranks: The engines' ranks.
-        client_index: Which of several clients this is, which begin with different engines.
-        n_clients: How many clients there are.
-        output_type: See `EngineClient`.
-
-    Attributes:
-        engines: The engines, and what they have said.
-        balance: Chooses among them.
-        pending: What is waited for.
-        deaths: How the engines have died that are not back, by rank, if the others go on.
-        died: How many have died in all.
-        leaving: The ranks of engines that get nothing more.
-    """
+    """Says which engine gets a request, and ends or moves the requests of those that are gone. No I/O of its own."""
 
     def __init__(self, ranks: Iterable[int], client_index: int, n_clients: int, output_type: Any) -> None:
-        self.engines: Registrations = Registrations(ranks)
+        self.engines: Registrations = Registrations(ranks)  # the engines, and what they have said
         n_engines = len(self.engines.ranks)
         self.balance: LoadBalancer = LoadBalancer(n_engines, n_engines * client_index // n_clients, n_clients)
         self.pending: Pending = Pending(EnvelopeDecoder(output_type), self.balance, self.engines.ranks)
         self.deaths: dict[int, EngineDead] = {}
-        self.died: int = 0
-        self.leaving: set[int] = set()
+        self.died: int = 0  # how many have died in all
+        self.leaving: set[int] = set()  # the ranks of engines that get nothing more
 
     # Who gets a request
 
     def choose(self, rank: int | None) -> int:
-        """Return the position of the engine that gets the next request: that of this rank, or the least busy one.
-
-        Raises:
-            EngineDead: It is gone, or all of them are.
-            ValueError: There is no such engine.
-        """
+        """Return the position of the engine that gets the next request: that of this rank, or the least busy one."""
         if rank is not None:
             if rank in self.deaths:
                 raise again(self.deaths[rank])
@@ -66,11 +46,7 @@ class Roster:
         raise self._nobody()
 
     def all_positions(self) -> list[int]:
-        """Return the positions of the engines that live, and stay.
-
-        Raises:
-            EngineDead: None does.
-        """
+        """Return the positions of the engines that live, and stay."""
         if not self.balance.choices:
             raise self._nobody()
         return self.balance.choices.copy()
@@ -101,16 +77,7 @@ class Roster:
     # Engines that die
 
     def go_on_without(self, rank: int, error: EngineDead, send: Send) -> tuple[int, int]:
-        """Fail what only a dead engine could have finished, and send to others what it had not begun.
-
-        Args:
-            rank: The engine.
-            error: How it has died.
-            send: Sends an engine something, or raises `EngineDead`.
-
-        Returns:
-            How many requests failed, and how many other engines got.
-        """
+        """Fail what only a dead engine could have finished, and send to others what it had not begun."""
         position = self.engines.position(rank)
         self.engines.died(rank)
         self.balance.leave_out(position)

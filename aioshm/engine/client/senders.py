@@ -11,16 +11,7 @@ from aioshm.zeromq.endpoint import host_of
 
 
 class Senders:
-    """Takes messages from those who may send them alone.
-
-    Args:
-        protection: The keys of the engines, where they have any.
-        input_address: Where engines register.
-        output_address: Where they send what they have done.
-
-    Attributes:
-        register_by_keys: Whether engines that register are recognised by their keys: they speak for nobody else.
-    """
+    """Takes messages from those who may send them alone."""
 
     def __init__(self, protection: Protection, input_address: str, output_address: str) -> None:
         self._protection = protection
@@ -31,16 +22,7 @@ class Senders:
         self._same_route = len(hosts) == 1 and "" not in hosts  # an engine connects to both from one address
 
     def check(self, frames: list[Frame], origin: str, hosts: Container[str]) -> int | None:
-        """Return the rank of the engine that has sent a message, if its keys tell.
-
-        Args:
-            frames: The message.
-            origin: Whose keys were used, or the address that it comes from.
-            hosts: The addresses that engines have registered from.
-
-        Raises:
-            CodecError: It is a stranger's, or a dead engine's.
-        """
+        """Return the rank of the engine that has sent a message, if its keys tell."""
         if self._open_to_all:
             if self._same_route and origin not in hosts:
                 raise CodecError(f"it comes from {origin}, and no engine does")

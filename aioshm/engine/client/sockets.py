@@ -33,50 +33,20 @@ class Listener(Protocol):
     """Who is told what comes; on the loop."""
 
     def registered(self, identity: bytes, frames: list[bytes], connection: int, sender: str, user: str) -> None:
-        """An engine has connected.
-
-        Args:
-            identity: What its socket is called.
-            frames: What it says.
-            connection: Its connection's number.
-            sender: Who it is, for people.
-            user: Who it is by its keys, if that is known.
-        """
+        """An engine has connected."""
 
     def disconnected(self, connection: int) -> None:
         """A connection has ended."""
 
     def output(self, frames: list[Frame], origin: str) -> None:
-        """An engine has sent something.
-
-        Args:
-            frames: What it has sent.
-            origin: Who it is by its keys; without keys, over TCP, its IP address.
-        """
+        """An engine has sent something."""
 
     def counts(self, payload: bytes) -> None:
         """The coordinator has published something."""
 
 
 class ClientSockets:
-    """ROUTER for what engines are sent, PULL for what they send, XSUB for counts.
-
-    Args:
-        input_address: Where to bind the ROUTER.
-        output_address: Where to bind the PULL.
-        listener: Is told what comes.
-        protection: Who may connect.
-        max_bytes: Of a frame: a peer that sends a larger one is disconnected.
-        silence_s: Seconds after which a connection over TCP that says nothing is given up.
-        patience_s: Seconds that an engine's keys may be unknown, see `reconsider`.
-
-    Attributes:
-        input_address: Where the ROUTER is bound.
-        output_address: Where the PULL is bound.
-
-    Raises:
-        OSError: An address cannot be bound.
-    """
+    """ROUTER for what engines are sent, PULL for what they send, XSUB for counts."""
 
     def __init__(
         self,
@@ -120,11 +90,11 @@ class ClientSockets:
                 lambda connection: listener.disconnected(connection),  # it may be a weak reference
                 heartbeat_rate(silence_s),
             )
-            self.input_address: str = self._bind(self._router, input_address)
+            self.input_address: str = self._bind(self._router, input_address)  # where the ROUTER is bound
             self._pull = self._open(zmq.PULL, output_address, max_bytes)
             if protection.encrypts(output_address):  # of others' outputs nobody knows how much they may be
                 self._guard = Guard(self._pull, self._sockets, encrypted=True)
-            self.output_address: str = self._bind(self._pull, output_address)
+            self.output_address: str = self._bind(self._pull, output_address)  # where the PULL is bound
             registrations = MessageReader(self._router, 1 + _REGISTRATION_FRAMES, with_sender)
             self._registrations = self._pump(self._router, self._registered, registrations.read)
             # One frame more than may be, which is refused.
@@ -138,19 +108,11 @@ class ClientSockets:
             raise
 
     def send(self, identity: bytes, kind: bytes, frames: list[Frame]) -> None:
-        """Send a message to an engine.
-
-        Raises:
-            zmq.ZMQError: It is not connected.
-        """
+        """Send a message to an engine."""
         self._router.send_multipart([identity, kind, *frames], zmq.NOBLOCK)
 
     def subscribe(self, address: str, curve: CurveKeys | None) -> None:
-        """Receive what the coordinator publishes there, with these keys.
-
-        Raises:
-            OSError: The address is malformed.
-        """
+        """Receive what the coordinator publishes there, with these keys."""
         sub = self._sockets.add(
             open_socket(self._sockets.context, zmq.XSUB, address, bind=False, hwm=_UNBOUNDED, curve=curve)
         )

@@ -28,18 +28,6 @@ class Inbox:
     """What has come for a request and was not taken yet.
 
     The client has this, and its user an `OutputStream`, so that the latter can be forgotten.
-
-    Attributes:
-        position: Of the engine that has the request.
-        engine: The rank of that engine.
-        generation: The generation of the submission that it has.
-        request: What to send another engine if this one dies before the first output; None: that is not to be done.
-        tried: The positions of engines that had the request, and died.
-        outputs: What has come.
-        waiter: Is told of what comes.
-        ended: Whether no more will come.
-        error: Why, if that is not because the request is finished.
-        interrupted: Whether the last wait was cancelled, and nobody has waited since.
     """
 
     __slots__ = (
@@ -58,16 +46,16 @@ class Inbox:
     )
 
     def __init__(self, position: int, engine: int, generation: int, request: list[Frame] | None = None) -> None:
-        self.position: int = position
-        self.engine: int = engine
-        self.generation: int = generation
+        self.position: int = position  # of the engine that has the request
+        self.engine: int = engine  # the rank of that engine
+        self.generation: int = generation  # the generation of the submission that it has
         self.request: list[Frame] | None = request
-        self.tried: tuple[int, ...] = ()
-        self.outputs: deque[Any] = deque()
-        self.waiter: Waiter | None = None
-        self.ended: bool = False
+        self.tried: tuple[int, ...] = ()  # the positions of engines that had the request, and died
+        self.outputs: deque[Any] = deque()  # what has come
+        self.waiter: Waiter | None = None  # is told of what comes
+        self.ended: bool = False  # whether no more will come
         self.error: Callable[[], Exception] | None = None
-        self.interrupted: bool = False
+        self.interrupted: bool = False  # whether the last wait was cancelled, and nobody has waited since
         self._consumer: asyncio.Task[Any] | None = None
         self._on_consumer_end: Callable[[asyncio.Task[Any]], None] | None = None
 

@@ -59,12 +59,7 @@ class Handle:
 
 
 def as_queue_handle(handle: Any) -> Handle:
-    """Return what was passed as a handle.
-
-    Raises:
-        HandleError: It is one of vLLM's own queue.
-        TypeError: It is none.
-    """
+    """Return what was passed as a handle."""
     if isinstance(handle, Handle):
         return handle
     if isinstance(handle, QueueHandle):

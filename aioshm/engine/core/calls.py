@@ -29,12 +29,7 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """Calls methods, and sends what they return or raise.
-
-    Args:
-        engine: The user's engine.
-        answer: Sends an answer to a client; raises `CodecError` if it cannot be encoded.
-    """
+    """Calls methods, and sends what they return or raise."""
 
     def __init__(self, engine: Any, answer: Callable[[int, UtilityOutput], None]) -> None:
         self._engine = engine
@@ -42,11 +37,7 @@ class Calls:
         self._running: set[asyncio.Task[None]] = set()
 
     def take(self, client: int, payload: Any) -> None:
-        """Call a method for a client; an async one goes on by itself.
-
-        Raises:
-            CodecError: This is no call.
-        """
+        """Call a method for a client; an async one goes on by itself."""
         try:
             call = msgspec.convert(payload, Call)
         except ValueError as error:

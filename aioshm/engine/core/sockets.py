@@ -90,26 +90,7 @@ class _Output:
 
 
 class CoreSockets:
-    """For each client a DEALER for what it sends and a PUSH for what it gets; for the coordinator an XSUB and a PUSH.
-
-    Args:
-        index: The engine's rank.
-        addresses: Where to connect.
-        on_message: Gets the index of the client and the frames of what has come, on the loop; no frames when the client
-            is gone.
-        max_bytes: Of a frame: a peer that sends a larger one is disconnected.
-        silence_s: Seconds after which a connection over TCP that says nothing is given up.
-        max_pending_bytes: See `run_engine_core`.
-        credentials: The engine's keys for connections over TCP; None: these are not encrypted.
-
-    Attributes:
-        coordinated: Whether there is a coordinator.
-        dropped: How many messages there were for clients that were gone, by client.
-
-    Raises:
-        OSError: An address is malformed.
-        ValueError: There are not as many inputs as outputs.
-    """
+    """A DEALER and a PUSH for each client; an XSUB and a PUSH for the coordinator."""
 
     def __init__(
         self,
@@ -156,9 +137,6 @@ class CoreSockets:
 
         One that comes back, or whose successor does, is told again. Returns when the coordinator, if there is one, has
         heard of all engines: before that, waves would start without some of them.
-
-        Args:
-            payload: What front ends are told.
         """
         self._registration = payload
         if self.coordinated:
@@ -173,13 +151,7 @@ class CoreSockets:
             await self._ready
 
     def send(self, client: int, frames: list[Frame], *, counts: bool = True) -> None:
-        """Send something to a client, or to the coordinator; to a client that is gone nothing is sent.
-
-        Args:
-            client: Its index, or `COORDINATOR`.
-            frames: The message.
-            counts: Whether its bytes count: not those of an answer to a call, for which the client has asked.
-        """
+        """Send something to a client, or to the coordinator; to a client that is gone nothing is sent."""
         if client in self._gone:
             self.dropped[client] += 1
         elif client == COORDINATOR:

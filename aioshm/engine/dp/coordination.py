@@ -53,36 +53,15 @@ logger: logging.Logger = logging.getLogger("aioshm.engine.coordinator")
 
 
 class CoordinatorAddresses(NamedTuple):
-    """Where a coordinator is bound.
+    """Where a coordinator is bound."""
 
-    Attributes:
-        stats_publish: Where front ends subscribe.
-        engine_input: Where engines subscribe.
-        engine_output: Where engines report to.
-    """
-
-    stats_publish: str
-    engine_input: str
-    engine_output: str
+    stats_publish: str  # where front ends subscribe
+    engine_input: str  # where engines subscribe
+    engine_output: str  # where engines report to
 
 
 class Coordination(Closing):
-    """Passes on between engines and front ends; a context manager, on the running loop.
-
-    Args:
-        waves: Decides.
-        addresses: What to bind; where the kernel chooses the port, it is 0.
-        keys: Who may connect over TCP, and as whom; None: any process may.
-        secure: Whether on this host only this user's processes may connect.
-        valid: The first incarnations of engines whose keys are not void, by rank, where that is not the first of all.
-
-    Attributes:
-        addresses: Where it is bound.
-        over: Ends it; has an exception if it cannot go on.
-
-    Raises:
-        OSError: An address cannot be bound; the text names it.
-    """
+    """Passes on between engines and front ends; a context manager, on the running loop."""
 
     def __init__(
         self,
@@ -232,11 +211,7 @@ class Coordination(Closing):
             self._waves.load(engine, report.scheduler_stats, self._loop.time())
 
     def _rank_of(self, sender: zmq.Frame) -> int | None:
-        """Return who an engine is by its keys, if that is known.
-
-        Raises:
-            ValueError: They are void.
-        """
+        """Return who an engine is by its keys, if that is known."""
         if not self._recognises:
             return None
         user = user_of(sender)
@@ -301,17 +276,7 @@ def run_coordinator(
     secure: bool,
     valid: Mapping[int, int],
 ) -> None:
-    """Be the coordinator, until SIGTERM or SIGINT; what its process runs.
-
-    Args:
-        told: Gets where it is bound.
-        notices: Where its owner sends each `Notice`, in a datagram.
-        waves: Decides.
-        addresses: What to bind.
-        keys: See `Coordination`.
-        secure: See `Coordination`.
-        valid: See `Coordination`.
-    """
+    """Be the coordinator, until SIGTERM or SIGINT; what its process runs."""
     asyncio.run(_run(told, notices, partial(Coordination, waves, addresses, keys, secure=secure, valid=valid)))
 
 

@@ -51,11 +51,7 @@ class CoreEngine:
 
 
 def identity(index: int) -> bytes:
-    """Return what the sockets of the engine with this rank are called: its rank as 2 bytes, little-endian.
-
-    Raises:
-        TypeError, ValueError: There is no such rank; the text names the value.
-    """
+    """Return what the sockets of the engine with this rank are called: its rank as 2 bytes, little-endian."""
     if not isinstance(index, int) or isinstance(index, bool):
         raise TypeError(f"index must be an int, not {index!r}")
     if not 0 <= index <= MAX_INDEX:

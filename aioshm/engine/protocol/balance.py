@@ -21,20 +21,11 @@ class LoadBalancer:
     since. It is at least what this client has in flight there, which nothing published can contradict. Among engines
     with as much to do, the one whose KV cache is emptier, by tenths, is chosen: finer differences would send the
     requests of all clients to one engine until the next publication.
-
-    Args:
-        n_engines: How many engines there are.
-        first: Which one to begin with; clients that begin with different ones do not all choose the same.
-        n_clients: How many clients there are: the others are taken to send as much as this one between publications.
-
-    Attributes:
-        in_flight: How many requests of this client each engine has, by position.
-        choices: The positions of the engines that get requests.
     """
 
     def __init__(self, n_engines: int, first: int = 0, n_clients: int = 1) -> None:
         self.in_flight: list[int] = [0] * n_engines
-        self.choices: list[int] = list(range(n_engines))
+        self.choices: list[int] = list(range(n_engines))  # the positions of the engines that get requests
         self._n_clients = n_clients
         self._published: list[float] | None = None
         self._usage = [0] * n_engines  # in tenths
@@ -42,11 +33,7 @@ class LoadBalancer:
         self._turn = first % n_engines
 
     def choose(self, among: Sequence[int] | None = None) -> int:
-        """Return the position of the engine that gets the next request; say `sent` once it has got it.
-
-        Args:
-            among: The positions to choose from; None: all `choices`, which must be some.
-        """
+        """Return the position of the engine that gets the next request; say `sent` once it has got it."""
         loads, usage, turn, n_clients = self.in_flight, self._usage, self._turn, self._n_clients
         published = self._published
         if published is None:

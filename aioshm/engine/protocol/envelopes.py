@@ -13,19 +13,12 @@ from aioshm.errors import CodecError, RequestFailed
 
 
 class Failure(NamedTuple):
-    """An output that cannot be read as what it should be.
+    """An output that cannot be read as what it should be."""
 
-    Attributes:
-        request_id: Whose output it is.
-        text: Why, for people; what the engine says, if it says that the request has failed.
-        finished: Whether it is the last one.
-        generation: The generation of its request; None if the engine sends none.
-    """
-
-    request_id: str
-    text: str
-    finished: bool
-    generation: int | None = None
+    request_id: str  # whose output it is
+    text: str  # why, for people; what the engine says, if it says that the request has failed
+    finished: bool  # whether it is the last one
+    generation: int | None = None  # the generation of its request; None if the engine sends none
 
     def raising(self, engine: int) -> Callable[[], RequestFailed]:
         """Return what makes the error that says so."""
@@ -33,11 +26,7 @@ class Failure(NamedTuple):
 
 
 class EnvelopeDecoder:
-    """Decodes envelopes.
-
-    Args:
-        output_type: What outputs are decoded as; None for plain data.
-    """
+    """Decodes envelopes."""
 
     def __init__(self, output_type: Any = None) -> None:
         self._type = output_type
@@ -49,11 +38,7 @@ class EnvelopeDecoder:
         self.decode: Callable[[Sequence[Frame]], Any] = self._outputs.decode
 
     def salvage(self, frames: list[Frame]) -> tuple[MarkedOutputs[Any], list[Failure]]:
-        """Return an envelope with those of its outputs that can be read, and what is wrong with the others.
-
-        Raises:
-            CodecError: The envelope itself cannot be read.
-        """
+        """Return an envelope with those of its outputs that can be read, and what is wrong with the others."""
         envelope = self._raw.decode(frames)
         parts = list(frames)
         readable: list[Any] = []
@@ -82,11 +67,7 @@ class EnvelopeDecoder:
 
 
 def generations_of(envelope: MarkedOutputs[Any]) -> Sequence[int | None]:
-    """Return the generation of each output of an envelope; None for each where the engine sends none.
-
-    Raises:
-        CodecError: There are not as many generations as outputs.
-    """
+    """Return the generation of each output of an envelope; None for each where the engine sends none."""
     if envelope.generations is None:
         return [None] * len(envelope.outputs)
     if len(envelope.generations) != len(envelope.outputs):

@@ -9,29 +9,16 @@ from aioshm.engine.protocol.messages import StartWave
 
 
 class Lockstep:
-    """One engine's place in the waves.
-
-    Args:
-        index: The engine's rank; that of rank 0 reports for all.
-
-    Attributes:
-        wave: The current wave, or the next one while engines are paused.
-        running: Whether they run.
-        step: Steps of this wave so far.
-    """
+    """One engine's place in the waves."""
 
     def __init__(self, index: int) -> None:
-        self.wave: int = 0
+        self.wave: int = 0  # the current wave, or the next one while engines are paused
         self.running: bool = False
-        self.step: int = 0
+        self.step: int = 0  # steps of this wave so far
         self._index = index
 
     def add(self, request_wave: int) -> int | None:
-        """Note a request, and the wave that its front end believed in.
-
-        Returns:
-            The wave that this engine starts, and the others have to be told of; None if they run already.
-        """
+        """Note a request, and the wave that its front end believed in."""
         self.wave = max(self.wave, request_wave)
         if self.running:
             return None
@@ -45,11 +32,7 @@ class Lockstep:
             self.running = True
 
     def stepped(self, unfinished: bool) -> int | None:
-        """Note a step, and whether any engine has work after it.
-
-        Returns:
-            The wave that is complete, if it is this engine that says so.
-        """
+        """Note a step, and whether any engine has work after it."""
         self.step += 1
         if unfinished:
             return None

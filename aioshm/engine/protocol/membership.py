@@ -18,63 +18,37 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
 
 
 class Death(msgspec.Struct, array_like=True, frozen=True):
-    """How an engine has died that is not back.
+    """How an engine has died that is not back."""
 
-    Attributes:
-        incarnation: Which of the processes of its rank it was, one after the other.
-        pid: Its process id.
-        text: What is known of it, for people.
-    """
-
-    incarnation: int
+    incarnation: int  # which of the processes of its rank it was, one after the other
     pid: int | None
-    text: str
+    text: str  # what is known of it, for people
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """Why no engine will come back.
+    """Why no engine will come back."""
 
-    Attributes:
-        text: For people.
-        engine: The rank of the engine in a crash loop, if it was one.
-        pid: The process id of its last process.
-    """
-
-    text: str
-    engine: int | None = None
-    pid: int | None = None
+    text: str  # for people
+    engine: int | None = None  # the rank of the engine in a crash loop, if it was one
+    pid: int | None = None  # the process id of its last process
 
 
 class Membership(msgspec.Struct, array_like=True, frozen=True):
-    """The engines: each message is about all of them, so that none depends on the ones before.
+    """The engines: each message is about all of them, so that none depends on the ones before."""
 
-    Attributes:
-        version: Grows with each change.
-        engines: The first incarnations whose keys are not void, by rank.
-        leaving: The ranks of those that get no more requests, and are stopped when they have finished what they have.
-        deaths: How engines have died that are not back, by rank.
-        failure: Why none will come back, once that is so.
-    """
-
-    version: int
-    engines: dict[_Rank, int]
+    version: int  # grows with each change
+    engines: dict[_Rank, int]  # the first incarnations whose keys are not void, by rank
     leaving: list[_Rank] = []
-    deaths: dict[_Rank, Death] = {}
-    failure: Failure | None = None
+    deaths: dict[_Rank, Death] = {}  # how engines have died that are not back, by rank
+    failure: Failure | None = None  # why none will come back, once that is so
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):
-    """What a front end says: first of all, and whenever it is something else.
+    """What a front end says: first of all, and whenever it is something else."""
 
-    Attributes:
-        version: The membership that it goes by; 0: none yet.
-        missing: The ranks of engines that have not registered with it.
-        busy: The ranks of those that leave which have something of its to finish.
-    """
-
-    version: int = 0
-    missing: list[_Rank] = []
-    busy: list[_Rank] = []
+    version: int = 0  # the membership that it goes by; 0: none yet
+    missing: list[_Rank] = []  # the ranks of engines that have not registered with it
+    busy: list[_Rank] = []  # the ranks of those that leave which have something of its to finish
 
 
 _membership = built(lambda: msgspec.msgpack.Decoder(Membership))
@@ -83,20 +57,12 @@ encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def decode_membership(frames: list[bytes]) -> Membership:
-    """Return what front ends are told.
-
-    Raises:
-        ValueError: It is nothing of the kind; the text says why.
-    """
+    """Return what front ends are told."""
     return _decode(_membership, frames)
 
 
 def decode_progress(frames: list[bytes]) -> Progress:
-    """Return what a front end says.
-
-    Raises:
-        ValueError: It is nothing of the kind; the text says why.
-    """
+    """Return what a front end says."""
     return _decode(_progress, frames)
 
 

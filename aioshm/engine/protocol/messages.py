@@ -107,11 +107,7 @@ class EngineCoreOutputs(msgspec.Struct, Generic[Output], array_like=True, omit_d
 
 
 class MarkedOutputs(EngineCoreOutputs[Output], Generic[Output], array_like=True, gc=False):
-    """The envelope for a client that has sent generations.
-
-    Attributes:
-        generations: The generation of each output's request; None: the engine sends none.
-    """
+    """The envelope for a client that has sent generations."""
 
     generations: list[int] | None = None
 
@@ -124,11 +120,7 @@ class StartWave(NamedTuple):
 
 
 def request_id_of(payload: Any, what: str = "output") -> str:
-    """Return the id of a request, or of what an output belongs to: an attribute, a key, or the first of an array.
-
-    Raises:
-        CodecError: It has none; ``what`` says what the payload is.
-    """
+    """Return the id of a request, or of what an output belongs to: an attribute, a key, or the first of an array."""
     kind = type(payload)
     if kind is dict:
         found = payload.get("request_id")

@@ -39,11 +39,7 @@ _PLAIN_DTYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\w{1,20}\])?")
 
 
 class PayloadEncoder:
-    """Encodes payloads; for one thread.
-
-    Args:
-        max_bytes: The most that the frames of one payload may have together.
-    """
+    """Encodes payloads; for one thread."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -51,12 +47,7 @@ class PayloadEncoder:
         self._aside: list[Frame] = []
 
     def encode(self, payload: Any) -> list[Frame]:
-        """Return the frames.
-
-        Raises:
-            CodecError: A part of it cannot be encoded; the text has its type.
-            MessageTooLarge: It is larger than allowed.
-        """
+        """Return the frames."""
         try:
             main = self._pack(payload)
         except Exception as error:
@@ -118,9 +109,6 @@ class PayloadDecoder:
 
     Arrays are found where the type says ``np.ndarray`` or ``torch.Tensor``, and in plain data, also in structs' fields
     of no type, wherever a list is one by its form and the size of its memory.
-
-    Args:
-        type: What payloads are decoded as, any type that msgspec knows; None for plain data.
     """
 
     def __init__(self, type: Any = None) -> None:  # noqa: A002  # the name that msgspec gives it
@@ -136,11 +124,7 @@ class PayloadDecoder:
         self._saw_raw = False
 
     def decode(self, frames: Sequence[Frame]) -> Any:
-        """Return the payload.
-
-        Raises:
-            CodecError: The frames are damaged, or hold no payload of this type.
-        """
+        """Return the payload."""
         if len(frames) > MAX_FRAMES:
             raise CodecError(f"a message of {len(frames)} frames, more than {MAX_FRAMES}")
         self._frames, self._saw_raw = frames, False
@@ -216,11 +200,7 @@ class PayloadDecoder:
 
 
 def check_stranger(frames: Sequence[Frame]) -> None:
-    """Make sure that a payload has few frames, and its MessagePack not very many objects, without decoding it.
-
-    Raises:
-        CodecError: It has more.
-    """
+    """Make sure that a payload has few frames, and its MessagePack not very many objects, without decoding it."""
     if len(frames) > MAX_STRANGE_FRAMES:
         raise CodecError(f"a message of more than {MAX_STRANGE_FRAMES} frames, from a peer without keys")
     main = frames[0]  # each object takes a byte at least

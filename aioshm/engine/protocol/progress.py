@@ -130,14 +130,7 @@ def describe_exit(found: Exit, phase: str = "") -> str:
 def describe_failure(
     cause: str, exits: Sequence[str], progress: StartupProgress, tails: Mapping[str, Sequence[str]]
 ) -> str:
-    """Return the text of an `EngineStartupError`.
-
-    Args:
-        cause: What was wrong, if it was more than that processes exited.
-        exits: What became of each of those that exited.
-        progress: How far it was.
-        tails: What processes have last written to stderr, by name.
-    """
+    """Return the text of an `EngineStartupError`."""
     what = "; ".join(part for part in (cause, ", ".join(exits)) if part)
     lines = [f"engine startup failed: {what} ({progress})"]
     for name, tail in tails.items():

@@ -16,26 +16,14 @@ _decode_map = built(lambda: msgspec.msgpack.Decoder(dict[str, Any])).decode
 
 
 class Registrations:
-    """The engines that a client expects.
-
-    Args:
-        ranks: Their ranks.
-
-    Attributes:
-        ranks: The same; an engine's place in this list is its position.
-        identities: What their sockets are called, by position.
-        ready: What each engine that has registered has said, by rank.
-
-    Raises:
-        TypeError, ValueError: There are none, or two have one rank.
-    """
+    """The engines that a client expects."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self.ranks: list[int] = list(ranks)
+        self.ranks: list[int] = list(ranks)  # an engine's place in this list is its position
         if not self.ranks or len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"engines must be some, each with a rank of its own, not {self.ranks}")
         self.identities: list[bytes] = [identity(rank) for rank in self.ranks]
-        self.ready: dict[int, dict[str, Any]] = {}
+        self.ready: dict[int, dict[str, Any]] = {}  # what each engine that has registered has said, by rank
 
     @property
     def missing(self) -> list[int]:
@@ -49,16 +37,7 @@ class Registrations:
         return next((address for address in said if isinstance(address, str)), None)
 
     def recognise(self, sender: bytes, rank: int | None, name: bytes) -> None:
-        """Make sure that an engine is called what it is by its keys, and call it so from now on.
-
-        Args:
-            sender: What its socket is called.
-            rank: The rank that its keys are for; None if they are void.
-            name: What its socket has to be called.
-
-        Raises:
-            ValueError: It is not.
-        """
+        """Make sure that an engine is called what it is by its keys, and call it so from now on."""
         if rank is None:
             raise ValueError("its keys are void: that incarnation of the engine is dead")
         if sender != name and sender in self.identities:
@@ -71,11 +50,7 @@ class Registrations:
         return len(sender) == IDENTITY_BYTES and sender not in self.identities
 
     def take(self, sender: bytes, frames: Sequence[bytes]) -> int:
-        """Take a registration: a map, or nothing as releases of vLLM before 0.10 send; return the engine's rank.
-
-        Raises:
-            ValueError: It is none, or that of an unknown engine.
-        """
+        """Take a registration: a map, or nothing as releases of vLLM before 0.10 send; return the engine's rank."""
         if sender not in self.identities:
             raise ValueError(f"an unknown engine; expected one of {self.ranks}")
         if len(frames) != 1:
@@ -92,11 +67,7 @@ class Registrations:
         return rank
 
     def add(self, rank: int, name: bytes) -> None:
-        """Expect one more engine, in the last position; ``name`` is what its socket is called.
-
-        Raises:
-            ValueError: There is one of this rank.
-        """
+        """Expect one more engine, in the last position; ``name`` is what its socket is called."""
         if rank in self.ranks:
             raise ValueError(f"rank must be that of no engine, not {rank}")
         self.ranks.append(rank)
@@ -114,11 +85,7 @@ class Registrations:
         self.ready.pop(rank, None)
 
     def position(self, rank: int) -> int:
-        """Return an engine's position.
-
-        Raises:
-            ValueError: There is no such engine.
-        """
+        """Return an engine's position."""
         try:
             return self.ranks.index(rank)
         except ValueError:

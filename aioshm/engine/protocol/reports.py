@@ -48,17 +48,11 @@ class Wake(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Notice(msgspec.Struct, array_like=True, frozen=True):
-    """What the process that starts engines tells the coordinator, which is its child.
+    """What the process that starts engines tells the coordinator, which is its child."""
 
-    Attributes:
-        engines: How many engines there are now; None: as many as before.
-        dead: The rank of an engine that has died.
-        incarnation: The first of its incarnations whose keys are not void.
-    """
-
-    engines: int | None = None
-    dead: int | None = None
-    incarnation: int = 0
+    engines: int | None = None  # how many engines there are now; None: as many as before
+    dead: int | None = None  # the rank of an engine that has died
+    incarnation: int = 0  # the first of its incarnations whose keys are not void
 
     def encode(self) -> bytes:
         """Return it as a datagram."""
@@ -76,11 +70,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def decode_report(frames: list[bytes]) -> Report:
-    """Return what an engine has sent.
-
-    Raises:
-        ValueError: No engine sends this to a coordinator; the text says why.
-    """
+    """Return what an engine has sent."""
     report = _decode(_report, frames)
     if bytes(report.outputs) != _NO_OUTPUTS or bytes(report.utility_output) != _NIL:
         raise ValueError(f"engine {report.engine_index} has sent outputs, which are for front ends")
@@ -90,11 +80,7 @@ def decode_report(frames: list[bytes]) -> Report:
 
 
 def decode_from_front_end(frames: list[bytes]) -> Wake | int:
-    """Return what a front end has sent: a new number of engines, or that engines are to be woken.
-
-    Raises:
-        ValueError: No front end sends this; the text says why.
-    """
+    """Return what a front end has sent: a new number of engines, or that engines are to be woken."""
     what, number = _decode(_front_end, frames)
     if what != SCALE:
         try:

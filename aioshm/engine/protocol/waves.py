@@ -27,34 +27,18 @@ Counts: TypeAlias = "list[int | float]"
 
 
 class Published(NamedTuple):
-    """What front ends are told.
-
-    Attributes:
-        counts: For each engine ``[waiting, running]`` or ``[waiting, running, kv_cache_usage]``; None: as before.
-        wave: The current wave, or the next one while engines are paused.
-        running: Whether engines are running.
-    """
+    """What front ends are told."""
 
     counts: list[Counts] | None
-    wave: int
+    wave: int  # the current wave, or the next one while engines are paused
     running: bool
 
 
 class Waves:
-    """Counts and waves.
-
-    Args:
-        n_engines: How many engines there are.
-        lockstep: Whether they work in lockstep. Otherwise there are no waves and no steps.
-        kv_cache_usage: Whether front ends are told how full KV caches are.
-
-    Attributes:
-        wave: The current wave, or the next one while engines are paused.
-        running: Whether engines are running.
-    """
+    """Counts and waves."""
 
     def __init__(self, n_engines: int, *, lockstep: bool = True, kv_cache_usage: bool = True) -> None:
-        self.wave: int = 0
+        self.wave: int = 0  # the current wave, or the next one while engines are paused
         self.running: bool = False
         self._lockstep = lockstep
         self._kv_cache_usage = kv_cache_usage
@@ -89,11 +73,7 @@ class Waves:
     # Engines come and go
 
     def subscribe(self, engine: int | None = None) -> bool:
-        """Note that one more engine has subscribed; return whether engines are to be told READY.
-
-        Args:
-            engine: Its rank, where it is known by its keys: one engine that does it twice does not stand for two.
-        """
+        """Note that one more engine has subscribed; return whether engines are to be told READY."""
         self._subscribed += 1
         if engine is not None:
             self._known.add(engine)
@@ -127,9 +107,6 @@ class Waves:
 
         Engines in lockstep report within moments of each other. So that front ends do not compare one engine's step
         with another one's next, what is published then is what all had reported when a new step began.
-
-        Raises:
-            ValueError: There is no such engine, or wave.
         """
         self._check(index)
         self._check_wave(index, load.current_wave)
@@ -145,14 +122,7 @@ class Waves:
         self._change(now)
 
     def complete(self, index: int, wave: int) -> bool:
-        """Note that an engine says that a wave is complete.
-
-        Returns:
-            Whether that was news, which front ends are told at once.
-
-        Raises:
-            ValueError: There is no such engine, or wave.
-        """
+        """Note that an engine says that a wave is complete."""
         self._check(index)
         self._check_wave(index, wave)
         if not self._lockstep or wave < self.wave:
@@ -161,14 +131,7 @@ class Waves:
         return True
 
     def start(self, index: int, wave: int) -> StartWave | None:
-        """Note that an engine starts a wave.
-
-        Returns:
-            What all engines are told, and front ends too, if that was news.
-
-        Raises:
-            ValueError: There is no such engine, or wave.
-        """
+        """Note that an engine starts a wave."""
         self._check(index)
         self._check_wave(index, wave)
         if not self._lockstep or wave < self.wave or (wave == self.wave and self.running):
@@ -177,16 +140,7 @@ class Waves:
         return StartWave(wave, index)
 
     def wake(self, exclude: int | None, wave: int) -> StartWave | None:
-        """Note that a front end has sent a request to paused engines, as those of older releases say.
-
-        Args:
-            exclude: The engine that gets the request, and runs by itself.
-            wave: The current wave, as far as the front end knows. If it is stale, so that the engine will not run by
-                itself, that engine is woken, too.
-
-        Returns:
-            What all engines are told, and front ends too, unless they were running.
-        """
+        """Note that a front end has sent a request to paused engines, as those of older releases say."""
         if not self._lockstep or self.running:
             return None
         self.running = True

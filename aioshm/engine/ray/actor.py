@@ -40,32 +40,18 @@ class EngineCoreActor:
 
 
 class EngineActor:
-    """An engine's actor, as its manager knows it.
-
-    Attributes:
-        rank: Its rank.
-        name: ``EngineCore_`` and its rank.
-        local: Whether it is on this host.
-        handle: Ray's handle.
-        where_ref: What Ray has for what `EngineCoreActor.where` returns, once its process runs.
-        address: Its node's address, once it is known.
-        pid: Its process id there, once it is known.
-        node_id: What the cluster calls its node, once it is known.
-        local_rank: Which of its node's engines it is.
-        run_ref: Ray's reference to the result of its run; None before it runs.
-        sentinel: A descriptor that is readable when its run is over.
-    """
+    """An engine's actor, as its manager knows it."""
 
     def __init__(self, rank: int, local: bool, handle: Any) -> None:
         self.rank = rank
         self.name: str = f"EngineCore_{rank}"
         self.local = local
-        self.handle = handle
+        self.handle = handle  # Ray's
         self.where_ref: Any = handle.where.remote()
         self.address = self.node_id = ""
         self.pid = self.local_rank = 0
-        self.run_ref: Any = None
-        self.sentinel: int
+        self.run_ref: Any = None  # Ray's reference to the result of its run; None before it runs
+        self.sentinel: int  # a descriptor that is readable when its run is over
         self.sentinel, self._open = os.pipe()
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -91,12 +77,7 @@ class EngineActor:
             self.release()
 
     def await_process(self, timeout: float) -> None:
-        """Wait until its process runs, and note where.
-
-        Raises:
-            EngineStartupError: It cannot be started.
-            TimeoutError: It does not run in time.
-        """
+        """Wait until its process runs, and note where."""
         ray = require_ray()
         try:
             self.address, self.pid = ray.get(self.where_ref, timeout=max(0.0, timeout))

@@ -21,11 +21,7 @@ _LOOK_S = 0.02
 
 
 def require_ray() -> Any:
-    """Return the ``ray`` package.
-
-    Raises:
-        ImportError: It is not installed; the text says how it is.
-    """
+    """Return the ``ray`` package."""
     try:
         return importlib.import_module("ray")
     except ModuleNotFoundError as error:
@@ -121,11 +117,7 @@ def _group_on(node_id: str, rank: int, needs: EngineNeeds) -> Any:
 
 
 def group_where_there_is_room(rank: int, local: bool, needs: EngineNeeds) -> Any:
-    """Reserve room for one engine, on the node of this process if it is local, else on another one if any has room.
-
-    Raises:
-        EngineStartupError: There is none; the text says what is missing.
-    """
+    """Reserve room for one engine, on the node of this process if it is local, else on another one if any has room."""
     found = nodes(needs.device)
     try:
         place = place_engines(found, 1, int(local), needs)[0]
@@ -142,11 +134,7 @@ def group_where_there_is_room(rank: int, local: bool, needs: EngineNeeds) -> Any
 
 
 def trouble_of(group: Any) -> str:
-    """Return why nothing can be started in a placement group now, or an empty string.
-
-    Raises:
-        EngineStartupError: Nothing will ever be.
-    """
+    """Return why nothing can be started in a placement group now, or an empty string."""
     table = importlib.import_module("ray.util").placement_group_table(group)
     state = table.get("state")
     if state in (None, "REMOVED"):
@@ -170,11 +158,7 @@ def _place(engine_count: int, local_engine_count: int, needs: EngineNeeds) -> li
 
 
 def await_groups(groups: Sequence[Any], deadline: float) -> None:
-    """Wait until placement groups are reserved.
-
-    Raises:
-        EngineStartupError: One is not in time.
-    """
+    """Wait until placement groups are reserved."""
     for rank, group in enumerate(groups):
         if not group.wait(max(0.0, deadline - time.monotonic())):
             raise EngineStartupError(

@@ -56,21 +56,13 @@ class EngineNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the cluster.
+    """A node of the cluster."""
 
-    Attributes:
-        id: What the cluster calls it.
-        address: Its IP address.
-        devices: How many devices are free.
-        cpus: How many CPUs are free.
-        head: Whether the front end is on it.
-    """
-
-    id: str
+    id: str  # what the cluster calls it
     address: str
-    devices: float
-    cpus: float
-    head: bool = False
+    devices: float  # how many devices are free
+    cpus: float  # how many CPUs are free
+    head: bool = False  # whether the front end is on it
 
     def room(self, needs: EngineNeeds) -> int:
         """Return how many engines it has room for."""
@@ -79,30 +71,16 @@ class Node:
 
 
 class Place(NamedTuple):
-    """Where an engine runs.
-
-    Attributes:
-        node: The node.
-        local_rank: Which of that node's engines it is.
-    """
+    """Where an engine runs."""
 
     node: Node
-    local_rank: int
+    local_rank: int  # which of that node's engines it is
 
 
 def place_engines(nodes: Sequence[Node], engine_count: int, local_engine_count: int, needs: EngineNeeds) -> list[Place]:
     """Return where engines run, by rank: the local ones on the head node, the others packed on the other nodes.
 
     The nodes with the most room come first, so that there are engines on as few nodes as possible.
-
-    Args:
-        nodes: The cluster.
-        engine_count: How many engines there are.
-        local_engine_count: How many of these, the first ones, are on the head node.
-        needs: What each takes.
-
-    Raises:
-        EngineStartupError: The cluster is too small; the text says what is free where.
     """
     head = next((node for node in nodes if node.head), None)
     room = head.room(needs) if head is not None else 0

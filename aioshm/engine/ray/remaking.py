@@ -16,12 +16,7 @@ KILLED_S = 10.0
 
 
 class Remaking:
-    """Starts and stops single actors; blocks, and may be called in several threads.
-
-    Args:
-        actors: The actors, by rank; this changes the list.
-        room: Where there is room for them.
-    """
+    """Starts and stops single actors; blocks, and may be called in several threads."""
 
     def __init__(self, actors: list[EngineActor], room: Room) -> None:
         self._actors, self._room = actors, room
@@ -31,17 +26,7 @@ class Remaking:
         self._closed = False
 
     def start(self, rank: int, local: bool, run: Callable[[EngineActor], object]) -> EngineActor:
-        """Make the actor of one more engine, or once more that of one that has died, and return it.
-
-        Args:
-            rank: Its rank.
-            local: Whether it is to run on the node of this process.
-            run: Has the actor run its engine. No attribute of this: a manager that is forgotten must be seen at once.
-
-        Raises:
-            EngineStartupError: There is no room in time, or the actor could not be started.
-            RoleError: This is closed, that engine still runs, or it is stopped meanwhile.
-        """
+        """Make the actor of one more engine, or once more that of one that has died, and return it."""
         with self._changed:
             self._check_wanted(rank)
             former = self._find(rank)
@@ -69,11 +54,7 @@ class Remaking:
                 self._changed.notify_all()
 
     def stop(self, rank: int) -> None:
-        """Kill the actor of an engine, or give up to make it; give its room back, and have it no more.
-
-        Raises:
-            ValueError: There is no such engine.
-        """
+        """Kill the actor of an engine, or give up to make it; give its room back, and have it no more."""
         with self._changed:
             if self._find(rank) is None and rank not in self._starting:
                 raise ValueError(f"rank must be that of one of the engines, not {rank}")

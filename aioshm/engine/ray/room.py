@@ -23,18 +23,7 @@ _log = logging.getLogger("aioshm.engine")
 
 
 class Room:
-    """Finds room for engines, and has actors there; blocks, and may be called in several threads.
-
-    Args:
-        groups: The placement groups, by rank.
-        needs: What each engine takes of its node; None: the groups were given, and Ray finds room for them again.
-        runtime_env: Of the actors.
-        timeout: Seconds until an actor must run.
-
-    Attributes:
-        groups: The placement groups: a new one takes the place of one that is lost.
-        timeout: See above.
-    """
+    """Finds room for engines, and has actors there; blocks, and may be called in several threads."""
 
     def __init__(
         self, groups: dict[int, Any], needs: EngineNeeds | None, runtime_env: Mapping[str, Any] | None, timeout: float
@@ -45,17 +34,7 @@ class Room:
         self._placing = threading.Lock()  # two engines must not count on the same room
 
     def make(self, rank: int, local: bool, check_wanted: Callable[[], object]) -> EngineActor:
-        """Make an actor whose process runs, and return it.
-
-        Args:
-            rank: Its rank.
-            local: Whether it is to run on the node of this process.
-            check_wanted: Called often; raises when the actor is not wanted any more.
-
-        Raises:
-            EngineStartupError: There is no room in time, or it cannot be started; the text says what is missing.
-            Exception: What ``check_wanted`` raises.
-        """
+        """Make an actor whose process runs, and return it."""
         deadline = time.monotonic() + self.timeout
         while True:
             group = self._room(rank, local, deadline, check_wanted)
@@ -127,11 +106,7 @@ class Room:
             remove_groups([self.groups.pop(rank)])
 
     def check_engine_count(self, engine_count: int) -> None:
-        """See to it that there may be so many engines.
-
-        Raises:
-            RoleError: Placement groups were given, and they are fewer.
-        """
+        """See to it that there may be so many engines."""
         if self._needs is None and engine_count > len(self.groups):
             raise RoleError(
                 f"{len(self.groups)} placement groups were given, so there can be no {engine_count} engines: let this"

@@ -38,19 +38,7 @@ _warned = False
 
 
 class Protection:
-    """Opens the sockets that a front end or the coordinator binds, and knows who may connect to them.
-
-    Args:
-        keys: Of the deployment, if any socket is on the network and to be protected.
-        own: Those of the end that binds.
-        ranks: The engines that may come.
-        secure: Whether sockets on this host are for this user only.
-        more: Whether engines of other ranks may come, too, a coordinator may not have
-            been told of them yet, and a startup says that they are the wrong ones.
-
-    Attributes:
-        ranks: The ranks of those whose keys are not void, by what they are called when they are recognised.
-    """
+    """Opens the sockets that a front end or the coordinator binds, and knows who may connect to them."""
 
     def __init__(
         self, keys: EngineKeys | None, own: CurveKeys | None, ranks: Iterable[int], *, secure: bool, more: bool = False
@@ -70,12 +58,7 @@ class Protection:
     def of_front_end(
         cls, addresses: Iterable[str], ranks: Iterable[int], *, keys: object, secure: bool, more: bool = False
     ) -> Protection:
-        """Return that of a front end's sockets; without security, warn of what that means.
-
-        Raises:
-            RoleError: The keys are those of one engine.
-            TypeError: They are none.
-        """
+        """Return that of a front end's sockets; without security, warn of what that means."""
         if not secure:
             warn_of_strangers(addresses)
         elif over_tcp(addresses):

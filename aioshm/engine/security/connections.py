@@ -16,16 +16,7 @@ from aioshm.zeromq.sockets import Socket, Sockets
 
 
 class Connections:
-    """Knows the connections of a socket by their numbers, ``zmq.SRCFD`` of what comes over them.
-
-    Args:
-        socket: Not bound yet, so that no end of a connection is missed.
-        sockets: Whose it is.
-        address: What it is going to be bound to.
-        protection: Who may connect.
-        on_end: Gets the number of each connection that has ended, on the loop.
-        rate: See `Guard`.
-    """
+    """Knows the connections of a socket by their numbers, ``zmq.SRCFD`` of what comes over them."""
 
     def __init__(
         self,

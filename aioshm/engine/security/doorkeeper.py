@@ -28,11 +28,6 @@ class Doorkeeper:
     """Answers ZeroMQ's questions about who may connect to the sockets of a context (ZAP, RFC 27).
 
     Peers that have proven to own a key are recognised by it: messages of theirs have the name as their ``User-Id``.
-
-    Args:
-        sockets: Where those sockets belong. None of them may be bound yet.
-        recognise: Says who owns a key; None: only peers without keys come.
-        patience_s: Seconds that a key may be unknown, see `reconsider`: a peer that is refused never tries again.
     """
 
     def __init__(self, sockets: Sockets, recognise: Recognise | None = None, *, patience_s: float = 0.0) -> None:
@@ -53,9 +48,6 @@ class Doorkeeper:
 
         When a second peer of the same identity comes, a ROUTER that hands over forgets what the first one has sent and
         was not read yet. If that was its HELLO, nobody would ever know that there were two.
-
-        Args:
-            router: That socket, the only one of its context, not bound yet.
         """
         self._one_by_one = True
         if not router.getsockopt(zmq.ZAP_DOMAIN):  # nobody is asked about peers without keys then

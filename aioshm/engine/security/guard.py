@@ -27,18 +27,7 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class Guard:
-    """Hangs up on strangers who send too much, logs those whose handshake fails, and tells of connections that end.
-
-    Args:
-        socket: Not bound yet.
-        sockets: Whose it is: this is closed with them, if not before.
-        encrypted: Whether peers are recognised by their keys: then they are only held to limits before that.
-        on_end: Gets the descriptor of each connection that has ended, on the loop.
-        rate: Bytes a second that a peer without keys may send, besides messages that are credited.
-
-    Raises:
-        OSError: No descriptors or no thread can be had.
-    """
+    """Hangs up on strangers who send too much, logs those whose handshake fails, and tells of connections that end."""
 
     def __init__(
         self,

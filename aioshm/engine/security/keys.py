@@ -229,13 +229,7 @@ _made: EngineKeys | None = None
 
 
 def keys_for_front_end(given: object = None) -> EngineKeys:
-    """Return the keys that were given, or else this process' own; they are made if there are none.
-
-    Raises:
-        RoleError: They are those of one engine.
-        RuntimeError: This ZeroMQ cannot encrypt.
-        TypeError: They are no keys.
-    """
+    """Return the keys that were given, or else this process' own; they are made if there are none."""
     global _made
     keys = _checked(given) or own_keys()
     if keys is None:
@@ -248,13 +242,7 @@ def keys_for_front_end(given: object = None) -> EngineKeys:
 
 
 def keys_for_engine(rank: int, given: object = None) -> EngineCredentials:
-    """Return what was given for an engine, or else what this process has for it.
-
-    Raises:
-        RoleError: There is nothing, or only what is another engine's.
-        RuntimeError: This ZeroMQ cannot encrypt.
-        TypeError: They are no keys.
-    """
+    """Return what was given for an engine, or else what this process has for it."""
     keys = _checked(given) or own_keys()
     if keys is None:
         raise RoleError(
@@ -278,17 +266,7 @@ def own_keys() -> AnyKeys | None:
 
 
 def keys_to_hand_over(given: object, rank: int | None = None, incarnation: int = 0) -> AnyKeys | None:
-    """Return what a process gets that is started here: an engine its own, a front end all; None if there is nothing.
-
-    Args:
-        given: The keys that were given, if any.
-        rank: The engine's rank; None for a front end.
-        incarnation: Which of the processes of that rank it is.
-
-    Raises:
-        RoleError: The keys that were given are another engine's.
-        TypeError: They are no keys.
-    """
+    """Return what a process gets that is started here: an engine its own, a front end all; None if there is nothing."""
     if given is None and (not can_encrypt() or isinstance(own_keys(), EngineCredentials)):
         return None  # it can go without: where it cannot, it says so
     if rank is not None and isinstance(given, EngineCredentials):

@@ -20,14 +20,7 @@ First = Callable[[Socket], tuple[Head, "bytes | memoryview"]]
 
 
 class MessageReader(Generic[Head]):
-    """Reads the messages of a socket, a bounded number of frames in each turn of the loop.
-
-    Args:
-        socket: Which nothing else reads.
-        kept: How many frames of a message are kept; the others are read and forgotten.
-        first: Reads the first frame: `with_sender`, `with_property` or `plain`.
-        views: Whether the other frames are kept as views of ZeroMQ's memory instead of as bytes.
-    """
+    """Reads the messages of a socket, a bounded number of frames in each turn of the loop."""
 
     def __init__(self, socket: Socket, kept: int, first: First[Head], *, views: bool = False) -> None:
         self._socket, self._kept, self._first, self._views = socket, kept, first, views
@@ -35,11 +28,7 @@ class MessageReader(Generic[Head]):
         self._partial: tuple[Head, list[Any]] | None = None
 
     def read(self) -> tuple[Head, list[Any]] | None:
-        """Return what is known of a message's sender, and its frames; None if this turn of the loop is over.
-
-        Raises:
-            zmq.ZMQError: There is no message now, or the socket was closed.
-        """
+        """Return what is known of a message's sender, and its frames; None if this turn of the loop is over."""
         socket = self._socket
         if self._room <= 0:
             self._room = TURN_FRAMES

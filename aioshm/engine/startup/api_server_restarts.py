@@ -18,21 +18,7 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class ServerRestarts:
-    """Watches the processes of a manager, and starts again those that exit with a code other than 0; on a loop.
-
-    Args:
-        loop: The loop.
-        processes: The processes, by rank.
-        manager: Has them, and starts them again.
-        restart: When to start one again.
-        on_change: Called when a process' state has changed.
-
-    Attributes:
-        lives: The processes, by rank.
-        failure: How the last process of a crash loop has died, once there is one.
-        over: Set then, when all processes have exited with code 0, and when this is closed.
-        closed: Whether it is closed.
-    """
+    """Watches the processes of a manager, and starts again those that exit with a code other than 0; on a loop."""
 
     def __init__(
         self,

@@ -90,11 +90,7 @@ async def _failure(watch: ProcessWatch) -> None:
 
 
 async def _exits(watch: ProcessWatch) -> list[int | None]:
-    """Wait for exits; return the ids of the processes.
-
-    Raises:
-        ProcessDied: One exited with a code other than 0.
-    """
+    """Wait for exits; return the ids of the processes."""
     exits = await watch.next()
     for found in exits:
         if found.exitcode != 0:
@@ -133,11 +129,7 @@ async def _stop(manager: Any) -> None:
 
 @contextmanager
 def _ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Have Ctrl-C cancel this task within the block, unless the program handles it in a way of its own.
-
-    Yields:
-        A function that says whether that, and nothing else, has cancelled the task. To be asked once.
-    """
+    """Have Ctrl-C cancel this task within the block, unless the program handles it in a way of its own."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not _nobodys(before):
         yield lambda: False

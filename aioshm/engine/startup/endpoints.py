@@ -43,11 +43,7 @@ def get_engine_client_zmq_addr(local_only: bool, host: str, port: int = 0) -> st
 
 
 def check_handshake_address(address: object) -> str:
-    """Return ``address`` if a front end can bind it.
-
-    Raises:
-        TypeError, ValueError: It is no ``ipc://`` or ``tcp://`` address.
-    """
+    """Return ``address`` if a front end can bind it."""
     if not isinstance(address, str):
         raise TypeError(f"handshake_address must be a string, not {address!r}")
     transport, _, rest = address.partition("://")

@@ -38,19 +38,6 @@ class FrontEnds(Closing):
     Each `EngineClient` with this ``membership_address`` is told which engines there are, at once and whenever that
     changes. The methods are those of `EngineClient` itself, for all of them together. A front end whose connection ends
     is not waited for any more.
-
-    Args:
-        address: What to bind.
-        ranks: Of the engines.
-        keys: See `EngineClient`.
-        secure: See `EngineClient`.
-
-    Attributes:
-        address: Where it is bound, in a form that front ends can connect to.
-
-    Raises:
-        OSError: The address cannot be bound.
-        RoleError: The keys are those of one engine.
     """
 
     def __init__(
@@ -119,11 +106,7 @@ class FrontEnds(Closing):
         return list(self._told.engines)
 
     def add_engine(self, rank: int) -> None:
-        """See `EngineClient.add_engine`.
-
-        Raises:
-            TypeError, ValueError: There can be no such rank, or there is an engine of that rank.
-        """
+        """See `EngineClient.add_engine`."""
         identity(rank)
         if rank in self._told.engines:
             raise ValueError(f"rank must be that of no engine, not {rank}")
@@ -151,11 +134,7 @@ class FrontEnds(Closing):
         await self._all(lambda each: each.version >= version)  # its end is no surprise to any of them
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until every engine has registered with each of them, see `EngineClient.wait_until_ready`.
-
-        Raises:
-            TimeoutError: That takes longer.
-        """
+        """Wait until every engine has registered with each of them, see `EngineClient.wait_until_ready`."""
         version = self._told.version
         try:
             async with asyncio.timeout(timeout):

@@ -12,19 +12,7 @@ from aioshm.lifeline.address import own_address
 
 
 class Layout:
-    """The engines of `launch_core_engines`, whose arguments these are.
-
-    Attributes:
-        local_engine_count: How many engines run on this host.
-        local_engines_only: Whether engines on other hosts have front ends of their own.
-        coordinator: Whether a coordinator is started here.
-        core_engines: Those that shake hands here.
-        client_engines: Those that clients here send requests to.
-        own_handshake_address: Where they shake hands here.
-
-    Raises:
-        TypeError, ValueError: An argument makes no sense; the text names it.
-    """
+    """The engines of `launch_core_engines`, whose arguments these are."""
 
     def __init__(
         self,
@@ -68,7 +56,7 @@ class Layout:
         self.coordinator: bool = engine_count > 1 and self._at_head if coordinator is None else bool(coordinator)
         local = [CoreEngine(start_index + number) for number in range(here)]
         others = [CoreEngine(rank, local=False) for rank in range(here, engine_count)] if self._at_head else []
-        self.core_engines: list[CoreEngine] = local + others
+        self.core_engines: list[CoreEngine] = local + others  # those that shake hands here
         self.client_engines: list[CoreEngine] = local if self.local_engines_only else self.core_engines
         self.own_handshake_address: str = (
             handshake_address
@@ -77,11 +65,7 @@ class Layout:
         )
 
     def client_addresses(self, num_api_servers: int) -> EngineZmqAddresses:
-        """Return where clients meet engines.
-
-        Raises:
-            ValueError: Ports are needed that are known only when API servers have bound them.
-        """
+        """Return where clients meet engines."""
         local = self._all_local or self.local_engines_only
         if num_api_servers and not local:
             raise ValueError(

@@ -24,11 +24,6 @@ class Rejoining:
 
     An engine that says HELLO before its predecessor is known to be dead is answered when that is known. Nothing that is
     refused ends anything: it is logged, and an engine that gets no answer gives up.
-
-    Args:
-        router: Where engines say HELLO.
-        handshake: What they have said, and who is expected.
-        on_ready: Called on the loop with the rank of an engine that has said READY.
     """
 
     def __init__(

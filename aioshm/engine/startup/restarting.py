@@ -29,12 +29,7 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class EngineLife(Life):
-    """The processes of one engine, one after the other.
-
-    Attributes:
-        turn: While it starts: gets None when it is ready, or how it has exited.
-        doomed: Whether the process that starts is killed by now, so that it is no more use that it is ready.
-    """
+    """The processes of one engine, one after the other."""
 
     def __init__(self, rank: int, restart: Restart) -> None:
         super().__init__(rank, restart)
@@ -50,20 +45,7 @@ class EngineLife(Life):
 
 
 class Restarting:
-    """Watches the processes of a launch, and starts again what dies; on the running loop.
-
-    Args:
-        launch: What was started, and is ready.
-        restart: When to start a process again.
-        lockstep: Whether all engines are started again when one dies.
-        start_timeout: Seconds that an engine may take until it is ready.
-        on_change: Called when an engine's state has changed.
-
-    Attributes:
-        lives: The engines of this host, by rank.
-        failure: Why nothing is started any more, once that is so.
-        failed: Set then, and when this is closed.
-    """
+    """Watches the processes of a launch, and starts again what dies; on the running loop."""
 
     def __init__(
         self,
@@ -80,9 +62,9 @@ class Restarting:
         self._members: EngineClient | FrontEnds | None = launch.members
         self._restart, self._lockstep, self._start_timeout = restart, lockstep, start_timeout
         self._on_change = on_change
-        self.lives: dict[int, EngineLife] = {}
-        self.failure: EngineDead | None = None
-        self.failed: asyncio.Event = asyncio.Event()
+        self.lives: dict[int, EngineLife] = {}  # the engines of this host, by rank
+        self.failure: EngineDead | None = None  # why nothing is started any more, once that is so
+        self.failed: asyncio.Event = asyncio.Event()  # set then, and when this is closed
         self._tasks: set[asyncio.Task[None]] = set()
         self._of_all = RestartHistory(restart)
         self._of_coordinator = RestartHistory(restart)

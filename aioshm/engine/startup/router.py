@@ -26,25 +26,7 @@ _FRAMES = 2  # of a payload, that are kept: it should be one
 
 
 class HandshakeRouter:
-    """A ROUTER socket whose messages are handed to a callback on the loop.
-
-    Args:
-        place: The address to bind, or a ROUTER socket that is bound; that may be one of ``zmq.asyncio``.
-        on_message: Gets a message's identity, its other frames, the first two at most, and who has sent it, for people.
-            Returns whether to go on.
-        ranks: The engines that are expected.
-        keys: Who may connect over TCP; None: those of this process.
-        secure: Whether only holders of keys, and on this host only this user's processes, may connect.
-
-    Attributes:
-        address: Where it is bound.
-        trusted: Whether only those get in who are to be trusted: who has keys, or who is on this host.
-
-    Raises:
-        OSError: The address cannot be bound.
-        RoleError: The keys are those of one engine.
-        ValueError: The socket is no ROUTER.
-    """
+    """A ROUTER socket whose messages are handed to a callback on the loop."""
 
     def __init__(
         self,
@@ -77,7 +59,7 @@ class HandshakeRouter:
             # ignores it. But a stranger shall take nobody's place.
             self._router.setsockopt(zmq.ROUTER_HANDOVER, int(self.trusted))
             if isinstance(place, str):
-                self.address = attach(self._router, place, bind=True)
+                self.address = attach(self._router, place, bind=True)  # where it is bound
                 self._file = BoundFile(self.address)
             self._reader = MessageReader(self._router, 1 + _FRAMES, with_sender)
             self._pump = Pump.of_messages(
@@ -154,11 +136,7 @@ class HandshakeRouter:
         return identity(rank)
 
     def answer(self, frames: list[bytes]) -> None:
-        """Answer an engine's first message; the first frame is whom to.
-
-        Raises:
-            zmq.ZMQError: Nobody of that name is connected.
-        """
+        """Answer an engine's first message; the first frame is whom to."""
         self._router.send_multipart([self._names.get(frames[0], frames[0]), *frames[1:]], zmq.NOBLOCK)
         if self._doorkeeper is not None:
             self._doorkeeper.heard()

@@ -29,12 +29,7 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class Supervision:
-    """What has to do with processes in a startup.
-
-    Args:
-        watched: Processes that are not of the startup itself, and so are not stopped.
-        on_exit: Called when more processes have exited.
-    """
+    """What has to do with processes in a startup."""
 
     def __init__(self, watched: Iterable[WatchedProcess], on_exit: Callable[[], None]) -> None:
         self._watched = tuple(watched)
@@ -49,11 +44,7 @@ class Supervision:
         self._watched += tuple(processes)
 
     def watch(self, manager: WatchedManager | None, coordinator: WatchedProcess | None) -> None:
-        """Watch these processes, too; nothing happens if they are watched.
-
-        Raises:
-            ValueError: A process was not started.
-        """
+        """Watch these processes, too; nothing happens if they are watched."""
         if self._watch is None:
             self._watch = ProcessWatch(on_exit=self._on_exit)
         if manager is not None and manager is not self._manager:
@@ -73,14 +64,7 @@ class Supervision:
     def failure(
         self, cause: str, refusal: HandshakeError | None, progress: StartupProgress, engines: Mapping[int, CoreEngine]
     ) -> EngineStartupError:
-        """Return the error to raise.
-
-        Args:
-            cause: What was wrong, if it was more than that processes exited.
-            refusal: The refused message that was the cause, if it was one.
-            progress: How far the startup was.
-            engines: The engines, by rank.
-        """
+        """Return the error to raise."""
         exits, processes = self.exited(), self.engines()
         said = []
         for each in exits:
