@@ -5,7 +5,9 @@ BIN := .venv/bin
 ARGS ?=
 SIDE_BY_SIDE := -n auto --dist worksteal
 FAST_LANE := $(SIDE_BY_SIDE) -m "not slow" --hypothesis-profile fast
-NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
+ENCODER := aioshm/events/protocol/_encoder
+RING := aioshm/ring/_native
+NATIVE := $(ENCODER).c $(wildcard aioshm/ring/core/*.[ch])
 
 .PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals bench-defaults vllm sanitize fuzz simulate campaign verify litmus clean
 
@@ -91,6 +93,8 @@ vllm: .venv-vllm/.ready   ## vLLM's executor on its own queue and on this one; f
 # references and memory instead.
 SANITIZED := build/sanitize
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
+SANITIZED_CC = $(CC) -shared -fPIC -fvisibility=hidden -std=c11 -Wall -Wextra -Werror -Wno-cast-function-type \
+	-Wno-missing-field-initializers $(SANITIZERS) -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
 SANITIZED_PYTHON = cd $(SANITIZED) && LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) PYTHONMALLOC=malloc AIOSHM_NATIVE=1 \
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 $(abspath $(BIN))/python
 
@@ -98,11 +102,8 @@ sanitize: .venv/.ready    ## the native parts under the address and undefined be
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	cp -R aioshm tests pyproject.toml $(SANITIZED)
 	rm -f $(SANITIZED)/aioshm/*/*.so
-	for source in $(NATIVE); do \
-		$(CC) -shared -fPIC -std=c11 -Wall -Wextra -Werror -Wno-cast-function-type -Wno-missing-field-initializers \
-			$(SANITIZERS) -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
-			$(SANITIZED)/$$source -o $(SANITIZED)/$${source%.c}.so || exit; \
-	done
+	$(SANITIZED_CC) $(SANITIZED)/$(ENCODER).c -o $(SANITIZED)/$(ENCODER).so
+	$(SANITIZED_CC) $(SANITIZED)/aioshm/ring/core/*.c -o $(SANITIZED)/$(RING).so
 	$(SANITIZED_PYTHON) -c 'import os, aioshm.ring._native as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
 	$(SANITIZED_PYTHON) -c 'import os, aioshm.events.protocol._encoder as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
 	$(SANITIZED_PYTHON) -m pytest -p no:cacheprovider --capture=sys tests/ring/test_core*.py \

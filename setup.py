@@ -18,14 +18,16 @@ from setuptools.command.build_ext import build_ext
 
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 WANTED = os.environ.get("AIOSHM_NATIVE", "")
-FLAGS = ["-std=c11", "-O2"]
+FLAGS = ["-std=c11", "-O2", "-fvisibility=hidden"]
+RING = Path("aioshm", "ring", "core")
 
 # The ring's is for the stable ABI, which free-threaded builds of CPython do not have; that of events reads the insides
 # of numbers, and lists that the GIL keeps as they are. setuptools tells the two apart by their last names.
 NATIVE = [
     Extension(
         "aioshm.ring._native",
-        ["aioshm/ring/_native.c"],
+        sorted(map(str, RING.glob("*.c"))),
+        depends=sorted(map(str, RING.glob("*.h"))),
         extra_compile_args=FLAGS,
         optional=WANTED != "1",
         py_limited_api=not FREE_THREADED,

@@ -27,7 +27,7 @@ def digest(place: str) -> str:
     """
     file, name = place.split("::")
     text = (ROOT / "aioshm" / file).read_text()
-    source = _c_function(text, name) if file.endswith(".c") else _python_function(text, name)
+    source = _c_function(text, name) if file.endswith((".c", ".h")) else _python_function(text, name)
     if source is None:
         raise LookupError(f"aioshm/{file} has no {name}, which verify/steps.toml names")
     return hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -86,7 +86,7 @@ def _python_function(text: str, name: str) -> str | None:
 
 def _c_function(text: str, name: str) -> str | None:
     found = re.search(
-        rf"^static[^;{{}}=]*\b{re.escape(name)}\([^;{{}}]*\)\n\{{\n.*?^\}}$", text, re.MULTILINE | re.DOTALL
+        rf"^[A-Za-z][^;{{}}=\n]*\b{re.escape(name)}\([^;{{}}]*\)\n\{{\n.*?^\}}$", text, re.MULTILINE | re.DOTALL
     )
     if found is None:
         return None

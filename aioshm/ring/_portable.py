@@ -1,4 +1,4 @@
-"""The hot path of a ring in Python: the twin of ``_native.c``, and its reference in the tests.
+"""The hot path of a ring in Python: the twin of ``core/*.c``, and its reference in the tests.
 
 Nothing here waits, and nothing is kept that is not the message itself. What a message costs is a few byte stores, two
 comparisons of a slice with constant bytes (whatever the number of readers), and one fence.
@@ -38,10 +38,10 @@ ELSEWHERE: Final[Any] = object()
 COPY_MAX = 65536
 """Larger messages are no ordinary ones: they are decoded in place."""
 
-_LOOKS = 8  # between two readings of the clock
-_RUSH_NS = 20_000  # between two messages: they come in quick succession
+BATCH_LOOKS = 8  # between two readings of the clock
+RUSH_NS = 20_000  # between two messages: they come in quick succession
 _ALL = (1 << 64) - 1
-_LONG_SPIN_NS = 50_000  # a longer spin keeps the memory from being closed meanwhile, and its end from being used
+HELD_SPIN_NS = 50_000  # a longer spin keeps the memory from being closed meanwhile, and its end from being used
 _WORDS = struct.Struct("<5Q")  # of a slot's header: what is in it, sequence number, time of publishing, bytes, chunk
 _pack = _WORDS.pack_into
 _unpack = _WORDS.unpack_from
@@ -190,7 +190,7 @@ class _Core(ABC):
         """Spin for at most so many nanoseconds; return whether this end may go on. A long one releases the GIL."""
         if self._may_go_on():
             return True
-        if budget_ns <= _LONG_SPIN_NS and not self.spin_yields:
+        if budget_ns <= HELD_SPIN_NS and not self.spin_yields:
             return self._spin(budget_ns)
         self._in_use += 1
         try:
@@ -210,7 +210,7 @@ class _Core(ABC):
         self.spins += 1
         may_go_on = self._may_go_on
         while now - began < budget_ns:
-            for _ in range(_LOOKS):
+            for _ in range(BATCH_LOOKS):
                 if may_go_on():
                     self.hits += 1
                     self.spun_ns += monotonic_ns() - began
@@ -834,7 +834,7 @@ class ReaderCore(_Core):
 
     def _finish_and_tell(self, *, took: bool = False) -> None:
         now = monotonic_ns()
-        self._rushes = now - self._finished_ns < _RUSH_NS
+        self._rushes = now - self._finished_ns < RUSH_NS
         self._finished_ns = now
         if took and self._counts():
             self._note_latency(now)
@@ -929,14 +929,14 @@ class ReaderCore(_Core):
                     break
                 batch.append(obj)
                 self._finish()
-                if len(batch) % _LOOKS == 0:
+                if len(batch) % BATCH_LOOKS == 0:
                     self._note_latency(now := monotonic_ns())
                     if now >= self.turn_ends_ns:
                         break
         finally:
             self._in_use -= 1
         now = monotonic_ns()
-        if len(batch) % _LOOKS:
+        if len(batch) % BATCH_LOOKS:
             self._note_latency(now)
         self._count_turn(len(batch), now)
         memory_fence()

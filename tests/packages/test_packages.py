@@ -193,9 +193,9 @@ def test_the_c_code_has_no_mutable_state_of_its_own() -> None:
 
 
 def test_free_threaded_interpreters_are_told_about_the_gil() -> None:
-    code = (ROOT / "aioshm/ring/_native.c").read_text()
-    assert "#ifdef Py_mod_gil\n    {Py_mod_gil, Py_MOD_GIL_USED},\n#endif" in code
-    assert "#ifndef Py_GIL_DISABLED" in code.partition("#include <Python.h>")[0]
+    core = ROOT / "aioshm/ring/core"
+    assert "#ifdef Py_mod_gil\n    {Py_mod_gil, Py_MOD_GIL_USED},\n#endif" in (core / "module.c").read_text()
+    assert "#ifndef Py_GIL_DISABLED" in (core / "core.h").read_text().partition("#include <Python.h>")[0]
 
 
 def test_every_file_of_the_package_is_named_for_the_wheel() -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import sys
 import tracemalloc
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +19,7 @@ from pairs_of_cores import PLAIN, NewPair, Pair, open_gate
 from rings import NATIVE, Cores
 from support import examples
 
-from aioshm.ring import Layout, _portable
+from aioshm.ring import Layout
 from aioshm.ring import layout as at
 
 FIELDS = (
@@ -269,31 +267,6 @@ class TestHostileLayouts:
                 setattr(core, name, 1)
         with pytest.raises(OverflowError):
             core.turn = 1 << 63
-
-
-def test_the_constants_of_the_c_source() -> None:
-    text = (Path(_portable.__file__).parent / "_native.c").read_text()
-    constants = {name: int(value) for name, value in re.findall(r"^#define (\w+) (\d+)\b", text, re.MULTILINE)}
-    for name in (
-        "WRITER_LINE",
-        "WRITER_PARKED",
-        "READERS_PARKED",
-        "SLOT_HEADER_BYTES",
-        "CHUNK",
-        "CHUNK_HEADER_BYTES",
-        "SPINNING",
-        "BYTES",
-        "OVERFLOWS",
-        "LATENCY_NS",
-        "LATENCY_BUCKETS",
-        "LATENCY_FIRST_BIT",
-        "LATENCY_EVERY",
-    ):
-        assert constants[name] == getattr(at, name)
-    assert constants["COPY_MAX"] == _portable.COPY_MAX
-    assert constants["BATCH_LOOKS"] == _portable._LOOKS
-    assert constants["RUSH_NS"] == _portable._RUSH_NS
-    assert constants["HELD_SPIN_NS"] == _portable._LONG_SPIN_NS
 
 
 class Owner:

@@ -21,15 +21,15 @@ def test_no_function_has_changed_without_its_model_being_looked_at() -> None:
 
 def test_a_change_of_either_language_is_noticed(tmp_path, monkeypatch) -> None:
     ring = tmp_path / "aioshm" / "ring"
-    ring.mkdir(parents=True)
-    for name in ("_native.c", "cursors.py"):
+    (ring / "core").mkdir(parents=True)
+    for name in ("core/send.c", "cursors.py"):
         (ring / name).write_text((steps.ROOT / "aioshm" / "ring" / name).read_text())
-    places = ["ring/_native.c::readers_parked", "ring/cursors.py::RingWriter.want"]
+    places = ["ring/core/send.c::readers_parked", "ring/cursors.py::RingWriter.want"]
     before = [steps.digest(place) for place in places]
     monkeypatch.setattr(steps, "ROOT", tmp_path)
     assert [steps.digest(place) for place in places] == before
     for name, fence in (
-        ("_native.c", "    full_fence();\n"),
+        ("core/send.c", "    full_fence();\n"),
         ("cursors.py", "        memory_fence()  # before the parked flag"),
     ):
         text = (ring / name).read_text()
@@ -37,7 +37,7 @@ def test_a_change_of_either_language_is_noticed(tmp_path, monkeypatch) -> None:
         (ring / name).write_text(text.replace(fence, "        pass  #" if name.endswith("py") else ""))
     assert all(now != then for now, then in zip([steps.digest(place) for place in places], before, strict=True))
     with pytest.raises(LookupError, match="no_such"):
-        steps.digest("ring/_native.c::no_such")
+        steps.digest("ring/core/send.c::no_such")
 
 
 def test_every_mutation_is_one_of_its_model() -> None:

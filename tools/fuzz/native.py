@@ -11,7 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUILT = ROOT / "build" / "fuzz-native"
-SOURCES = ("aioshm/ring/_native.c", "aioshm/events/protocol/_encoder.c")
+SOURCES = {
+    "aioshm/ring/_native.so": "aioshm/ring/core/*.c",
+    "aioshm/events/protocol/_encoder.so": "aioshm/events/protocol/_encoder.c",
+}
 
 _SANITIZERS = "address,undefined"
 _FLAGS = ("-std=c11", "-g", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-Wno-everything")
@@ -30,10 +33,9 @@ def build() -> Path | None:
     include = f"-I{sysconfig.get_path('include')}"
     shutil.rmtree(BUILT, ignore_errors=True)
     shutil.copytree(ROOT / "aioshm", BUILT / "aioshm", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for source in SOURCES:
-        path = BUILT / source
-        kind = ("-shared", "-fPIC", f"-fsanitize=fuzzer-no-link,{_SANITIZERS}")
-        subprocess.run([compiler, *kind, *_FLAGS, include, path, "-o", path.with_suffix(".so")], check=True)
+    for module, pattern in SOURCES.items():
+        kind = ("-shared", "-fPIC", "-fvisibility=hidden", f"-fsanitize=fuzzer-no-link,{_SANITIZERS}")
+        subprocess.run([compiler, *kind, *_FLAGS, include, *BUILT.glob(pattern), "-o", BUILT / module], check=True)
     program = BUILT / "fuzz"
     # What the sanitizers and libFuzzer are called by is in the program, for the libraries that it loads.
     link = (library, f"-Wl,-rpath,{library.parent}", "-rdynamic", f"-fsanitize=fuzzer,{_SANITIZERS}")

@@ -13,7 +13,7 @@
  * keeps stores in order and loads in order, but lets a load pass a store; then a sleep ends by itself (RECHECK_S). No load
  * is satisfied early where the twin's writer sleeps: that search does not end within five minutes.
  *
- *     step here       C (ring/_native.c)                  Python
+ *     step here       C (ring/core/*.c)                  Python
  *     publish, tell   publish, readers_parked             ring/_portable.py WriterCore.commit, put_many; memory_fence
  *     ring_reader     -                                   queue/local/roster.py Roster.ring_bells; lifeline/bell.py Bell
  *     park            -                                   wait/poller.py Poller._sleep, _sleep_in_place;

@@ -3,7 +3,7 @@
  * One writer, two readers, three slots, two chunks. A step is one load or store of shared memory, in the order of the
  * program; what another order does is the litmus tests' (verify/litmus). Every process may be killed before any step.
  *
- *     step here         C (ring/_native.c)               Python
+ *     step here         C (ring/core/*.c)               Python
  *     is_free           is_free                          ring/_portable.py WriterCore._is_free
  *     CLAIM             claim, reclaim                   WriterCore._claim, _note, _reclaim, _unclaim
  *     FILL, PUBLISH     put_bytes, publish               WriterCore._fill, _publish, _announce, _use_claimed

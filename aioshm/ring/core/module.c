@@ -1,0 +1,143 @@
+/* The module, its functions and types */
+
+#include "core.h"
+
+#include <limits.h>
+
+#if defined(__linux__)
+#include <sys/timerfd.h>
+#endif
+
+/* Functions */
+
+static PyObject *fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    full_fence();
+    Py_RETURN_NONE;
+}
+
+#if defined(__linux__)
+static PyObject *new_timer(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    int fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
+    return fd < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(fd);
+}
+
+static PyObject *set_timer(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "timerfd_settime() takes a descriptor and a time");
+        return NULL;
+    }
+    long fd = PyLong_AsLong(args[0]);
+    if (fd == -1 && PyErr_Occurred())
+        return NULL;
+    if (fd < INT_MIN || fd > INT_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "no descriptor is that large");
+        return NULL;
+    }
+    long long at_ns = PyLong_AsLongLong(args[1]);
+    if (at_ns == -1 && PyErr_Occurred())
+        return NULL;
+    if (at_ns < 0)
+        at_ns = 1;  /* long ago, as what the caller means is: 0 would disarm */
+    struct itimerspec when = {.it_value = {.tv_sec = at_ns / 1000000000, .tv_nsec = at_ns % 1000000000}};
+    if (timerfd_settime((int)fd, TFD_TIMER_ABSTIME, &when, NULL) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+#endif
+
+static PyMethodDef functions[] = {
+    {"memory_fence", fence, METH_NOARGS, "Let no earlier load or store pass a later one."},
+#if defined(__linux__)
+    {"timerfd_create", new_timer, METH_NOARGS, "Return the descriptor of a new timer."},
+    {"timerfd_settime", FAST set_timer, METH_FASTCALL, "Let a timer ring at a moment of CLOCK_MONOTONIC; 0 disarms it."},
+#endif
+    {NULL, NULL, 0, NULL},
+};
+
+/* Add a type to the module; it is the caller's, too. */
+static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type != NULL && PyModule_AddType(module, (PyTypeObject *)type) < 0)
+        Py_CLEAR(type);
+    return (PyTypeObject *)type;
+}
+
+static int execute(PyObject *module)
+{
+    State *state = PyModule_GetState(module);
+    state->nothing = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
+    state->elsewhere = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
+    if (state->nothing == NULL || state->elsewhere == NULL
+        || PyModule_AddObjectRef(module, "NOTHING", state->nothing) < 0
+        || PyModule_AddObjectRef(module, "ELSEWHERE", state->elsewhere) < 0)
+        return -1;
+    state->call = (PyTypeObject *)PyType_FromModuleAndSpec(module, &call_spec, NULL);
+    if (state->call == NULL)
+        return -1;
+    state->writer = add_type(module, &writer_spec);
+    state->reader = state->writer == NULL ? NULL : add_type(module, &reader_spec);
+    state->calls = state->reader == NULL ? NULL : add_type(module, &calls_spec);
+    if (state->calls == NULL)
+        return -1;
+    return 0;
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    State *state = PyModule_GetState(module);
+    Py_VISIT(state->nothing);
+    Py_VISIT(state->elsewhere);
+    Py_VISIT(state->writer);
+    Py_VISIT(state->reader);
+    Py_VISIT(state->call);
+    Py_VISIT(state->calls);
+    return 0;
+}
+
+static int module_clear(PyObject *module)
+{
+    State *state = PyModule_GetState(module);
+    Py_CLEAR(state->nothing);
+    Py_CLEAR(state->elsewhere);
+    Py_CLEAR(state->writer);
+    Py_CLEAR(state->reader);
+    Py_CLEAR(state->call);
+    Py_CLEAR(state->calls);
+    return 0;
+}
+
+static void module_free(void *module)
+{
+    module_clear(module);
+}
+
+/* All state is the module's or an object's. But that an end is used by one thread at a time is checked by plain loads and
+ * stores (`user`), which the GIL keeps apart: a free-threaded interpreter is told to keep it. */
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, execute},
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "aioshm.ring._native",
+    .m_doc = "The hot path of a ring in C; see _portable.py.",
+    .m_size = sizeof(State),
+    .m_methods = functions,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    return PyModuleDef_Init(&definition);
+}
