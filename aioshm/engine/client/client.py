@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import msgspec
 
 from aioshm.arguments import check_int, check_seconds
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
-from aioshm.engine.client.link import EngineLink, OnEngineChange, OnEngineDeath, Resubmit
+from aioshm.engine.client.link import ClientOptions, EngineLink, OnEngineChange, OnEngineDeath, Resubmit
 from aioshm.engine.client.pending import PendingCall
 from aioshm.engine.client.streams import OutputStream
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
@@ -20,7 +20,7 @@ from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
 from aioshm.engine.protocol.payloads import Frame, PayloadEncoder
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.stats import EngineClientStats
-from aioshm.errors import CodecError, EngineDead, RoleError
+from aioshm.errors import CodecError, EngineDead
 from aioshm.process.watch import WatchedManager, WatchedProcess
 
 _ADD = EngineCoreRequestType.ADD.value
@@ -91,25 +91,18 @@ class EngineClient(AsyncClosing):
         on_engine_change: OnEngineChange | None = None,
         membership_address: str | None = None,
     ) -> None:
-        if on_engine_death not in get_args(OnEngineDeath):
-            raise ValueError(f"on_engine_death must be 'fail' or 'continue', not {on_engine_death!r}")
-        if resubmit is not None and (resubmit not in get_args(Resubmit) or on_engine_death == "fail"):
-            raise ValueError(f"resubmit must be None, or 'unstarted' with on_engine_death='continue', not {resubmit!r}")
-        if membership_address is not None and on_engine_death == "fail":
-            raise ValueError("membership_address needs on_engine_death='continue', not 'fail'")
-        self._link = EngineLink(
-            addresses,
-            engines,
-            client_index,
-            output_type,
-            options,
-            keys,
-            secure,
-            on_engine_death,
-            on_engine_change,
-            membership_address,
+        chosen = ClientOptions(
+            client_index=client_index,
+            output_type=output_type,
+            options=options,
+            keys=keys,
+            secure=secure,
+            on_engine_death=on_engine_death,
+            resubmit=resubmit,
+            on_engine_change=on_engine_change,
+            membership_address=membership_address,
         )
-        self._follows = membership_address is not None
+        self._link = EngineLink(addresses, engines, chosen)
         self._resubmits = resubmit is not None
         self._request_type = request_type
         self._encode = PayloadEncoder(self._link.options.max_message_bytes).encode
@@ -135,7 +128,7 @@ class EngineClient(AsyncClosing):
     @property
     def deaths(self) -> Mapping[int, EngineDead]:
         """How engines have died that are not back, by rank; empty unless ``on_engine_death="continue"``."""
-        return self._link.roster.deaths
+        return self._link.engines.deaths
 
     @property
     def late_outputs(self) -> int:
@@ -162,7 +155,7 @@ class EngineClient(AsyncClosing):
             failed=pending.failed,
             in_flight=len(pending.inboxes),
             late_outputs=pending.late_outputs,
-            deaths=link.roster.died,
+            deaths=link.engines.died,
         )
 
     def leave_deaths_to_supervisor(self) -> None:
@@ -216,7 +209,7 @@ class EngineClient(AsyncClosing):
                 await link.settled.wait()
         except TimeoutError:
             missing = ", ".join(map(str, link.engines.missing))
-            died = "".join(f"; {error}" for error in link.roster.deaths.values())
+            died = "".join(f"; {error}" for error in link.engines.deaths.values())
             raise TimeoutError(f"engines {missing} have not registered after {timeout} s{died}") from None
         link.check_open()
 
@@ -248,7 +241,7 @@ class EngineClient(AsyncClosing):
             TypeError, ValueError: There can be no such rank, or there is an engine of that rank.
         """
         identity(rank)
-        self._check_own()
+        self._link.check_own()
         self._link.add(rank)
         self._link.tell_scale()
 
@@ -266,14 +259,14 @@ class EngineClient(AsyncClosing):
             ValueError: It is not the last one, or the only one.
         """
         link = self._link
-        self._check_own()
+        self._link.check_own()
         if timeout is not None:
             check_seconds("timeout", timeout)
         if len(link.engines.ranks) == 1 or rank != link.engines.ranks[-1]:
             raise ValueError(f"rank must be the last one of several engines, {link.engines.ranks}, not {rank!r}")
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await link.roster.drain(rank)
+                await link.engines.drain(rank)
         link.check_open()
         link.remove_last()
         link.tell_scale()
@@ -317,7 +310,7 @@ class EngineClient(AsyncClosing):
         former = link.pending.inboxes.get(request_id)
         if former is not None and not former.interrupted:
             raise ValueError(f"request_id {request_id!r} is that of another request in flight")
-        position = link.roster.choose(engine)
+        position = link.engines.choose(engine)
         self._stamp(request)
         frames = self._encode(request)
         if former is not None:
@@ -331,7 +324,7 @@ class EngineClient(AsyncClosing):
             except EngineDead:
                 if engine is not None or not link.goes_on:
                     raise
-                position = link.roster.choose(None)  # another one: this one is none of the choices any more
+                position = link.engines.choose(None)  # another one: this one is none of the choices any more
         # Frames of arrays are views of the caller's memory, who may change it by the time that an engine dies.
         kept: list[Frame] | None = [bytes(frame) for frame in frames] if self._resubmits else None
         inbox = link.pending.add(request_id, position, generation, kept)
@@ -375,7 +368,7 @@ class EngineClient(AsyncClosing):
         """
         link = self._link
         link.check_ready()
-        positions = link.roster.all_positions() if engine is None else [link.roster.choose(engine)]
+        positions = link.engines.all_positions() if engine is None else [link.engines.choose(engine)]
         calls: list[PendingCall] = []
         try:
             for position in positions:
@@ -385,11 +378,6 @@ class EngineClient(AsyncClosing):
         finally:
             link.pending.forget(calls)
         return results if engine is None else results[0]
-
-    def _check_own(self) -> None:
-        self._link.check_open()
-        if self._follows:
-            raise RoleError("the process at membership_address says which engines there are: scale its supervisor")
 
     def _stamp(self, request: Any) -> None:
         try:

@@ -7,7 +7,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import zmq
@@ -15,11 +16,10 @@ import zmq
 from aioshm.arguments import check_int
 from aioshm.closing import warn_not_closed
 from aioshm.config import Options
+from aioshm.engine.client.engines import Engines, again
 from aioshm.engine.client.liveness import Liveness
 from aioshm.engine.client.membership import EarlyRegistration, MembershipLink
 from aioshm.engine.client.pending import Pending
-from aioshm.engine.client.roster import Roster, again
-from aioshm.engine.client.senders import Senders
 from aioshm.engine.client.sockets import ClientSockets
 from aioshm.engine.client.streams import Inbox
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
@@ -27,7 +27,6 @@ from aioshm.engine.protocol.balance import LoadBalancer
 from aioshm.engine.protocol.membership import Membership
 from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestType
 from aioshm.engine.protocol.payloads import Frame
-from aioshm.engine.protocol.registrations import Registrations
 from aioshm.engine.protocol.reports import encode_scale
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
@@ -36,7 +35,6 @@ from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
 from aioshm.process.background import notify
 from aioshm.process.guard import built
-from aioshm.zeromq.curve import CurveKeys
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -52,21 +50,35 @@ _encode_plain = msgspec.msgpack.Encoder().encode
 _decode_counts = built(lambda: msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bool])).decode
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions:
+    """The arguments of `EngineClient` that concern its engines."""
+
+    client_index: int = 0
+    output_type: Any = None
+    options: Options | None = None
+    keys: EngineKeys | None = None
+    secure: bool = True
+    on_engine_death: OnEngineDeath = "fail"
+    resubmit: Resubmit | None = None
+    on_engine_change: OnEngineChange | None = None
+    membership_address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_engine_death not in get_args(OnEngineDeath):
+            raise ValueError(f"on_engine_death must be 'fail' or 'continue', not {self.on_engine_death!r}")
+        given = self.resubmit
+        if given is not None and (given not in get_args(Resubmit) or self.on_engine_death == "fail"):
+            raise ValueError(f"resubmit must be None, or 'unstarted' with on_engine_death='continue', not {given!r}")
+        if self.membership_address is not None and self.on_engine_death == "fail":
+            raise ValueError("membership_address needs on_engine_death='continue', not 'fail'")
+
+
 class EngineLink:
-    """Sends to engines, and gives what comes from them to whom it is for; its arguments are those of `EngineClient`."""
+    """Sends to engines, and gives what comes from them to whom it is for."""
 
     def __init__(
-        self,
-        addresses: EngineZmqAddresses,
-        engines: Sequence[CoreEngine] | int,
-        client_index: int,
-        output_type: Any,
-        options: Options | None,
-        keys: EngineKeys | None,
-        secure: bool,
-        on_engine_death: OnEngineDeath,
-        on_engine_change: OnEngineChange | None,
-        membership_address: str | None,
+        self, addresses: EngineZmqAddresses, engines: Sequence[CoreEngine] | int, chosen: ClientOptions
     ) -> None:
         self.sockets: ClientSockets | None = None
         self._closed = False
@@ -76,24 +88,22 @@ class EngineLink:
         else:
             ranks = [engine.index for engine in engines]
         n_clients = min(len(addresses.inputs), len(addresses.outputs))
-        if check_int("client_index", client_index, minimum=0) >= n_clients:
-            raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {client_index}")
+        self.index = check_int("client_index", chosen.client_index, minimum=0)
+        if self.index >= n_clients:
+            raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {self.index}")
         self.addresses = addresses  # what engines are to be told
-        self.options: Options = options or Options.from_env()  # those given, or the environment's
-        self._secure = secure and self.options.secure
-        self.goes_on: bool = on_engine_death == "continue"
-        self._on_change = on_engine_change
-        self._given_keys = keys
-        self.index = client_index  # which of the addresses' inputs and outputs are used
-        roster = self.roster = Roster(ranks, client_index, n_clients, output_type)
-        self.engines: Registrations = roster.engines
-        self.balance: LoadBalancer = roster.balance
-        self.pending: Pending = roster.pending
+        self._chosen = chosen
+        self.options: Options = chosen.options or Options.from_env()
+        self._secure = chosen.secure and self.options.secure
+        self.goes_on: bool = chosen.on_engine_death == "continue"
+        self.engines: Engines = Engines(ranks, self.index, n_clients, chosen.output_type)
+        self.balance: LoadBalancer = self.engines.balance
+        self.pending: Pending = self.engines.pending
         self.wave: int = 0  # the wave that the coordinator has told of
         self.dead: EngineDead | None = None  # why nothing is sent any more, once that is so
-        self.logs_deaths: bool = membership_address is None
+        # Whether to log how an engine has died; a supervisor logs that itself.
+        self.logs_deaths: bool = chosen.membership_address is None
         self._began = self._complete = False
-        self._membership_address = membership_address
         self._membership: MembershipLink | None = None
         self._incarnations: dict[int, int] = {}  # of the engines that have registered, where their keys tell
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
@@ -108,14 +118,14 @@ class EngineLink:
         """Bind the addresses and begin to listen."""
         if self.sockets is not None or self._closed:
             raise RoleError("a client of engines can be entered once")
-        self.settled: asyncio.Event = asyncio.Event()
+        self.settled: asyncio.Event = asyncio.Event()  # all engines have registered, or never will
         self._thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
         addresses = self.addresses.inputs[self.index], self.addresses.outputs[self.index]
-        protection = Protection.of_front_end(addresses, self.engines.ranks, keys=self._given_keys, secure=self._secure)
+        address = self._chosen.membership_address
+        protection = Protection.of_front_end(addresses, self.engines.ranks, keys=self._chosen.keys, secure=self._secure)
         self._protection = protection
         self.engines.identities = [protection.name(rank, addresses[0]) for rank in self.engines.ranks]
-        self._senders: Senders = Senders(protection, *addresses)
         this: EngineLink = weakref.proxy(self)  # the loop holds on to what it calls; a forgotten client shall end
         self.sockets = ClientSockets(
             *addresses,
@@ -123,18 +133,16 @@ class EngineLink:
             protection,
             max_bytes=self.options.max_message_bytes,
             silence_s=self.options.remote_timeout,
-            patience_s=0.0 if self._membership_address is None else _UNKNOWN_S,
+            patience_s=0.0 if address is None else _UNKNOWN_S,
         )
         self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
         self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
-        self.liveness: Liveness = Liveness(lambda rank: this._lose(rank), lambda error: this._die(error))
-        if (address := self._membership_address) is not None:
-            self.liveness.expect_explanations()
-            self.pending.idle = lambda _position: this._say_progress()
-            own = keys_for_front_end(self._given_keys).front_end if self._secure and over_tcp([address]) else None
-            curve = None if own is None else CurveKeys(public=own.public, secret=own.secret, server=own.public)
+        self.liveness: Liveness = Liveness(this, explained=address is not None)
+        if address is not None:
+            self.pending.idle = lambda _position: this.say_progress()
+            keys = keys_for_front_end(self._chosen.keys) if self._secure and over_tcp([address]) else None
             try:
-                self._membership = MembershipLink(address, lambda told: this._follow(told), curve)
+                self._membership = MembershipLink(address, this, None if keys is None else keys.to_front_end())
             except BaseException:
                 self._closed = True
                 self.liveness.stop()
@@ -149,24 +157,40 @@ class EngineLink:
         for position, ids in self.pending.by_engine().items():
             self.abort(position, ids)
         self._closed = True
-        self.liveness.stop()
-        if self._membership is not None:
-            self._membership.close()
+        self._stop_listening()
         self._fail(lambda: EndClosed("the client of the engines was closed"))
         await self.sockets.aclose()
 
     def __del__(self) -> None:
         if self.sockets is not None and not self._closed:
             warn_not_closed(self)
-            self.liveness.stop()
-            if self._membership is not None:
-                self._membership.close()
+            self._stop_listening()
             self.sockets.close()
+
+    def _stop_listening(self) -> None:
+        self.liveness.stop()
+        if self._membership is not None:
+            self._membership.close()
+
+    def check_ready(self) -> None:
+        self.check_open()
+        if not self._began:
+            raise RoleError("the engines are not ready: await wait_until_ready() first")
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise EndClosed("the client of the engines was closed")
+        if self.sockets is None:
+            raise RoleError("a client of engines is used inside `async with`")
+        if threading.get_ident() != self._thread:
+            raise RoleError("a client of engines is used in the thread of its event loop")
+        if self.dead is not None:
+            raise again(self.dead)
 
     # What is sent
 
     def send(self, position: int, kind: bytes, frames: list[Frame]) -> None:
-        """Send an engine something."""
+        """Send an engine something; `EngineDead`: it is gone."""
         assert self.sockets is not None
         try:
             self.sockets.send(self.engines.identities[position], kind, frames)
@@ -179,24 +203,35 @@ class EngineLink:
 
     def abort(self, position: int, request_ids: list[str]) -> None:
         """Abort requests that were not waited for to the end, if their engine is still there."""
-        if self.dead is None and self.engines.ranks[position] not in self.roster.deaths:
+        if self.dead is None and self.engines.ranks[position] not in self.engines.deaths:
             try:
                 self.send(position, _ABORT, [_encode_plain(request_ids)])
             except EngineDead:
                 pass  # the waiting calls are told
 
+    def leave(self, request_id: str, inbox: Inbox) -> None:
+        """Abort a request whose stream was left."""
+        if inbox.ended or self._closed or self._loop.is_closed():
+            return
+        if threading.get_ident() != self._thread:  # the garbage collector's choice
+            self._loop.call_soon_threadsafe(self.leave, request_id, inbox)
+            return
+        self.pending.abort(request_id)
+        self.abort(inbox.position, [request_id])
+
     # What comes
 
     def registered(self, sender_identity: bytes, frames: list[bytes], connection: int, sender: str, user: str) -> None:
-        """Take an engine's registration."""
+        """Take an engine's registration: the name of its socket, what it says, who it is for people and by its keys."""
+        assert self.sockets is not None
         try:
-            if self._senders.register_by_keys:
+            if self.sockets.register_by_keys:
                 rank_by_keys = self._protection.ranks.get(user)
                 self.engines.recognise(sender_identity, rank_by_keys, self._protection.name_of(user))
             if self._membership is not None and self.engines.may_come(sender_identity):
                 self._membership.early[sender_identity] = EarlyRegistration(frames, connection, sender, user)
                 return
-            rank = self.engines.take(sender_identity, frames)
+            rank = self.engines.register(sender_identity, frames)
         except ValueError as error:
             self._limiter.warn(
                 logger, "a registration of %s by %s is ignored: %s", sender_identity[:16].hex(), sender, error
@@ -206,18 +241,19 @@ class EngineLink:
         self.liveness.connected(rank, connection, sender)
         if self.dead is not None:  # of its predecessor, which was not known before
             return
-        if self.roster.deaths.pop(rank, None) is not None:
-            self.engines.take(sender_identity, frames)  # its predecessor's death, if it was told now, has undone it
+        if self.engines.deaths.pop(rank, None) is not None:
+            # Its predecessor's death, if it was told now, has undone it.
+            self.engines.register(sender_identity, frames)
             logger.info("engine %d is back: it is %s", rank, sender)
             self._tell_change(rank, None)
-        if self._senders.register_by_keys:
+        if self.sockets.register_by_keys:
             self._incarnations[rank] = int(user.partition(".")[2])
-        self.roster.take_in(rank)
+        self.engines.take_in(rank)
         self._settle()
 
     def _settle(self) -> None:
         """Let calls begin if all engines have registered, and those are all that there are."""
-        self._say_progress()
+        self.say_progress()
         if self.engines.missing or (self._membership is not None and not self._membership.version):
             return
         self._complete = True
@@ -226,6 +262,16 @@ class EngineLink:
             self._began = True
             self._subscribe(self.addresses.frontend_stats_publish_address or self.engines.stats_address)
 
+    def _subscribe(self, address: str | None) -> None:
+        assert self.sockets is not None
+        try:
+            if address is not None:
+                encrypted = self._secure and over_tcp([address])
+                keys = keys_for_front_end(self._chosen.keys) if encrypted else None
+                self.sockets.subscribe(address, None if keys is None else keys.to_coordinator())
+        except (OSError, RuntimeError) as error:  # requests are distributed by what this client knows, then
+            self._limiter.warn(logger, "there are no counts from the coordinator: %s", error)
+
     def disconnected(self, connection: int) -> None:
         """Take the end of a connection."""
         if self._membership is not None:
@@ -233,9 +279,10 @@ class EngineLink:
         self.liveness.disconnected(connection)
 
     def output(self, frames: list[Frame], origin: str) -> None:
-        """Take what an engine has sent."""
+        """Take what an engine has sent; see `ClientSockets.rank_of`."""
+        assert self.sockets is not None
         try:
-            sender = self._senders.check(frames, origin, self.liveness.hosts)
+            sender = self.sockets.rank_of(frames, origin, self.liveness.hosts)
             if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
                 self.liveness.said_dead(sender)
                 return
@@ -256,56 +303,32 @@ class EngineLink:
         except ValueError as error:
             self._limiter.warn(logger, "counts from the coordinator are ignored: %s", error)
 
-    # Requests left, engines dead
+    # Engines dead
 
-    def leave(self, request_id: str, inbox: Inbox) -> None:
-        """Abort a request whose stream was left."""
-        if inbox.ended or self._closed:
-            return
-        if threading.get_ident() != self._thread:  # the garbage collector's choice
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self.leave, request_id, inbox)
-            return
-        if self._loop.is_closed():
-            return
-        self.pending.abort(request_id)
-        self.abort(inbox.position, [request_id])
-
-    def _lose(self, rank: int) -> None:
+    def lose(self, rank: int) -> None:
         """Give no more requests to an engine that cannot be reached; its death is told soon."""
         if self.goes_on and rank in self.engines.ranks:
-            self.roster.leave_out(rank)
+            self.engines.leave_out(rank)
 
-    def _die(self, error: EngineDead) -> None:
+    def die(self, error: EngineDead) -> None:
+        """Take the death of an engine, or of all where its error names none."""
         if self._closed or self.dead is not None:
             return
         assert self.sockets is not None
         self.sockets.read_outputs()  # its last words
         if self.goes_on and error.engine in self.engines.ranks:
             self._expect_more()
-            failed, moved = self.roster.go_on_without(error.engine, error, self.send)
+            failed, moved = self.engines.go_on_without(error.engine, error, self.send)
             if failed or moved or self.logs_deaths:
                 what = error if self.logs_deaths else f"engine {error.engine} is gone"
                 logger.warning("%s; %d of its requests failed, %d went to other engines", what, failed, moved)
             self._tell_change(error.engine, error)
-            self._say_progress()
+            self.say_progress()
             return
-        self.dead = error
-        self.roster.died += 1
-        self.liveness.stop()
+        self.engines.died += 1
         # Waiting calls are told; where there are none, it is but an engine that was stopped.
         logger.debug("%s; %d requests and %d calls were pending", error, len(self.pending.inboxes), self.pending.calls)
-        self._fail(lambda: again(error))
-
-    def _expect_more(self) -> None:
-        assert self.sockets is not None
-        self._complete = False
-        self.settled.clear()
-        self.sockets.look_for_registrations()
-
-    def _tell_change(self, rank: int, error: EngineDead | None) -> None:
-        if self._on_change is not None:
-            self._loop.call_soon(notify, self._on_change, rank, error)
+        self.give_up(error)
 
     def give_up(self, error: EngineDead) -> None:
         """Fail everything that is pending, and all that is begun later, with this error."""
@@ -314,6 +337,20 @@ class EngineLink:
             self.liveness.stop()
             self._fail(lambda: again(error))
 
+    def _fail(self, error: Callable[[], Exception]) -> None:
+        self.pending.fail(error)
+        self.settled.set()
+
+    def _expect_more(self) -> None:
+        assert self.sockets is not None
+        self._complete = False
+        self.settled.clear()
+        self.sockets.look_for_registrations()
+
+    def _tell_change(self, rank: int, error: EngineDead | None) -> None:
+        if self._chosen.on_engine_change is not None:
+            self._loop.call_soon(notify, self._chosen.on_engine_change, rank, error)
+
     # More engines, or fewer
 
     def add(self, rank: int) -> None:
@@ -321,7 +358,6 @@ class EngineLink:
         assert self.sockets is not None
         self.engines.add(rank, self._protection.name(rank, self.sockets.input_address))
         self._protection.expect(rank)
-        self.balance.resize(len(self.engines.ranks))
         self._expect_more()
 
     def void_keys(self, rank: int, incarnation: int) -> None:
@@ -332,80 +368,52 @@ class EngineLink:
 
     def remove_last(self) -> None:
         """Expect the last engine no more; what it still has fails."""
-        self.liveness.dismiss(self.roster.remove_last())
+        self.liveness.dismiss(self.engines.remove_last())
         self._settle()
-
-    # As another process tells
-
-    def _follow(self, told: Membership) -> None:
-        """Go by what is told of the engines: more of them, fewer, some that are to be left alone, or how they died."""
-        if self.dead is not None or self._closed:
-            return
-        for rank in sorted(told.engines.keys() - self.engines.ranks):
-            self.add(rank)
-        while self.engines.ranks[-1] not in told.engines and len(self.engines.ranks) > 1:
-            self.remove_last()
-        for rank, incarnation in told.engines.items():
-            self.void_keys(rank, incarnation)
-        roster, membership = self.roster, self._membership
-        assert membership is not None
-        for rank in roster.leaving.difference(told.leaving):
-            roster.stay(rank)
-        for rank in set(told.leaving).intersection(self.engines.ranks) - roster.leaving:
-            for answer in self.pending.calls_of(roster.begin_to_leave(rank)):
-                answer.add_done_callback(lambda _answer: self._loop.call_soon(self._say_progress))
-        for rank, death in told.deaths.items():
-            is_this = self._incarnations.get(rank) == death.incarnation if self._senders.register_by_keys else None
-            self.liveness.explain(EngineDead(death.text, engine=rank, pid=death.pid), is_this=is_this)
-        membership.version = told.version
-        assert self.sockets is not None
-        self.sockets.reconsider()
-        for name in membership.early.keys() & set(self.engines.identities):
-            self.registered(name, *membership.early.pop(name))
-        if told.failure is not None:
-            self.give_up(EngineDead(told.failure.text, engine=told.failure.engine, pid=told.failure.pid))
-        self._settle()
-
-    def _say_progress(self) -> None:
-        """Tell the process that starts engines how far this front end is with what it was told."""
-        if self._membership is not None and not self._closed:
-            self._membership.say(self.engines.missing, self.roster.busy())
 
     def tell_scale(self) -> None:
         """Tell the coordinator, if there is one, how many engines there are."""
         assert self.sockets is not None
         self.sockets.tell_coordinator(encode_scale(len(self.engines.ranks)))
 
-    def _fail(self, error: Callable[[], Exception]) -> None:
-        self.pending.fail(error)
-        self.settled.set()
-
-    # Who may call
-
-    def check_ready(self) -> None:
+    def check_own(self) -> None:
+        """Make sure that nobody else says which engines there are."""
         self.check_open()
-        if not self._began:
-            raise RoleError("the engines are not ready: await wait_until_ready() first")
+        if self._chosen.membership_address is not None:
+            raise RoleError("the process at membership_address says which engines there are: scale its supervisor")
 
-    def check_open(self) -> None:
-        if self._closed:
-            raise EndClosed("the client of the engines was closed")
-        if self.sockets is None:
-            raise RoleError("a client of engines is used inside `async with`")
-        if threading.get_ident() != self._thread:
-            raise RoleError("a client of engines is used in the thread of its event loop")
-        if self.dead is not None:
-            raise again(self.dead)
+    # As another process tells
 
-    # The coordinator, and complaints
+    def follow(self, told: Membership) -> None:
+        """Go by what is told of the engines: more of them, fewer, some that are to be left alone, or how they died."""
+        if self.dead is not None or self._closed:
+            return
+        engines, membership, sockets = self.engines, self._membership, self.sockets
+        assert membership is not None
+        assert sockets is not None
+        for rank in sorted(told.engines.keys() - engines.ranks):
+            self.add(rank)
+        while engines.ranks[-1] not in told.engines and len(engines.ranks) > 1:
+            self.remove_last()
+        for rank, incarnation in told.engines.items():
+            self.void_keys(rank, incarnation)
+        for rank in engines.leaving.difference(told.leaving):
+            engines.stay(rank)
+        for rank in set(told.leaving).intersection(engines.ranks) - engines.leaving:
+            for answer in self.pending.calls_of(engines.begin_to_leave(rank)):
+                answer.add_done_callback(lambda _answer: self._loop.call_soon(self.say_progress))
+        for rank, death in told.deaths.items():
+            is_this = self._incarnations.get(rank) == death.incarnation if sockets.register_by_keys else None
+            self.liveness.explain(EngineDead(death.text, engine=rank, pid=death.pid), is_this=is_this)
+        membership.version = told.version
+        sockets.reconsider()
+        for name in membership.early.keys() & set(engines.identities):
+            self.registered(name, *membership.early.pop(name))
+        if told.failure is not None:
+            self.give_up(EngineDead(told.failure.text, engine=told.failure.engine, pid=told.failure.pid))
+        self._settle()
 
-    def _subscribe(self, address: str | None) -> None:
-        assert self.sockets is not None
-        try:
-            if address is not None:
-                encrypted = self._secure and over_tcp([address])
-                self.sockets.subscribe(
-                    address, keys_for_front_end(self._given_keys).to_coordinator() if encrypted else None
-                )
-        except (OSError, RuntimeError) as error:  # requests are distributed by what this client knows, then
-            self._limiter.warn(logger, "there are no counts from the coordinator: %s", error)
+    def say_progress(self) -> None:
+        """Tell the process that starts engines how far this front end is with what it was told."""
+        if self._membership is not None and not self._closed:
+            self._membership.say(self.engines.missing, self.engines.busy())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from aioshm.engine.protocol.progress import describe_exit, engine_of
 from aioshm.errors import EngineDead
 from aioshm.process.watch import ProcessWatch, WatchedManager, WatchedProcess
+
+if TYPE_CHECKING:
+    from aioshm.engine.client.link import EngineLink
 
 LAST_WORDS_S = 0.1
 """How long what an engine has sent may arrive after the end of its connection."""
@@ -31,9 +34,9 @@ class Liveness:
     is seldom what says most: ``ENGINE_CORE_DEAD`` does not say which engine, a connection not why.
     """
 
-    def __init__(self, on_lost: Callable[[int], None], on_death: Callable[[EngineDead], None]) -> None:
+    def __init__(self, link: EngineLink, *, explained: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
-        self._on_lost, self._on_death = on_lost, on_death
+        self._link = link
         self._watch: ProcessWatch | None = None
         self._dismissed: set[int] = set()
         self._connections: dict[int, int] = {}  # engines' ranks
@@ -43,7 +46,7 @@ class Liveness:
         self._told: set[int] = set()  # the dead, until they are back
         self._told_first: set[int] = set()  # of these it was told before anything was known of their processes
         self._told_until = 0.0  # until then an engine that says that it ends is the one that was told last
-        self._explained = False  # somebody else tells how they have died
+        self._explained = explained  # somebody else tells how they have died, see `explain`
         self._stopped = False
 
     def watch(self, manager: WatchedManager | None, processes: Iterable[WatchedProcess]) -> None:
@@ -66,10 +69,6 @@ class Liveness:
         self._connections[connection] = engine
         self._senders[engine] = sender
         self.hosts.add(sender)
-
-    def expect_explanations(self) -> None:
-        """Wait for `explain` where an engine's connection ends."""
-        self._explained = True
 
     def explain(self, error: EngineDead, *, is_this: bool | None = None) -> None:
         """Take from elsewhere how an engine has died; nothing happens if that was told, or its successor is here."""
@@ -119,7 +118,7 @@ class Liveness:
         if self._stopped or engine in self._dismissed:
             return
         if engine is not None:
-            self._on_lost(engine)
+            self._link.lose(engine)
             nameless = self._losses.pop(None, None)
             if nameless is not None:  # now it is known who it was
                 nameless.timer.cancel()
@@ -166,7 +165,7 @@ class Liveness:
             if error.engine is not None:
                 self._told.add(error.engine)
             self._told_until = self._loop.time() + NAME_WITHIN_S
-            self._on_death(error)
+            self._link.die(error)
 
     def _forget(self, engine: int | None) -> None:
         loss = self._losses.pop(engine, None)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
-from aioshm.engine.protocol.membership import MAX_MEMBERSHIP_BYTES, Membership, Progress, decode_membership, encode
+from aioshm.engine.protocol.membership import MAX_MEMBERSHIP_BYTES, Progress, decode_membership, encode
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import Sockets
+
+if TYPE_CHECKING:
+    from aioshm.engine.client.link import EngineLink
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -35,8 +37,8 @@ class EarlyRegistration(NamedTuple):
 class MembershipLink:
     """Hears which engines there are, and says how far this front end is with that; on the running loop."""
 
-    def __init__(self, address: str, on_membership: Callable[[Membership], object], curve: CurveKeys | None) -> None:
-        self._on_membership = on_membership
+    def __init__(self, address: str, link: EngineLink, curve: CurveKeys | None) -> None:
+        self._link = link
         self.version: int = 0  # of the membership that this front end goes by; 0: of none yet
         self.early: dict[bytes, EarlyRegistration] = {}
         self._said = Progress()
@@ -95,6 +97,6 @@ class MembershipLink:
 
     def _take(self, frames: list[bytes]) -> None:
         try:
-            self._on_membership(decode_membership(frames))
+            self._link.follow(decode_membership(frames))
         except ValueError as error:
             self._limiter.warn(logger, "what was said of the engines is ignored: %s", error)

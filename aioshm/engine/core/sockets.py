@@ -13,10 +13,10 @@ import zmq
 
 from aioshm.engine.protocol.addresses import EngineZmqAddresses, identity
 from aioshm.engine.protocol.messages import COORDINATOR_READY, ENGINE_CORE_DEAD, SUBSCRIBE_TO_ALL
-from aioshm.engine.protocol.payloads import MAX_FRAMES, Frame
+from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import EngineCredentials
-from aioshm.engine.security.reading import MessageReader, plain
+from aioshm.engine.security.ports import with_views
 from aioshm.process.background import give_back
 from aioshm.zeromq.curve import limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
@@ -120,7 +120,7 @@ class CoreSockets:
         self.dropped: Counter[int] = Counter()
         self._registration = b""
         self._monitors: list[Monitor] = []
-        self._ready = self._loop.create_future()
+        self._coordinator_ready = self._loop.create_future()
         self.coordinated: bool = addresses.coordinator_input is not None and addresses.coordinator_output is not None
         try:
             self._inputs = [self._open(zmq.DEALER, address) for address in addresses.inputs]
@@ -148,7 +148,7 @@ class CoreSockets:
             self._pumps.append(Pump(self._loop, monitor.pair, partial(self._read_monitor, client)))
         if self.coordinated:
             self._pump(self._subscription, COORDINATOR)
-            await self._ready
+            await self._coordinator_ready
 
     def send(self, client: int, frames: list[Frame], *, counts: bool = True) -> None:
         """Send something to a client, or to the coordinator; to a client that is gone nothing is sent."""
@@ -175,8 +175,8 @@ class CoreSockets:
                 pump.pause()
             for output in self._outputs:
                 output.pause()
-            if not self._ready.done():
-                self._ready.cancel()
+            if not self._coordinator_ready.done():
+                self._coordinator_ready.cancel()
             await give_back(self._flush)
 
     def _flush(self) -> None:
@@ -228,8 +228,8 @@ class CoreSockets:
         return _Output(self._loop, self._open(zmq.PUSH, self._addresses.outputs[client]))
 
     def _pump(self, socket: Socket, client: int) -> None:
-        read = MessageReader(socket, 1 + MAX_FRAMES, plain, views=True).read
-        self._pumps.append(Pump.of_messages(self._loop, socket, partial(self._take, client), read))
+        receive = partial(with_views, socket)
+        self._pumps.append(Pump.of_messages(self._loop, socket, partial(self._take, client), receive))
 
     def _read_monitor(self, client: int) -> None:
         for kind, *_ in self._monitors[client].events():
@@ -265,10 +265,9 @@ class CoreSockets:
         self._inputs[client].disconnect(address)
         attach(self._inputs[client], address, bind=False)
 
-    def _take(self, client: int, message: tuple[str, list[Frame]]) -> None:
-        frames = message[1]
+    def _take(self, client: int, frames: list[Frame]) -> None:
         if client == COORDINATOR and frames == [COORDINATOR_READY]:  # again whenever an engine has come
-            if not self._ready.done():
-                self._ready.set_result(None)
+            if not self._coordinator_ready.done():
+                self._coordinator_ready.set_result(None)
         elif client not in self._gone:  # sent before the connection ended, and read after that
             self._on_message(client, frames)

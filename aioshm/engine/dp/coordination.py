@@ -27,14 +27,11 @@ from aioshm.engine.protocol.reports import (
 )
 from aioshm.engine.protocol.waves import Published, Waves
 from aioshm.engine.security.binding import ENGINES, FRONT_ENDS, Protection, over_tcp
-from aioshm.engine.security.doorkeeper import Doorkeeper
-from aioshm.engine.security.guard import STRANGE_BYTES, Guard
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.engine.security.reading import MessageReader, user_of, with_sender
+from aioshm.engine.security.ports import MAX_STRANGE_BYTES, Ports, user_of, with_sender
 from aioshm.logs import LogLimiter
-from aioshm.zeromq.endpoint import BoundFile, attach
 from aioshm.zeromq.pump import Pump, drain
-from aioshm.zeromq.sockets import Socket, Sockets
+from aioshm.zeromq.sockets import Socket
 
 COMPLAINT_S = 10.0
 REMINDER_S = 60.0
@@ -42,9 +39,7 @@ REMINDER_S = 60.0
 
 # An XPUB socket drops what is more. What front ends miss is published again, but what engines miss is not.
 _FRONT_END_HWM, _ENGINE_HWM = 1_000, 100_000
-_FRAMES = 2  # of a message, that are kept: there should be one
 _OVERSIZED = 16 << 20  # ZeroMQ hangs up on who sends that, without a word; less is refused by name
-_RATE = 4096.0  # front ends say when they wake engines, some bytes for each wave, and nobody knows from where
 
 _Message: TypeAlias = "tuple[zmq.Frame, list[bytes]]"
 _Handle: TypeAlias = Callable[[list[bytes], zmq.Frame], None]
@@ -76,9 +71,6 @@ class Coordination(Closing):
         self.over: asyncio.Future[None] = self._loop.create_future()
         self._waves = waves
         self._limiter = LogLimiter(COMPLAINT_S)
-        self._sockets = Sockets()
-        self._files: list[BoundFile] = []
-        self._pumps: list[Pump] = []
         self._sources: list[tuple[Socket, Callable[[], _Message | None], Callable[[_Message], None]]] = []
         self._moved = False  # something came, or was sent, in this turn of the loop
         self._reminding = self._loop.call_later(REMINDER_S, self._remind)
@@ -88,10 +80,8 @@ class Coordination(Closing):
         self._protection = Protection(keys, own, range(waves.n_engines), secure=secure, more=True)
         for rank, incarnation in (valid or {}).items():
             self._protection.void(rank, incarnation)
-        self._doorkeeper: Doorkeeper | None = None
-        self._guards: dict[Socket, Guard] = {}
+        self._ports = Ports(self._protection)
         try:
-            self._doorkeeper = self._protection.doorkeeper(self._sockets)
             self._front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish, _FRONT_END_HWM, FRONT_ENDS)
             self._engines, engine_input = self._bind(zmq.XPUB, addresses.engine_input, _ENGINE_HWM)
             self._reports, engine_output = self._bind(zmq.PULL, addresses.engine_output, _ENGINE_HWM)
@@ -100,7 +90,7 @@ class Coordination(Closing):
             raise
         self.addresses: CoordinatorAddresses = CoordinatorAddresses(stats_publish, engine_input, engine_output)
         self._recognises = self._protection.encrypts(engine_input)
-        self._read(self._engines, self._from_engine)
+        self._pump = self._read(self._engines, self._from_engine)
 
     def end(self) -> None:
         """Set `over`."""
@@ -109,32 +99,21 @@ class Coordination(Closing):
 
     def close(self) -> None:
         """Close everything. Idempotent."""
-        for pump in self._pumps:
-            pump.pause()
         self._reminding.cancel()
         if self._publishing is not None:
             self._publishing.cancel()
-        for file in self._files:
-            file.remove()
-        for guard in self._guards.values():
-            guard.close()
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
-        self._sockets.close()
+        self._ports.close()
 
     def _bind(self, kind: int, address: str, hwm: int, domain: str = ENGINES) -> tuple[Socket, str]:
-        socket = self._protection.open(self._sockets, kind, address, hwm=hwm, domain=domain)
-        socket.setsockopt(zmq.MAXMSGSIZE, min(_OVERSIZED, STRANGE_BYTES // 2) if over_tcp([address]) else _OVERSIZED)
+        max_bytes = MAX_STRANGE_BYTES if over_tcp([address]) else _OVERSIZED
+        socket = self._ports.open(kind, address, hwm=hwm, max_bytes=max_bytes, domain=domain)
         if kind == zmq.XPUB:
             socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # each subscription, not only the first, and each end of one
         if over_tcp([address]):
-            encrypted = self._protection.encrypts(address)
-            self._guards[socket] = Guard(socket, self._sockets, encrypted=encrypted, rate=_RATE)
-        bound = attach(socket, address, bind=True)
-        self._files.append(BoundFile(bound))
-        return socket, bound
+            self._ports.watch(socket)
+        return socket, self._ports.bind(socket, address)
 
-    def _read(self, socket: Socket, handle: _Handle) -> None:
+    def _read(self, socket: Socket, handle: _Handle) -> Pump:
         def take(message: _Message) -> None:
             self._moved = True
             try:
@@ -142,8 +121,8 @@ class Coordination(Closing):
             except ValueError as error:
                 self._limiter.warn(logger, "dropped a message: %s", error)
 
-        self._sources.append((socket, MessageReader(socket, _FRAMES, with_sender).read, take))
-        self._pumps.append(Pump(self._loop, socket, self._look))
+        self._sources.append((socket, partial(with_sender, socket), take))
+        return self._ports.add(Pump(self._loop, socket, self._look))
 
     # What comes
 
@@ -195,8 +174,6 @@ class Coordination(Closing):
                 self._start(self._waves.wake(message.exclude, message.wave))
 
     def _from_report(self, frames: list[bytes], sender: zmq.Frame) -> None:
-        if (guard := self._guards.get(self._reports)) is not None:
-            guard.credit(sender, frames)
         report = decode_report(frames)
         engine = report.engine_index
         rank = self._rank_of(sender)
@@ -231,7 +208,7 @@ class Coordination(Closing):
         if notice.dead is not None:
             self._protection.void(notice.dead, notice.incarnation)
             self._waves.forget(notice.dead, now)
-        self._pumps[0].run()
+        self._pump.run()
 
     # What goes out
 
@@ -258,7 +235,7 @@ class Coordination(Closing):
 
     def _is_time(self) -> None:
         self._publishing = None
-        self._pumps[0].run()
+        self._pump.run()
 
     # What is said
 

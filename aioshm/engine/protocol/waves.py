@@ -46,7 +46,7 @@ class Waves:
         self._most = n_engines  # engines that there have been at one time
         self._subscribed = 0
         self._known: set[int] = set()  # engines that have subscribed at some time
-        self._ready = False
+        self._all_came = False
         self._step = (-1, -1)  # the newest that counts have come from
         self._of_last_step: list[SchedulerStats] | None = (
             None  # the loads when that one began, if they are to be published yet
@@ -63,7 +63,7 @@ class Waves:
     @property
     def ready(self) -> bool:
         """Whether all engines have subscribed at some time: before, nothing would reach them."""
-        return self._ready
+        return self._all_came
 
     @property
     def subscribed(self) -> int:
@@ -78,8 +78,8 @@ class Waves:
         if engine is not None:
             self._known.add(engine)
         all_are_there = self._subscribed >= len(self._loads)
-        self._ready = self._ready or (all_are_there and (engine is None or len(self._known) >= len(self._loads)))
-        return self._ready
+        self._all_came = self._all_came or (all_are_there and (engine is None or len(self._known) >= len(self._loads)))
+        return self._all_came
 
     def unsubscribe(self) -> None:
         """Note that an engine has left, or lost its connection."""

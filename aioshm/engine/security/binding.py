@@ -7,19 +7,15 @@ processes of the same user, whom the kernel vouches for. ``secure=False`` does n
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Iterable
 
-import zmq
 from zmq.utils import z85
 
 from aioshm.engine.protocol.addresses import MAX_INDEX, identity
-from aioshm.engine.security.doorkeeper import Doorkeeper
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.zeromq.curve import CurveKeys
-from aioshm.zeromq.endpoint import check_endpoint, is_loopback, open_socket
-from aioshm.zeromq.sockets import Socket, Sockets
+from aioshm.zeromq.endpoint import check_endpoint, is_loopback
 
 ENGINES, FRONT_ENDS = "engines", "front-ends"
 """Who may connect to a socket: its domain in ZAP (RFC 27)."""
@@ -38,12 +34,14 @@ _warned = False
 
 
 class Protection:
-    """Opens the sockets that a front end or the coordinator binds, and knows who may connect to them."""
+    """Knows who may connect to the sockets that a front end or the coordinator binds."""
 
     def __init__(
         self, keys: EngineKeys | None, own: CurveKeys | None, ranks: Iterable[int], *, secure: bool, more: bool = False
     ) -> None:
-        self._keys, self._own, self._secure = keys, own, secure
+        self._keys = keys
+        self.own: CurveKeys | None = own  # the keys of the end that binds
+        self.secure: bool = secure  # whether sockets on this host are for this user only
         self._users: dict[tuple[str, bytes], str] = {}
         self.ranks: dict[str, int] = {}
         self._valid: dict[int, int] = {}  # the first incarnation whose keys are not void
@@ -66,45 +64,14 @@ class Protection:
             return cls(found, found.front_end, ranks, secure=True, more=more)
         return cls(None, None, (), secure=secure)
 
-    def open(
-        self,
-        sockets: Sockets,
-        kind: int,
-        address: str,
-        *,
-        hwm: int,
-        domain: str = ENGINES,
-        silence_s: float | None = None,
-    ) -> Socket:
-        """Make a socket that is to be bound; with ``silence_s`` it sends heartbeats, see `open_socket`."""
-        curve = self._own if self.encrypts(address) else None
-        socket = open_socket(
-            sockets.context,
-            kind,
-            address,
-            bind=True,
-            hwm=hwm,
-            curve=curve,
-            silence_s=silence_s,
-            heartbeats=silence_s is not None,
-        )
-        sockets.add(socket)
-        if curve is not None:
-            socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
-        elif self._secure and address.startswith("ipc://"):
-            try:
-                socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-            except zmq.ZMQError:  # the system does not tell: what is left is the mode of the directory
-                pass
-        return socket
-
-    def doorkeeper(self, sockets: Sockets, *, patience_s: float = 0.0) -> Doorkeeper | None:
-        """Return who lets in those that are recognised; None where nobody is asked for keys. Before any is bound."""
-        return None if self._keys is None else Doorkeeper(sockets, self.recognise, patience_s=patience_s)
+    @property
+    def recognises(self) -> bool:
+        """Whether anybody is recognised by keys."""
+        return self._keys is not None
 
     def encrypts(self, address: str) -> bool:
         """Tell whether who connects to this address is recognised by keys."""
-        return self._own is not None and over_tcp([address])
+        return self.own is not None and over_tcp([address])
 
     def name(self, rank: int, address: str) -> bytes:
         """Return what the socket of an engine is called that connects to this address."""

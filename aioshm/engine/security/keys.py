@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import stat
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TypeAlias
@@ -159,8 +159,11 @@ class EngineKeys:
 
     def to_coordinator(self) -> CurveKeys:
         """Return the keys for a front end's connection to the coordinator."""
-        mine = self.front_end
-        return CurveKeys(public=mine.public, secret=mine.secret, server=self.coordinator.public)
+        return replace(self.front_end, server=self.coordinator.public)
+
+    def to_front_end(self) -> CurveKeys:
+        """Return the keys for a front end's connection to a process that has those of front ends, too."""
+        return replace(self.front_end, server=self.front_end.public)
 
     def for_engine(self, rank: int, incarnation: int = 0) -> EngineCredentials:
         """Return what the engine of a rank gets.

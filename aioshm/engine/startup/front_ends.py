@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 import zmq
@@ -13,22 +14,17 @@ from aioshm.closing import Closing
 from aioshm.engine.protocol.addresses import identity
 from aioshm.engine.protocol.membership import Death, Failure, Membership, Progress, decode_progress, encode
 from aioshm.engine.security.binding import FRONT_ENDS, Protection
-from aioshm.engine.security.connections import Connections
-from aioshm.engine.security.doorkeeper import Doorkeeper
-from aioshm.engine.security.guard import STRANGE_BYTES
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.engine.security.reading import MessageReader, sender_of, with_sender
+from aioshm.engine.security.ports import Ports, sender_of, with_sender
 from aioshm.errors import EngineDead
 from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
-from aioshm.zeromq.endpoint import SILENCE_S, BoundFile, attach
-from aioshm.zeromq.pump import Pump
-from aioshm.zeromq.sockets import Sockets
+from aioshm.zeromq.endpoint import SILENCE_S
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _LOG_INTERVAL_S = 10.0
-_FRAMES = 2  # of a payload, that are kept: it should be one
+_MAX_PROGRESS_BYTES = 1 << 17
 _UNBOUNDED = 0  # one that is stopped for a while shall miss nothing; what it is told is small, and told rarely
 
 
@@ -49,32 +45,24 @@ class FrontEnds(Closing):
         self._names: dict[int, bytes] = {}  # by the number of the connection
         self._changed = asyncio.Event()
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
-        self._sockets = Sockets()
-        self._file: BoundFile | None = None
-        self._connections: Connections | None = None
-        self._pump: Pump | None = None
-        self._doorkeeper: Doorkeeper | None = None
+        protection = Protection.of_front_end([address], (), keys=keys, secure=secure)
+        self._ports = Ports(protection)
         try:
-            protection = Protection.of_front_end([address], (), keys=keys, secure=secure)
-            self._doorkeeper = protection.doorkeeper(self._sockets)
-            self._router = protection.open(
-                self._sockets, zmq.ROUTER, address, hwm=_UNBOUNDED, domain=FRONT_ENDS, silence_s=SILENCE_S
+            self._router = self._ports.open(
+                zmq.ROUTER,
+                address,
+                hwm=_UNBOUNDED,
+                max_bytes=_MAX_PROGRESS_BYTES,
+                domain=FRONT_ENDS,
+                silence_s=SILENCE_S,
             )
-            self._router.setsockopt(zmq.MAXMSGSIZE, STRANGE_BYTES)
             # What is unread keeps coming from one that is stopped: a send that would wait is an error instead.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._connections = Connections(self._router, self._sockets, address, protection, self._left)
-            bound = attach(self._router, address, bind=True)
-            self._file = BoundFile(bound)
-            self.address: str = connectable(bound)
-            self._pump = Pump.of_messages(
-                asyncio.get_running_loop(),
-                self._router,
-                self._take,
-                MessageReader(self._router, 1 + _FRAMES, with_sender).read,
-            )
+            self._connections = self._ports.watch(self._router, self._left)
+            self.address: str = connectable(self._ports.bind(self._router, address))
+            self._pump = self._ports.read(self._router, self._take, partial(with_sender, self._router))
         except BaseException:
-            self.close()
+            self._ports.close()
             raise
 
     def __repr__(self) -> str:
@@ -86,15 +74,7 @@ class FrontEnds(Closing):
 
     def close(self) -> None:
         """Tell them nothing any more. Idempotent."""
-        if self._pump is not None:
-            self._pump.pause()
-        if self._connections is not None:
-            self._connections.close()
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
-        if self._file is not None:
-            self._file.remove()
-        self._sockets.close()
+        self._ports.close()
         self._progress.clear()
         self._changed.set()
 
@@ -167,7 +147,7 @@ class FrontEnds(Closing):
 
     def _tell(self, **changes: object) -> None:
         self._told = msgspec.structs.replace(self._told, version=self._told.version + 1, **changes)
-        if self._pump is not None and not self._pump.paused:
+        if not self._pump.paused:
             for name in list(self._progress):
                 self._send(name)
             self._pump.run_soon()  # sending may swallow the sign that there is something to read
@@ -188,8 +168,7 @@ class FrontEnds(Closing):
 
     def _take(self, message: tuple[zmq.Frame, list[bytes]]) -> None:
         sender, (name, *frames) = message
-        assert self._connections is not None
-        connection = self._connections.of(sender, frames)
+        connection = self._connections.of(sender)
         if connection is None:
             return
         try:
@@ -205,7 +184,6 @@ class FrontEnds(Closing):
             self._left(connection)
         elif known is None or not progress.version:
             self._send(name)
-            assert self._pump is not None
             self._pump.run_soon()
         self._changed.set()
 

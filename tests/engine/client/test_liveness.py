@@ -33,7 +33,8 @@ def manager_of(processes: list[Elsewhere]) -> Any:
 async def test_an_exit_that_is_known_late_is_no_second_death(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshm.engine.client.liveness.NAME_WITHIN_S", 0.01)
     deaths: list[EngineDead] = []
-    liveness = Liveness(lambda rank: None, deaths.append)
+    link: Any = SimpleNamespace(lose=lambda _: None, die=deaths.append)
+    liveness = Liveness(link)
     first, second, third, other = processes = [Elsewhere(*each) for each in ((1, 1), (1, 2), (1, 3), (2, 4))]
     try:
         liveness.watch(manager_of([first, other]), ())

@@ -180,7 +180,7 @@ async def test_one_that_leaves_is_drained_by_all() -> None:
         await anext(stream)
         going = asyncio.create_task(supervisor.scale(2))
         for client in clients:
-            await until(lambda client=client: 2 in client._link.roster.leaving)
+            await until(lambda client=client: 2 in client._link.engines.leaving)
             assert {client.submit(ask(f"{number}", 1)).engine for number in range(4)} == {0, 1}
             with pytest.raises(EngineDead, match="engine 2 is being taken out of service"):
                 client.submit(ask("late"), engine=2)
@@ -194,7 +194,7 @@ async def test_one_that_leaves_is_drained_by_all() -> None:
         for client in clients:
             await until(lambda client=client: 2 in client._link.balance.choices)
         going = asyncio.create_task(supervisor.scale(1))
-        await until(lambda: 2 in other._link.roster.leaving)
+        await until(lambda: 2 in other._link.engines.leaving)
         assert not going.done()
         await other.abort("long")
         await going

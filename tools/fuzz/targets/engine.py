@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
+from aioshm.engine.client.engines import Engines
 from aioshm.engine.core.calls import Call
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
 from aioshm.engine.protocol.envelopes import EnvelopeDecoder
 from aioshm.engine.protocol.handshake import EngineHandshake, FrontEndHandshake
 from aioshm.engine.protocol.messages import EngineCoreOutputs, UtilityOutput, is_finished, request_id_of
 from aioshm.engine.protocol.payloads import PayloadDecoder, PayloadEncoder, check_stranger
-from aioshm.engine.protocol.registrations import Registrations
 from aioshm.engine.protocol.reports import (
     Notice,
     Report,
@@ -34,7 +34,7 @@ def handshake(data: bytes) -> None:
     pieces = Pieces(data)
     addresses = EngineZmqAddresses(["tcp://127.0.0.1:1"], ["tcp://127.0.0.1:2"])
     front = FrontEndHandshake([CoreEngine(0), CoreEngine(1, local=False)], addresses)
-    registrations = Registrations([0, 1])
+    engines = Engines([0, 1])
     engine = EngineHandshake(0)
     engine.hello()
     for _ in range(4):
@@ -47,11 +47,11 @@ def handshake(data: bytes) -> None:
         if attempt(HandshakeError, front.receive, sender, frames) is None:
             after = [each.state for each in front.engines.values()]
             assert sum(one is not other for one, other in zip(before, after, strict=True)) <= 1
-        attempt(ValueError, registrations.take, sender, frames)
+        attempt(ValueError, engines.register, sender, frames)
         attempt(HandshakeError, engine.receive, frames)
     assert front.num_gpu_blocks is None or front.num_gpu_blocks >= 0
     assert front.complete == (not [each for each in front.engines.values() if each.index not in front.ready])
-    front.parallel_config_hash, front.stats_address, registrations.stats_address  # noqa: B018  # they must not raise
+    front.parallel_config_hash, front.stats_address, engines.stats_address  # noqa: B018  # they must not raise
 
 
 _envelopes = EnvelopeDecoder()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from aioshm.engine.client.roster import Roster
+from aioshm.engine.client.engines import Engines
 from aioshm.errors import EngineDead
 
 
-def roster() -> Roster:
+def three() -> Engines:
     """Return that of a client of three engines, which have registered."""
-    return Roster([4, 5, 6], 0, 1, Any)
+    return Engines([4, 5, 6])
 
 
 def test_engines_that_cannot_be_reached_are_named_before_their_deaths_are_told() -> None:
-    engines = roster()
+    engines = three()
     engines.begin_to_leave(5)
     for rank in (4, 6):
         engines.leave_out(rank)
@@ -31,7 +29,7 @@ def test_engines_that_cannot_be_reached_are_named_before_their_deaths_are_told()
 
 
 def test_a_death_that_was_told_is_named_with_its_process() -> None:
-    engines = roster()
+    engines = three()
     for rank in (4, 5):
         engines.leave_out(rank)
     engines.go_on_without(6, EngineDead("engine 6 (pid 77) was killed", engine=6, pid=77), lambda *_: None)

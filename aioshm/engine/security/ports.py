@@ -1,0 +1,221 @@
+"""The sockets that front ends and the coordinator bind: opened, read, and closed together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import zmq
+
+from aioshm.engine.security.binding import ENGINES, Protection
+from aioshm.engine.security.doorkeeper import Doorkeeper
+from aioshm.logs import LogLimiter
+from aioshm.zeromq.curve import limit_frames
+from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
+from aioshm.zeromq.monitor import Monitor
+from aioshm.zeromq.pump import Pump
+from aioshm.zeromq.sockets import Socket, Sockets
+
+MAX_STRANGE_BYTES = 1 << 16
+"""Of a frame, at a socket that is open to strangers and whose true peers send little."""
+
+_LOG_INTERVAL_S = 10.0
+
+T = TypeVar("T")
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
+
+
+class Connections(Monitor):
+    """The open connections of a socket, by their numbers: ``zmq.SRCFD`` of what comes over them.
+
+    Handshakes that fail are logged. Make this before the socket is bound, so that no end of a connection is missed.
+    """
+
+    def __init__(self, socket: Socket, on_end: Callable[[int], None] | None = None) -> None:
+        super().__init__(socket, also=zmq.EVENT_ACCEPTED)
+        self._on_end = on_end
+        self._open: set[int] = set()
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+        self._pump = Pump(asyncio.get_running_loop(), self.pair, self._look)
+
+    def of(self, sender: zmq.Frame) -> int | None:
+        """Return the number of the connection that a message came over; ``sender`` is the message's first frame.
+
+        None: the peer speaks a ZMTP before 3.0 (RFC 23), as no end of this library does. Ends of connections are
+        reported before: one that has ended may have had the same number.
+        """
+        self._pump.run()
+        try:
+            return int(sender.get(zmq.SRCFD))
+        except zmq.ZMQError:
+            return None
+
+    def is_open(self, connection: int) -> bool:
+        """Return whether a connection has not ended."""
+        return connection in self._open
+
+    def close(self) -> None:
+        """Watch no longer; before the socket is closed. Idempotent."""
+        self._pump.pause()
+        super().close()
+
+    def events(self) -> Iterator[tuple[int, int, str]]:
+        """Yield each event since the last call but arrivals, which it notes."""
+        for event in super().events():
+            if event[0] == zmq.EVENT_ACCEPTED:
+                self._open.add(event[1])
+                continue
+            if event[0] == zmq.EVENT_DISCONNECTED:
+                self._open.discard(event[1])
+            yield event
+
+    def _look(self) -> None:
+        _, failed = self.read()
+        if failed and (held_back := self._limiter.admit()) is not None:
+            more = held_back + len(failed) - 1
+            logger.warning("a connection to %s failed (and %d more): %s", failed[-1].endpoint, more, failed[-1].reason)
+        for connection in self.take_gone():
+            if self._on_end is not None:
+                self._on_end(connection)
+
+
+class Ports:
+    """The bound sockets of one front end, or of the coordinator, on the running loop.
+
+    With ``asks`` a `Doorkeeper` admits peers also where they have no keys.
+    """
+
+    def __init__(self, protection: Protection, *, patience_s: float = 0.0, asks: bool = False) -> None:
+        self._protection = protection
+        self._loop = asyncio.get_running_loop()
+        self._pumps: list[Pump] = []
+        self._files: list[BoundFile] = []
+        self._connections: list[Connections] = []
+        self.doorkeeper: Doorkeeper | None = None
+        self.sockets: Sockets = Sockets()
+        try:
+            if protection.recognises or asks:
+                recognise = protection.recognise if protection.recognises else None
+                self.doorkeeper = Doorkeeper(self.sockets, recognise, patience_s=patience_s)
+        except BaseException:
+            self.sockets.close()
+            raise
+
+    def open(
+        self,
+        kind: int,
+        address: str,
+        *,
+        hwm: int,
+        max_bytes: int,
+        domain: str = ENGINES,
+        silence_s: float | None = None,
+    ) -> Socket:
+        """Make a socket that is to be bound; with ``silence_s`` it sends heartbeats, see `open_socket`."""
+        curve = self._protection.own if self._protection.encrypts(address) else None
+        socket = self.sockets.add(
+            open_socket(
+                self.sockets.context,
+                kind,
+                address,
+                bind=True,
+                hwm=hwm,
+                curve=curve,
+                silence_s=silence_s,
+                heartbeats=silence_s is not None,
+            )
+        )
+        limit_frames(socket, max_bytes)
+        if curve is not None:
+            socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
+        elif self._protection.secure and address.startswith("ipc://"):
+            try:
+                socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+            except zmq.ZMQError:  # the system does not tell: what is left is the mode of the directory
+                pass
+        return socket
+
+    def watch(self, socket: Socket, on_end: Callable[[int], None] | None = None) -> Connections:
+        """Watch the connections of a socket that is not bound yet; ``on_end`` gets the number of each that ends."""
+        connections = Connections(socket, on_end)
+        self.sockets.add(connections.pair)
+        self._connections.append(connections)
+        return connections
+
+    def bind(self, socket: Socket, address: str) -> str:
+        """Bind a socket, and return its real address."""
+        bound = attach(socket, address, bind=True)
+        self._files.append(BoundFile(bound))
+        return bound
+
+    def read(
+        self, socket: Socket, handle: Callable[[T], object], receive: Callable[[], T], descriptor: int | None = None
+    ) -> Pump:
+        """Hand each message of a socket to a callback."""
+        return self.add(Pump.of_messages(self._loop, socket, handle, receive, descriptor=descriptor))
+
+    def add(self, pump: Pump) -> Pump:
+        """Pause this, too, at the end."""
+        self._pumps.append(pump)
+        return pump
+
+    def stop(self) -> None:
+        """Read no more, and let nobody in. Idempotent."""
+        for pump in self._pumps:
+            pump.pause()
+        for file in self._files:
+            file.remove()
+        for connections in self._connections:
+            connections.close()
+        if self.doorkeeper is not None:
+            self.doorkeeper.close()
+
+    def close(self) -> None:
+        """Close everything, and forget what was sent. Idempotent."""
+        self.stop()
+        self.sockets.close()
+
+
+def with_sender(socket: Socket) -> tuple[zmq.Frame, list[bytes]]:
+    """Read a message; its first frame says who has sent it, see `property_of` and `sender_of`."""
+    frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    return frames[0], [frame.bytes for frame in frames]
+
+
+def with_views(socket: Socket) -> list[Any]:
+    """Read a message: its first frame as bytes, the others as views of ZeroMQ's memory."""
+    frames: list[Any] = [socket.recv(zmq.NOBLOCK)]
+    if socket.getsockopt(zmq.RCVMORE):
+        frames += [frame.buffer for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+    return frames
+
+
+def with_property(socket: Socket, name: str) -> tuple[str, list[Any]]:
+    """Read a message as views, and a property of its sender, such as ``"User-Id"``."""
+    frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    return property_of(frames[0], name), [frame.buffer for frame in frames]
+
+
+def property_of(frame: zmq.Frame, name: str) -> str:
+    """Return a property of who has sent this; nothing for a peer that speaks a ZMTP before 3.0."""
+    try:
+        return str(frame.get(name))
+    except (zmq.ZMQError, KeyError):
+        return ""
+
+
+def user_of(frame: zmq.Frame) -> str:
+    """Return who has sent this, by their keys."""
+    return property_of(frame, "User-Id")
+
+
+def sender_of(frame: zmq.Frame) -> str:
+    """Say, for people, who has sent this."""
+    address = property_of(frame, "Peer-Address") or "an unknown address"
+    # Of a local socket it is "localhost:uid:gid:pid" where the system tells that (SO_PEERCRED, unix(7)).
+    pid = address.rpartition(":")[2]
+    return f"pid {pid}" if address.startswith("localhost:") and pid.isdigit() else address
