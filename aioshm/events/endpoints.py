@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aioshm.lifeline.address import WILDCARD_HOSTS, connectable
+from aioshm.lifeline.address import connectable
 
 _TRANSPORTS = ("tcp", "ipc", "inproc")
 _LAST_PORT = 65535
@@ -62,14 +62,6 @@ def publisher_binds(endpoint: str) -> bool:
 def subscriber_binds(endpoint: str) -> bool:
     """Tell whether a subscriber binds here: only where it cannot connect, at a ``*``."""
     return endpoint.startswith("tcp://") and "*" in endpoint
-
-
-def is_wildcard(endpoint: str) -> bool:
-    """Tell whether binding here listens on every interface of the machine."""
-    if not endpoint.startswith("tcp://"):
-        return False
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
-    return host in WILDCARD_HOSTS
 
 
 def passed_on(asked: str, bound: str) -> str:

@@ -21,7 +21,7 @@ class PublisherStats:
         malformed_requests: Replay requests that were none.
         abandoned_replays: Clients that left or stalled before they had everything.
         handshake_failures: Connections that ended before their handshake: no ZeroMQ, other keys, or hung up.
-        cut_off: Connections that sent more than they may and were hung up on.
+        cut_off: Connections that had too many subscriptions and were hung up on.
     """
 
     published: int
@@ -53,7 +53,6 @@ class SubscriberStats:
         unknown_events: Events of unknown types and malformed ones; each is delivered as an `UnknownEvent`.
         replay_failures: Replay requests that were not answered to the end in time.
         handshake_failures: Connections that ended before their handshake: no ZeroMQ, other keys, or hung up.
-        cut_off: Connections that sent more than they may and were hung up on.
         gone: Publishers that were reported as gone.
         dropped: Messages that this subscriber dropped undecoded, because it decodes more slowly than they come. Their
             numbers are missing then: they are replayed, or count as lost.
@@ -70,6 +69,5 @@ class SubscriberStats:
     unknown_events: int = 0
     replay_failures: int = 0
     handshake_failures: int = 0
-    cut_off: int = 0
     gone: int = 0
     dropped: int = 0

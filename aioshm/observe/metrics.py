@@ -92,7 +92,7 @@ counter events_publisher_replayed_batches {batch} replayed Batches that were sen
 counter events_publisher_malformed_requests {request} malformed_requests Requests for a replay that were malformed.
 counter events_publisher_abandoned_replays {replay} abandoned_replays Replays whose client has left, or stalled.
 counter events_publisher_handshake_failures {connection} handshake_failures Connections without ZeroMQ or right keys.
-counter events_publisher_cut_off_connections {connection} cut_off Connections that sent more than they may.
+counter events_publisher_cut_off_connections {connection} cut_off Connections with too many subscriptions.
 gauge events_publisher_queued_batches {batch} queued Batches that wait to be sent.
 
 subscriber: subscriber
@@ -107,7 +107,6 @@ counter events_subscriber_garbage_messages {message} garbage Messages that could
 counter events_subscriber_unknown_events {event} unknown_events Events of unknown types and malformed ones.
 counter events_subscriber_replay_failures {replay} replay_failures Replays that were not answered to the end in time.
 counter events_subscriber_handshake_failures {connection} handshake_failures Connections without ZeroMQ or right keys.
-counter events_subscriber_cut_off_connections {connection} cut_off Connections that sent more than they may.
 counter events_subscriber_dropped_messages {message} dropped Messages that were dropped because decoding is too slow.
 
 host: -

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 
 import zmq
 
@@ -47,9 +47,12 @@ def is_loopback(endpoint: str) -> bool:
         return True
     host = host_of(endpoint)
     try:
-        return ip_address(host).is_loopback
+        address = ip_address(host)
     except ValueError:  # a name or a wildcard
         return host == "localhost"
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback
 
 
 def open_socket(

@@ -40,13 +40,13 @@ class HandshakeFailure(NamedTuple):
 
 
 class Monitor:
-    """What a socket says about its connections: read it before trusting what the socket received.
+    """Reads what a socket reports of its connections; read it before trusting what the socket received.
 
     Attributes:
-        connections: How many it has, as of the last `read`.
-        handshakes: How many it ever had.
-        reconnects: How many came back.
-        handshake_failures: How many could not be made.
+        connections: Connections as of the last `read`.
+        handshakes: Connections that finished their handshake so far.
+        reconnects: Connections that came back.
+        handshake_failures: Connections whose handshake failed.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], *, also: int = 0) -> None:
@@ -79,9 +79,9 @@ class Monitor:
             elif kind == zmq.EVENT_DISCONNECTED:
                 self.connections = max(0, self.connections - 1)
                 self._lost = True
-            else:
-                self.connections += kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                self.handshakes += kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connections += 1
+                self.handshakes += 1
                 came_back += self._lost
                 self._lost = False
         self.reconnects += came_back
@@ -95,21 +95,17 @@ class Monitor:
 
     def events(self) -> Iterator[tuple[int, int, str]]:
         """Yield each event since the last call: its kind, its value (a descriptor or an error), the endpoint."""
-        while (event := self._receive()) is not None:
-            if event[0] == zmq.EVENT_DISCONNECTED:
-                self._gone.add(event[1])
-            yield event
-
-    def _receive(self) -> tuple[int, int, str] | None:
-        """Return the next event: its kind, its value (a descriptor or an error), the endpoint; None if none is left."""
-        if self._over:
-            return None
-        try:
-            frames = self._pair.recv_multipart(zmq.NOBLOCK)
-        except zmq.ZMQError:  # nothing there, or closed
-            return None
-        event = parse_monitor_message(frames)
-        return int(event["event"]), int(event["value"]), event["endpoint"].decode(errors="replace")
+        while not self._over:
+            try:
+                frames = self._pair.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:  # nothing there, or closed
+                return
+            event = parse_monitor_message(frames)
+            kind = int(event["event"])
+            value = int(event["value"])
+            if kind == zmq.EVENT_DISCONNECTED:
+                self._gone.add(value)
+            yield kind, value, event["endpoint"].decode(errors="replace")
 
     def close(self) -> None:
         """Stop listening; call it before the monitored socket is closed. Idempotent."""
@@ -122,7 +118,7 @@ class Monitor:
             self._pair.close(linger=0)
 
     def abandon_in_child(self) -> None:
-        """Touch the sockets no more: ZeroMQ waits for ever for what it believes to be interrupted."""
+        """Leave the sockets to the parent: ZeroMQ waits for ever for a call that it believes to be interrupted."""
         self._over = True
 
 

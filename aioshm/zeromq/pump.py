@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 # As plain ints: an enumeration's operators take longer than what they are for.
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_EVENTS, _POLLIN, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 
 
 def drain(socket: Socket, receive: Callable[[], T | None], handle: Callable[[T], object], burst: int = BURST) -> bool:
@@ -54,6 +54,16 @@ def drain(socket: Socket, receive: Callable[[], T | None], handle: Callable[[T],
 def whole(socket: Socket) -> Callable[[], list[bytes]]:
     """Return what receives the messages of a socket for `drain`, all frames at once: from peers that are trusted."""
     return partial(socket.recv_multipart, zmq.NOBLOCK)
+
+
+def receive_frames(socket: Socket, kept: int) -> list[zmq.Frame]:
+    """Receive a message without waiting; of one with more frames than ``kept``, as strangers send, drop the others."""
+    frames = [socket.recv(zmq.NOBLOCK, copy=False)]
+    while socket.getsockopt(_RCVMORE):
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        if len(frames) < kept:
+            frames.append(frame)
+    return frames
 
 
 class Pump:

@@ -1,19 +1,15 @@
 """A stranger in a process of its own: a TCP client that speaks as much ZMTP as it needs to do harm.
 
-``python attacker.py PORT SOCKET_TYPE ATTACK SECONDS [CONNECTIONS]``; prints bytes sent, and how often it was cut off;
-or, where it is the attack to leave, "begun" when it has done so once, and how often it left. SIGTERM ends it before its
-time is over. https://rfc.zeromq.org/spec/23/
+``python attacker.py PORT SOCKET_TYPE ATTACK SECONDS [CONNECTIONS]``; prints bytes sent, and how often it was cut off.
+SIGTERM ends it before its time is over. https://rfc.zeromq.org/spec/23/
 """
 
 from __future__ import annotations
 
-import itertools
-import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
 
@@ -52,15 +48,10 @@ def chunk_of(attack: str, number: int) -> bytes:
     """Return the next bytes of an attack, some 64 KiB."""
     if attack == "parts":  # of one message without an end, empty
         return frame(b"", 1) * 32_768
-    if attack == "large-parts":
-        return frame(bytes(500), 1) * 128
     if attack == "subscriptions":
         return b"".join(frame(b"\x01%016x" % (number * 4096 + one)) for one in range(3450))
     if attack == "long-subscriptions":
         return frame(b"\x01" + number.to_bytes(8, "big") + bytes(60_000))
-    if attack == "trickle":
-        time.sleep(0.02)
-        return b"".join(frame(b"\x01%08d" % (number * 8 + one)) for one in range(8))
     payload = b"\x93\xcb" + bytes(8) + payload_of(attack) + b"\x07"
     return frame(b"", 1) + frame(number.to_bytes(8, "big"), 1) + frame(payload)
 
@@ -76,38 +67,6 @@ def payload_of(attack: str) -> bytes:
     if attack == "nested":
         return array(1) + b"\x99" + STORED[1:] + b"\x90\x01\xc0\xc0\xc0\x91" + array(2_000_000) + b"\x90" * 2_000_000
     raise ValueError(attack)
-
-
-def subscriptions_of(attack: str, number: int) -> bytes:
-    """Return what one peer subscribes to that is soon going to leave."""
-    if attack == "leave-long":
-        return b"".join(frame(b"\x01" + os.urandom(500)) for _ in range(12))
-    if attack == "leave-wide":  # children that are far apart make large tables of each node
-        prefixes = itertools.product(b"\x00\xff", repeat=7)
-        return b"".join(frame(bytes([1, number, *prefix])) for prefix in prefixes)
-    return frame(b"\x01")
-
-
-def leave(port: int, kind: bytes, attack: str, over: Callable[[], bool], connections: int) -> int:
-    """Come, subscribe, leave and come back; return how often."""
-    left = 0
-    while not over():
-        peers: list[socket.socket] = []
-        try:
-            while len(peers) < connections and not over():
-                peers.append(connect(port, kind))
-            for number, peer in enumerate(peers):
-                peer.sendall(subscriptions_of(attack, number))
-            time.sleep(0.005)
-        except OSError:
-            continue
-        finally:
-            for peer in peers:
-                peer.close()
-            if peers and not left:
-                print("begun", flush=True)
-            left += len(peers)
-    return left
 
 
 def main() -> int:
@@ -126,9 +85,6 @@ def main() -> int:
     sent = number = cut = 0
     peers: list[socket.socket] = []
     connections = int(sys.argv[5]) if len(sys.argv) > 5 else 1
-    if attack.startswith("leave"):
-        print(0, leave(port, kind, attack, over, connections))
-        return 0
     while not over() and cut < 3 * connections:  # it comes back twice
         try:
             while len(peers) < connections:

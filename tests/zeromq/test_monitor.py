@@ -11,7 +11,6 @@ from support import eventually
 
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import open_socket
-from aioshm.zeromq.guard import GuardedMonitor, PeerLimits
 from aioshm.zeromq.monitor import ENDED, MISMATCH, TIMED_OUT, Monitor
 
 ANY = "tcp://127.0.0.1:*"
@@ -34,8 +33,8 @@ def monitored(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Monitored]:
     """Give a function that monitors a socket; monitors and sockets are closed when the test is over."""
     made: list[tuple[Monitor, zmq.Socket[bytes]]] = []
 
-    def monitor(socket: zmq.Socket[bytes], *, guarded: bool = False) -> Monitor:
-        made.append((GuardedMonitor(socket, PeerLimits()) if guarded else Monitor(socket), socket))
+    def monitor(socket: zmq.Socket[bytes]) -> Monitor:
+        made.append((Monitor(socket), socket))
         return made[-1][0]
 
     yield monitor
@@ -70,17 +69,15 @@ def stay_silent(peer: socket.socket) -> None: ...
 
 
 @pytest.mark.parametrize(("act", "reason"), [(hang_up, ENDED), (greet_and_hang_up, ENDED), (stay_silent, TIMED_OUT)])
-@pytest.mark.parametrize("guarded", [False, True], ids=["plain", "guarded"])
 def test_bound_socket_names_a_peer_that_ends_before_its_handshake(
     context: zmq.Context[zmq.Socket[bytes]],
     monitored: Monitored,
     act: Callable[[socket.socket], None],
     reason: str,
-    guarded: bool,
 ) -> None:
     bound = context.socket(zmq.PULL)
     bound.setsockopt(zmq.HANDSHAKE_IVL, 200 if act is stay_silent else 30_000)
-    monitor = monitored(bound, guarded=guarded)
+    monitor = monitored(bound)
     port = bound.bind_to_random_port("tcp://127.0.0.1")
     with socket.create_connection(("127.0.0.1", port)) as peer:
         act(peer)
@@ -129,14 +126,3 @@ def test_keys_that_do_not_fit_are_named(
     peer.connect(endpoint)
     assert fails(monitor, reason)
     assert fails(peer_monitor, peer_reason)
-
-
-def test_guarded_socket_names_a_peer_that_speaks_no_zeromq(
-    context: zmq.Context[zmq.Socket[bytes]], monitored: Monitored
-) -> None:
-    bound = open_socket(context, zmq.PULL, ANY, bind=True, hwm=1, curve=SERVER)
-    monitor = monitored(bound, guarded=True)
-    port = bound.bind_to_random_port("tcp://127.0.0.1")
-    with socket.create_connection(("127.0.0.1", port)) as peer:
-        peer.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(80))
-        assert fails(monitor, "the peer does not speak ZeroMQ")

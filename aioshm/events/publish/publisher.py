@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident
-from weakref import WeakMethod
 
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.errors import PublisherClosed, RoleError
@@ -145,9 +143,7 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         self._server: ReplayServer | None = None
         if self._ends.replay is not None:
             where = self._ends.replay_endpoint or ""
-            self._server = ReplayServer(
-                self._ends.replay, buffer, topic_frame, reply_form, where, self._ends.replay_monitor
-            )
+            self._server = ReplayServer(self._ends.replay, buffer, topic_frame, reply_form, where)
         # Without a server nobody can ask for what the buffer would hold.
         kept = buffer if self._server is not None else None
         self._sender = Sender(self._outbox, encoder, kept, self._ends, topic_frame, data_parallel_rank)
@@ -284,7 +280,6 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         if self._closed:
             return
         self._close_outbox()
-        self._ends.stop_reading()
         self._sender.send_until(time.perf_counter() + CLOSE_TIMEOUT_S)
         self._stop(CLOSE_TIMEOUT_S)
 
@@ -333,8 +328,6 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         if now - self._listened_at > _LISTEN_S:
             self._listened_at = now
             self._ends.read_subscriptions()
-        if not self._ends.ready():
-            return  # it calls when it is
         busy = waiting <= _TOGETHER and now - self._drained_at < waiting * _BUSY_S
         self._drained_at = now
         if not self._sender.send_until(now + _SLICE_S):
@@ -370,7 +363,6 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         self._closed = self._stopped = True
         if self._server is not None:
             self._server.abandon_in_child()
-        self._ends.abandon_in_child()
 
     def _refuse_inherited(self) -> None:
         if self._inherited:
@@ -389,8 +381,6 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         if self._loop is None:
             self._loop = loop
             self._thread_id = get_ident()
-            drain = WeakMethod(self._drain)  # the loop, which knows the ends, must not keep this alive
-            self._ends.on_ready = lambda: _call(drain())
             self._ends.start(loop)
             if self._server is not None:
                 self._server.start(loop)
@@ -415,8 +405,3 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
             self._server.close()
         self._waits.turn()
         return self._ends.close(linger)
-
-
-def _call(function: Callable[[], None] | None) -> None:
-    if function is not None:
-        function()

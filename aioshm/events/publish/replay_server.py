@@ -22,8 +22,7 @@ from aioshm.errors import CodecError
 from aioshm.events.protocol import wire
 from aioshm.events.protocol.replay_buffer import Entry, ReplayBuffer
 from aioshm.logs import LogLimiter
-from aioshm.zeromq.guard import GuardedMonitor
-from aioshm.zeromq.pump import Pump
+from aioshm.zeromq.pump import Pump, receive_frames
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
@@ -36,8 +35,7 @@ CLIENT_HWM = 64
 CLIENT_BUFFER_BYTES = 1 << 17
 # A client's own requests are a few bytes; ZeroMQ hangs up on a peer that sends more.
 MAX_REQUEST_BYTES = 1024
-# What a request may be on the wire, encrypted.
-_REQUEST_WIRE_BYTES = 256
+_MAX_FRAMES = 4  # a request has three, with the client's identity
 
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 _SLICE_S = 0.0001
@@ -78,7 +76,6 @@ class ReplayServer:
         topic: bytes,
         form: wire.ReplayFormat,
         where: str,
-        monitor: GuardedMonitor | None = None,
     ) -> None:
         self.requests: int = 0
         self.replayed: int = 0
@@ -90,7 +87,6 @@ class ReplayServer:
         self._topic = topic
         self._form = form
         self._where = where
-        self._monitor = monitor
         self._ready: deque[_Client] = deque()
         self._blocked: list[_Client] = []
         self._limiter = LogLimiter(10.0)
@@ -164,7 +160,7 @@ class ReplayServer:
             if time.perf_counter() > deadline:
                 return True
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = receive_frames(self._socket, _MAX_FRAMES)
             except zmq.Again:
                 return False
             self._take(frames)
@@ -173,9 +169,6 @@ class ReplayServer:
     def _take(self, frames: list[zmq.Frame]) -> None:
         identity = frames[0].bytes
         now = time.monotonic()
-        if self._monitor is not None:
-            with suppress(zmq.ZMQError):  # a peer that has no descriptor
-                self._monitor.credit(int(frames[0].get(zmq.SRCFD)), _REQUEST_WIRE_BYTES)
         try:
             start = wire.parse_request([frame.bytes for frame in frames[1:]])
         except CodecError as error:

@@ -22,7 +22,7 @@ from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.tracker import Message, SourceTracker, Start
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.subscribe.backlog import Backlog
-from aioshm.events.subscribe.live_ports import LivePort, OpenPort, SubPort
+from aioshm.events.subscribe.live_port import LivePort
 from aioshm.events.subscribe.replay_port import ReplayPort
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import abandon_when_forked
@@ -68,7 +68,6 @@ class EventSource:
         replay_endpoint: Where missed batches can be asked for; None for no replay.
         options: What all sources have in common.
         bind: Whether to bind the endpoint instead of connecting to it.
-        open_to_all: Whether any process may connect to it, which is then held to limits.
         max_payload_bytes: The largest payload that is taken.
         deliver: Called with each delivery; returns False to be left alone until ``resume``.
         fail: Called with what went wrong in here, should anything.
@@ -83,7 +82,6 @@ class EventSource:
         options: SourceOptions,
         *,
         bind: bool,
-        open_to_all: bool,
         max_payload_bytes: int,
         deliver: Callable[[Delivery], bool],
         fail: Callable[[BaseException], None],
@@ -113,20 +111,16 @@ class EventSource:
         self._quiet_checks = 0
 
         self._inherited = False
-        self._port: LivePort
-        if open_to_all:
-            self._port = OpenPort(context, endpoint, self._topic, max_bytes=max_payload_bytes)
-        else:
-            self._port = SubPort(
-                context,
-                endpoint,
-                self._topic,
-                bind=bind,
-                hwm=options.hwm,
-                curve=options.curve,
-                max_bytes=max_payload_bytes,
-                backlog=self._backlog,
-            )
+        self._port = LivePort(
+            context,
+            endpoint,
+            self._topic,
+            bind=bind,
+            hwm=options.hwm,
+            curve=options.curve,
+            max_bytes=max_payload_bytes,
+            backlog=self._backlog,
+        )
         self.endpoint: str = self._port.endpoint
         self._closed = False
         self._tracker = SourceTracker(
@@ -158,7 +152,6 @@ class EventSource:
             unknown_events=self._unknown_events,
             replay_failures=self._replay.failures,
             handshake_failures=self._port.handshake_failures,
-            cut_off=self._port.cut_off,
             gone=tracker.gone,
             dropped=self._backlog.dropped,
         )
@@ -167,7 +160,6 @@ class EventSource:
         """Go on after ``deliver`` returned False."""
         if self._paused:
             self._paused = False
-            self._port.resume()
             self._replay.resume()
             self._come_back()
 
@@ -190,7 +182,6 @@ class EventSource:
         """Decode nothing; a socket that is watched but not read would wake the loop for ever."""
         self._paused = True
         self._set_timer(None)
-        self._port.pause()
         self._replay.pause()
 
     # The loop calls
@@ -249,9 +240,7 @@ class EventSource:
             return True
         self._read_monitor()
         if self._tracker.asking is None:
-            self._port.resume()
             return self._read_live()
-        self._port.pause()
         return self._read_reply(self._tracker.asking)
 
     def _hand_out(self) -> bool:

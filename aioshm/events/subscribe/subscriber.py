@@ -71,8 +71,8 @@ class EventSubscriber(AsyncClosing):
         start: The first number wanted of every publisher. None is 0: what was published before is replayed,
             or reported as lost. ``"live"`` begins with whatever comes first.
         bind: Bind the endpoints, for publishers that connect. None binds ``tcp://*:port`` only.
-        hwm: Messages that ZeroMQ holds for each connection while the loop is blocked. Further messages wait in the
-            kernel and at the publisher.
+        hwm: Messages that ZeroMQ holds for each connection while the loop is blocked; at most 16 where any process may
+            connect, see ``max_payload_bytes``. Further messages wait in the kernel and at the publisher.
         curve: Keys for encrypted connections.
         replay_timeout: Seconds that a replay may be silent. After three such silences a gap counts as lost.
         check_interval: Seconds of silence after which a publisher's replay endpoint is asked whether
@@ -81,10 +81,9 @@ class EventSubscriber(AsyncClosing):
             without any of its batches, until it is reported as gone and forgotten. None never forgets.
         max_waiting: Deliveries that may wait for the consumer, as long as their payloads have 1 MiB together.
         max_backlog_bytes: Memory for messages of each endpoint that are not decoded yet; at least one message is kept.
-            A port that binds TCP without keys has no backlog: its messages wait in the kernel and at the publishers.
-        max_payload_bytes: The largest payload that is taken; a publisher that connects and sends a larger one is hung
-            up on. None is 2 MiB where this subscriber binds without keys, so that any process may connect, else 16 MiB.
-            A batch takes up to 34 times its size in memory.
+        max_payload_bytes: The largest payload that is taken; ZeroMQ hangs up on a publisher that connects and sends a
+            larger one. None is 2 MiB where this subscriber binds without keys, so that any process may connect, else
+            16 MiB. A batch takes up to 34 times its size in memory.
 
     Raises:
         OSError: An endpoint cannot be bound or connected to; raised by the first wait.
@@ -295,7 +294,6 @@ class EventSubscriber(AsyncClosing):
             replay_endpoint,
             self._options,
             bind=binds,
-            open_to_all=open_to_all,
             max_payload_bytes=self._max_payload_bytes or (OPEN_MAX_PAYLOAD_BYTES if open_to_all else MAX_PAYLOAD_BYTES),
             deliver=self._inbox.put,
             fail=self._inbox.fail,

@@ -324,10 +324,10 @@ async def test_publishers_can_connect_to_a_subscriber_that_binds(nothing_left: N
             await publisher.aclose()
 
 
-async def test_wildcards_without_curve_warn_once(nothing_left: None, caplog: pytest.LogCaptureFixture) -> None:
+async def test_ports_of_others_without_curve_warn_once(nothing_left: None, caplog: pytest.LogCaptureFixture) -> None:
     async with ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0"):
         assert len(caplog.records) == 1
-        assert "every interface" in caplog.text
+        assert "published unencrypted to everybody who reaches tcp://*:0, tcp://*:0" in caplog.text
     caplog.clear()
     async with ZmqEventPublisher(0, "tcp://*:0", curve=CurveKeys.generate()):
         assert not caplog.records

@@ -16,11 +16,9 @@ from support import tell_to_end, until
 from aioshm.events import CurveKeys, EventBatch, EventSubscriber, Lost, Received, ZmqEventPublisher
 from aioshm.events.protocol import wire
 from aioshm.events.protocol.encoding import BatchEncoder
-from aioshm.events.subscribe.live_ports import OpenPort
 
-from ..attacker import GREETING, frame
 from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
-from ..strain import Strain, attack, cuts
+from ..strain import HELD_S, MEMORY_KB, Strain, attack, cuts
 
 ENOUGH = 10
 """So many messages of a stranger show what each of them costs."""
@@ -82,15 +80,15 @@ async def test_connections_end_at_an_open_port_while_the_consumer_does_not_read(
     async with EventSubscriber("tcp://127.0.0.1:0", bind=True, start="live", max_waiting=1) as subscriber:
         (endpoint,) = subscriber.endpoints
         [source] = subscriber._sources
-        port = source._port
-        assert isinstance(port, OpenPort)
+        monitor = source._port._monitor
         async with ZmqEventPublisher(0, endpoint) as publisher:
             await publish_until_delivery(publisher, subscriber)
             publisher.publish(batch(0))
             await until(lambda: source._paused, "a consumer that does not read")
+            before = monitor.handshake_failures
             _, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rpartition(":")[2]))
             writer.close()
-            await until(lambda: port._left, "the end of the connection")
+            await until(lambda: monitor.handshake_failures > before, "the end of the connection")
 
 
 @pytest.mark.slow_on_uvloop
@@ -135,7 +133,7 @@ async def test_a_stranger_who_sends_too_much_is_cut_off(nothing_left: None, stra
             async with asyncio.timeout(PATIENCE_S):
                 while not bad.poll(0):  # its subscription
                     await asyncio.sleep(0.01)
-                bad.send_multipart([b"", wire.pack_seq(0), bytes(10_001)])
+                bad.send_multipart([b"", wire.pack_seq(0), bytes(20_000)])
                 while not monitor.poll(0):
                     await asyncio.sleep(0.01)
         finally:
@@ -143,21 +141,20 @@ async def test_a_stranger_who_sends_too_much_is_cut_off(nothing_left: None, stra
             monitor.close()
         async with ZmqEventPublisher(0, endpoint) as publisher:
             assert isinstance(await publish_until_delivery(publisher, subscriber), Received)
-        assert subscriber.stats().cut_off == 1
 
 
 @pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
-    "name",
+    ("name", "grows"),
     [
-        "parts",
-        "large-parts",
-        "nils",
-        "nested",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("legal-nils", "tokens")),
+        ("parts", True),
+        ("nils", False),
+        ("nested", False),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("legal-nils", "tokens")),
     ],
 )
-async def test_an_attack_on_an_open_port_costs_little(nothing_left: None, name: str) -> None:
+async def test_attack_on_an_open_port_disturbs_no_publisher(nothing_left: None, name: str, grows: bool) -> None:
+    """An endless message takes memory, as SECURITY.md says; others take what the limits allow."""
     async with EventSubscriber("tcp://127.0.0.1:0", start="live", bind=True) as subscriber:
         (endpoint,) = subscriber.endpoints
         async with ZmqEventPublisher(0, endpoint) as publisher:
@@ -167,9 +164,9 @@ async def test_an_attack_on_an_open_port_costs_little(nothing_left: None, name: 
             async with attack(endpoint, "PUB", name, PATIENCE_S) as stranger:
                 done = asyncio.create_task(cuts(stranger))
                 async with strain, asyncio.timeout(PATIENCE_S):
-                    # One that sends parts is cut off, and ends by itself, maybe soon; a true peer is not disturbed.
                     while not done.done() or expected <= 10:
-                        if "parts" not in name and expected > 10 and strange + subscriber.stats().garbage >= ENOUGH:
+                        enough = grows or strange + subscriber.stats().garbage >= ENOUGH
+                        if expected > 10 and enough:
                             tell_to_end(stranger)
                         publisher.publish(batch(1))
                         with suppress(TimeoutError):
@@ -178,32 +175,8 @@ async def test_an_attack_on_an_open_port_costs_little(nothing_left: None, name: 
                             if item.source.rank == 0 and isinstance(item, Received):
                                 assert item.seq >= expected
                                 expected = item.seq
-            if "parts" in name:
-                assert await done == 3
-                assert subscriber.stats().cut_off == 3
-            strain.check()
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        bytes(100),
-        b"\xff" + bytes(8) + b"\x7f\x01" + bytes(53),
-        GREETING + frame(b"\x05READY", 4),
-    ],
-)
-async def test_who_is_no_publisher_is_refused(nothing_left: None, said: bytes) -> None:
-    async with EventSubscriber("tcp://127.0.0.1:0", start="live", bind=True) as subscriber:
-        (endpoint,) = subscriber.endpoints
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rpartition(":")[2]))
-        writer.write(said)
-        async with asyncio.timeout(PATIENCE_S):
-            with suppress(ConnectionError):
-                while await reader.read(1000):
-                    pass
-        writer.close()
-        assert subscriber.stats().handshake_failures == 1
+            assert strain.held_s <= HELD_S
+            assert grows or strain.grown_kb <= 4 * MEMORY_KB
 
 
 @pytest.mark.parametrize(

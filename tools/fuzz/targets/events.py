@@ -1,4 +1,4 @@
-"""Event batches in both encodings, the frames around them, replay requests, and ZMTP from a publisher."""
+"""Event batches in both encodings, the frames around them, and replay requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from aioshm.errors import CodecError
-from aioshm.events.protocol import wire, zmtp
+from aioshm.events.protocol import wire
 from aioshm.events.protocol.decoding import BatchDecoder
 from aioshm.events.protocol.encoding import BatchEncoder
 from aioshm.events.protocol.index import BlockIndex
@@ -88,23 +88,6 @@ def frames(data: bytes) -> None:
         assert again == parts
 
 
-def publisher(data: bytes) -> None:
-    """Hear a publisher's bytes, whole and one after the other: the same comes of both, within the bounds."""
-    outcomes = []
-    for size in (len(data) or 1, 1):
-        peer = zmtp.SubPeer(b"", 256)
-        answer, refused = b"", False
-        for at in range(0, len(data), size):
-            try:
-                answer += peer.feed(data[at : at + size])
-            except zmtp.Refused:
-                refused = True
-                break
-            assert peer.held <= 256 + (1 << 13) or size > 1
-        outcomes.append((refused, None if refused else (answer, list(peer.messages), peer.ready)))
-    assert outcomes[0] == outcomes[1]
-
-
 _STORED = BlockStored([1, b"2" * 32], None, [1, 2, 3, 4], 2, None, "GPU", extra_keys=[("a",), None], group_idx=0)
 _EVENTS = [_STORED, BlockRemoved([2**64 - 1], "CPU"), AllBlocksCleared(), UnknownEvent("New", ["New", 1])]
 
@@ -137,18 +120,8 @@ def _frame_seeds() -> Iterator[bytes]:
     yield framed(*wire.end_reply("legacy"))
 
 
-def _publisher_seeds() -> Iterator[bytes]:
-    ready = zmtp.frame(b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB", 4)
-    message = zmtp.frame(b"topic", 1) + zmtp.frame(bytes(8), 1) + zmtp.frame(b"payload")
-    yield zmtp.GREETING + ready + message
-    yield zmtp.GREETING + ready + zmtp.frame(b"\x04PING\x00\x01hello", 4) + message
-    yield zmtp.GREETING + zmtp.frame(b"\x05ERROR\x03bad", 4)
-    yield b"GET / HTTP/1.1\r\n\r\n"
-
-
 TARGETS = (
     Target("batches", batches, _batch_seeds),
     Target("encoder", encoder, _encoder_seeds, native=True),
     Target("frames", frames, _frame_seeds),
-    Target("publisher", publisher, _publisher_seeds),
 )

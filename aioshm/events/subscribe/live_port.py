@@ -1,0 +1,199 @@
+"""Where a subscriber hears live batches: a SUB socket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from itertools import count
+
+import zmq
+
+from aioshm.events.subscribe.backlog import CAME_BACK, Backlog
+from aioshm.zeromq.curve import CurveKeys, limit_frames
+from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, BoundFile, attach, open_socket
+from aioshm.zeromq.monitor import ENDED, Monitor
+from aioshm.zeromq.pump import Pump, receive_frames
+
+# How long one turn of the loop receives messages into the backlog, and how long while that is more than half full:
+# decoding then needs the time more than messages that may be dropped.
+_READ_AHEAD_S, _READ_AHEAD_BUSY_S = 0.002, 0.0005
+# Messages that ZeroMQ holds for each connection to an open port: strangers may send large ones.
+OPEN_HWM = 16
+# A live message has three; of longer ones, which are garbage, so many are kept.
+_MAX_FRAMES = 4
+_NOBLOCK, _RCVMORE = int(zmq.NOBLOCK), int(zmq.RCVMORE)
+
+
+class LivePort:
+    """A SUB socket with its monitor.
+
+    ZeroMQ bounds the queue of a socket by messages, not by bytes. So the socket is read whenever the loop runs, into
+    the backlog, which is bounded by bytes.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        topic: bytes,
+        *,
+        bind: bool,
+        hwm: int,
+        curve: CurveKeys | None,
+        max_bytes: int,
+        backlog: Backlog,
+    ) -> None:
+        silence_s = BOUND_SUBSCRIBER_SILENCE_S if bind else None
+        if bind and curve is None and endpoint.startswith("tcp://"):
+            hwm = min(hwm, OPEN_HWM)
+        self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve, silence_s=silence_s)
+        try:
+            self._sub.setsockopt(zmq.SUBSCRIBE, topic)
+            if bind:  # a socket that connects would not be connected again after a message that is too large
+                limit_frames(self._sub, max_bytes)
+            self._monitor = Monitor(self._sub)
+            try:
+                self.endpoint: str = attach(self._sub, endpoint, bind=bind)
+            except BaseException:
+                self._monitor.close()
+                raise
+        except BaseException:
+            self._sub.close()
+            raise
+        self._file = BoundFile(self.endpoint) if bind else None
+        self._encrypted = curve is not None
+        self._bound = bind
+        self._backlog = backlog
+        self._numbers = count()
+        self._connection = next(self._numbers)  # of a port that connects
+        self._senders: dict[int, int] = {}  # by descriptor, of a port that is bound
+        self._gone: set[int] = set()  # descriptors of connections whose last messages may wait in the socket
+        self._ended: list[object] = []
+        self._came_back = 0
+        self._refused: list[str] = []
+        self._pumps: list[Pump] = []
+        self.sender: object = None  # the connection that the last message came over
+
+    @property
+    def connections(self) -> int:
+        """Publishers that are connected; ZeroMQ reports none within a process."""
+        return 1 if self.endpoint.startswith("inproc:") else self._monitor.connections
+
+    @property
+    def reconnects(self) -> int:
+        """Connections that broke and came back."""
+        return self._monitor.reconnects
+
+    @property
+    def handshake_failures(self) -> int:
+        """Connections that ended before their handshake."""
+        return self._monitor.handshake_failures
+
+    def receive(self) -> list[bytes] | None:
+        """Return the next message, an empty list for news of connections, None if there is nothing now."""
+        entry = self._backlog.take()
+        if entry is None:
+            return None
+        connection, frames, _ = entry
+        if frames is not None:
+            self.sender = connection
+            return frames
+        if connection is CAME_BACK:
+            self._came_back += 1
+        else:
+            self._ended.append(connection)
+        return []
+
+    def read_ahead(self) -> bool:
+        """Receive messages into the backlog; True if there may be more."""
+        self._backlog.shrink()
+        if self._backlog.is_shrinking:
+            return True
+        gone = self._gone | self._read_monitor()
+        burst, is_empty = self._receive_burst()
+        # A connection that came back did so before its first message was received: its marker goes before the burst.
+        self._gone = self._read_monitor() if burst else set()
+        for connection, frames in burst:
+            self._backlog.put(connection, frames)
+        if is_empty:
+            self._end_connections(gone)
+        else:
+            self._gone |= gone
+        self._backlog.shrink()
+        return not is_empty or bool(self._gone) or self._backlog.is_shrinking
+
+    def _receive_burst(self) -> tuple[list[tuple[int, list[bytes]]], bool]:
+        """Receive for one slice of time; return messages with their connections, and whether none is left."""
+        burst: list[tuple[int, list[bytes]]] = []
+        clock = time.perf_counter
+        deadline = clock() + (_READ_AHEAD_BUSY_S if self._backlog.is_half_full else _READ_AHEAD_S)
+        try:
+            while True:
+                burst.append(self._receive_one())
+                if clock() > deadline:
+                    return burst, False
+        except zmq.Again:
+            return burst, True
+
+    def _receive_one(self) -> tuple[int, list[bytes]]:
+        """Receive a message; return its connection, too."""
+        if not self._bound:
+            frames = [self._sub.recv(_NOBLOCK)]
+            while self._sub.getsockopt(_RCVMORE):
+                frames.append(self._sub.recv(_NOBLOCK))
+            return self._connection, frames
+        received = receive_frames(self._sub, _MAX_FRAMES)
+        try:
+            descriptor = int(received[0].get(zmq.SRCFD))
+        except zmq.ZMQError:  # a transport without descriptors
+            descriptor = -1
+        if descriptor not in self._senders:
+            self._senders[descriptor] = next(self._numbers)
+        return self._senders[descriptor], [frame.bytes for frame in received]
+
+    def _end_connections(self, gone: set[int]) -> None:
+        """Note the connections that ended; until the socket was empty, their last messages waited in it."""
+        if not gone:
+            return
+        if self._bound:
+            for descriptor in gone & self._senders.keys():
+                self._backlog.note(self._senders.pop(descriptor))
+        else:
+            self._backlog.note(self._connection)
+            self._connection = next(self._numbers)
+
+    def _read_monitor(self) -> set[int]:
+        """Note connections that came back and peers that were refused; return the descriptors of those that ended."""
+        came_back, failed = self._monitor.read()
+        if came_back:
+            self._backlog.note(CAME_BACK)
+        hint = ", or the peer refuses these keys" if self._encrypted else ""
+        self._refused += [each.reason + (hint if each.reason == ENDED else "") for each in failed]
+        return self._monitor.take_gone()
+
+    def ended(self) -> list[object]:
+        """Return the connections that ended since the last call, and whose messages were all received."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def read(self) -> tuple[int, list[str]]:
+        """Return the number of connections that came back since the last call, and why peers were refused."""
+        came_back, self._came_back = self._came_back, 0
+        refused, self._refused = self._refused, []
+        return came_back, refused
+
+    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], bool]) -> None:
+        """Call ``callback`` when there may be a message or news of connections, again if it returns True."""
+        self._pumps = [Pump(loop, self._sub, callback), Pump(loop, self._monitor.pair, callback)]
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        if self._sub.closed:
+            return
+        for pump in self._pumps:
+            pump.pause()
+        self._monitor.close()
+        self._sub.close(linger=0)
+        if self._file is not None:
+            self._file.remove()
