@@ -267,7 +267,7 @@ BUGS = (
     Bug(
         "expected",
         _RESTARTING,
-        "        self._rejoining.expect(rank)\n        life.turn",
+        "        self._startup.expect(rank)\n        life.turn",
         "        life.turn",
         "an engine that is started again is not let in",
     ),

@@ -1,6 +1,7 @@
 """Engines in lockstep or not, that die, hang, and are started again; requests, waves, handshakes, crash loops.
 
-Real: `Restarting` (the supervisor's decisions) with `RestartHistory`, `Rejoining` with both ends of the handshake,
+Real: `Restarting` (the supervisor's decisions) with `RestartHistory`, `EngineStartupCoordinator` with both ends of the
+handshake,
 `Waves`, `Lockstep`, `LoadBalancer` and `Pending`, `EnvelopeDecoder`. Made up: processes, sockets, and the shells of
 client, engine and coordinator around these.
 """
@@ -18,13 +19,13 @@ from aioshm.engine.client.pending import Pending
 from aioshm.engine.protocol.addresses import CoreEngine, CoreEngineState, EngineZmqAddresses
 from aioshm.engine.protocol.balance import LoadBalancer
 from aioshm.engine.protocol.envelopes import EnvelopeDecoder
-from aioshm.engine.protocol.handshake import EngineHandshake, FrontEndHandshake
+from aioshm.engine.protocol.handshake import EngineHandshake
 from aioshm.engine.protocol.lockstep import Lockstep
 from aioshm.engine.protocol.messages import EngineCoreOutputs, SchedulerStats, StartWave
 from aioshm.engine.protocol.waves import Waves
 from aioshm.engine.startup import restarting
+from aioshm.engine.startup.coordinator import EngineStartupCoordinator
 from aioshm.engine.startup.processes import CoreEngineProcManager
-from aioshm.engine.startup.rejoining import Rejoining
 from aioshm.errors import CodecError, EngineDead
 from aioshm.process.restart import RankInfo, Restart
 from aioshm.process.watch import ProcessExit
@@ -163,7 +164,7 @@ class Engine:
             Watch.current.tell(self)
 
     def _say(self, payload: bytes) -> None:
-        self._later(lambda: self.cluster.rejoining.take(self.shake.identity, [payload], self.name))
+        self._later(lambda: self.cluster.startup.take(self.shake.identity, [payload], self.name))
 
     def _later(self, what: Callable[[], object]) -> None:
         self.world.loop.call_later(self.world.between(0.001, 0.02), what)
@@ -228,7 +229,8 @@ class Cluster:
         self.early_deaths = chance.choice([0.0, 0.0, 0.1, 0.3])
         self.start_timeout = 2.0
         addresses = EngineZmqAddresses(["tcp://a"], ["tcp://b"])
-        self.handshake = FrontEndHandshake([CoreEngine(rank) for rank in range(count)], addresses)
+        self.startup = EngineStartupCoordinator("ipc://none", [CoreEngine(rank) for rank in range(count)], addresses)
+        self.handshake = self.startup.handshake
         self.manager = Manager(self)
         self.balance = LoadBalancer(count)
         self.ranks = list(range(count))
@@ -241,8 +243,13 @@ class Cluster:
         for rank in self.ranks:
             self.waves.subscribe(rank)
         self.starts_at: dict[int, list[float]] = {}
-        router: Any = SimpleNamespace(answer=self._answer, void_keys=lambda *_: None)
-        self.rejoining = Rejoining(router, self.handshake, self._ready)
+        router: Any = SimpleNamespace(
+            answer=self._answer, void_keys=lambda *_: None, address="ipc://none", trusted=True
+        )
+        self.startup._router = router
+        self.startup._closed = True  # nothing to close
+        self.startup._on_ready = self._ready
+        self.handshake.allow_restarts()
         self.states: dict[int, str] = {}
         for rank in self.ranks:
             engine = self.manager.table[rank] = Engine.__new__(Engine)
@@ -276,7 +283,7 @@ class Cluster:
             void_keys=lambda *_: None, watch=lambda *_: None, give_up=self._give_up, ranks=self.ranks
         )
         launch: Any = SimpleNamespace(
-            engine_manager=self.manager, members=client, coordinator=None, stay_open=lambda _: self.rejoining
+            engine_manager=self.manager, members=client, coordinator=None, stay_open=lambda _: self.startup
         )
         self.supervisor = restarting.Restarting(
             launch,

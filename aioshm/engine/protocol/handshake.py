@@ -106,6 +106,8 @@ class FrontEndHandshake:
         self._by_identity = {engine.identity: engine for engine in self.engines.values()}
         self._processes: dict[int, str] = {}  # their random names, of those that sent one, by rank
         self._inits: dict[int, bytes] = {}
+        self._restarts = False
+        self._early: dict[int, Sequence[bytes]] = {}  # of engines whose predecessors are not known to be dead
         self._addresses = addresses
         self._parallel = parallel_settings(parallel_config)
         self._expected_hash = config_hash
@@ -153,7 +155,16 @@ class FrontEndHandshake:
         engine = self._by_identity.get(identity)
         if engine is None:
             raise self._unknown(identity)
-        state = engine.state
+        if not self._restarts or engine.state is not CoreEngineState.READY:
+            return self._receive(engine, frames)
+        try:
+            return self._receive(engine, frames)  # its READY, sent again
+        except HandshakeError:
+            self._early[engine.index] = frames
+            return None
+
+    def _receive(self, engine: CoreEngine, frames: Sequence[bytes]) -> list[bytes] | None:
+        identity, state = engine.identity, engine.state
         if len(frames) != 1:
             raise _refused(engine.index, state, f"a message of {len(frames)} payload frames", "one")
         fields, message = self._parse(engine, frames[0])
@@ -183,6 +194,15 @@ class FrontEndHandshake:
         engine.state = CoreEngineState.READY
         self._note_process(engine, message)
         return None
+
+    def allow_restarts(self) -> None:
+        """Keep what an engine that is ready says once more, from now on: it may be its successor's, see `expect`."""
+        self._restarts = True
+
+    def expect(self, index: int) -> Sequence[bytes] | None:
+        """Let an engine shake hands: its predecessor is dead. Return what it has said already, to be taken."""
+        self.forget(index)
+        return self._early.pop(index, None)
 
     def forget(self, index: int) -> None:
         """Take back what an engine has said: its sender has left, and another one may come."""

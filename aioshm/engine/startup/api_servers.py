@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -10,12 +11,15 @@ from typing import Any
 
 from aioshm.arguments import check_int, check_plain
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
-from aioshm.engine.startup.api_server_restarts import ServerRestarts
 from aioshm.errors import EndClosed, ProcessDied, RoleError
+from aioshm.process.background import in_thread, notify
+from aioshm.process.lives import Life, bring_back
 from aioshm.process.manager import Job, ProcessManager
-from aioshm.process.restart import RankInfo, Restart
+from aioshm.process.restart import ProcessPhase, RankInfo, Restart
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
-from aioshm.process.watch import ProcessWatch
+from aioshm.process.watch import ProcessExit, ProcessWatch
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class APIServerProcessManager(ProcessManager):
@@ -82,12 +86,16 @@ class APIServerProcessManager(ProcessManager):
             raise TypeError(f"restart must be a Restart, or None, not {restart!r}")
         if on_change is not None and restart is None:
             raise ValueError("on_change must go with restart: without it no server's state changes but once")
-        loop = None if restart is None else _running_loop()
+        self._loop = None if restart is None else _running_loop()
         self.listen_address = listen_address
         self.sock = sock
         # A copy: servers are started when the caller may have closed the socket.
-        self._copy = sock.dup() if sock is not None and loop is not None else None
-        self._restarts: ServerRestarts | None = None
+        self._copy = sock.dup() if sock is not None and self._loop is not None else None
+        self._on_change = on_change
+        self._lives: dict[str, Life] = {}  # by the names of the processes, with ``restart``
+        self._watch: ProcessWatch | None = None
+        self._failure: ProcessDied | None = None  # the last death of a crash loop
+        self._over = asyncio.Event()  # all are done, or one is in a crash loop, or this is closed
         jobs, attributes = [], as_attributes(keys_to_hand_over(keys))
         for index, addresses in enumerate(zip(input_addresses, output_addresses, strict=True)):
             config: dict[str, Any] = dict(zip(("input_address", "output_address"), addresses, strict=True))
@@ -100,19 +108,22 @@ class APIServerProcessManager(ProcessManager):
                 Job(f"ApiServer_{index}", (listen_address, self._copy or sock, args, config), attributes=attributes)
             )
         super().__init__(target_server_fn, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
-        if restart is not None and loop is not None:
-            self._restarts = ServerRestarts(loop, self.processes, self, restart, on_change)
+        if restart is not None:
+            for rank, process in enumerate(self.processes):
+                life = self._lives[process.name] = Life(rank, restart)
+                life.pid, life.state = process.pid, "running"
+            self._watch = ProcessWatch(manager=self, on_exit=self._server_exited)
 
     @property
     def restarts(self) -> bool:
         """Whether servers that die are started again."""
-        return self._restarts is not None
+        return self._loop is not None
 
     @property
     def servers(self) -> tuple[RankInfo, ...]:
         """The servers, by index."""
-        if self._restarts is not None:
-            return tuple(life.info for life in self._restarts.lives)
+        if self._lives:
+            return tuple(life.info for life in self._lives.values())
         return tuple(
             RankInfo(index, process.pid, "running" if process.exitcode is None else "exited", 0, "")
             for index, process in enumerate(self.processes)
@@ -126,9 +137,9 @@ class APIServerProcessManager(ProcessManager):
                 the cause of every death.
             QueueClosed: The manager was closed.
         """
-        if self._restarts is not None:
-            await self._restarts.over.wait()
-            if (failure := self._restarts.failure) is not None:
+        if self.restarts:
+            await self._over.wait()
+            if (failure := self._failure) is not None:
                 raise ProcessDied(failure.name, failure.pid, failure.exitcode, failure.story)
         else:
             with ProcessWatch(self.processes) as watch:
@@ -136,28 +147,88 @@ class APIServerProcessManager(ProcessManager):
                     for found in await watch.next():
                         if found.exitcode != 0 and not self._closing:
                             raise ProcessDied(found.name, found.pid, found.exitcode)
-        if self._closing or (self._restarts is not None and self._restarts.closed):
+        if self._closing:
             raise EndClosed("the manager of the API servers was closed")
 
     def close(self) -> None:
         """Stop the servers, see `shutdown`. Idempotent; blocks. With ``restart``, in the thread of the loop."""
-        if self._restarts is not None and self._pid == os.getpid():
-            self._restarts.close()
+        self._end_restarts()
         super().close()
-        if self._copy is not None:
-            self._copy.close()
+        self._close_copy()
 
     async def aclose(self) -> None:
         """Stop the servers, see `ashutdown`. Idempotent; cancelling this kills them, and nothing is left."""
         try:
-            if self._restarts is not None and self._pid == os.getpid():
-                await self._restarts.aclose()
+            await asyncio.gather(*self._end_restarts(), return_exceptions=True)
         finally:
             try:
                 await super().aclose()
             finally:
-                if self._copy is not None:
-                    self._copy.close()
+                self._close_copy()
+
+    def _close_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.close()
+
+    # Servers that die are started again
+
+    def _end_restarts(self) -> list[asyncio.Task[None]]:
+        """Start nothing any more; return what still goes on. Idempotent; on a closed loop, too."""
+        if self._watch is None or self._loop is None or self._pid != os.getpid():
+            return []
+        self._closing = True
+        self._watch.close()
+        if self._loop.is_closed():
+            return []
+        self._over.set()
+        tasks = [life.task for life in self._lives.values() if life.task is not None]
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def _server_exited(self) -> None:
+        assert self._watch is not None
+        assert self._loop is not None
+        for found in self._watch.take():
+            life = self._lives[found.name]
+            if found.exitcode == 0:
+                self._set(life, "exited")
+                if all(other.state == "exited" for other in self._lives.values()):
+                    self._over.set()
+            elif self._failure is None:
+                life.task = self._loop.create_task(self._bring_back(life, found), name=f"aioshm-restarts-{found.name}")
+
+    async def _bring_back(self, life: Life, found: ProcessExit) -> None:
+        def wait(cause: str) -> None:
+            life.cause = cause
+            logger.warning("%s; restarting it (%s)", cause, life.history.number)
+            self._set(life, "waiting")
+
+        async def start() -> str:
+            self._set(life, "starting")
+            try:
+                process = await in_thread(lambda: self.start_again(found.name))
+            except Exception as error:
+                return f"{found.name} could not be started: {error}"
+            life.pid = process.pid
+            assert self._watch is not None
+            self._watch.add([process], managed=True)
+            self._set(life, "running")
+            return ""
+
+        cause = found.describe()
+        if not await bring_back(life.history, cause, start, wait):
+            life.cause = cause
+            self._set(life, "exited")
+            story = f"it is in a crash loop: {life.history.story}"
+            self._failure = ProcessDied(found.name, found.pid, found.exitcode, story)
+            logger.error("%s", self._failure)
+            self._over.set()
+
+    def _set(self, life: Life, state: ProcessPhase) -> None:
+        life.state = state
+        if self._on_change is not None and self._loop is not None:
+            self._loop.call_soon(notify, self._on_change, life.info)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:

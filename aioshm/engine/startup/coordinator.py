@@ -18,7 +18,6 @@ from aioshm.engine.protocol.progress import EngineReport, StartupProgress, Start
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.endpoints import check_handshake_address
-from aioshm.engine.startup.rejoining import Rejoining
 from aioshm.engine.startup.router import HandshakeRouter
 from aioshm.engine.startup.supervision import Supervision
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
@@ -112,7 +111,7 @@ class EngineStartupCoordinator(AsyncClosing):
         self.coord_process = coord_process
         self._place = handshake_address
         self._addresses = addresses
-        self._handshake = FrontEndHandshake(
+        self.handshake: FrontEndHandshake = FrontEndHandshake(
             engines, addresses, parallel_config, config_hash=parallel_config_hash, remote_headless=remote_headless
         )
         self._patience = (
@@ -130,7 +129,7 @@ class EngineStartupCoordinator(AsyncClosing):
         self._refusal: HandshakeError | None = None
         self._failed, self._cause = False, ""
         self._conclusion: asyncio.Task[EngineStartupError] | None = None
-        self._rejoining: Rejoining | None = None
+        self._on_ready: Callable[[int], object] | None = None  # engines may come back
 
     def __repr__(self) -> str:
         return f"<EngineStartupCoordinator at {self.handshake_address}: {self.progress}>"
@@ -162,9 +161,9 @@ class EngineStartupCoordinator(AsyncClosing):
         if self._router is not None or self._closed:
             raise RoleError("a startup of engines can be entered once")
         self._router = HandshakeRouter(
-            self._place, self._take, self._handshake.engines, keys=self._keys, secure=self._secure
+            self._place, self.take, self.handshake.engines, keys=self._keys, secure=self._secure
         )
-        self._since = dict.fromkeys(self._handshake.engines, monotonic())
+        self._since = dict.fromkeys(self.handshake.engines, monotonic())
         try:
             self._processes.watch(self.proc_manager, self.coord_process)
         except BaseException:
@@ -199,7 +198,7 @@ class EngineStartupCoordinator(AsyncClosing):
         if not self._settled.is_set():
             if not self._timers:
                 self._restart_timers()
-            if self._handshake.complete:  # there are none
+            if self.handshake.complete:  # there are none
                 self._succeed()
         try:
             async with asyncio.timeout(timeout):
@@ -214,20 +213,37 @@ class EngineStartupCoordinator(AsyncClosing):
             self._conclusion = asyncio.create_task(self._conclude(), name="aioshm-engine-startup-failed")
         raise await asyncio.shield(self._conclusion)
 
-    def stay_open(self, on_ready: Callable[[int], object]) -> Rejoining:
+    def stay_open(self, on_ready: Callable[[int], object]) -> EngineStartupCoordinator:
         """Shake hands with engines that come back, from now on until this is closed; once all of them were ready.
+
+        Nothing that is refused ends anything then: it is logged, and an engine that gets no answer gives up.
 
         Args:
             on_ready: Called on the loop with the rank of an engine that is ready again.
+
+        Returns:
+            This: call `expect` when an engine has died.
 
         Raises:
             RoleError: Not all were ready, or this is closed.
         """
         if self._report is None or self._closed or self._router is None:
             raise RoleError("a startup of engines stays open once all of them were ready, and before it is closed")
-        self._rejoining = Rejoining(self._router, self._handshake, on_ready)
+        self._on_ready = on_ready
+        self.handshake.allow_restarts()
         self._router.resume()
-        return self._rejoining
+        return self
+
+    def expect(self, index: int) -> None:
+        """Let an engine shake hands: the one that had its rank is dead. One that has said HELLO by now is answered."""
+        early = self.handshake.expect(index)
+        if early is not None:
+            self.take(self.handshake.engines[index].identity, list(early), f"engine {index}")
+
+    def void_keys(self, index: int, incarnation: int) -> None:
+        """Refuse the keys of the incarnations of an engine that were before this one."""
+        if self._router is not None:
+            self._router.void_keys(index, incarnation)
 
     async def aclose(self) -> None:
         """Close the socket, and stop the engines unless all of them were ready.
@@ -251,43 +267,44 @@ class EngineStartupCoordinator(AsyncClosing):
 
     # What happens
 
-    def _take(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
+    def take(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
         """Take a message; return whether to take more."""
-        assert self._router is not None
-        if self._rejoining is not None:
-            return self._rejoining.take(identity, frames, sender)
-        if self._settled.is_set():
+        if self._settled.is_set() and self._on_ready is None:
             return self._hear_out(identity, frames, sender)
+        assert self._router is not None
         index = int.from_bytes(identity, "little")
-        engine = self._handshake.engines.get(index)
+        engine = self.handshake.engines.get(index)
         before = None if engine is None else engine.state
         try:
-            reply = self._handshake.receive(identity, frames)
+            reply = self.handshake.receive(identity, frames)
         except HandshakeError as error:
-            if not self._router.trusted:
-                self._ignore(f"{error}; it came from {sender}")
-                return True
-            self._fail(f"{error}; it came from {sender}", error)
-            return False
+            return self._refuse(f"{error}; it came from {sender}", error, goes_on=not self._router.trusted)
         except (TypeError, ValueError) as error:  # the addresses were changed to something else
-            self._fail(f"engine {index} cannot be told the addresses: {error}")
-            return False
+            return self._refuse(f"engine {index} cannot be told the addresses: {error}")
         if reply is not None:
             try:
                 self._router.answer(reply)
             except zmq.ZMQError as error:
-                if over_tcp([self._router.address]):  # it may come back: its connection broke
-                    self._handshake.forget(index)
-                    self._ignore(f"engine {index} left before it could be told the addresses; it was at {sender}")
-                    return True
-                self._fail(f"engine {index} left before it could be told the addresses: {error}")
-                return False
+                goes_on = over_tcp([self._router.address]) or self._on_ready is not None
+                if goes_on:  # it may come back: its connection broke
+                    self.handshake.forget(index)
+                text = f"engine {index} left before it could be told the addresses: {error}; it was at {sender}"
+                return self._refuse(text, goes_on=goes_on)
         if engine is not None and engine.state is not before:
             self._move(index)
-        return not self._settled.is_set()
+        return self._on_ready is not None or not self._settled.is_set()
+
+    def _refuse(self, text: str, error: HandshakeError | None = None, *, goes_on: bool = False) -> bool:
+        """Fail, or go on after what may be a stranger's, whose words are not to end a startup; return which."""
+        if not goes_on and self._on_ready is None:
+            self._fail(text, error)
+            return False
+        self._strange = text
+        self._limiter.warn(logger, "ignored a message: %s", text)
+        return True
 
     def _hear_out(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
-        """Take a message that a process sent before it exited, and whose exit was seen first; return as `_take` does.
+        """Take a message that a process sent before it exited, and whose exit was seen first; return as `take` does.
 
         The kernel tells of an exit at once, and ZeroMQ's thread hands over messages when it has its turn.
         """
@@ -295,7 +312,7 @@ class EngineStartupCoordinator(AsyncClosing):
         if not self._failed or self._cause:
             return False
         try:
-            self._handshake.receive(identity, frames)
+            self.handshake.receive(identity, frames)
         except HandshakeError as error:
             if self._router.trusted:
                 self._cause, self._refusal = f"{error}; it came from {sender}", error
@@ -303,22 +320,21 @@ class EngineStartupCoordinator(AsyncClosing):
             return False
         return not self._cause
 
-    def _ignore(self, strange: str) -> None:
-        """Go on after a message that is refused: it may be a stranger's, whose words are not to end a startup."""
-        self._strange = strange
-        self._limiter.warn(logger, "ignored a message: %s", strange)
-
     def _move(self, index: int) -> None:
+        if self._on_ready is not None:
+            if self.handshake.engines[index].state is CoreEngineState.READY:
+                notify(self._on_ready, index)
+            return
         self._since[index] = monotonic()
         if self._addresses.frontend_stats_publish_address is None:
-            self._addresses.frontend_stats_publish_address = self._handshake.stats_address
+            self._addresses.frontend_stats_publish_address = self.handshake.stats_address
         if self._on_progress is not None or logger.isEnabledFor(logging.DEBUG):
             progress = self._progress(index)
-            logger.debug("engine %d is %s: %s", index, self._handshake.engines[index].state.name, progress)
+            logger.debug("engine %d is %s: %s", index, self.handshake.engines[index].state.name, progress)
             self._announce(progress)
         if self._timers:
             self._restart_timers()
-        if self._handshake.complete:
+        if self.handshake.complete:
             self._succeed()
 
     def _succeed(self) -> None:
@@ -327,12 +343,12 @@ class EngineStartupCoordinator(AsyncClosing):
             return
         self._report = StartupReport(
             {
-                index: EngineReport(index, engine.local, self._handshake.hello[index], self._handshake.ready[index])
-                for index, engine in self._handshake.engines.items()
+                index: EngineReport(index, engine.local, self.handshake.hello[index], self.handshake.ready[index])
+                for index, engine in self.handshake.engines.items()
             },
-            self._handshake.num_gpu_blocks or 0,
-            self._handshake.parallel_config_hash,
-            self._handshake.stats_address,
+            self.handshake.num_gpu_blocks or 0,
+            self.handshake.parallel_config_hash,
+            self.handshake.stats_address,
         )
         self._settle()
         self._processes.close()
@@ -384,11 +400,11 @@ class EngineStartupCoordinator(AsyncClosing):
         pids = {index: process.pid for index, process in self._processes.engines().items()}
         waiting = tuple(
             Waiting(index, engine.state, now - self._since.get(index, now), pids.get(index))
-            for index, engine in self._handshake.engines.items()
+            for index, engine in self.handshake.engines.items()
             if engine.state is not CoreEngineState.READY
         )
-        heard = len(self._handshake.hello)
-        return StartupProgress(len(self._handshake.engines), heard, len(self._handshake.ready), waiting, moved)
+        heard = len(self.handshake.hello)
+        return StartupProgress(len(self.handshake.engines), heard, len(self.handshake.ready), waiting, moved)
 
     def _announce(self, progress: StartupProgress) -> None:
         if self._on_progress is not None:
@@ -400,7 +416,7 @@ class EngineStartupCoordinator(AsyncClosing):
         """Stop everything, and return what is to be raised."""
         try:
             await asyncio.sleep(SETTLE_S)
-            error = self._processes.failure(self._cause, self._refusal, self.progress, self._handshake.engines)
+            error = self._processes.failure(self._cause, self._refusal, self.progress, self.handshake.engines)
         finally:
             await self._processes.stop()
         logger.debug("%s", error)

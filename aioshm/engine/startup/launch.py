@@ -21,7 +21,6 @@ from aioshm.engine.startup.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.layout import Layout
 from aioshm.engine.startup.processes import CoreEngineProcManager
-from aioshm.engine.startup.rejoining import Rejoining
 from aioshm.errors import RoleError
 from aioshm.lifeline.address import sweep_leftovers
 from aioshm.process.child import Child
@@ -132,7 +131,7 @@ class CoreEngineLaunch:
                 await self._startup.aclose()
         return self.report
 
-    def stay_open(self, on_ready: Callable[[int], object]) -> Rejoining:
+    def stay_open(self, on_ready: Callable[[int], object]) -> EngineStartupCoordinator:
         """Shake hands with engines that come back, see `EngineStartupCoordinator.stay_open`.
 
         Raises:

@@ -75,7 +75,7 @@ class Restarting:
             assert rank is not None
             life = self.lives[rank] = EngineLife(rank, restart)
             life.pid, life.state = process.pid, "running"
-        self._rejoining = launch.stay_open(self.ready)
+        self._startup = launch.stay_open(self.ready)
         self._watch = ProcessWatch(manager=manager, on_exit=self._process_exited)
         if launch.coordinator is not None:
             self._watch.add([launch.coordinator.proc])
@@ -96,7 +96,7 @@ class Restarting:
         """Have one more engine, and return the task that is done when it is ready."""
         life = self.lives[rank] = EngineLife(rank, self._restart)
         local = self._manager.is_local(rank) if isinstance(self._manager, CoreEngineActorManager) else True
-        self._rejoining.handshake.add(CoreEngine(rank, local))
+        self._startup.handshake.add(CoreEngine(rank, local))
         life.task = self._spawn(self._bring_up(life, None), f"engine-{rank}")
         return life.task
 
@@ -105,14 +105,14 @@ class Restarting:
         life = self.lives.pop(rank)
         if life.task is not None:
             life.task.cancel()
-        self._rejoining.handshake.remove(rank)
+        self._startup.handshake.remove(rank)
         with suppress(ValueError):  # it was about to be started for the first time
             await self._manager.stop_engine(rank)
         self._void_keys(rank)
 
     def expect(self, rank: int) -> None:
         """Let an engine of another host, which has died, shake hands when it was started again there."""
-        self._rejoining.expect(rank)
+        self._startup.expect(rank)
 
     # What happens to processes
 
@@ -143,7 +143,7 @@ class Restarting:
     def _void_keys(self, rank: int) -> None:
         """Have the keys of an engine's process that has exited refused at every socket."""
         incarnation = self._manager.next_incarnation(rank)
-        self._rejoining.void_keys(rank, incarnation)
+        self._startup.void_keys(rank, incarnation)
         if self._members is not None:
             with suppress(EngineDead, EndClosed):  # all keys are useless then
                 self._members.void_keys(rank, incarnation)
@@ -221,7 +221,7 @@ class Restarting:
     async def _start(self, life: EngineLife) -> str:
         """Start an engine, and wait until it is ready; return why it is not, or an empty string."""
         rank = life.rank
-        self._rejoining.expect(rank)
+        self._startup.expect(rank)
         life.turn, life.doomed = self._loop.create_future(), False
         try:
             process = await in_thread(lambda: self._manager.start_engine(rank))

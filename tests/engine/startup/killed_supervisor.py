@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from aioshm.engine import DPCoordinator, EngineSupervisor, Restart, WorkerGroup, die_with_parent, run_engine_core
 from aioshm.engine.client.link import EngineLink
+from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.startup.processes import CoreEngineProcManager
-from aioshm.engine.startup.rejoining import Rejoining
 from aioshm.engine.startup.restarting import EngineLife, Restarting
 from aioshm.process.child import _Popen
 from aioshm.process.watch import ProcessExit
@@ -225,7 +225,7 @@ OF_ENGINES: dict[str, Work] = {
     "before it has its orders": engine_at(before(_Popen, "_exact_sentinel")),
     "in imports": engine_at(nothing),
     "before HELLO": engine_at(nothing),
-    "HELLO heard": engine_at(before(Rejoining, "take")),
+    "HELLO heard": engine_at(before(FrontEndHandshake, "receive")),
     "in initialize": engine_at(nothing),
     "registered": engine_at(after(EngineLink, "registered")),
     "READY heard": engine_at(when_ready),

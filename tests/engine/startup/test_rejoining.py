@@ -2,65 +2,55 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from aioshm.engine import CoreEngine, EngineHandshake, EngineZmqAddresses, FrontEndHandshake
-from aioshm.engine.startup.rejoining import Rejoining
+from aioshm.engine import CoreEngine, CoreEngineState, EngineHandshake, EngineZmqAddresses, FrontEndHandshake
 
 RANK = b"\0\0"
-Made = tuple[Rejoining, list[list[bytes]], list[int]]
 
 
 @pytest.fixture
-def made() -> Made:
-    """Return one with one engine, the replies, and the ranks that became ready."""
-    replies: list[list[bytes]] = []
-    ready: list[int] = []
-    router: Any = SimpleNamespace(answer=replies.append)
+def front_end() -> FrontEndHandshake:
+    """Return the front end of one engine, which may be restarted."""
     handshake = FrontEndHandshake([CoreEngine(0)], EngineZmqAddresses([], []))
-    return Rejoining(router, handshake, ready.append), replies, ready
+    handshake.allow_restarts()
+    return handshake
 
 
-def start(rejoining: Rejoining, replies: list[list[bytes]]) -> EngineHandshake:
+def start(front_end: FrontEndHandshake) -> EngineHandshake:
     """Let an engine shake hands."""
     engine = EngineHandshake(0)
-    rejoining.take(RANK, [engine.hello()], "")
-    engine.receive(replies[-1][1:])
-    rejoining.take(RANK, [engine.ready()], "")
+    reply = front_end.receive(RANK, [engine.hello()])
+    assert reply is not None
+    engine.receive(reply[1:])
+    assert front_end.receive(RANK, [engine.ready()]) is None
+    assert front_end.complete
     return engine
 
 
-async def test_repeated_ready_is_reported_once_and_keeps_the_hello_of_a_successor(
-    made: Made,
-) -> None:
-    rejoining, replies, ready = made
-    engine = start(rejoining, replies)
-    rejoining.take(RANK, [EngineHandshake(0).hello()], "")  # its predecessor is not known to be dead
-    rejoining.take(RANK, [engine.again], "")
-    assert (len(replies), ready) == (1, [0])
-    rejoining.expect(0)
-    assert (len(replies), ready) == (2, [0])
+def test_hello_of_a_successor_waits_for_the_death_of_its_predecessor(front_end: FrontEndHandshake) -> None:
+    engine = start(front_end)
+    early = [EngineHandshake(0).hello()]
+    assert front_end.receive(RANK, early) is None
+    assert front_end.receive(RANK, [engine.again]) is None  # its READY once more, which changes nothing
+    assert front_end.engines[0].state is CoreEngineState.READY
+    assert front_end.expect(0) == early
+    assert front_end.engines[0].state is CoreEngineState.NEW
+    assert front_end.receive(RANK, early) is not None
+    assert front_end.expect(0) is None
 
 
-async def test_repeated_hello_is_answered_again(made: Made) -> None:
-    rejoining, replies, ready = made
+def test_repeated_hello_is_answered_again(front_end: FrontEndHandshake) -> None:
     engine = EngineHandshake(0)
-    for message in (engine.hello(), engine.again, engine.again):
-        rejoining.take(RANK, [message], "")
+    replies = [front_end.receive(RANK, [message]) for message in (engine.hello(), engine.again, engine.again)]
+    assert replies[0] is not None
     assert replies == replies[:1] * 3
-    assert ready == []
+    assert not front_end.complete
 
 
-async def test_repeated_ready_of_a_dead_engine_makes_nobody_ready(
-    made: Made,
-) -> None:
-    rejoining, replies, ready = made
-    engine = start(rejoining, replies)
-    rejoining.expect(0)
-    rejoining.take(RANK, [engine.again], "")
-    assert ready == [0]
-    start(rejoining, replies)
-    assert ready == [0, 0]
+def test_repeated_ready_of_a_dead_engine_makes_nobody_ready(front_end: FrontEndHandshake) -> None:
+    engine = start(front_end)
+    front_end.expect(0)
+    assert front_end.receive(RANK, [engine.again]) is None
+    assert not front_end.complete
+    start(front_end)

@@ -169,7 +169,7 @@ class TestProcesses:
                 assert exitcode is not None
 
                 def exited_once_ready(process: FakeProcess) -> int | None:
-                    if startup._handshake.complete:
+                    if startup.handshake.complete:
                         process.said()  # until its exit: READY and that are seen at the same moment
                     return exitcode(process)
 
@@ -196,7 +196,7 @@ class TestProcesses:
                 await connected.wait()
                 manager.processes[0].kill()
                 await startup._settled.wait()
-                startup._take(b"\0\0", [last_words], "pid 1")
+                startup.take(b"\0\0", [last_words], "pid 1")
                 with pytest.raises(EngineStartupError, match=text) as caught:
                     await startup.wait()
         assert type(caught.value) is error
