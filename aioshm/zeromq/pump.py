@@ -1,4 +1,4 @@
-"""The read loop over a ZeroMQ socket: a callback whenever it may have something to read, until nothing is left.
+"""Read loops over a ZeroMQ socket: a callback whenever it may have something to read, until nothing is left.
 
 A ZeroMQ descriptor is edge-triggered: it turns readable when the socket's state *may* have changed, and only once. So
 the callback must read until there is nothing left, or come back by itself (``zmq_getsockopt(3)``, ZMQ_FD); and sending
@@ -20,6 +20,7 @@ from aioshm.zeromq.sockets import BURST, Socket
 T = TypeVar("T")
 
 
+_NOTHING = memoryview(b"")
 # As plain ints: an enumeration's operators take longer than what they are for.
 _EVENTS, _POLLIN, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 
@@ -90,7 +91,8 @@ class Pump:
         self._loop = loop
         self.work = work
         self._descriptor = int(socket.getsockopt(zmq.FD)) if descriptor is None else descriptor
-        self._running = self._scheduled = False
+        self._running = False
+        self._is_coming_back = False
         abandon_when_forked(self)
         self.resume()
 
@@ -133,14 +135,47 @@ class Pump:
 
     def run_soon(self) -> None:
         """Call back on the next turn of the loop, once; never on a closed loop."""
-        if not self._scheduled and not self._loop.is_closed():
-            self._scheduled = True
-            self._loop.call_soon(self._run_scheduled)
+        if not self._is_coming_back and not self._loop.is_closed():
+            self._is_coming_back = True
+            self._loop.call_soon(self._come_back)
 
     def abandon_in_child(self) -> None:
         """Leave the loop alone: it shares with the parent's what it waits by."""
         self._running = False
 
-    def _run_scheduled(self) -> None:
-        self._scheduled = False
+    def _come_back(self) -> None:
+        self._is_coming_back = False
         self.run()
+
+
+class Inbox:
+    """Hands out messages of one or two frames as they come; made on the running loop.
+
+    ``on_message`` gets the first frame and the second, or None; of a longer message an empty frame and None. Nobody
+    else may receive from the socket, which the caller closes after the inbox.
+    """
+
+    def __init__(self, socket: Socket, on_message: Callable[[memoryview, memoryview | None], None]) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._pump = Pump(asyncio.get_running_loop(), socket, self.look)
+
+    def look(self) -> bool:
+        """Hand out some of what has come, also where no loop runs; return whether there may be more."""
+        for _ in range(BURST):
+            if self._pump.paused:
+                return False
+            try:
+                frames = receive_frames(self._socket, 3)
+            except zmq.ZMQError:
+                return False
+            if len(frames) > 2:
+                self._on_message(_NOTHING, None)
+            else:
+                self._on_message(frames[0].buffer, frames[1].buffer if len(frames) == 2 else None)
+        self._pump.run_soon()
+        return True
+
+    def close(self) -> None:
+        """Hand out nothing any more. Idempotent."""
+        self._pump.pause()

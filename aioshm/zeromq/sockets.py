@@ -1,8 +1,8 @@
 """The ZeroMQ sockets between a writer and its remote readers; what passes over them is known elsewhere.
 
 Data: the writer's XPUB to each reader's SUB. Control: each reader's DEALER to the writer's ROUTER. Each end has a
-ZeroMQ context, and so an I/O thread, of its own. Payloads are received by `zmq.asyncio`, see ``inbox.py``; control
-sockets are driven by callbacks of the loop, see ``pump.py``. Either can be read where no loop runs, too.
+ZeroMQ context, and so an I/O thread, of its own. Callbacks of the loop read them, see ``pump.py``; they can be read
+where no loop runs, too.
 
 **Sockets may not wait.** TCP alone watches data connections (keepalive, ``TCP_USER_TIMEOUT``). ZeroMQ's heartbeats
 watch control connections, too: the I/O threads answer them however busy the program is.

@@ -1,4 +1,4 @@
-"""The inbox of a socket: every message in order, and no future for those behind the first."""
+"""The inbox of a socket: every message in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import zmq
 from support import until
 
-from aioshm.zeromq.inbox import Inbox
+from aioshm.zeromq.pump import Inbox
 from aioshm.zeromq.sockets import BURST, Socket, Sockets
 
 
@@ -25,34 +25,24 @@ def pair() -> Iterator[tuple[Socket, Socket]]:
 
 
 class Received:
-    """What an inbox hands out, and how many futures that took."""
+    """What an inbox hands out."""
 
     def __init__(self, receiver: Socket) -> None:
         self.messages: list[tuple[bytes, bytes | None]] = []
         self.inbox = Inbox(receiver, self._add)
-        self.futures = 0
-        make = self.inbox._new_arrival
-
-        def counted() -> object:
-            self.futures += 1
-            return make()
-
-        self.inbox._awaited._Future = counted  # type: ignore[assignment]
 
     def _add(self, head: memoryview, body: memoryview | None) -> None:
         self.messages.append((bytes(head), None if body is None else bytes(body)))
 
 
-async def test_one_future_takes_a_burst(pair: tuple[Socket, Socket]) -> None:
+async def test_burst_is_handed_out_whole_and_a_later_message_too(pair: tuple[Socket, Socket]) -> None:
     sender, receiver = pair
     received = Received(receiver)
-    await until(lambda: received.futures == 1, "the first future")
     count = 4 * BURST + 3
     for number in range(count):
         sender.send_multipart([b"%d" % number, b"body"][: 1 + number % 2])
     await until(lambda: len(received.messages) == count, "all messages")
     assert received.messages == [(b"%d" % number, b"body" if number % 2 else None) for number in range(count)]
-    assert received.futures <= count // BURST + 2
     sender.send(b"and one more")
     await until(lambda: len(received.messages) == count + 1, "a message after a pause")
     received.inbox.close()
@@ -72,15 +62,13 @@ async def test_messages_are_handed_out_in_order_whether_awaited_or_looked_for(pa
     received.inbox.close()
 
 
-@pytest.mark.parametrize("awaited", [True, False])
-async def test_a_message_of_too_many_frames_is_handed_out_empty(pair: tuple[Socket, Socket], awaited: bool) -> None:
+@pytest.mark.parametrize("looked_for", [True, False])
+async def test_a_message_of_too_many_frames_is_handed_out_empty(pair: tuple[Socket, Socket], looked_for: bool) -> None:
     sender, receiver = pair
     received = Received(receiver)
-    if awaited:
-        await until(lambda: received.futures == 1, "the future that gets it")
     sender.send_multipart([b"1", b"2", b"3"])
     sender.send_multipart([b"1", b"2"])
-    if not awaited:
+    if looked_for:
         received.inbox.look()
     await until(lambda: len(received.messages) == 2, "both")
     assert received.messages == [(b"", None), (b"1", b"2")]
@@ -90,7 +78,6 @@ async def test_a_message_of_too_many_frames_is_handed_out_empty(pair: tuple[Sock
 async def test_nothing_is_handed_out_after_closing(pair: tuple[Socket, Socket]) -> None:
     sender, receiver = pair
     received = Received(receiver)
-    await until(lambda: received.futures == 1, "the first future")
     sender.send(b"1")
     received.inbox.close()
     received.inbox.close()

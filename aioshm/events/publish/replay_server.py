@@ -82,12 +82,11 @@ class ReplayServer:
         self.malformed: int = 0
         self.abandoned: int = 0
         self._socket = socket
-        self._send_frame = super(zmq.Socket, socket).send  # see the sender
         self._buffer = buffer
         self._topic = topic
         self._form = form
         self._where = where
-        self._ready: deque[_Client] = deque()
+        self._served: deque[_Client] = deque()  # in turn
         self._blocked: list[_Client] = []
         self._limiter = LogLimiter(10.0)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -99,7 +98,7 @@ class ReplayServer:
     @property
     def busy(self) -> bool:
         """Whether a client still waits for the rest of an answer."""
-        return bool(self._ready or self._blocked)
+        return bool(self._served or self._blocked)
 
     async def wait_idle(self, timeout: float) -> None:
         """Wait until everybody has been answered, or ``timeout`` seconds."""
@@ -125,8 +124,8 @@ class ReplayServer:
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
-        self.abandoned += len(self._ready) + len(self._blocked)
-        self._ready.clear()
+        self.abandoned += len(self._served) + len(self._blocked)
+        self._served.clear()
         self._blocked.clear()
 
     def _run(self) -> bool:
@@ -138,13 +137,13 @@ class ReplayServer:
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
-        self._ready.extend(self._blocked)  # any change of state may have made room for any of them
+        self._served.extend(self._blocked)  # any change of state may have made room for any of them
         self._blocked.clear()
         deadline = time.perf_counter() + _SLICE_S
         more_requests = self._accept(deadline)
-        while self._ready and time.perf_counter() < deadline:
-            self._serve(self._ready.popleft())
-        if self._ready or more_requests:
+        while self._served and time.perf_counter() < deadline:
+            self._serve(self._served.popleft())
+        if self._served or more_requests:
             return True
         if not self._blocked:
             self._idle.set()
@@ -156,7 +155,7 @@ class ReplayServer:
 
     def _accept(self, deadline: float) -> bool:
         """Read requests; True if there may be more that could be taken now."""
-        while len(self._ready) + len(self._blocked) < MAX_CLIENTS:
+        while len(self._served) + len(self._blocked) < MAX_CLIENTS:
             if time.perf_counter() > deadline:
                 return True
             try:
@@ -173,10 +172,10 @@ class ReplayServer:
             start = wire.parse_request([frame.bytes for frame in frames[1:]])
         except CodecError as error:
             self._complain(frames[0], error)
-            self._ready.append(_Client(identity, iter(()), now))
+            self._served.append(_Client(identity, iter(()), now))
             return
         self.requests += 1
-        self._ready.append(_Client(identity, self._buffer.since(start), now))
+        self._served.append(_Client(identity, self._buffer.since(start), now))
 
     def _complain(self, frame: zmq.Frame, error: CodecError) -> None:
         self.malformed += 1
@@ -189,7 +188,7 @@ class ReplayServer:
 
     def _serve(self, client: _Client) -> None:
         """Send one turn's worth; afterwards the client is ready, blocked or done."""
-        send = self._send_frame
+        send = self._socket.send
         for _ in range(_TURN):
             entry = client.head()
             *first, last = wire.end_reply(self._form) if entry is None else wire.reply(self._topic, *entry, self._form)
@@ -210,7 +209,7 @@ class ReplayServer:
             client.advance()
             client.moved = time.monotonic()
             self.replayed += 1
-        self._ready.append(client)
+        self._served.append(client)
 
     def _block(self, client: _Client) -> None:
         waited = time.monotonic() - client.moved

@@ -44,8 +44,7 @@ class Sender:
         self._encode = encoder.encode
         self._buffer = buffer
         self._endpoint = ends.endpoint
-        # What pyzmq's own subclass adds to it is for other kinds of sockets, and costs as much again.
-        self._send_frame = super(zmq.Socket, ends.pub).send
+        self._send_frame = ends.pub.send
         self._topic = topic
         self._rank = rank
         self._overflowed = False

@@ -39,9 +39,8 @@ from aioshm.queue.remote.outgoing import Outbox, Outgoing
 from aioshm.ring import RingWriter
 from aioshm.ring.refusals import check_memory
 from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
-from aioshm.zeromq.inbox import Inbox
 from aioshm.zeromq.monitor import Monitor
-from aioshm.zeromq.pump import Pump
+from aioshm.zeromq.pump import Inbox, Pump
 from aioshm.zeromq.sockets import Sockets, can_share_memory, send_frames
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")

@@ -19,9 +19,8 @@ from aioshm.config import Options
 from aioshm.queue.remote import wire
 from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
-from aioshm.zeromq.inbox import Inbox
 from aioshm.zeromq.monitor import Monitor
-from aioshm.zeromq.pump import Pump, whole
+from aioshm.zeromq.pump import Inbox, Pump, whole
 from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets
 
 TRIM_BYTES = 64 << 20
