@@ -39,7 +39,6 @@ from aioshm.process.guard import built
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _LOG_INTERVAL_S = 10.0
-_UNKNOWN_S = 2.0  # that an engine may know that it is one before this client was told of it
 _ABORT = EngineCoreRequestType.ABORT.value
 
 OnEngineChange: TypeAlias = Callable[[int, EngineDead | None], object]
@@ -133,7 +132,7 @@ class EngineLink:
             protection,
             max_bytes=self.options.max_message_bytes,
             silence_s=self.options.remote_timeout,
-            patience_s=0.0 if address is None else _UNKNOWN_S,
+            retry=address is not None,  # an engine may know that it is one before this client was told of it
         )
         self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
         self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
@@ -278,11 +277,11 @@ class EngineLink:
             self._membership.forget_early(connection)
         self.liveness.disconnected(connection)
 
-    def output(self, frames: list[Frame], origin: str) -> None:
+    def output(self, frames: list[Frame], user: str) -> None:
         """Take what an engine has sent; see `ClientSockets.rank_of`."""
         assert self.sockets is not None
         try:
-            sender = self.sockets.rank_of(frames, origin, self.liveness.hosts)
+            sender = self.sockets.rank_of(frames, user)
             if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
                 self.liveness.said_dead(sender)
                 return
@@ -406,7 +405,6 @@ class EngineLink:
             is_this = self._incarnations.get(rank) == death.incarnation if sockets.register_by_keys else None
             self.liveness.explain(EngineDead(death.text, engine=rank, pid=death.pid), is_this=is_this)
         membership.version = told.version
-        sockets.reconsider()
         for name in membership.early.keys() & set(engines.identities):
             self.registered(name, *membership.early.pop(name))
         if told.failure is not None:

@@ -41,7 +41,6 @@ class Liveness:
         self._dismissed: set[int] = set()
         self._connections: dict[int, int] = {}  # engines' ranks
         self._senders: dict[int, str] = {}
-        self.hosts: set[str] = set()  # where engines have connected from, by their IP addresses, if over TCP
         self._losses: dict[int | None, _Loss] = {}  # None: an engine that has not said which one it is
         self._told: set[int] = set()  # the dead, until they are back
         self._told_first: set[int] = set()  # of these it was told before anything was known of their processes
@@ -68,7 +67,6 @@ class Liveness:
         self._told_first.discard(engine)
         self._connections[connection] = engine
         self._senders[engine] = sender
-        self.hosts.add(sender)
 
     def explain(self, error: EngineDead, *, is_this: bool | None = None) -> None:
         """Take from elsewhere how an engine has died; nothing happens if that was told, or its successor is here."""

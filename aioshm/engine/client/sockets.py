@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from aioshm.engine.security.ports import (
 from aioshm.errors import CodecError
 from aioshm.process.background import give_back
 from aioshm.zeromq.curve import CurveKeys
-from aioshm.zeromq.endpoint import attach, host_of, open_socket
+from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.pump import whole
 from aioshm.zeromq.sockets import Socket
 
@@ -40,7 +39,7 @@ _OF_STRANGERS = 1000  # where strangers can connect
 class ClientSockets:
     """ROUTER for what engines are sent, PULL for what they send, XSUB for counts; the link is told what comes.
 
-    ``patience_s``: Seconds that an engine's keys may be unknown, see `reconsider`.
+    ``retry``: Whether engines whose keys are unknown may try again.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class ClientSockets:
         *,
         max_bytes: int,
         silence_s: float,
-        patience_s: float = 0.0,
+        retry: bool = False,
     ) -> None:
         self._link = link
         self._protection = protection
@@ -61,9 +60,7 @@ class ClientSockets:
         self.register_by_keys: bool = protection.encrypts(input_address)
         self._send_by_keys = protection.encrypts(output_address)
         self._open_to_all = over_tcp([output_address]) and not self._send_by_keys
-        hosts = {host_of(input_address), host_of(output_address)}
-        self._same_route = len(hosts) == 1 and "" not in hosts  # an engine connects to both from one address
-        self._ports = Ports(protection, patience_s=patience_s)
+        self._ports = Ports(protection, retry=retry)
         try:
             strange = over_tcp([input_address]) and not self.register_by_keys
             self._router = self._ports.open(
@@ -109,11 +106,6 @@ class ClientSockets:
             self._coordinator.send(payload, zmq.NOBLOCK)
             self._counts.run_soon()  # sending may swallow the sign that there is something to read
 
-    def reconsider(self) -> None:
-        """Let in who was unknown: there are more engines, or newer ones."""
-        if self._ports.doorkeeper is not None:
-            self._ports.doorkeeper.reconsider()
-
     def look_for_registrations(self) -> None:
         """Look soon whether an engine has registered: sending may have swallowed the sign of it."""
         self._registrations.run_soon()
@@ -137,15 +129,13 @@ class ClientSockets:
     # What comes
 
     def _receive(self) -> tuple[str, list[Any]]:
-        if self._send_by_keys:
+        if self._send_by_keys or self._open_to_all:
             return with_property(self._pull, "User-Id")
-        if self._open_to_all:
-            return with_property(self._pull, "Peer-Address")
         return "", with_views(self._pull)
 
     def _output(self, message: tuple[str, list[Frame]]) -> None:
-        origin, frames = message
-        self._link.output(frames, origin)
+        user, frames = message
+        self._link.output(frames, user)
 
     def _registered(self, message: tuple[zmq.Frame, list[bytes]]) -> None:
         sender, (name, *frames) = message
@@ -157,19 +147,16 @@ class ClientSockets:
         if not self._connections.is_open(connection):  # it ended before this was read: nobody tells of that again
             self._link.disconnected(connection)
 
-    def rank_of(self, frames: list[Frame], origin: str, hosts: Container[str]) -> int | None:
+    def rank_of(self, frames: list[Frame], user: str) -> int | None:
         """Return the rank of the engine that has sent an output, if its keys tell.
 
-        ``origin`` is whose keys were used, or the address that it comes from; ``hosts`` are the addresses that engines
-        have registered from. `CodecError`: it is a stranger's, or a dead engine's.
+        `CodecError`: it is too much of a stranger's, or a dead engine's.
         """
         if self._open_to_all:
-            if self._same_route and origin not in hosts:
-                raise CodecError(f"it comes from {origin}, and no engine does")
             check_stranger(frames)
         if not self._send_by_keys:
             return None
-        sender = self._protection.ranks.get(origin)
+        sender = self._protection.ranks.get(user)
         if sender is None:
-            raise CodecError(f"the keys of engine {origin.partition('.')[0]} are void: that incarnation is dead")
+            raise CodecError(f"the keys of engine {user.partition('.')[0]} are void: that incarnation is dead")
         return sender

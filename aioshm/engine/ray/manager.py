@@ -22,7 +22,6 @@ from aioshm.engine.ray.cluster import (
 )
 from aioshm.engine.ray.placement import EngineNeeds
 from aioshm.engine.ray.remaking import KILLED_S, Remaking
-from aioshm.engine.ray.room import Room
 from aioshm.engine.security.keys import EngineKeys, keys_to_hand_over
 from aioshm.errors import EngineDead, EngineStartupError
 from aioshm.process.background import completed, in_thread
@@ -116,8 +115,8 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             raise ValueError("local_dp_ranks go with given placement_groups, and needs with those that are made here")
         self._all_local, self._local_count = local_engine_count == engine_count, local_engine_count
         self._target, self._args, self._kwargs, self._keys = target_fn, args, kwargs, keys
-        self._room = Room(self._groups, None if self._given else needs or EngineNeeds(), runtime_env, timeout)
-        self._remaking = Remaking(self.actors, self._room)
+        wanted = None if self._given else needs or EngineNeeds()
+        self._remaking = Remaking(self.actors, self._groups, wanted, runtime_env, timeout)
         connection.open(ray_options or {})
         self._closed = False
         try:
@@ -188,7 +187,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         Raises:
             RoleError: Placement groups were given, and they are fewer.
         """
-        self._room.check_engine_count(engine_count)
+        self._remaking.check_engine_count(engine_count)
 
     def next_incarnation(self, rank: int) -> int:
         """Return which of the actors of this rank, one after the other, the next one that is made will be."""

@@ -1,25 +1,48 @@
-"""Makes the actor of an engine again that has died, and has one no more."""
+"""Makes the actor of an engine again that has died, where there is room, and has one no more."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from typing import Any
 
-from aioshm.engine.ray.actor import EngineActor
-from aioshm.engine.ray.room import Room
-from aioshm.errors import RoleError
+from aioshm.engine.ray.actor import EngineActor, actor_in
+from aioshm.engine.ray.cluster import group_where_there_is_room, nodes_of, remove_groups, trouble_of
+from aioshm.engine.ray.placement import EngineNeeds
+from aioshm.errors import EngineStartupError, RoleError
 
 KILLED_S = 10.0
 """How long it may take until Ray says that actors that were killed are gone."""
+
+PROGRESS_S = 10.0
+"""How often it is logged that an engine waits for room."""
+
+_LOOK_S = 0.1
+_LOOK_AT_NODE_S = 1.0  # while an actor does not run yet
+
+_log = logging.getLogger("aioshm.engine")
 
 
 class Remaking:
     """Starts and stops single actors; blocks, and may be called in several threads."""
 
-    def __init__(self, actors: list[EngineActor], room: Room) -> None:
-        self._actors, self._room = actors, room
+    def __init__(
+        self,
+        actors: list[EngineActor],
+        groups: dict[int, Any],
+        needs: EngineNeeds | None,
+        runtime_env: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> None:
+        self._actors = actors
+        self._groups = groups  # a new one takes the place of one that is lost
+        self._needs = needs  # None: the groups were given, and Ray finds room for them again
+        self._runtime_env = runtime_env
+        self._timeout = timeout  # seconds until an actor must run
+        self._placing = threading.Lock()  # two engines must not count on the same room
         self._changed = threading.Condition()
         self._starting: set[int] = set()
         self._stopping: set[int] = set()
@@ -34,7 +57,7 @@ class Remaking:
                 raise RoleError(f"engine {rank} still runs, and can be started again when it has exited")
             self._starting.add(rank)
         try:
-            actor = self._room.make(rank, local, lambda: self._check_wanted(rank))
+            actor = self._make(rank, local)
             with self._changed:
                 try:
                     self._check_wanted(rank)
@@ -65,7 +88,8 @@ class Remaking:
             if actor is not None and not actor.ended:
                 actor.kill()
                 actor.wait(time.monotonic() + KILLED_S)
-            self._room.give_back(rank)
+            if self._needs is not None and rank in self._groups:  # give the room back, unless it was given
+                remove_groups([self._groups.pop(rank)])
             with self._changed:
                 if actor is not None and not self._closed:
                     self._actors.remove(actor)
@@ -90,6 +114,91 @@ class Remaking:
             raise RoleError("this manager of actors is closed, and starts none any more")
         if rank in self._stopping:
             raise RoleError(f"engine {rank} is stopped, and is not started again")
+
+    # Room
+
+    def _make(self, rank: int, local: bool) -> EngineActor:
+        """Make an actor whose process runs, where there is room for it."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            group = self._room(rank, local, deadline)
+            actor = EngineActor(rank, local, actor_in(group, self._runtime_env))
+            try:
+                if self._runs(actor, group, deadline):
+                    actor.node_id = nodes_of([group])[0]
+                    return actor
+            except BaseException:
+                actor.discard()
+                raise
+            actor.discard()
+            _log.warning("engine %d: its node has left before it was there; it looks for room again", rank)
+
+    def _runs(self, actor: EngineActor, group: Any, deadline: float) -> bool:
+        """Wait until the process of an actor runs; return whether it does, or the room for it is lost."""
+        looked = time.monotonic()
+        while True:
+            self._check_wanted(actor.rank)
+            try:
+                actor.await_process(min(_LOOK_S, deadline - time.monotonic()))
+            except TimeoutError as error:
+                now = time.monotonic()
+                if now > deadline:
+                    raise EngineStartupError(str(error)) from None
+                if self._needs is not None and now - looked > _LOOK_AT_NODE_S:
+                    looked = now
+                    if self._is_lost(group):
+                        return False
+            else:
+                return True
+
+    def _room(self, rank: int, local: bool, deadline: float) -> Any:
+        """Wait until the group of an engine is reserved, and return it."""
+        logged = 0.0
+        while True:
+            self._check_wanted(rank)
+            with self._placing:
+                missing = self._look_for_room(rank, local)
+            if not missing:
+                return self._groups[rank]
+            now = time.monotonic()
+            if now > deadline:
+                raise EngineStartupError(f"there was no room for engine {rank} within {self._timeout:g} s: {missing}")
+            if now - logged >= PROGRESS_S:
+                logged = now
+                _log.warning("engine %d waits for room, for %.0f s at most: %s", rank, deadline - now, missing)
+            time.sleep(_LOOK_S)
+
+    def _look_for_room(self, rank: int, local: bool) -> str:
+        """See to it that the group of an engine is reserved; return why it is not, or an empty string."""
+        group = self._groups.get(rank)
+        if self._needs is None:
+            if group is None:
+                raise EngineStartupError(f"engine {rank} has no placement group: they were given, for others")
+            return trouble_of(group)
+        if group is not None:
+            if not self._is_lost(group):
+                return ""
+            remove_groups([self._groups.pop(rank)], wait=False)  # it is bound to a node that is gone
+        try:
+            self._groups[rank] = group_where_there_is_room(rank, local, self._needs)
+        except EngineStartupError as error:
+            return str(error)
+        return ""
+
+    def check_engine_count(self, engine_count: int) -> None:
+        """See to it that there may be so many engines."""
+        if self._needs is None and engine_count > len(self._groups):
+            raise RoleError(
+                f"{len(self._groups)} placement groups were given, so there can be no {engine_count} engines: let this"
+                " manager make them (needs=), or give more of them"
+            )
+
+    @staticmethod
+    def _is_lost(group: Any) -> bool:
+        try:
+            return bool(trouble_of(group))
+        except EngineStartupError:  # it was removed
+            return True
 
 
 def _local_rank(node_id: str, former: EngineActor | None, others: Sequence[EngineActor]) -> int:

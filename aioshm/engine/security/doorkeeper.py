@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from itertools import count
 
 import zmq
 
@@ -17,8 +16,7 @@ PATIENCE_S = 0.1
 
 _DOMAIN = "aioshm-engines"
 _REQUEST_FRAMES = 8  # a peer, a delimiter, and the six of a request without credentials
-_VERSION, _ADMITTED, _REFUSED = b"1.0", b"200", b"400"
-_MAX_UNDECIDED = 1024
+_VERSION, _ADMITTED, _TRY_AGAIN, _REFUSED = b"1.0", b"200", b"300", b"400"
 
 Recognise = Callable[[str, bytes], str | None]
 """Gets the domain of a socket and a public key; returns who that is, or None if nobody who may connect there."""
@@ -30,12 +28,10 @@ class Doorkeeper:
     Peers that have proven to own a key are recognised by it: messages of theirs have the name as their ``User-Id``.
     """
 
-    def __init__(self, sockets: Sockets, recognise: Recognise | None = None, *, patience_s: float = 0.0) -> None:
+    def __init__(self, sockets: Sockets, recognise: Recognise | None = None, *, retry: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
         self._recognise = recognise
-        self._patience_s = patience_s
-        self._undecided: dict[int, tuple[list[bytes], asyncio.TimerHandle]] = {}
-        self._numbers = count()
+        self._retry = retry  # an unknown key may be known soon; a peer that is refused never tries again
         self._one_by_one = False
         self._asked: deque[list[bytes]] = deque()
         self._inside: asyncio.TimerHandle | None = None  # until one that was let in has said something
@@ -65,22 +61,6 @@ class Doorkeeper:
         self._pump.pause()
         if self._inside is not None:
             self._inside.cancel()
-        for _, timer in self._undecided.values():
-            timer.cancel()
-        self._undecided.clear()
-
-    def reconsider(self) -> None:
-        """Let those in who were unknown, and are not any more: there are new keys."""
-        undecided, self._undecided = self._undecided, {}
-        for request, timer in undecided.values():
-            timer.cancel()
-            self._answer(*request)
-        self._pump.run_soon()
-
-    def _refuse(self, number: int) -> None:
-        request, _ = self._undecided.pop(number)
-        self._say(request[0], request[3], None)
-        self._pump.run_soon()
 
     def _work(self) -> bool:
         more = drain(self._zap, whole(self._zap), self._asked.append)
@@ -107,15 +87,8 @@ class Doorkeeper:
         user: str | None = ""
         if self._recognise is not None:
             user = self._recognise(domain.decode(errors="replace"), key) if mechanism == b"CURVE" else None
-            if user is None and self._patience_s and len(self._undecided) < _MAX_UNDECIDED:
-                number = next(self._numbers)
-                asked = [peer, b"", _VERSION, request, domain, b"", b"", mechanism, key]
-                self._undecided[number] = asked, self._loop.call_later(self._patience_s, self._refuse, number)
-                return
-        self._say(peer, request, user)
-
-    def _say(self, peer: bytes, request: bytes, user: str | None) -> None:
-        status = _REFUSED if user is None else _ADMITTED
+        refused = _TRY_AGAIN if self._retry else _REFUSED
+        status = refused if user is None else _ADMITTED
         self._zap.send_multipart([peer, b"", _VERSION, request, status, b"", (user or "").encode(), b""], zmq.NOBLOCK)
         if self._one_by_one and user is not None:
             self._inside = self._loop.call_later(PATIENCE_S, self.heard)

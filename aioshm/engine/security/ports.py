@@ -86,10 +86,11 @@ class Connections(Monitor):
 class Ports:
     """The bound sockets of one front end, or of the coordinator, on the running loop.
 
-    With ``asks`` a `Doorkeeper` admits peers also where they have no keys.
+    With ``asks`` a `Doorkeeper` admits peers also where they have no keys; with ``retry`` peers whose keys are unknown
+    come back, since these may be known soon.
     """
 
-    def __init__(self, protection: Protection, *, patience_s: float = 0.0, asks: bool = False) -> None:
+    def __init__(self, protection: Protection, *, retry: bool = False, asks: bool = False) -> None:
         self._protection = protection
         self._loop = asyncio.get_running_loop()
         self._pumps: list[Pump] = []
@@ -100,7 +101,7 @@ class Ports:
         try:
             if protection.recognises or asks:
                 recognise = protection.recognise if protection.recognises else None
-                self.doorkeeper = Doorkeeper(self.sockets, recognise, patience_s=patience_s)
+                self.doorkeeper = Doorkeeper(self.sockets, recognise, retry=retry)
         except BaseException:
             self.sockets.close()
             raise

@@ -90,7 +90,7 @@ async def serves(supervisor: EngineSupervisor, rank: int, restarts: int) -> None
 async def test_one_comes_back_also_when_its_node_has_left(
     nodes: Nodes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioshm.engine.ray.room.PROGRESS_S", 0.2)
+    monkeypatch.setattr("aioshm.engine.ray.remaking.PROGRESS_S", 0.2)
     caplog.set_level(logging.WARNING, "aioshm.engine")
     first_node = nodes.add()
     async with supervised(3, 2) as (supervisor, manager):  # the head has no chip left
@@ -127,7 +127,7 @@ async def test_one_comes_back_also_when_its_node_has_left(
 async def test_no_room_is_a_crash_loop_in_the_end(nodes: Nodes) -> None:
     nodes.add()
     async with supervised(3, 2, restart=Restart(max_restarts=2, backoff_s=0.01)) as (supervisor, manager):
-        manager._room.timeout = 0.3
+        manager._remaking._timeout = 0.3
         with pytest.raises(RoleError, match="engine 2 still runs"):
             manager.start_engine(2)
         nodes.lose()
@@ -178,12 +178,12 @@ async def test_a_given_placement_group_is_moved_by_ray(nodes: Nodes) -> None:
         groups.append(ray.util.placement_group([{"chip": 1.0, "CPU": 1.0}]))
         options = {"placement_groups": groups, "timeout": 60}
         async with await CoreEngineActorManager.start(targets.leave, 2, 1, args=([None] * 2,), **options) as manager:
-            manager._room.timeout = 0.5
+            manager._remaking._timeout = 0.5
             nodes.lose()
             await until(lambda: "EngineCore_1" in manager.finished_procs())
             with pytest.raises(EngineStartupError, match=r"no room for engine 1 within 0.5 s: its placement group is"):
                 await asyncio.to_thread(manager.start_engine, 1)
-            manager._room.timeout = 60.0
+            manager._remaking._timeout = 60.0
             second_node = nodes.add()
             actor = await asyncio.to_thread(manager.start_engine, 1)
             assert (actor.node_id, actor.local_rank) == (second_node, 0)

@@ -15,7 +15,6 @@ from aioshm.engine.ray import cluster
 from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.placement import Node
 from aioshm.engine.ray.remaking import Remaking
-from aioshm.engine.ray.room import Room
 from aioshm.errors import EngineStartupError, RoleError
 
 NEEDS = EngineNeeds()
@@ -39,9 +38,9 @@ class Ray:
         self.removed: list[str] = []
         self.killed: list[int] = []
         for name in ("group_where_there_is_room", "trouble_of", "nodes_of", "remove_groups", "actor_in"):
-            monkeypatch.setattr(f"aioshm.engine.ray.room.{name}", getattr(self, name))
+            monkeypatch.setattr(f"aioshm.engine.ray.remaking.{name}", getattr(self, name))
         for name, value in (("_LOOK_S", 0.001), ("_LOOK_AT_NODE_S", 0.0)):
-            monkeypatch.setattr(f"aioshm.engine.ray.room.{name}", value)
+            monkeypatch.setattr(f"aioshm.engine.ray.remaking.{name}", value)
         ray = self
 
         class Actor(EngineActor):
@@ -59,7 +58,7 @@ class Ray:
                 ray.killed.append(self.rank)
                 self._ended.set()
 
-        monkeypatch.setattr("aioshm.engine.ray.room.EngineActor", Actor)
+        monkeypatch.setattr("aioshm.engine.ray.remaking.EngineActor", Actor)
 
     def group_where_there_is_room(self, rank: int, local: bool, needs: EngineNeeds) -> str:
         if not self.room:
@@ -120,7 +119,7 @@ def starting(remaking: Remaking, rank: int, pool: ThreadPoolExecutor) -> Future[
 def test_one_comes_back_in_its_group_until_that_is_lost(ray: Ray, actors: list[EngineActor]) -> None:
     ray.room = ["a", "b"]
     groups: dict[int, Any] = {}
-    remaking = Remaking(actors, Room(groups, NEEDS, None, 1.0))
+    remaking = Remaking(actors, groups, NEEDS, None, 1.0)
     for _ in range(2):
         actor = started(remaking, 1)
         assert (actor.node_id, groups) == ("a", {1: "a group of 1"})
@@ -143,7 +142,7 @@ def test_a_node_that_leaves_before_the_process_is_there(
 ) -> None:
     ray.room = ["a", "b"]
     ray.slow = ray.lost = {"a group of 1"}
-    remaking = Remaking(actors, Room({}, NEEDS, None, 30.0))
+    remaking = Remaking(actors, {}, NEEDS, None, 30.0)
     assert started(remaking, 1).node_id == "b"
     assert (ray.killed, ray.removed) == ([1], ["a group of 1"])
     assert "engine 1: its node has left before it was there" in caplog.text
@@ -151,7 +150,7 @@ def test_a_node_that_leaves_before_the_process_is_there(
 
 def test_a_process_that_is_never_there(ray: Ray, actors: list[EngineActor]) -> None:
     ray.room, ray.slow = ["a"], {"a group of 1"}
-    remaking = Remaking(actors, Room({}, NEEDS, None, 0.05))
+    remaking = Remaking(actors, {}, NEEDS, None, 0.05)
     with pytest.raises(EngineStartupError, match="the actor of EngineCore_1 was not started in time"):
         started(remaking, 1)
     assert (ray.killed, actors) == ([1], [])
@@ -159,7 +158,7 @@ def test_a_process_that_is_never_there(ray: Ray, actors: list[EngineActor]) -> N
 
 def test_engines_of_one_node_are_told_apart(ray: Ray, actors: list[EngineActor]) -> None:
     ray.room = ["a", "a", "b", "a", "a"]
-    remaking = Remaking(actors, Room({}, NEEDS, None, 1.0))
+    remaking = Remaking(actors, {}, NEEDS, None, 1.0)
     assert [started(remaking, rank).local_rank for rank in range(4)] == [0, 1, 0, 2]
     actors[1].kill()
     assert started(remaking, 1).local_rank == 1
@@ -173,7 +172,7 @@ def test_engines_of_one_node_are_told_apart(ray: Ray, actors: list[EngineActor])
 def test_stopping_one_that_waits_for_room_gives_up(
     ray: Ray, actors: list[EngineActor], pool: ThreadPoolExecutor
 ) -> None:
-    remaking = Remaking(actors, Room({}, NEEDS, None, 100.0))
+    remaking = Remaking(actors, {}, NEEDS, None, 100.0)
     future = starting(remaking, 1, pool)
     with pytest.raises(RoleError, match="engine 1 still runs"):
         started(remaking, 1)
@@ -188,14 +187,14 @@ def test_stopping_one_that_waits_for_room_gives_up(
 
 def test_stopping_one_that_is_there_gives_its_room_back(ray: Ray, actors: list[EngineActor]) -> None:
     ray.room = ["a"]
-    remaking = Remaking(actors, Room({}, NEEDS, None, 1.0))
+    remaking = Remaking(actors, {}, NEEDS, None, 1.0)
     started(remaking, 1)
     remaking.stop(1)
     assert (ray.killed, ray.removed, actors) == ([1], ["a group of 1"], [])
 
 
 def test_closing_gives_up(ray: Ray, actors: list[EngineActor], pool: ThreadPoolExecutor) -> None:
-    remaking = Remaking(actors, Room({}, NEEDS, None, 100.0))
+    remaking = Remaking(actors, {}, NEEDS, None, 100.0)
     future = starting(remaking, 1, pool)
     remaking.close(wait=True)
     assert not remaking._starting, "Ray is not asked for anything any more"
@@ -206,7 +205,7 @@ def test_closing_gives_up(ray: Ray, actors: list[EngineActor], pool: ThreadPoolE
 
 def test_an_actor_that_cannot_be_told_is_killed(ray: Ray, actors: list[EngineActor]) -> None:
     ray.room = ["a"]
-    remaking = Remaking(actors, Room({}, NEEDS, None, 1.0))
+    remaking = Remaking(actors, {}, NEEDS, None, 1.0)
 
     def fail(_actor: EngineActor) -> None:
         raise TypeError("the target cannot be pickled")
@@ -219,7 +218,7 @@ def test_an_actor_that_cannot_be_told_is_killed(ray: Ray, actors: list[EngineAct
 def test_given_groups_are_not_replaced(ray: Ray, actors: list[EngineActor]) -> None:
     ray.lost.add("a group of 1")
     groups = {0: "b group of 0", 1: "a group of 1"}
-    remaking = Remaking(actors, room := Room(groups, None, None, 0.01))
+    remaking = Remaking(actors, groups, None, None, 0.01)
     with pytest.raises(EngineStartupError, match=r"no room for engine 1 within 0.01 s: its node has left"):
         started(remaking, 1)
     with pytest.raises(EngineStartupError, match="engine 2 has no placement group: they were given"):
@@ -227,9 +226,9 @@ def test_given_groups_are_not_replaced(ray: Ray, actors: list[EngineActor]) -> N
     assert started(remaking, 0).node_id == "b"
     remaking.stop(0)
     assert (ray.removed, groups) == ([], {0: "b group of 0", 1: "a group of 1"})
-    room.check_engine_count(2)
+    remaking.check_engine_count(2)
     with pytest.raises(RoleError, match="2 placement groups were given, so there can be no 3 engines"):
-        room.check_engine_count(3)
+        remaking.check_engine_count(3)
 
 
 @pytest.mark.parametrize(

@@ -329,22 +329,6 @@ class TestInsecure:
             joining.cancel()
             await asyncio.wait([joining])
 
-    async def test_the_word_of_a_host_without_engines_does_not_count(self, caplog: pytest.LogCaptureFixture) -> None:
-        async with over_tcp(False) as (serving, _):
-            stream = serving.client.submit(ask("r", None))
-            await anext(stream)
-            outputs = pack([0, [{"request_id": "r", "token": 666, "finished": True}]])
-            for message in (b"ENGINE_CORE_DEAD", outputs):
-                serving.client._link.output([message], "192.0.2.1")
-                assert "it comes from 192.0.2.1, and no engine does" in caplog.text
-                caplog.clear()
-                serving.client._link._limiter._next = 0.0
-            assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
-            assert serving.client.in_flight == 1
-            serving.client._link.output([b"ENGINE_CORE_DEAD"], "127.0.0.1")
-            with pytest.raises(EngineDead):
-                await collected(serving.client.submit(ask("t", None)))
-
     async def test_dead_ends_one_client(self) -> None:
         """What can still be done, as SECURITY.md says: engines and other clients go on."""
         addresses = EngineZmqAddresses([LOOPBACK] * 2, [LOOPBACK] * 2)
