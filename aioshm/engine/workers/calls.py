@@ -1,23 +1,45 @@
-"""The calls of one worker: which one has each, what has become of it, and what becomes of it when a worker dies."""
+"""The calls in flight: sent to one worker or to all, answered, cancelled, and failed where a worker dies."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Set
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from aioshm.config import Options
 from aioshm.engine.metering import StreamMeter
-from aioshm.engine.workers.channel import Call, Channel
-from aioshm.engine.workers.channels import Channels
-from aioshm.engine.workers.crew import Member, WorkerCrew
-from aioshm.engine.workers.envelope import CALL, FAILURE, ITEM, STREAM, Envelope, Request, Undecodable
-from aioshm.engine.workers.fate import Fate
 from aioshm.engine.workers.inbox import Inbox, Waiter
-from aioshm.engine.workers.schedule import Schedule, Ticket
-from aioshm.engine.workers.steps import CODE_WITHIN_S
-from aioshm.errors import AioshmError, PeerDied, QueueClosed, RemoteFailure, RequestAborted, WorkerError
+from aioshm.engine.workers.messages import (
+    CALL,
+    CANCEL,
+    CREDIT,
+    FAILURE,
+    ITEM,
+    LEAVE,
+    STREAM,
+    Envelope,
+    Request,
+    Undecodable,
+    failure_of,
+)
+from aioshm.engine.workers.schedule import Call, Schedule
+from aioshm.errors import (
+    AioshmError,
+    OutOfDescriptors,
+    PeerDied,
+    QueueClosed,
+    QueueEmpty,
+    QueueFull,
+    RequestAborted,
+    SharedMemoryError,
+)
+from aioshm.queue import MessageQueue
+
+if TYPE_CHECKING:
+    from aioshm.engine.workers.running import Running
+
+CODE_WITHIN_S = 1.0
+"""How long a worker whose queue is closed may take to exit, before it is killed, or named without its exit code."""
 
 
 class WorkerStream(AsyncIterator[Any]):
@@ -33,19 +55,17 @@ class WorkerStream(AsyncIterator[Any]):
         self._left = False
 
     async def __anext__(self) -> Any:
+        call = self._call
         if self._left:
-            method, channel = self._call.method, self._call.channel
-            rank = self._call.wanted if channel is None else channel.rank
-            text = f"{method}: the stream was left before its last item"
-            raise RequestAborted(text, engine=rank, request_id=method)
+            text = f"{call.method}: the stream was left before its last item"
+            raise RequestAborted(text, engine=call.rank, request_id=call.method)
         try:
             item = await anext(self._items)
         except asyncio.CancelledError:
             self._left = True
             raise
         except StopAsyncIteration:
-            if self._call.failure is not None:
-                raise self._call.failure() from None
+            call.check()
             raise
         if type(item) is _TimedOut:
             raise TimeoutError(item.text)
@@ -63,100 +83,194 @@ class _TimedOut(NamedTuple):
     text: str  # not the error: its traceback would keep a stream alive that is forgotten
 
 
-class Calls:
-    """Calls of one worker, and streams.
-
-    Args:
-        crew: The processes.
-        schedule: Says when a call may be sent.
-        sizes: The bytes of a chunk, and the chunks, of each queue.
-        options: Of each queue.
-        fate: The group's.
-        steps: Returns how many steps were sent to all workers.
-        catch_up: Called when a call waits for an idle worker, and some have steps to do for which nobody waits.
-        on_lost: Called with a worker whose queue has ended, but not its process.
-        describe_absent: Says who has died and has no successor yet.
+class Channel:
+    """The two queues of one worker process: the calls of it alone, and all of its answers.
 
     Attributes:
-        channels: The queues to the workers.
+        n_requests: How many calls it was sent.
+        after: The last call of all workers that was sent before it was there.
+        lost: Whether a queue has ended, and the exit of the process is not known yet.
+        closed: Whether the process is gone.
     """
 
-    def __init__(
-        self,
-        crew: WorkerCrew,
-        schedule: Schedule,
-        sizes: tuple[int, int],
-        options: Options,
-        fate: Fate,
-        *,
-        steps: Callable[[], int],
-        catch_up: Callable[[], None],
-        on_lost: Callable[[Member], None],
-        describe_absent: Callable[[], str],
-    ) -> None:
-        self._crew, self._schedule, self._catch_up, self._fate = crew, schedule, catch_up, fate
-        self._on_lost, self._describe_absent = on_lost, describe_absent
-        fate.on_end.append(self._end)
-        schedule.on_turn = self._has_turn
-        self._inbox = Inbox(self._received, self._ended)
-        self.channels: Channels = Channels(
-            crew, sizes, options, steps=steps, on_open=self._opened, on_failure=self._cannot_open
-        )
-        self._asking: dict[Ticket, Call] = {}
-        self._draining: dict[Waiter, list[int]] = {}
+    def __init__(self, rank: int, requests: MessageQueue, replies: MessageQueue, after: int) -> None:
+        self.rank = rank
+        self.requests = requests
+        self.replies = replies
+        self.n_requests = 0
+        self.after = after
+        self.lost = False
+        self.closed = False
+        self._posting: set[asyncio.Task[None]] = set()
 
-    # Calling
+    async def send(self, envelope: Envelope) -> None:
+        """Send a call; raises PeerDied or QueueClosed where the worker is gone, which has not seen the call then."""
+        try:
+            self.requests.enqueue_nowait(envelope)  # in order with the calls of all, where there is room
+        except QueueFull:
+            await self.requests.enqueue(envelope)
+        self.n_requests += 1
+
+    def post(self, envelope: Envelope) -> None:
+        """Send a message without waiting: the ring can be full of calls that the worker has not come to."""
+        try:
+            self.requests.enqueue_nowait(envelope)
+        except QueueFull:
+            task = asyncio.get_running_loop().create_task(self._post_late(envelope))
+            self._posting.add(task)
+            task.add_done_callback(self._posting.discard)
+        except AioshmError:  # the worker is gone, and all its calls end
+            pass
+
+    async def _post_late(self, envelope: Envelope) -> None:
+        with suppress(AioshmError):
+            await self.requests.enqueue(envelope)
+
+    def rest(self) -> Iterable[Any]:
+        """Take the last messages of a worker that is gone, once nobody else reads them."""
+        with suppress(AioshmError, QueueEmpty):
+            while True:
+                yield self.replies.dequeue_nowait()
+
+    async def aclose(self) -> None:
+        """Close both queues. Idempotent."""
+        self.closed = True
+        for task in self._posting:
+            task.cancel()
+        try:
+            await self.requests.aclose()
+        finally:
+            await self.replies.aclose()
+
+
+class Calls:
+    """Sends calls, and delivers their answers.
+
+    Attributes:
+        n_workers: How many workers a call of all is for.
+        channels: The queues of the workers that are there, by rank.
+        absent: The ranks that wait for a replacement.
+        lock: Held by the call of all workers whose turn it is.
+    """
+
+    def __init__(self, running: Running, steps: MessageQueue, n_workers: int) -> None:
+        self._running = running
+        self._steps = steps
+        self._exit = running.exit
+        self.n_workers = n_workers
+        self.schedule = Schedule()
+        self.inbox = Inbox(self)
+        self.channels: dict[int, Channel] = {}
+        self.absent: set[int] = set()
+        self.lock = asyncio.Lock()
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._calls: dict[int, Call] = {}  # those that were sent, or are being sent, and not answered, by number
+        self._asking: set[Call] = set()  # those that wait for a worker
+        self._number = 0
+        self._last_step = 0
+        self._draining: dict[Waiter, list[int]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def sent_to(self, rank: int) -> list[Call]:
+        """Return the calls that were sent to a worker and not answered."""
+        return [call for call in self._calls.values() if call.sent and rank in call.missing]
+
+    # Calls of all workers
+
+    async def admit(self) -> None:
+        """Let the first workers attach to the queue of calls of all."""
+        with suppress(AioshmError):  # a worker has died, which its process tells, too
+            await self._steps.wait_until_ready()
+
+    async def call_all(self, call: Call, request: Request, timeout: float | None) -> list[Any]:
+        """Call all workers, when the calls of all before are answered; return the results by rank."""
+        n_workers = 0
+        try:
+            async with self._within(timeout, call, self._waits_for_all), self.lock:
+                await self.whole()
+                n_workers = self.n_workers
+                await self._send_to_all(call, request)
+                await self.inbox.wait(call)
+        finally:
+            call.done = True  # answers that are still to come are dropped
+        call.check()
+        return [call.results.get(rank) for rank in range(n_workers)]
+
+    async def _send_to_all(self, call: Call, request: Request) -> None:
+        ranks = range(self.n_workers)
+        self._register(call, ranks)
+        self.schedule.step_begins(ranks)
+        after = {rank: channel.n_requests for rank, channel in self.channels.items() if channel.n_requests}
+        try:
+            await self._steps.enqueue(Envelope(CALL, call.number, 0, request._replace(after=after)))
+        except BaseException as error:  # no worker has seen it
+            self._calls.pop(call.number, None)
+            for rank in call.missing:
+                self.schedule.step_ends(rank)
+            if isinstance(error, PeerDied):
+                await self.lost(error.rank)
+            raise
+        call.sent = True
+        self._last_step = call.number
+
+    async def leave(self, ranks: Iterable[int]) -> None:
+        """Let workers exit."""
+        await self._steps.enqueue(Envelope(LEAVE, 0, 0, frozenset(ranks)))
+
+    async def whole(self) -> None:
+        """Wait until no worker is absent."""
+        await self._whole.wait()
+        self._exit.check()
+
+    def _waits_for_all(self, call: Call) -> str:
+        if call.missing:  # the reader may have slept for one of them, and not seen the others' answers
+            late = [rank for rank in sorted(call.missing) if not self._has_answered(rank)]
+            return f"no answer from {self._running.processes.describe(late or sorted(call.missing))}"
+        if self.absent:
+            return "waits for the successors of workers that have died"
+        return "waits for the calls before it"
+
+    def _has_answered(self, rank: int) -> bool:
+        channel = self.channels.get(rank)
+        return channel is not None and channel.replies.stats().backlog > 0
+
+    # Calls of one worker
 
     async def call(self, call: Call, request: Request, timeout: float | None) -> Any:
-        """Make a call, and return its result.
-
-        Args:
-            call: The call.
-            request: What is called.
-            timeout: Seconds; None: as long as it takes.
-        """
+        """Call one worker, and return the result."""
         try:
-            async with self._within(timeout, call):
+            async with self._within(timeout, call, self._waits_for_one):
                 await self._send(call, CALL, request)
-                await self._inbox.wait(call)
+                await self.inbox.wait(call)
         finally:
             self._leave(call)
-        if call.failure is not None:
-            raise call.failure()
-        return call.value
+        call.check()
+        return next(iter(call.results.values()))
 
     def stream(self, call: Call, request: Request, timeout: float | None, meter: StreamMeter) -> WorkerStream:
-        """Make a call when it is iterated over, and return the items of its result.
-
-        Args:
-            call: The call.
-            request: What is called.
-            timeout: Seconds for each item; None: as long as it takes.
-            meter: Counts the stream and its items.
-        """
+        """Call one worker when the result is iterated over; ``timeout`` is that of each item."""
         return WorkerStream(self._items(call, request, timeout, meter), call)
 
     async def _items(
         self, call: Call, request: Request, timeout: float | None, meter: StreamMeter
     ) -> AsyncGenerator[Any, None]:
         with meter.stream() as count_item:
-            taken, batch = 0, max(1, request.items // 2)
+            taken, batch = 0, max(1, request.prefetch // 2)
             try:
                 while True:
                     late = None
                     try:
-                        if not call.sent:
-                            async with self._within(timeout, call):
-                                await self._send(call, STREAM, request)
-                        if not call.ready:
-                            async with self._within(timeout, call):
-                                await self._inbox.wait(call)
+                        if not (call.sent and call.ready):
+                            async with self._within(timeout, call, self._waits_for_one):
+                                if not call.sent:
+                                    await self._send(call, STREAM, request)
+                                await self.inbox.wait(call)
                     except TimeoutError as error:
                         late = _TimedOut(str(error))
                     if late is not None:
-                        if not call.sent and call.ticket not in self._asking:
+                        if not call.sent and call not in self._asking:
                             self._leave(call)  # its turn had come, but there was no room for it
-                            call.ticket = call.channel = None
                         yield late
                         continue
                     if not call.items:
@@ -166,71 +280,76 @@ class Calls:
                     taken += 1
                     if taken == batch and not call.done:
                         taken = 0
-                        assert call.channel is not None
-                        call.channel.want(call, batch)
+                        self._post(call, CREDIT, batch)
                     count_item()
                     yield item
             finally:
                 self._leave(call)
-            if call.failure is not None:
-                raise call.failure()
+            call.check()
 
     async def _send(self, call: Call, kind: int, request: Request) -> None:
-        """Send a call to its worker, or to that one's successor, once it is its turn."""
+        """Send a call to its worker, or to the replacement, once it is its turn."""
         while True:
-            self._fate.check()
-            channel = await self._turn_of(call)
-            if channel is None:  # its worker has died since its turn came
+            self._exit.check()
+            await self._get_turn(call)
+            if not self.schedule.holds(call):  # its worker has died since its turn came
                 continue
+            assert call.seat is not None
+            rank = call.seat.rank
+            channel = self.channels[rank]
+            self._register(call, (rank,))
+            after = self._last_step if self._last_step > channel.after else 0
             try:
-                await channel.send(call, kind, request)
-                return
+                await channel.send(Envelope(kind, call.number, after, request))
             except (PeerDied, QueueClosed):  # its worker is gone, and has not seen it
                 if not channel.closed:
-                    self._ended(channel.rank)
-                    await self._inbox.wait(call)
-                call.channel = None
+                    self.queue_ended(rank)
+                    await self.inbox.wait(call)
+                self._exit.check()
+                continue
+            call.sent = True
+            return
 
-    async def _turn_of(self, call: Call) -> Channel | None:
-        ticket = call.ticket
-        if ticket is None or ticket not in self._asking:  # else it has waited before, until its timeout
+    async def _get_turn(self, call: Call) -> None:
+        if call not in self._asking:  # else it has waited before, until its timeout
             call.ready = False
-            self.channels.want(call.wanted)
-            call.ticket = ticket = self._schedule.ask(call.wanted, stream=call.stream)
-            if ticket.rank is None:
-                self._asking[ticket] = call
-                self.channels.open_wanted()
-                if call.wanted is None:
-                    self._catch_up()
-        if ticket in self._asking:
-            await self._inbox.wait(call)
-            del self._asking[ticket]
-            if call.failure is not None:
-                raise call.failure()
-        assert ticket.rank is not None
-        return self.channels.open.get(ticket.rank) if self._schedule.holds(ticket) else None
-
-    def _has_turn(self, ticket: Ticket) -> None:
-        call = self._asking.get(ticket)
-        if call is not None:
-            call.ready = True
-            self._inbox.wake(call)
+            self._asking.add(call)
+            self.schedule.ask(call)
+            if not call.ready:
+                self.inbox.widen()
+        await self.inbox.wait(call)
+        self._asking.discard(call)
+        call.check()
 
     def _leave(self, call: Call) -> None:
         """Let go of a call that its caller does not wait for any more."""
         if call.sent:
-            if not call.done and call.channel is not None:
-                call.channel.cancel(call)
-        else:
-            if call.channel is not None:
-                call.channel.calls.pop(call.number, None)
-            if call.ticket is not None:
-                self._asking.pop(call.ticket, None)
-                self._schedule.withdraw(call.ticket)
-            self._look_at_drained()
+            if not call.done:
+                self._post(call, CANCEL)
+            call.done = True
+            call.items.clear()
+            return
+        self._calls.pop(call.number, None)
+        self._asking.discard(call)
+        if call.order:
+            call.order = 0
+            self.schedule.withdraw(call)
+        self._look_at_drained()
+
+    def _post(self, call: Call, kind: int, value: Any = None) -> None:
+        channel = None if call.rank is None else self.channels.get(call.rank)
+        if channel is not None and call.number in self._calls:
+            channel.post(Envelope(kind, call.number, 0, value))
+
+    def _waits_for_one(self, call: Call) -> str:
+        rank = call.rank
+        describe = self._running.processes.describe
+        if rank is None:
+            return f"no idle worker: {describe(sorted(self.channels)) or 'all are being restarted'}"
+        return f"{'no answer from' if rank in self.channels else 'no successor of'} {describe([rank])}"
 
     @asynccontextmanager
-    async def _within(self, timeout: float | None, call: Call) -> AsyncIterator[None]:
+    async def _within(self, timeout: float | None, call: Call, waits_for: Callable[[Call], str]) -> AsyncIterator[None]:
         if timeout is None:
             yield
             return
@@ -240,168 +359,184 @@ class Calls:
         except TimeoutError:
             if not scope.expired():
                 raise
-            absent = f": {said}" if not call.sent and (said := self._describe_absent()) else ""
-            raise TimeoutError(f"{call.method}: {self._waits_for(call)} within {timeout} s{absent}") from None
+            absent = "" if call.sent else self._running.describe_absent()
+            raise TimeoutError(
+                f"{call.method}: {waits_for(call)} within {timeout} s{f': {absent}' if absent else ''}"
+            ) from None
 
-    def _waits_for(self, call: Call) -> str:
-        rank = call.wanted if call.channel is None else call.channel.rank
-        if rank is None:
-            return f"no idle worker: {self._crew.describe(sorted(self.channels.present)) or 'all are being restarted'}"
-        who = self._crew.describe([rank])
-        return f"no answer from {who}" if rank in self.channels.present else f"no successor of {who}"
+    def _register(self, call: Call, ranks: Iterable[int]) -> None:
+        self._number += 1
+        call.number = self._number
+        call.missing = set(ranks)
+        call.ready = False
+        self._calls[call.number] = call
+        if len(self._calls) > 1:
+            self.inbox.widen()
 
-    # What comes from workers
+    # Answers
 
-    def _received(self, rank: int, message: Any) -> None:
-        channel = self.channels.open.get(rank)
-        if channel is None:
-            return
+    def needed(self) -> Set[int]:
+        """Return the ranks whose next message is an answer to the only call in flight, one of all workers."""
+        calls = [*self._calls.values()]
+        alone = len(calls) == 1 and calls[0].seat is None and not self._asking
+        return calls[0].missing if alone else frozenset()
+
+    def receive(self, rank: int, message: Any) -> None:
+        """Deliver a message of a worker, or the error of one that cannot be received."""
         if isinstance(message, Envelope):
-            self._deliver(channel, message)
+            self._deliver(rank, message)
             return
-        for call in [*channel.calls.values()]:  # a message lies there that cannot be received, for want of something
-            if call.sent and not call.done:
-                call.end(failure=_failing(call, rank, _told(message)))
-                self._inbox.wake(call)
+        failure = failure_of(message)
+        late = isinstance(message, (SharedMemoryError, OutOfDescriptors))  # the message stays where it is
+        for call in self.sent_to(rank):
+            call.errors[rank] = failure
+            if not late:
+                self._answered(rank, call)
+            if not call.done and call.missing <= call.errors.keys():
+                call.finish()
 
-    def _deliver(self, channel: Channel, reply: Envelope) -> None:
+    def _deliver(self, rank: int, reply: Envelope) -> None:
         kind, number, _, value = reply
-        call = channel.calls.get(number)
-        if call is None:
+        call = self._calls.get(number)
+        if call is None or rank not in call.missing:
             return
         if kind != ITEM:
-            del channel.calls[number]
-            assert call.ticket is not None
-            self._schedule.answered(call.ticket)
-            self._look_at_drained()
-        if call.abandoned or call.done:
+            self._answered(rank, call)
+        if call.done:
             return
         if isinstance(value, Undecodable):
+            call.errors[rank] = failure_of(value.error)
             if kind == ITEM:
-                channel.cancel(call)
-            call.end(failure=_failing(call, channel.rank, _told(value.error)))
+                self._post(call, CANCEL)
+                call.finish()
         elif kind == ITEM:
             call.items.append(value)
-            call.ready = True
+            call.notify()
         elif kind == FAILURE:
-            call.end(failure=_failing(call, channel.rank, value))
+            call.errors[rank] = value
         else:
-            call.end(value)
-        self._inbox.wake(call)
+            call.results[rank] = value
+        if call.missing <= call.errors.keys():
+            call.finish()
 
-    def _ended(self, rank: int) -> None:
-        """Note that a worker's queue has ended; its process, which is watched, ought to exit."""
-        channel = self.channels.open.get(rank)
+    def _answered(self, rank: int, call: Call) -> None:
+        call.missing.discard(rank)
+        if not call.missing:
+            del self._calls[call.number]
+        if call.seat is None:
+            self.schedule.step_ends(rank)
+        else:
+            self.schedule.answered(call)
+        self._look_at_drained()
+
+    def queue_ended(self, rank: int) -> None:
+        """Note that a queue of a worker has ended; its process, which is watched, ought to exit."""
+        channel = self.channels.get(rank)
         if channel is not None and not channel.lost:
             channel.lost = True
             asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_lost, channel)
 
     def _check_lost(self, channel: Channel) -> None:
-        if not channel.closed:
-            self._on_lost(channel.member)
+        if not channel.closed and self._exit.failure is None:
+            self._running.worker_lost(channel.rank)
+
+    async def lost(self, rank: int) -> NoReturn:
+        """Raise the exit of a worker whose socket or queue has ended, where workers are not replaced."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CODE_WITHIN_S):
+                await self._exit.ended.wait()
+        self._running.worker_lost(rank)
+        await self._exit.ended.wait()
+        assert self._exit.failure is not None
+        raise self._exit.failure()
 
     # Workers come and go
 
-    def back(self, rank: int, base: int) -> None:
-        """Note that there is a worker of this rank.
+    def add(self, rank: int, requests: MessageQueue, replies: MessageQueue) -> None:
+        """Send calls to a worker that is made."""
+        self.channels[rank] = Channel(rank, requests, replies, self._last_step)
+        self.inbox.add(rank, replies)
+        self.schedule.back(rank)
 
-        Args:
-            rank: The worker's rank.
-            base: How many steps were sent before the first that it has to do.
-        """
-        self.channels.back(rank, base)
+    def away(self, ranks: Iterable[int]) -> None:
+        """Let calls of all wait for workers of these ranks."""
+        self.absent.update(ranks)
+        if self.absent:
+            self._whole.clear()
+
+    def back(self, ranks: Iterable[int]) -> None:
+        """Do not wait for them any more."""
+        self.absent.difference_update(ranks)
+        if not self.absent:
+            self._whole.set()
 
     def died(self, rank: int, failure: Callable[[], AioshmError]) -> None:
-        """Fail the calls that a worker has not answered; those that wait for it wait for its successor.
-
-        Args:
-            rank: The worker's rank.
-            failure: Makes their error.
-        """
-        self._schedule.gone(rank)
-        channel = self.channels.gone(rank)
+        """Fail calls in flight on a dead worker. Queued calls stay queued for its replacement."""
+        channel = self.channels.pop(rank, None)
         if channel is not None:
-            self._inbox.remove(rank)
-            for reply in channel.rest():  # what it has answered is answered
-                self._deliver(channel, reply)
-            self._close(channel, failure)
+            self.inbox.remove(rank)
+            for reply in channel.rest():  # answers that were sent count
+                self._deliver(rank, reply)
+            channel.closed = True
+            self._spawn(channel.aclose())
+        self.schedule.gone(rank)
+        for call in [*self._calls.values()]:
+            of_all = call.seat is None  # which fails also if this one has answered: others may wait for it
+            if not of_all and rank not in call.missing:
+                continue
+            call.missing.discard(rank)
+            if not call.missing:
+                del self._calls[call.number]
+            if call.sent or of_all:
+                call.fail(failure)
+            else:  # its turn is to come again
+                call.notify()
         self._look_at_drained()
 
-    def _end(self, failure: Callable[[], AioshmError]) -> None:
-        """Fail all calls."""
-        self.channels.stop_opening()
-        asked = [each for channel in self.channels.open.values() for each in channel.calls.values()]
-        for call in [*self._asking.values(), *asked]:
-            self._fail(call, failure)
-        for waiter in self._draining:
-            waiter.ready = True
-            self._inbox.wake(waiter)
+    def forget(self, rank: int, failure: Callable[[], AioshmError]) -> None:
+        """Remove a worker for good; calls that wait for it fail."""
+        self.died(rank, failure)
+        for call in self.schedule.forget(rank):
+            call.fail(failure)
 
     async def drain(self, ranks: Iterable[int]) -> None:
-        """Give workers no calls of any worker, and wait until they have done what they have."""
+        """Give workers no calls of any worker, and wait until they have done the calls that they have."""
         leaving = [*ranks]
         for rank in leaving:
-            self._schedule.leaves(rank)
+            self.schedule.leaves(rank)
         waiter = Waiter()
         self._draining[waiter] = leaving
         try:
             self._look_at_drained()
-            await self._inbox.wait(waiter)
+            await self.inbox.wait(waiter)
         finally:
             del self._draining[waiter]
-        self._fate.check()
-
-    def forget(self, rank: int, failure: Callable[[], AioshmError]) -> None:
-        """Have no worker of this rank any more; calls that wait for it raise an error."""
-        self.died(rank, failure)
-        for ticket in self._schedule.forget(rank):
-            if (call := self._asking.get(ticket)) is not None:
-                self._fail(call, failure)
+        self._exit.check()
 
     def _look_at_drained(self) -> None:
         for waiter, ranks in self._draining.items():
-            if not waiter.ready and self._schedule.done(ranks):
-                waiter.ready = True
-                self._inbox.wake(waiter)
+            if not waiter.ready and self.schedule.done(ranks):
+                waiter.notify()
 
-    def _fail(self, call: Call, failure: Callable[[], AioshmError]) -> None:
-        if not call.done:
-            call.end(failure=failure)
-            self._inbox.wake(call)
+    def end(self, failure: Callable[[], AioshmError]) -> None:
+        """Fail all calls."""
+        for call in [*self._asking, *self._calls.values()]:
+            call.fail(failure)
+        for waiter in self._draining:
+            waiter.notify()
+        self._whole.set()
 
-    # Queues
-
-    def _opened(self, channel: Channel) -> None:
-        self._inbox.add(channel.rank, channel.replies)
-        self._schedule.back(channel.rank)
-
-    def _cannot_open(self, rank: int, error: AioshmError) -> None:
-        """Tell those who wait for a worker that its queues cannot be made; the next call tries again."""
-        for call in [*self._asking.values()]:
-            if call.wanted == rank or (call.wanted is None and not self.channels.open and not self.channels.opening):
-                self._fail(call, lambda: error)
-
-    def _close(self, channel: Channel, failure: Callable[[], AioshmError]) -> None:
-        channel.closed = True
-        calls, channel.calls = [*channel.calls.values()], {}
-        for call in calls:
-            if call.sent:
-                self._fail(call, failure)
-            else:  # its turn is to come again
-                call.ready = True
-                self._inbox.wake(call)
-        self.channels.close(channel)
+    def _spawn(self, closing: Any) -> None:
+        task = asyncio.get_running_loop().create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def aclose(self) -> None:
-        """Close all queues: the workers end what they do. Idempotent."""
-        self.channels.close_all()
-        await self._inbox.aclose()
-        await self.channels.closed()
-
-
-def _told(error: Exception) -> RemoteFailure:
-    return RemoteFailure(f"{type(error).__module__}.{type(error).__qualname__}", str(error))
-
-
-def _failing(call: Call, rank: int, failure: RemoteFailure) -> Callable[[], AioshmError]:
-    return lambda: WorkerError(call.method, {rank: failure})
+        """Close all queues: the workers end their calls, and exit. Idempotent."""
+        channels, self.channels = self.channels, {}
+        for channel in channels.values():
+            self._spawn(channel.aclose())
+        await self.inbox.aclose()
+        while self._closing:
+            await asyncio.wait(self._closing)
+        await self._steps.aclose()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Self
@@ -11,13 +12,12 @@ from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.metering import StreamMeter, meter_of, metered
 from aioshm.engine.stats import WorkerGroupStats
-from aioshm.engine.workers.asked import arguments, keywords, method_name
 from aioshm.engine.workers.calls import WorkerStream
-from aioshm.engine.workers.channel import Call
-from aioshm.engine.workers.envelope import Request
-from aioshm.engine.workers.fate import Fate
-from aioshm.engine.workers.process import LoopFactory
-from aioshm.engine.workers.running import Running, Settings
+from aioshm.engine.workers.messages import Request, method_name
+from aioshm.engine.workers.processes import Settings
+from aioshm.engine.workers.running import GroupExit, Running
+from aioshm.engine.workers.schedule import Call
+from aioshm.engine.workers.worker import LoopFactory
 from aioshm.errors import AioshmError, EndClosed, QueueClosed, RoleError
 from aioshm.process.limits import naming_limits
 from aioshm.process.restart import RankInfo, Restart
@@ -32,7 +32,7 @@ class WorkerGroup(AsyncClosing):
     """Worker processes that are called together, such as the ranks of a tensor-parallel model, or one by one.
 
         async with WorkerGroup(Worker, 2, kwargs={"model": path}) as group:
-            results = await group.collective_rpc("step", (batch,))
+            results = await group.broadcast("step", batch)
             text = await group.call_any("tokenize", prompt)
 
     In each process ``worker(*args, rank=rank, **kwargs)`` makes an object; if that is awaitable, it is awaited. Its
@@ -48,9 +48,9 @@ class WorkerGroup(AsyncClosing):
     exception in a worker is no death: the call raises `WorkerError`, and the group goes on.
 
     Args:
-        worker: Makes a worker. It travels by pickle, as ``args`` and ``kwargs`` do. With ``restart`` the group pickles
-            all three once when it starts, and keeps the result for every replacement: later changes do not count.
-            Pickling holds up the loop where the arguments are more than some MiB or hundreds of thousands of objects.
+        worker: Makes a worker. The group pickles it with ``args`` and ``kwargs`` once when it starts, and with
+            ``restart`` keeps the result for every replacement: later changes do not count. Pickling holds up the loop
+            where the arguments are more than a few MiB or hundreds of thousands of objects.
         n_workers: How many.
         args: For ``worker``.
         kwargs: For ``worker``.
@@ -102,7 +102,9 @@ class WorkerGroup(AsyncClosing):
         if check_int("standbys", standbys, minimum=0) and restart is None:
             raise ValueError(f"standbys must be 0 without restart=Restart(...), not {standbys}")
         self._settings = Settings(
-            construction=(worker, arguments(args), keywords(kwargs), None),
+            worker=worker,
+            args=_arguments(args),
+            kwargs=_keywords(kwargs),
             n_workers=n_workers,
             name=name,
             options=Options.from_env() if options is None else options,
@@ -115,7 +117,7 @@ class WorkerGroup(AsyncClosing):
             standbys=standbys,
             max_workers=n_workers if max_workers is None else check_int("max_workers", max_workers, minimum=n_workers),
         )
-        self._fate = Fate()
+        self._exit = GroupExit()
         self._streams = StreamMeter()
         self._running: Running | None = None
         self._closed = False
@@ -129,7 +131,7 @@ class WorkerGroup(AsyncClosing):
     @property
     def pids(self) -> list[int]:
         """The workers' process ids, by rank; none before they are started."""
-        return [] if self._running is None else self._running.crew.pids
+        return [] if self._running is None else self._running.processes.pids
 
     # Calls
 
@@ -171,12 +173,19 @@ class WorkerGroup(AsyncClosing):
         if unique_reply_rank is not None:
             self._check_rank("unique_reply_rank", unique_reply_rank)
         check_timeout("timeout", timeout)
-        step = method, arguments(args), keywords(kwargs), unique_reply_rank
-        missing: set[int] = set()  # filled when it is its turn
-        steps = self._entered().steps
-        async with steps.turn(name, timeout, missing):
-            results = await steps.exchange(name, step, missing)
+        request = Request(method, _arguments(args), _keywords(kwargs), reply_rank=unique_reply_rank)
+        results = await self._entered().calls.call_all(Call(name), request, timeout)
         return results if unique_reply_rank is None else results[unique_reply_rank]
+
+    async def broadcast(
+        self, method: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method of every worker, with the arguments as `call` takes them; return the results by rank.
+
+        See `collective_rpc`, which takes the arguments as vLLM does.
+        """
+        results: list[Any] = await self.collective_rpc(method, args, kwargs, timeout)
+        return results
 
     async def call(
         self, rank: int, method: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -219,8 +228,8 @@ class WorkerGroup(AsyncClosing):
         """Call a method of a worker that is idle: of the one that has been for the longest.
 
         Where none is, the call waits for one; those that wait are served first come, first served. A worker is idle
-        when it has no call, no step of `collective_rpc` and no stream to do; one that is being replaced is not, and
-        newcomers are.
+        when it has answered all calls, those of `broadcast` included, and has no stream; one that is being replaced is
+        not idle, newcomers are.
 
         Args, Returns, Raises: As `call`.
         """
@@ -272,7 +281,7 @@ class WorkerGroup(AsyncClosing):
     ) -> Any:
         name = method_name(method)
         check_timeout("timeout", timeout)
-        call = Call(name, rank, stream=False)
+        call = Call(name, rank)
         return await self._entered().calls.call(call, Request(method, args, kwargs), timeout)
 
     def _check_rank(self, name: str, rank: int) -> None:
@@ -282,7 +291,7 @@ class WorkerGroup(AsyncClosing):
 
     def _entered(self) -> Running:
         if self._closed:
-            self._fate.check()
+            self._exit.check()
         if self._running is None:
             raise RoleError("the group was not entered: use `async with`")
         return self._running
@@ -347,9 +356,9 @@ class WorkerGroup(AsyncClosing):
 
         With ``restart`` it waits for a crash loop. None if the group was closed. Cancelling this changes nothing.
         """
-        await self._fate.ended.wait()
-        assert self._fate.failure is not None
-        error: AioshmError = self._fate.failure()
+        await self._exit.ended.wait()
+        assert self._exit.failure is not None
+        error: AioshmError = self._exit.failure()
         return None if isinstance(error, QueueClosed) else error
 
     # Starting and closing
@@ -359,7 +368,7 @@ class WorkerGroup(AsyncClosing):
             raise RoleError("a group can be entered only once")
         try:
             with naming_limits(f"{self!r}"):
-                self._running = Running(self._settings, self._fate)
+                self._running = Running(self._settings, self._exit)
                 await self._running.start()
         except BaseException:
             await self._stop(0)
@@ -375,15 +384,31 @@ class WorkerGroup(AsyncClosing):
         if self._pid != os.getpid():  # a forked child's copy: the workers are the parent's
             self._closed = True
         if not self._closed:
-            await self._stop(0 if self._fate.failure is not None else self._settings.shutdown_timeout)
+            await self._stop(0 if self._exit.failure is not None else self._settings.shutdown_timeout)
 
     async def _stop(self, patience: float) -> None:
         self._closed = True
-        if self._running is not None:
-            self._running.crew.forget()
-        self._fate.end(lambda: EndClosed("the group of workers was closed"))
-        if self._running is not None:
-            await self._running.stop(patience)
+        closed = functools.partial(EndClosed, "the group of workers was closed")
+        if self._running is None:
+            self._exit.end(closed)
+            return
+        self._running.processes.forget()
+        self._running.end(closed)
+        await self._running.stop(patience)
 
     def __repr__(self) -> str:
         return f"<WorkerGroup of {self.n_workers} {self._settings.name} processes{', closed' if self._closed else ''}>"
+
+
+def _arguments(args: object) -> tuple[Any, ...]:
+    if not isinstance(args, Sequence) or isinstance(args, (str, bytes, bytearray, memoryview)):
+        raise TypeError(f"args must be a sequence of arguments, not {args!r}")
+    return tuple(args)
+
+
+def _keywords(kwargs: object) -> dict[str, Any]:
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a mapping, not {kwargs!r}")
+    return dict(kwargs)

@@ -1,49 +1,63 @@
-"""The answers of all workers to calls of one, read by whoever waits for one.
+"""The answers of all workers, read by the tasks that wait for one.
 
-No task reads all the time: of those that wait, the first reads for all, and the next one goes on when that one has what
-it has waited for. So a caller that is alone is woken by its answer itself, and nothing runs when nobody calls.
+No task reads all the time: of those that wait, the first reads for all, and the next one continues when the first has
+its answer. So a caller that is alone is woken by its answer itself, and nothing runs while nobody calls.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioshm.errors import AioshmError
 from aioshm.queue import MessageQueue, merge
 
+if TYPE_CHECKING:
+    from aioshm.engine.workers.calls import Calls
+
 
 class Waiter:
-    """What a task waits for.
+    """A condition that one task waits for, see `Inbox.wait`.
 
     Attributes:
-        ready: Whether it need not wait any more.
+        ready: Whether it holds.
+        future: Wakes the task, if it sleeps while another one reads.
+        reading: The task, while it sleeps until a message comes.
+        interrupted: Whether that was cancelled to wake it.
     """
 
-    __slots__ = ("ready",)
+    __slots__ = ("future", "interrupted", "reading", "ready")
 
     def __init__(self) -> None:
         self.ready = False
+        self.future: asyncio.Future[None] | None = None
+        self.reading: asyncio.Task[Any] | None = None
+        self.interrupted = False
+
+    def notify(self) -> None:
+        """Set `ready`, and wake the task."""
+        self.ready = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the task check again."""
+        if self.reading is not None:
+            if not self.interrupted:
+                self.interrupted = True
+                self.reading.cancel()
+        elif self.future is not None and not self.future.done():
+            self.future.set_result(None)
 
 
 class Inbox:
-    """Queues with answers.
+    """The queues with the answers of the workers."""
 
-    Args:
-        on_message: Called with the rank and what came: a message, or the error of one.
-        on_end: Called with the rank of a queue that has ended, for its writer has died.
-    """
-
-    def __init__(self, on_message: Callable[[int, Any], None], on_end: Callable[[int], None]) -> None:
-        self._on_message, self._on_end = on_message, on_end
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
         self._merged = merge({}, errors="yield")
         self._open = False  # whether there may be a queue that has not ended
-        self._waiting: dict[Waiter, asyncio.Future[None]] = {}
-        self._reader: Waiter | None = None  # for whom the task waits that reads
-        self._task: asyncio.Task[Any] | None = None
-        self._asleep = False
-        self._interrupted = False
+        self._sleeping: dict[Waiter, None] = {}  # in the order in which they began
+        self._reader: Waiter | None = None
 
     def add(self, rank: int, queue: MessageQueue) -> None:
         """Read one more queue."""
@@ -52,11 +66,11 @@ class Inbox:
         self._hand_on()
 
     def remove(self, rank: int) -> None:
-        """Read a queue no more; what is left in it can be taken from it at once."""
+        """Stop reading a queue; its messages can be taken from it immediately."""
         self._merged.remove(rank)
 
     async def wait(self, waiter: Waiter) -> None:
-        """Wait until `Waiter.ready` is set, and `wake` called, or a message that was read has led to that."""
+        """Wait until `Waiter.ready` is set; read the messages of all meanwhile if nobody does."""
         if waiter.ready:
             return
         try:
@@ -68,54 +82,53 @@ class Inbox:
         finally:
             self._hand_on()
 
-    def wake(self, waiter: Waiter) -> None:
-        """Let a task look again, if one waits for this."""
-        if waiter is self._reader:
-            if self._asleep and not self._interrupted:
-                assert self._task is not None
-                self._interrupted = True
-                self._task.cancel()
-        elif (future := self._waiting.get(waiter)) is not None and not future.done():
-            future.set_result(None)
-
     async def _read(self, waiter: Waiter) -> None:
-        self._task = task = asyncio.current_task()
+        task = asyncio.current_task()
         assert task is not None
         before = task.cancelling()
-        self._reader, merged = waiter, self._merged
+        merged = self._merged
+        self._reader = waiter
         try:
+            merged.needed = self._calls.needed()
             while not waiter.ready:
-                self._asleep = True
+                waiter.reading = task
                 try:
                     rank, message = await merged.__anext__()
                 except StopAsyncIteration:
                     self._open = False
                     return
                 finally:
-                    self._asleep = False
+                    waiter.reading = None
                 if isinstance(message, AioshmError) and rank in merged.failed:
-                    self._on_end(rank)
+                    self._calls.queue_ended(rank)
                 else:
-                    self._on_message(rank, message)
+                    self._calls.receive(rank, message)
         except asyncio.CancelledError:
-            if not self._interrupted or task.uncancel() > before:
+            if not waiter.interrupted or task.uncancel() > before:
                 raise
         finally:
-            self._reader, self._task, self._interrupted = None, None, False
+            self._reader = None
+            waiter.interrupted = False
 
     async def _sleep(self, waiter: Waiter) -> None:
-        self._waiting[waiter] = future = asyncio.get_running_loop().create_future()
+        waiter.future = asyncio.get_running_loop().create_future()
+        self._sleeping[waiter] = None
         try:
-            await future
+            await waiter.future
         finally:
-            del self._waiting[waiter]
+            waiter.future = None
+            del self._sleeping[waiter]
+
+    def widen(self) -> None:
+        """Let the task that reads wake for every message, now that not only those of one call of all count."""
+        if self._merged.needed and self._reader is not None:
+            self._merged.needed = frozenset()
+            self._reader.wake()
 
     def _hand_on(self) -> None:
-        """Let the task read that waits for the longest, if none does; one that was woken already sees to it itself."""
-        if self._waiting and self._reader is None and self._open:
-            future = next(iter(self._waiting.values()))
-            if not future.done():
-                future.set_result(None)
+        """Let the task read that has slept longest, if none reads; one that was woken already does so itself."""
+        if self._sleeping and self._reader is None and self._open:
+            next(iter(self._sleeping)).wake()
 
     async def aclose(self) -> None:
         """Read nothing any more. Idempotent."""

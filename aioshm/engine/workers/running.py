@@ -1,273 +1,259 @@
-"""A group of workers while it runs: its parts, and what each is told when workers die, come back, leave or join."""
+"""A group of workers while it runs: workers are made, die, are replaced, leave and join."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
-import weakref
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
 
 import msgspec
 
-from aioshm.config import Options
-from aioshm.engine.workers.answers import WorkerAnswers
-from aioshm.engine.workers.asked import named
 from aioshm.engine.workers.calls import Calls
-from aioshm.engine.workers.crew import Member, WorkerCrew
-from aioshm.engine.workers.fate import Fate
-from aioshm.engine.workers.performing import Leave, Step
-from aioshm.engine.workers.process import LoopFactory
+from aioshm.engine.workers.control import Place
+from aioshm.engine.workers.messages import EnvelopeCodec, method_name
+from aioshm.engine.workers.processes import Making, Settings, WorkerProcess, WorkerProcesses
 from aioshm.engine.workers.replacing import Replacing
-from aioshm.engine.workers.schedule import Schedule
-from aioshm.engine.workers.steps import Steps
-from aioshm.errors import AioshmError, EndClosed
+from aioshm.errors import AioshmError, CodecError, EndClosed, WorkerError
 from aioshm.process.background import completed, in_thread
-from aioshm.process.restart import RankInfo, Restart
+from aioshm.process.restart import RankInfo
 from aioshm.queue import MessageQueue
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a group is to be like; see `WorkerGroup`.
+class GroupExit:
+    """The end of a group.
 
     Attributes:
-        construction: Makes a worker.
-        sizes: The bytes of a chunk, and the chunks, of each queue.
+        failure: Makes the error of every call from then on.
+        ended: Set then.
     """
 
-    construction: Step
-    n_workers: int
-    name: str
-    options: Options
-    sizes: tuple[int, int]
-    ready_timeout: float | None
-    shutdown_timeout: float
-    capture_stderr: bool
-    loop_factory: LoopFactory | None
-    restart: Restart | None
-    standbys: int
-    max_workers: int
+    def __init__(self) -> None:
+        self.failure: Callable[[], AioshmError] | None = None
+        self.ended = asyncio.Event()
+
+    def end(self, failure: Callable[[], AioshmError]) -> bool:
+        """Note why a group has ended; return whether that is new."""
+        if self.failure is not None:
+            return False
+        self.failure = failure
+        self.ended.set()
+        return True
+
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        if self.failure is not None:
+            raise self.failure()
 
 
 class Running:
     """The parts of a group; on the running loop.
 
-    Args:
-        settings: What the group is to be like.
-        fate: Is told how it ends.
-
     Attributes:
         n_workers: How many workers there are.
         callable: How many of them can be called alone: those that do not leave.
-        crew: Their processes.
-        steps: The calls of all.
-        calls: The calls of one.
-        replacing: Has the dead replaced; None: nobody has, or they are not made yet.
+        replacing: Replaces the dead; None: nobody is replaced, or the workers are not made yet.
     """
 
-    def __init__(self, settings: Settings, fate: Fate) -> None:
-        self._settings, self._fate = settings, fate
-        self.n_workers = self.callable = n_workers = settings.n_workers
+    def __init__(self, settings: Settings, group_exit: GroupExit) -> None:
+        self._settings = settings
+        self.exit = group_exit
+        self.n_workers = self.callable = settings.n_workers
         self._watchers: set[asyncio.Queue[RankInfo | None]] = set()
-        fate.on_end.append(self._tell_end)
-        this: Running = weakref.proxy(self)  # the loop holds on to what it calls; a forgotten group shall end
+        self._own_options = msgspec.structs.replace(
+            settings.options, on_reader_death="raise", max_readers=None, slow_reader="block", prefault_bytes=0
+        )
         options = settings.options
         if settings.restart is not None:
             options = msgspec.structs.replace(options, on_reader_death="evict", max_readers=settings.max_workers)
-        self._queue = MessageQueue(n_workers, n_workers, None, *settings.sizes, options=options)
+        n_workers = settings.n_workers
+        steps = MessageQueue(n_workers, n_workers, None, *settings.sizes, codec=EnvelopeCodec(), options=options)
+        self._steps = steps.export_handle()
         try:
-            self.crew = WorkerCrew(
-                settings.name,
-                self._queue.export_handle(),
-                settings.sizes,
-                settings.options,
-                shutdown_timeout=settings.shutdown_timeout,
-                capture_stderr=settings.capture_stderr,
-                loop_factory=settings.loop_factory,
-                on_exit=lambda gone: this._processes_exited(gone),
-            )
+            self.processes = WorkerProcesses(settings, self)
         except BaseException:
-            self._queue.end.gate.discard()
+            steps.end.gate.discard()
             raise
-        self._answers = WorkerAnswers(settings.options)
-        schedule = self._schedule = Schedule()
-        steps = self.steps = Steps(
-            n_workers,
-            self._queue,
-            self.crew,
-            self._answers,
-            schedule,
-            fate,
-            on_lost=lambda member: this._worker_lost(member),
-            describe_absent=lambda: this._describe_absent(),
-        )
-        self.calls = Calls(
-            self.crew,
-            schedule,
-            settings.sizes,
-            settings.options,
-            fate,
-            steps=lambda: steps.sent,
-            catch_up=steps.catch_up,
-            on_lost=lambda member: this._worker_lost(member),
-            describe_absent=lambda: this._describe_absent(),
-        )
+        self.calls = Calls(self, steps, n_workers)
+        self._construction = b""
         self.replacing: Replacing | None = None
 
     async def start(self) -> None:
         """Start the processes, and wait until every worker is made."""
-        settings, crew, steps = self._settings, self.crew, self.steps
-        missing: set[int] = set()
-        construction = b""
-        async with steps.turn("the start of the workers", settings.ready_timeout, missing):
-            await crew.start_workers(self.n_workers)
-            if settings.restart is not None:  # once: this takes long where the arguments are large
-                construction = await in_thread(lambda: pickle.dumps(settings.construction))
-            try:
-                for rank, member in crew.workers.items():
-                    await crew.place(member, rank)
-                for rank, member in crew.workers.items():
-                    self._answers.attach(rank, await member.handle())
-                    missing.discard(rank)
-            except (EOFError, OSError):
-                await steps.lost(min(missing))
-            missing.update(range(self.n_workers))
-            await steps.exchange(named(settings.construction[0]), settings.construction, missing)
-        for rank in range(self.n_workers):
-            self.calls.back(rank, 0)
+        settings = self._settings
+        making = Making(range(self.n_workers))
+        construction = settings.worker, settings.args, settings.kwargs
+        try:
+            async with asyncio.timeout(settings.ready_timeout) as scope:
+                try:
+                    self._construction = await in_thread(lambda: pickle.dumps(construction))
+                except Exception as error:
+                    text = f"worker, args and kwargs cannot be pickled: {type(error).__name__}: {error}"
+                    raise CodecError(text) from error
+                await self.processes.start_workers(self.n_workers)
+                await self._make_all(making)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            late = self.processes.describe(sorted(making.missing))
+            raise TimeoutError(
+                f"the start of the workers: no answer from {late} within {settings.ready_timeout} s"
+            ) from None
         if settings.restart is None:
-            return
-        this: Running = weakref.proxy(self)
-        self.replacing = Replacing(
-            crew,
-            self._answers,
-            settings.restart,
-            settings.standbys,
-            settings.construction[0],
-            construction,
-            lambda: steps.sent,
-            settings.ready_timeout,
-            on_back=lambda rank: this._worker_back(rank),
-            on_end=lambda failure: this._fate.end(failure),
-            on_change=lambda info: this._worker_changed(info),
-        )
+            self._construction = b""
+        else:
+            self.replacing = Replacing(self, settings, settings.restart)
+
+    async def _make_all(self, making: Making) -> None:
+        async def make(rank: int, worker: WorkerProcess) -> None:
+            try:
+                await self.make(rank, worker, making)
+            except (EOFError, OSError):
+                await self.calls.lost(rank)
+
+        admitting = asyncio.create_task(self.calls.admit())
+        tasks = [asyncio.create_task(make(rank, worker)) for rank, worker in self.processes.workers.items()]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in (admitting, *tasks):
+                task.cancel()
+            await asyncio.gather(admitting, *tasks, return_exceptions=True)
+        if making.failures:
+            raise WorkerError(method_name(self._settings.worker), dict(sorted(making.failures.items())))
+
+    async def make(self, rank: int, worker: WorkerProcess, making: Making) -> None:
+        """Let a process be the worker of a rank; ``making`` has the failure of its constructor.
+
+        Raises:
+            EOFError, OSError: The process has exited.
+            AioshmError: A queue cannot be had here.
+        """
+        self.processes.seat(worker, rank)
+        options = self._own_options
+        async with AsyncExitStack() as unused:
+            requests = MessageQueue(1, 1, None, *self._settings.sizes, codec=EnvelopeCodec(), options=options)
+            unused.push_async_callback(requests.aclose)
+            await worker.control.send(Place(rank, self._steps, requests.export_handle()))
+            await worker.control.send_pickled(self._construction)
+            replies = MessageQueue.create_from_handle(await worker.handle(), 0, codec=EnvelopeCodec(), options=options)
+            unused.push_async_callback(replies.aclose)
+            if not await making.returned(rank, await worker.control.receive()):
+                return
+            admitting = asyncio.create_task(requests.wait_until_ready())
+            try:
+                await replies.wait_until_ready()
+                await worker.control.receive()  # it has attached to both of its queues
+                await admitting
+            finally:
+                admitting.cancel()
+            if worker.exited.done():
+                raise EOFError
+            unused.pop_all()
+        self.calls.add(rank, requests, replies)
 
     # Workers come and go
 
     async def membership(self) -> AsyncIterator[RankInfo]:
-        """Yield what becomes of the workers from now on, until the group ends."""
+        """Yield the changes of the workers from now on, until the group ends."""
         changes: asyncio.Queue[RankInfo | None] = asyncio.Queue()
-        if self._fate.failure is None:
+        if self.exit.failure is None:
             self._watchers.add(changes)
         try:
-            while self._fate.failure is None and (change := await changes.get()) is not None:
+            while self.exit.failure is None and (change := await changes.get()) is not None:
                 yield change
         finally:
             self._watchers.discard(changes)
 
+    def worker_changed(self, info: RankInfo | None) -> None:
+        """Report a change to those who watch the membership; None: the group has ended."""
+        for changes in self._watchers:
+            changes.put_nowait(info)
+
+    def processes_exited(self, gone: list[WorkerProcess]) -> None:
+        """Fail the calls in flight on workers that have died, and replace them; or end the group."""
+        if self.replacing is None:
+            self.end(self.processes.death())
+            return
+        for worker in gone:
+            rank = worker.rank
+            if rank is not None and rank not in self.calls.absent and rank < self.n_workers:
+                self.calls.away([rank])
+                self.calls.died(rank, self.processes.death_of(rank))
+            self.replacing.died(worker)
+
+    def worker_lost(self, rank: int) -> None:
+        """End a worker whose queue has ended, but not its process."""
+        if self.replacing is None:
+            self.end(self.processes.death(rank))
+        else:
+            self.processes.workers[rank].process.kill()
+
+    def describe_absent(self) -> str:
+        """Name the workers that have died and have no replacement yet."""
+        return "" if self.replacing is None else self.replacing.describe_absent()
+
     async def scale(self, n_workers: int, replacing: Replacing) -> None:
-        """Have more workers, or fewer, in turn with the calls of all."""
-        steps = self.steps
-        async with steps.turn("scale", None, set()):
+        """Change the number of workers, in turn with the calls of all."""
+        calls = self.calls
+        async with calls.lock:
+            await calls.whole()
             if n_workers < self.n_workers:
                 await self._shrink(n_workers, replacing)
             newcomers = range(self.n_workers, n_workers)
-            steps.away(newcomers)
-            self.n_workers = steps.n_workers = self.callable = n_workers
+            calls.away(newcomers)
+            self.n_workers = self.callable = calls.n_workers = n_workers
             if newcomers:
                 await asyncio.gather(*(asyncio.shield(replacing.add(rank)) for rank in newcomers))
 
     async def _shrink(self, n_workers: int, replacing: Replacing) -> None:
-        steps, calls = self.steps, self.calls
+        calls = self.calls
         leaving = range(n_workers, self.n_workers)
         self.callable = n_workers
         try:
             await calls.drain(leaving)
-            while steps.absent:  # a worker has died meanwhile: its restart is not broken off
-                await steps.whole()
+            while calls.absent:  # a worker has died meanwhile: its restart is not broken off
+                await calls.whole()
                 await calls.drain(leaving)
         except BaseException:
             self.callable = self.n_workers
             for rank in leaving:
-                self._schedule.leaves(rank, leaves=False)
+                calls.schedule.leaves(rank, leaves=False)
             raise
-        self.n_workers = steps.n_workers = n_workers
+        self.n_workers = calls.n_workers = n_workers
         for rank in leaving:
-            replacing.remove(rank)
-            self._answers.detach(rank)  # none of them answers, nor matters any more if it dies
+            replacing.remove(rank)  # from here on it does not matter if one of them dies
         dismissal = asyncio.create_task(self._dismiss(leaving), name="aioshm-dismisses-workers")
         try:
             await asyncio.shield(dismissal)
         except asyncio.CancelledError:  # too late to keep them; but if the group ends, they are stopped with it
-            if self._fate.failure is not None:
+            if self.exit.failure is not None:
                 dismissal.cancel()
             await completed(dismissal)
             raise
 
     async def _dismiss(self, leaving: range) -> None:
-        """Tell the last workers to exit, and wait until they have; a worker that stays may die meanwhile."""
         try:
-            await self.steps.send((Leave(frozenset(leaving)), (), {}, None))
-            await asyncio.gather(*(self.crew.stop_worker(rank, self._settings.shutdown_timeout) for rank in leaving))
+            await self.calls.leave(leaving)
+            await asyncio.gather(*(self.processes.stop_worker(rank) for rank in leaving))
         finally:
             for rank in leaving:
                 self.calls.forget(rank, lambda: EndClosed("the group of workers was made smaller"))
-            self.steps.back(leaving)
-        await self._answers.close_former()
+            self.calls.back(leaving)
 
-    def _processes_exited(self, gone: list[Member]) -> None:
-        if self.replacing is None:
-            self._fate.end(self.crew.death())
-            return
-        for member in gone:
-            rank = member.rank
-            if rank is not None and rank not in self.steps.absent and rank < self.n_workers:
-                failure = self.crew.death_of(rank)
-                self.steps.away([rank])
-                self.steps.break_step(failure)
-                self.calls.died(rank, failure)
-            self.replacing.died(member)
-        if self._schedule.waits_for_any():
-            self.steps.catch_up()
+    # The end
 
-    def _worker_lost(self, member: Member) -> None:
-        """Have a worker end whose queue has ended, but not its process."""
-        if self.replacing is None:
-            self._fate.end(self.crew.death(member.rank or 0))
-        else:
-            member.process.kill()
-
-    def _describe_absent(self) -> str:
-        return "" if self.replacing is None else self.replacing.describe_absent()
-
-    def _worker_back(self, rank: int) -> None:
-        self.calls.back(rank, self.steps.sent)
-        self.steps.back([rank])
-
-    def _worker_changed(self, info: RankInfo) -> None:
-        for changes in self._watchers:
-            changes.put_nowait(info)
-
-    def _tell_end(self, _failure: Callable[[], AioshmError]) -> None:
-        for changes in self._watchers:
-            changes.put_nowait(None)
-
-    # Closing
+    def end(self, failure: Callable[[], AioshmError]) -> None:
+        """Fail every call, those that wait too, from now on; only the first failure counts."""
+        if self.exit.end(failure):
+            self.calls.end(failure)
+            self.worker_changed(None)
 
     async def stop(self, patience: float) -> None:
-        """Let the workers exit by themselves for so many seconds, then stop what is left.
-
-        The fate is known by now.
-        """
+        """Let the workers exit by themselves for that many seconds, then stop the rest; `end` was called."""
         try:
             if self.replacing is not None:
                 await self.replacing.aclose()
-            await self.steps.aclose()
             await self.calls.aclose()
-            await self._queue.aclose()
         finally:
-            try:
-                await self.crew.stop(patience)
-            finally:
-                await self._answers.aclose()
+            await self.processes.stop(patience)

@@ -1,205 +1,243 @@
 """Which call may be sent to which worker, and when: no I/O, no clock.
 
-A call of one worker is sent at once, behind those that the worker has already. A call of any worker is given to the one
-that has been idle for the longest; those that wait for one are served first come, first served. A call of one worker
-that is made while they wait goes behind them, if it is its calls that keep the worker from being idle: otherwise a
-worker that is called again and again would never be. A worker with a stream is not idle, but its stream may go on for
-as long as it likes, and keeps nobody from calling it.
+A call of one worker is sent immediately, behind those that the worker has already. A call of any worker is given to the
+one that has been idle longest; those that wait are served first come, first served. A call of one worker that is made
+while they wait goes behind them, if calls keep the worker from being idle: otherwise a worker that is called again and
+again would never be. A worker with a stream is not idle, but its stream may take as long as it likes, and keeps nobody
+from calling the worker.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
+
+from aioshm.engine.workers.inbox import Waiter
+from aioshm.errors import AioshmError, RemoteFailure, WorkerError
 
 
-class Ticket:
-    """A call's place in line.
+class Call(Waiter):
+    """A call of one worker, of any, or of all.
 
     Attributes:
-        wanted: The worker's rank; None: any.
-        stream: Whether it is the call of a stream.
-        rank: The worker that it may be sent to, once it may.
+        method: The name of the method, for people.
+        wanted: The worker's rank; None: any, or all.
+        stream: Whether the caller takes the items of the result.
+        order: Its place among the calls that have asked for a turn.
+        seat: The worker that it may be sent to; None: not yet.
+        number: Its number in messages, once it may be sent.
+        sent: Whether it was sent.
+        missing: The ranks that have not answered.
+        results: By rank.
+        errors: By rank.
+        items: A stream's items that nobody has taken yet.
+        failure: Makes the error, if something else than the method has failed.
+        done: Whether there is nothing more to come for the caller.
     """
 
-    __slots__ = ("life", "number", "rank", "stream", "wanted")
+    __slots__ = (
+        "done",
+        "errors",
+        "failure",
+        "items",
+        "method",
+        "missing",
+        "number",
+        "order",
+        "results",
+        "seat",
+        "sent",
+        "stream",
+        "wanted",
+    )
 
-    def __init__(self, wanted: int | None, number: int, *, stream: bool) -> None:
+    def __init__(self, method: str, wanted: int | None = None, *, stream: bool = False) -> None:
+        super().__init__()
+        self.method = method
         self.wanted = wanted
-        self.number = number
         self.stream = stream
-        self.rank: int | None = None
-        self.life = 0  # of the worker, one after the other of its rank
+        self.order = 0
+        self.seat: Seat | None = None
+        self.number = 0
+        self.sent = False
+        self.missing: set[int] = set()
+        self.results: dict[int, Any] = {}
+        self.errors: dict[int, RemoteFailure] = {}
+        self.items: deque[Any] = deque()
+        self.failure: Callable[[], AioshmError] | None = None
+        self.done = False
+
+    @property
+    def rank(self) -> int | None:
+        """The worker that has it, or is to have it."""
+        return self.wanted if self.seat is None else self.seat.rank
+
+    def finish(self) -> None:
+        """Wake the caller: there is nothing more to come."""
+        self.done = True
+        self.notify()
+
+    def fail(self, failure: Callable[[], AioshmError]) -> None:
+        """Finish with an error, unless it is finished."""
+        if not self.done:
+            self.failure = failure
+            self.finish()
+
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        if self.failure is not None:
+            raise self.failure()
+        if self.errors:
+            raise WorkerError(self.method, dict(sorted(self.errors.items())))
 
 
-class _Seat:
-    """What one worker has to do."""
+class Seat:
+    """The work of one worker process; its replacement has a seat of its own."""
 
-    __slots__ = ("calls", "idle_since", "leaves", "life", "line", "present", "steps", "streams")
+    __slots__ = ("calls", "idle_since", "leaving", "present", "queue", "rank", "streams")
 
-    def __init__(self) -> None:
-        self.life = 0
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.present = False
-        self.leaves = False
-        self.steps = False
+        self.leaving = False
         self.calls = 0
         self.streams = 0
         self.idle_since = 0
-        self.line: deque[Ticket] = deque()
+        self.queue: deque[Call] = deque()
 
     @property
     def idle(self) -> bool:
-        return self.present and not (self.leaves or self.steps or self.calls or self.streams)
+        """Whether a call of any worker may be sent to this one."""
+        return self.present and not (self.leaving or self.calls or self.streams)
 
 
 class Schedule:
-    """The workers, and the calls that wait for them.
-
-    Attributes:
-        on_turn: Called with each ticket when its call may be sent.
-    """
+    """The workers, and the calls that wait for them; `Call.notify` is called when a call may be sent."""
 
     def __init__(self) -> None:
-        self.on_turn: Callable[[Ticket], None] = lambda _ticket: None
-        self._seats: dict[int, _Seat] = {}
-        self._any: deque[Ticket] = deque()
-        self._number = 0
+        self._seats: dict[int, Seat] = {}
+        self._any: deque[Call] = deque()
+        self._count = 0
 
-    def ask(self, wanted: int | None, *, stream: bool) -> Ticket:
-        """Return the ticket of a call, whose turn it may be at once; `withdraw` or `answered` gives it back.
-
-        Args:
-            wanted: The worker's rank; None: any.
-            stream: Whether it is the call of a stream.
-        """
-        self._number += 1
-        ticket = Ticket(wanted, self._number, stream=stream)
-        if wanted is None:
-            self._any.append(ticket)
+    def ask(self, call: Call) -> None:
+        """Queue a call, which may be sent immediately; `withdraw` or `answered` ends that."""
+        self._count += 1
+        call.order = self._count
+        call.seat = None
+        if call.wanted is None:
+            self._any.append(call)
             self._serve_any()
         else:
-            seat = self._seat(wanted)
-            seat.line.append(ticket)
-            self._serve(wanted, seat)
-        return ticket
+            seat = self._seat(call.wanted)
+            seat.queue.append(call)
+            self._serve(seat)
 
-    def withdraw(self, ticket: Ticket) -> None:
-        """Let a call that was not sent have no turn any more."""
-        if ticket.rank is not None:
-            self.answered(ticket)
+    def withdraw(self, call: Call) -> None:
+        """Drop a call that was not sent."""
+        if call.seat is not None:
+            self.answered(call)
             return
-        line = self._any if ticket.wanted is None else self._seat(ticket.wanted).line
-        if ticket in line:
-            line.remove(ticket)
-        for rank, seat in self._seats.items():  # others may have waited for this one
-            self._serve(rank, seat)
+        queue = self._any if call.wanted is None else self._seat(call.wanted).queue
+        if call in queue:
+            queue.remove(call)
+        for seat in self._seats.values():  # others may have waited for this one
+            self._serve(seat)
 
-    def answered(self, ticket: Ticket) -> None:
-        """Note that a worker is done with a call; what one had to do that is gone is forgotten already."""
-        assert ticket.rank is not None
-        seat = self._seats.get(ticket.rank)
-        if seat is None or seat.life != ticket.life:
-            return
-        if ticket.stream:
+    def answered(self, call: Call) -> None:
+        """Note that a worker has finished a call."""
+        seat = call.seat
+        assert seat is not None
+        if call.stream:
             seat.streams -= 1
         else:
             seat.calls -= 1
-        self._free(ticket.rank, seat)
+        self._free(seat)
 
-    def holds(self, ticket: Ticket) -> bool:
-        """Return whether the worker whose turn a call has got is there still, and not a successor."""
-        assert ticket.rank is not None
-        seat = self._seats.get(ticket.rank)
-        return seat is not None and seat.life == ticket.life
+    def holds(self, call: Call) -> bool:
+        """Return whether the worker that a call may be sent to is still there, and not a replacement."""
+        seat = call.seat
+        return seat is not None and self._seats.get(seat.rank) is seat
+
+    def step_begins(self, ranks: Iterable[int]) -> None:
+        """Note that workers have a call of all workers to do."""
+        for rank in ranks:
+            self._seat(rank).calls += 1
+
+    def step_ends(self, rank: int) -> None:
+        """Note that a worker has finished a call of all workers."""
+        seat = self._seat(rank)
+        seat.calls -= 1
+        self._free(seat)
 
     def back(self, rank: int) -> None:
         """Note that there is a worker of this rank, which has nothing to do yet."""
         seat = self._seat(rank)
-        seat.present, seat.leaves = True, False
-        self._free(rank, seat)
+        seat.present = True
+        seat.leaving = False
+        self._free(seat)
 
     def gone(self, rank: int) -> None:
-        """Note that there is no worker of this rank for the time being; what it had to do is forgotten."""
-        seat = self._seat(rank)
-        seat.present = seat.steps = False
-        seat.calls = seat.streams = 0
-        seat.life += 1
+        """Note that there is no worker of this rank for the time being; its work is forgotten."""
+        former = self._seat(rank)
+        former.present = False
+        seat = self._seats[rank] = Seat(rank)
+        seat.leaving = former.leaving
+        seat.queue, former.queue = former.queue, seat.queue
 
     def leaves(self, rank: int, *, leaves: bool = True) -> None:
-        """Give a worker no calls that any other one could have."""
+        """Give a worker no calls of any worker; or do so again."""
         seat = self._seat(rank)
-        seat.leaves = leaves
+        seat.leaving = leaves
         if not leaves:
-            self._free(rank, seat)
+            self._free(seat)
 
-    def forget(self, rank: int) -> list[Ticket]:
-        """Have no worker of this rank any more; return the tickets that have waited for it."""
+    def forget(self, rank: int) -> list[Call]:
+        """Remove a worker for good; return the calls that have waited for it."""
         seat = self._seats.pop(rank, None)
-        return [] if seat is None else list(seat.line)
-
-    def step_begins(self, ranks: Iterable[int]) -> None:
-        """Note that workers have a step to do."""
-        for rank in ranks:
-            self._seat(rank).steps = True
-
-    def step_ends(self, rank: int) -> None:
-        """Note that a worker is done with all steps."""
-        seat = self._seat(rank)
-        if seat.steps:
-            seat.steps = False
-            self._free(rank, seat)
+        return [] if seat is None else list(seat.queue)
 
     def done(self, ranks: Iterable[int]) -> bool:
-        """Return whether these workers have no call any more, nor anybody waiting."""
+        """Return whether these workers have no call, and nobody waits for one of them."""
         seats = [self._seat(rank) for rank in ranks]
-        return not any(seat.calls or seat.streams or seat.line for seat in seats)
+        return not any(seat.calls or seat.streams or seat.queue for seat in seats)
 
-    def in_steps(self) -> set[int]:
-        """Return the ranks of workers that have a step to do."""
-        return {rank for rank, seat in self._seats.items() if seat.steps}
-
-    def waits_for_any(self) -> bool:
-        """Return whether a call waits for an idle worker."""
-        return bool(self._any)
-
-    def _seat(self, rank: int) -> _Seat:
+    def _seat(self, rank: int) -> Seat:
         seat = self._seats.get(rank)
         if seat is None:
-            seat = self._seats[rank] = _Seat()
+            seat = self._seats[rank] = Seat(rank)
         return seat
 
-    def _free(self, rank: int, seat: _Seat) -> None:
+    def _free(self, seat: Seat) -> None:
         if seat.idle:
-            self._number += 1
-            seat.idle_since = self._number
-        self._serve(rank, seat)
+            self._count += 1
+            seat.idle_since = self._count
+        self._serve(seat)
 
-    def _serve(self, rank: int, seat: _Seat) -> None:
-        """Give turns to those who wait for a worker."""
+    def _serve(self, seat: Seat) -> None:
         while seat.present:
-            direct = seat.line[0] if seat.line else None
-            if direct is not None and self._goes_on(seat, direct):
-                self._give(seat.line.popleft(), rank, seat)
+            if seat.queue and self._precedes(seat.queue[0], seat):
+                self._give(seat.queue.popleft(), seat)
             elif self._any and seat.idle:
-                self._give(self._any.popleft(), rank, seat)
+                self._give(self._any.popleft(), seat)
             else:
                 return
 
-    def _goes_on(self, seat: _Seat, direct: Ticket) -> bool:
-        return not self._any or seat.streams > 0 or seat.leaves or direct.number < self._any[0].number
+    def _precedes(self, call: Call, seat: Seat) -> bool:
+        """Return whether a worker's own call comes before those of any worker."""
+        return not self._any or seat.streams > 0 or seat.leaving or call.order < self._any[0].order
 
     def _serve_any(self) -> None:
         while self._any:
-            idle = [(seat.idle_since, rank) for rank, seat in self._seats.items() if seat.idle]
+            idle = [seat for seat in self._seats.values() if seat.idle]
             if not idle:
                 return
-            _, rank = min(idle)
-            self._give(self._any.popleft(), rank, self._seats[rank])
+            self._give(self._any.popleft(), min(idle, key=lambda seat: seat.idle_since))
 
-    def _give(self, ticket: Ticket, rank: int, seat: _Seat) -> None:
-        ticket.rank, ticket.life = rank, seat.life
-        if ticket.stream:
+    def _give(self, call: Call, seat: Seat) -> None:
+        call.seat = seat
+        if call.stream:
             seat.streams += 1
         else:
             seat.calls += 1
-        self.on_turn(ticket)
+        call.notify()

@@ -92,7 +92,7 @@ async def test_what_a_worker_has_sent_before_it_died_counts() -> None:
     async with group_of(1) as group:
         stream = group.stream(0, "count", prefetch=8)
         assert await anext(stream) == 0
-        channel = group._running.calls.channels.open[0]  # type: ignore[union-attr]
+        channel = group._running.calls.channels[0]  # type: ignore[union-attr]
         await until(lambda: channel.replies.stats().backlog == 7)  # nobody reads them
         pid = group.pids[0]
         os.kill(pid, signal.SIGKILL)
@@ -179,7 +179,7 @@ async def test_scaling_outlives_deaths_of_those_that_stay_and_of_those_that_go(t
         killed = group.pids[0], group.pids[2]
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        await until(lambda: not {0, 2}.isdisjoint(group._running.steps.absent))  # type: ignore[union-attr]
+        await until(lambda: not {0, 2}.isdisjoint(group._running.calls.absent))  # type: ignore[union-attr]
         go.touch()
         assert await held == "held"
         await scaling
@@ -234,17 +234,17 @@ async def test_a_death_while_workers_are_told_to_go_is_one_like_any_other() -> N
     async with group_of(3) as group:
         running = group._running
         assert running is not None
-        pids, send = group.pids, running._queue.enqueue
+        pids, send = group.pids, running.calls._steps.enqueue
         killed = asyncio.Event()
 
         async def die_first(step: Any) -> None:
-            running._queue.enqueue = send  # type: ignore[method-assign]
+            running.calls._steps.enqueue = send  # type: ignore[method-assign]
             os.kill(pids[0], signal.SIGKILL)
-            await until(lambda: running.steps.absent == {0})
+            await until(lambda: running.calls.absent == {0})
             killed.set()
             await send(step)
 
-        running._queue.enqueue = die_first  # type: ignore[method-assign]
+        running.calls._steps.enqueue = die_first  # type: ignore[method-assign]
         await group.scale(1)
         assert killed.is_set()
         assert (group.n_workers, len(group.workers), len(group.pids)) == (1, 1, 1)

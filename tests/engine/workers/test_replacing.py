@@ -21,8 +21,8 @@ from support import until
 
 from aioshm import Options, QueueClosed, RoleError, WorkerDied
 from aioshm.engine import RankInfo, Restart, WorkerGroup
-from aioshm.engine.workers.performing import MAX_TEXT
-from aioshm.engine.workers.process import ControlSocket
+from aioshm.engine.workers.control import ControlSocket
+from aioshm.engine.workers.messages import MAX_TEXT
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -247,16 +247,8 @@ async def test_constructor_that_fails_with_a_large_text_is_the_cause(tmp_path: P
         assert await group.collective_rpc("add", timeout=60) == [0]
 
 
-async def test_a_successor_that_dies_the_moment_it_is_back_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_successor_that_dies_the_moment_it_is_back_is_replaced_too() -> None:
     async with group_of(1) as group:
-        answers = group._running._answers  # type: ignore[union-attr]
-        free, close_former = asyncio.Event(), answers.close_former
-
-        async def close_late() -> None:  # as where the loop has much else to do
-            await free.wait()
-            await close_former()
-
-        monkeypatch.setattr(answers, "close_former", close_late)
         os.kill(group.pids[0], signal.SIGKILL)
         async for change in group.membership():
             if change.state == "running":
@@ -266,7 +258,6 @@ async def test_a_successor_that_dies_the_moment_it_is_back_is_replaced_too(monke
         with suppress(WorkerDied):  # if it came before that was noticed
             await group.collective_rpc("add", timeout=60)
         assert await group.collective_rpc("add", timeout=60) == [0]
-        free.set()
 
 
 @pytest.mark.parametrize("standbys", [0, 1])
@@ -277,17 +268,15 @@ async def test_one_that_dies_before_it_is_known_to_be_there_is_replaced_too(
 
     async def kill_first(control: ControlSocket) -> Any:
         said = await receive(control)
-        member = next(each for each in crew._members.values() if each.control is control)
-        if member.rank not in killed and (
-            member.rank is None or isinstance(said, tuple)
-        ):  # a standby; one that is made
-            killed[member.rank] = member.pid
-            os.kill(member.pid, signal.SIGKILL)
-            await asyncio.wait([member.exited])
+        process = next(each for each in processes._processes.values() if each.control is control)
+        if process.rank not in killed and (process.rank is None or said == "ready"):  # a standby; one that is made
+            killed[process.rank] = process.pid
+            os.kill(process.pid, signal.SIGKILL)
+            await asyncio.wait([process.exited])
         return said
 
     async with group_of(1) as group:
-        crew = group._running.crew  # type: ignore[union-attr]
+        processes = group._running.processes  # type: ignore[union-attr]
         receive = ControlSocket.receive
         monkeypatch.setattr(ControlSocket, "receive", kill_first)
         replacing = group._running.replacing  # type: ignore[union-attr]
@@ -302,7 +291,6 @@ async def test_one_that_dies_before_it_is_known_to_be_there_is_replaced_too(
 
 
 async def test_a_worker_whose_queue_has_ended_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioshm.engine.workers.steps.CODE_WITHIN_S", 0.05)
     monkeypatch.setattr("aioshm.engine.workers.calls.CODE_WITHIN_S", 0.05)
     async with group_of(2) as group:
         for call in (
@@ -320,8 +308,8 @@ async def test_a_process_that_cannot_be_started_is_tried_again_and_a_crash_loop_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with group_of(1, max_workers=2, restart=Restart(max_restarts=2, backoff_s=0.001)) as group:
-        crew = group._running.crew  # type: ignore[union-attr]
-        start, failures = crew._start, 1
+        processes = group._running.processes  # type: ignore[union-attr]
+        start, failures = processes._start, 1
 
         def start_later(*args: Any) -> Any:
             nonlocal failures
@@ -330,7 +318,7 @@ async def test_a_process_that_cannot_be_started_is_tried_again_and_a_crash_loop_
                 raise OSError("no room for it")
             return start(*args)
 
-        monkeypatch.setattr(crew, "_start", start_later)
+        monkeypatch.setattr(processes, "_start", start_later)
         await group.scale(2)
         assert group.workers[1].cause == "worker 1 could not be started: no room for it"
         assert await group.collective_rpc("add") == [0, 1]
@@ -379,7 +367,7 @@ async def test_closing_at_any_moment_of_a_replacement_leaves_nothing(turns: int)
     for _ in range(turns):
         await asyncio.sleep(0.001)
     assert group._running is not None
-    processes = list(group._running.crew._manager.processes)
+    processes = list(group._running.processes._manager.processes)
     await group.aclose()
     assert all(gone(process.pid or 0) for process in processes)
 

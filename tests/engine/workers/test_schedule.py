@@ -7,59 +7,80 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshm.engine.workers.schedule import Schedule, Ticket
+from aioshm.engine.workers.schedule import Call, Schedule
 
 RANKS = (0, 1, 2)
 
 
-def schedule_of(n_workers: int) -> tuple[Schedule, list[Ticket]]:
-    schedule, given_turns = Schedule(), []
-    schedule.on_turn = given_turns.append
-    for rank in range(n_workers):
-        schedule.back(rank)
-    return schedule, given_turns
+class Noted(Call):
+    """A call that notes when its turn comes."""
+
+    turns: list[Call]
+
+    def notify(self) -> None:
+        self.turns.append(self)
+
+
+class Asked(Schedule):
+    """A schedule, and the calls whose turn has come."""
+
+    def __init__(self, n_workers: int) -> None:
+        super().__init__()
+        self.turns: list[Call] = []
+        for rank in range(n_workers):
+            self.back(rank)
+
+    def make(self, wanted: int | None, *, stream: bool = False) -> Call:
+        call = Noted("method", wanted, stream=stream)
+        call.turns = self.turns
+        self.ask(call)
+        return call
+
+
+def turn_of(call: Call) -> int | None:
+    return None if call.seat is None else call.seat.rank
 
 
 def test_any_is_given_the_one_that_has_been_idle_for_the_longest() -> None:
-    schedule, _ = schedule_of(3)
-    first = [schedule.ask(None, stream=False) for _ in range(3)]
-    assert [ticket.rank for ticket in first] == [0, 1, 2]
-    for ticket in (first[1], first[2], first[0]):
-        schedule.answered(ticket)
-    assert [schedule.ask(None, stream=False).rank for _ in range(3)] == [1, 2, 0]
+    schedule = Asked(3)
+    first = [schedule.make(None) for _ in range(3)]
+    assert [turn_of(call) for call in first] == [0, 1, 2]
+    for call in (first[1], first[2], first[0]):
+        schedule.answered(call)
+    assert [turn_of(schedule.make(None)) for _ in range(3)] == [1, 2, 0]
 
 
 def test_a_call_of_one_goes_behind_those_that_wait_for_any_unless_a_stream_keeps_it_busy() -> None:
-    schedule, _ = schedule_of(2)
-    busy = [schedule.ask(0, stream=False), schedule.ask(1, stream=True)]
-    waiting = schedule.ask(None, stream=False)
-    behind, beside = schedule.ask(0, stream=False), schedule.ask(1, stream=False)
-    assert (waiting.rank, behind.rank, beside.rank) == (None, None, 1)
+    schedule = Asked(2)
+    busy = [schedule.make(0), schedule.make(1, stream=True)]
+    waiting = schedule.make(None)
+    behind, beside = schedule.make(0), schedule.make(1)
+    assert (turn_of(waiting), turn_of(behind), turn_of(beside)) == (None, None, 1)
     schedule.answered(busy[0])
-    assert (waiting.rank, behind.rank) == (0, 0)
+    assert (turn_of(waiting), turn_of(behind)) == (0, 0)
 
 
 def test_a_turn_is_over_when_the_worker_dies_before_the_call_is_sent() -> None:
-    schedule, _ = schedule_of(1)
-    ticket = schedule.ask(0, stream=False)
-    assert schedule.holds(ticket)
+    schedule = Asked(1)
+    call = schedule.make(0)
+    assert schedule.holds(call)
     schedule.gone(0)
-    assert not schedule.holds(ticket)
+    assert not schedule.holds(call)
     schedule.back(0)
-    assert not schedule.holds(ticket), "the successor has not been asked"
+    assert not schedule.holds(call), "the successor has not been asked"
     schedule.forget(0)
-    assert not schedule.holds(ticket)
+    assert not schedule.holds(call)
 
 
 def test_what_an_incarnation_had_to_do_is_not_the_next_one_s() -> None:
-    schedule, _ = schedule_of(1)
-    lost = schedule.ask(0, stream=False)
+    schedule = Asked(1)
+    lost = schedule.make(0)
     schedule.gone(0)
-    waiting = schedule.ask(0, stream=False)
-    assert waiting.rank is None
+    waiting = schedule.make(0)
+    assert turn_of(waiting) is None
     schedule.back(0)
     schedule.answered(lost)  # late
-    assert waiting.rank == 0
+    assert turn_of(waiting) == 0
     assert not schedule.done([0])
     schedule.answered(waiting)
     assert schedule.done([0])
@@ -76,49 +97,55 @@ MOVES = st.lists(
 
 @given(MOVES)
 def test_whatever_happens_everybody_has_a_turn_in_the_end(moves: list[tuple[str, int]]) -> None:
-    schedule, turns = schedule_of(len(RANKS))
-    asked: list[Ticket] = []
+    schedule = Asked(len(RANKS))
+    turns = schedule.turns
+    steps = dict.fromkeys(RANKS, 0)
+    asked: list[Call] = []
     away: set[int] = set()
     for move, number in moves:
         rank = number % len(RANKS)
-        open_tickets = [ticket for ticket in asked if ticket.rank is not None]
-        waiting: list[Any] = [ticket for ticket in asked if ticket.rank is None]
+        begun = [call for call in asked if turn_of(call) is not None]
+        waiting: list[Any] = [call for call in asked if turn_of(call) is None]
         if move in ("ask", "any", "stream"):
-            asked.append(schedule.ask(None if move == "any" else rank, stream=move == "stream"))
-        elif move == "answer" and open_tickets:
-            asked.remove(ticket := open_tickets[number % len(open_tickets)])
-            schedule.answered(ticket)
+            asked.append(schedule.make(None if move == "any" else rank, stream=move == "stream"))
+        elif move == "answer" and begun:
+            asked.remove(call := begun[number % len(begun)])
+            schedule.answered(call)
         elif move == "withdraw" and waiting:
-            asked.remove(ticket := waiting[number % len(waiting)])
-            schedule.withdraw(ticket)
+            asked.remove(call := waiting[number % len(waiting)])
+            schedule.withdraw(call)
         elif move == "gone" and rank not in away:
             away.add(rank)
+            steps[rank] = 0
             schedule.gone(rank)
-            asked = [ticket for ticket in asked if ticket.rank != rank]
+            asked = [call for call in asked if turn_of(call) != rank]
         elif move == "back" and rank in away:
             away.discard(rank)
             schedule.back(rank)
         elif move == "step":
             schedule.step_begins(set(RANKS) - away)
-        elif move == "step ends":
+            for each in set(RANKS) - away:
+                steps[each] += 1
+        elif move == "step ends" and steps[rank]:
+            steps[rank] -= 1
             schedule.step_ends(rank)
         elif move == "leaves":
             schedule.leaves(rank, leaves=number > 15)
-        in_order = [ticket.number for ticket in turns if ticket.wanted is None]
+        in_order = [call.order for call in turns if call.wanted is None]
         assert in_order == sorted(in_order)  # first come, first served
         for each in RANKS:
-            in_order = [ticket.number for ticket in turns if ticket.wanted == each]
+            in_order = [call.order for call in turns if call.wanted == each]
             assert in_order == sorted(in_order)
     for rank in RANKS:
         schedule.leaves(rank, leaves=False)
-        schedule.step_ends(rank)
+        for _ in range(steps[rank]):
+            schedule.step_ends(rank)
         if rank in away:
             schedule.back(rank)
     while asked:
-        open_tickets = [ticket for ticket in asked if ticket.rank is not None]
-        assert open_tickets, "all wait, and no worker has anything to do"
-        asked.remove(open_tickets[0])
-        schedule.answered(open_tickets[0])
+        begun = [call for call in asked if turn_of(call) is not None]
+        assert begun, "all wait, and no worker has anything to do"
+        asked.remove(begun[0])
+        schedule.answered(begun[0])
     assert schedule.done(RANKS)
-    assert not schedule.waits_for_any()
     assert len(set(turns)) == len(turns)

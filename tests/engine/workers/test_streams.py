@@ -241,7 +241,7 @@ async def until_idle(group: WorkerGroup) -> None:
     running = group._running
     assert running is not None
     async with asyncio.timeout(30):
-        while running.calls.channels.open[0].calls:
+        while running.calls.sent_to(0):
             await group.call(0, "add")
 
 

@@ -44,6 +44,13 @@ class TestCalls:
             assert await group.collective_rpc(targets.rank_of, (10,)) == [10, 11, 12]
             assert psutil.Process(group.pids[0]).ppid() == os.getpid()
 
+    async def test_broadcast_calls_every_worker_with_its_arguments_and_returns_results_by_rank(self) -> None:
+        async with group_of(2) as group:
+            assert await group.broadcast("add", 1, 2, times=10) == [30, 31]
+            assert await group.broadcast(targets.rank_of, 10) == [10, 11]
+            with pytest.raises(TimeoutError, match="slowly: no answer from Worker_0"):
+                await group.broadcast("slowly", targets.LONG_S, timeout=0.01)
+
     async def test_a_worker_may_be_made_by_a_coroutine(self) -> None:
         async with group_of(1, targets.made_slowly) as group:
             assert await group.collective_rpc("add", (1,)) == [1]

@@ -1,0 +1,251 @@
+"""The processes of a `WorkerGroup`: started, watched, named when one exits, and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aioshm.config import Options
+from aioshm.engine.workers.control import ControlSocket
+from aioshm.engine.workers.worker import LoopFactory, run_worker
+from aioshm.errors import RemoteFailure, WorkerDied
+from aioshm.lifeline.address import sweep_leftovers
+from aioshm.process.background import in_thread
+from aioshm.process.child import Child
+from aioshm.process.manager import Job, ProcessManager
+from aioshm.process.restart import Restart
+from aioshm.process.state import SUSPECT_STATES, process_state
+from aioshm.process.stopping import ashutdown
+from aioshm.process.watch import ProcessExit, ProcessWatch
+
+if TYPE_CHECKING:
+    from aioshm.engine.workers.running import Running
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The arguments of a `WorkerGroup`; ``sizes`` are the bytes and the number of the chunks of each queue."""
+
+    worker: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    n_workers: int
+    name: str
+    options: Options
+    sizes: tuple[int, int]
+    ready_timeout: float | None
+    shutdown_timeout: float
+    capture_stderr: bool
+    loop_factory: LoopFactory | None
+    restart: Restart | None
+    standbys: int
+    max_workers: int
+
+
+class WorkerProcess:
+    """One process.
+
+    Attributes:
+        rank: Which worker it is; None: it is a standby.
+        exited: Its exit, once it has exited.
+    """
+
+    def __init__(self, process: Child, control: ControlSocket) -> None:
+        self.process = process
+        self.control = control
+        self.name: str = process.name
+        self.pid: int = process.pid or 0
+        self.rank: int | None = None
+        self.exited: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
+        self._handle: str | None = None
+
+    async def handle(self) -> str:
+        """Return the handle of the queue of its answers; raises EOFError or OSError where it has exited."""
+        if self._handle is None:
+            self._handle = str(await self.control.receive())
+        return self._handle
+
+
+class Making:
+    """Workers that are made together.
+
+    Attributes:
+        missing: The ranks whose constructors have not returned.
+        failures: Those of constructors, by rank.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.missing = set(ranks)
+        self.failures: dict[int, RemoteFailure] = {}
+        self._all = asyncio.Event()
+
+    async def returned(self, rank: int, failure: RemoteFailure | None) -> bool:
+        """Note the end of a constructor; return whether all went well, when all have ended."""
+        self.missing.discard(rank)
+        if failure is not None:
+            self.failures[rank] = failure
+        if not self.missing:
+            self._all.set()
+        await self._all.wait()
+        return not self.failures
+
+
+class WorkerProcesses:
+    """The processes, named ``{name}_{rank}``; ``running.processes_exited`` is called when some have exited.
+
+    Attributes:
+        workers: The processes of the workers, by rank; after a death the dead one, until it has a replacement.
+    """
+
+    def __init__(self, settings: Settings, running: Running) -> None:
+        self._settings = settings
+        self._running = running
+        self._processes: dict[str, WorkerProcess] = {}
+        self._n_standbys = 0
+        self.workers: dict[int, WorkerProcess] = {}
+        self._manager = ProcessManager(
+            run_worker, (), shutdown_timeout=settings.shutdown_timeout, capture_stderr=settings.capture_stderr
+        )
+        this = weakref.proxy(self)  # the loop holds on to the watch
+        self._watch = ProcessWatch(manager=self._manager, on_exit=lambda: this._exited())
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers, by rank."""
+        return [worker.pid for _, worker in sorted(self.workers.items())]
+
+    async def start_workers(self, n_workers: int) -> None:
+        """Start the first workers. The loop stands for some milliseconds for each, and runs between them."""
+        for rank in range(n_workers):
+            # Not in a thread: the kernel ends with this process only processes that its main thread has started.
+            self.seat(self._join(*self._start(f"{self._settings.name}_{rank}", None)), rank)
+            await asyncio.sleep(0)
+
+    async def start(self, rank: int | None, imported: object = None) -> WorkerProcess:
+        """Start one more process: a worker; or, without a rank, a standby that has imported something by pickle."""
+        if rank is None:
+            name = f"{self._settings.name}_standby_{self._n_standbys}"
+            self._n_standbys += 1
+        else:
+            name = f"{self._settings.name}_{rank}"
+            if name in self._processes:  # the one that has died
+                self.dismiss(self._processes[name])
+        started = await in_thread(lambda: self._start(name, imported), discard=lambda started: started[1].close())
+        return self._join(*started)
+
+    def _start(self, name: str, imported: object) -> tuple[Child, ControlSocket]:
+        settings = self._settings
+        ours, theirs = socket.socketpair()
+        with ExitStack() as unused, theirs:
+            unused.enter_context(ours)
+            job = Job(name, (theirs, imported, settings.sizes, settings.options, settings.loop_factory))
+            process = self._manager.start_more(job)
+            unused.pop_all()
+        return process, ControlSocket(ours)
+
+    def _join(self, process: Child, control: ControlSocket) -> WorkerProcess:
+        worker = self._processes[process.name] = WorkerProcess(process, control)
+        self._watch.add([process], managed=True)
+        return worker
+
+    def seat(self, worker: WorkerProcess, rank: int) -> None:
+        """Let a process have a rank; the one before, which has exited, is forgotten."""
+        former = self.workers.get(rank)
+        self.workers[rank] = worker
+        worker.rank = rank
+        if former is not None and former is not worker:
+            self.dismiss(former)
+
+    def dismiss(self, worker: WorkerProcess) -> None:
+        """Forget a process that has exited."""
+        worker.control.close()
+        if self._processes.get(worker.name) is worker:
+            del self._processes[worker.name]
+        self._manager.discard(worker.process)
+
+    async def stop_worker(self, rank: int) -> None:
+        """Wait for a worker to exit by itself, then stop it."""
+        worker = self.workers.pop(rank)
+        worker.control.close()
+        try:
+            await asyncio.wait([worker.exited], timeout=self._settings.shutdown_timeout)
+        finally:
+            if self._processes.get(worker.name) is worker:  # not before: its exit is reported by its name
+                del self._processes[worker.name]
+            await self._manager.stop(worker.name)
+
+    def death(self, rank: int = 0) -> Callable[[], WorkerDied]:
+        """Return the factory of the error for all workers that have exited; ``rank`` is named if none has yet."""
+        exits = {
+            each.rank: each.exited.result()
+            for each in self._processes.values()
+            if each.rank is not None and each.exited.done()
+        }
+        if not exits:
+            worker = self.workers[rank]
+            exits = {rank: ProcessExit(worker.name, worker.pid, None)}
+        return self._error(exits, "")
+
+    def death_of(self, rank: int, story: str = "") -> Callable[[], WorkerDied]:
+        """Return the factory of the error for a worker that has exited, or could never be started."""
+        if rank not in self.workers:
+            return functools.partial(WorkerDied, rank, f"{self._settings.name}_{rank}", None, None, story)
+        return self._error({rank: self.workers[rank].exited.result()}, story)
+
+    def _error(self, exits: dict[int, ProcessExit], story: str) -> Callable[[], WorkerDied]:
+        rank, first = min(exits.items())
+        text = ", ".join(exits[each].describe() for each in sorted(exits))
+        tail = []
+        with suppress(ValueError):  # it was dismissed, and no other one could be started
+            tail = self._manager.last_lines(first.name)
+        more = f"{text}; {story}" if story else text
+        return functools.partial(WorkerDied, rank, first.name, first.pid, first.exitcode, more, tail)
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """Name workers, with their state where the system shows that they do nothing."""
+        texts = []
+        for rank in ranks:
+            if rank not in self.workers:
+                texts.append(f"{self._settings.name}_{rank}, which is being started")
+                continue
+            worker = self.workers[rank]
+            state = process_state(worker.pid)
+            texts.append(f"{worker.name} (pid {worker.pid}{f', {state}' if state in SUSPECT_STATES else ''})")
+        return ", ".join(texts)
+
+    def forget(self) -> None:
+        """Stop watching the processes, and close the sockets to them. Idempotent."""
+        self._watch.close()
+        for worker in self._processes.values():
+            worker.control.close()
+
+    async def stop(self, patience: float) -> None:
+        """Wait that many seconds for them to exit by themselves, then kill the rest; 0: send SIGTERM first."""
+        self.forget()
+        try:
+            if patience:
+                with ProcessWatch(self._manager.processes) as watch:
+                    await watch.all_exited(asyncio.get_running_loop().time() + patience)
+        finally:
+            try:
+                if patience:  # they were asked to exit: their queue was closed
+                    await ashutdown(self._manager.processes, 0)
+            finally:
+                await self._manager.aclose()
+                sweep_leftovers()
+
+    def _exited(self) -> None:
+        gone = []
+        for each in self._watch.take():
+            worker = self._processes.get(each.name)
+            if worker is not None and worker.pid == each.pid and not worker.exited.done():
+                worker.exited.set_result(each)
+                gone.append(worker)
+        if gone:
+            self._running.processes_exited(gone)
