@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from aioshm.engine.startup.api_servers import APIServerProcessManager
     from aioshm.engine.startup.completion import wait_for_completion_or_failure
     from aioshm.engine.startup.coordinator import EngineStartupCoordinator
-    from aioshm.engine.startup.endpoints import get_engine_client_zmq_addr
     from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines, wait_for_engine_startup
+    from aioshm.engine.startup.layout import get_engine_client_zmq_addr
     from aioshm.engine.startup.processes import CoreEngineProcManager
     from aioshm.engine.startup.supervisor import EngineSupervisor
     from aioshm.engine.usage import report_usage_stats
@@ -124,7 +124,7 @@ if not TYPE_CHECKING:  # to which any name would be one of the package's
             "aioshm.engine.startup.api_servers": ("APIServerProcessManager",),
             "aioshm.engine.startup.completion": ("wait_for_completion_or_failure",),
             "aioshm.engine.startup.coordinator": ("EngineStartupCoordinator",),
-            "aioshm.engine.startup.endpoints": ("get_engine_client_zmq_addr",),
+            "aioshm.engine.startup.layout": ("get_engine_client_zmq_addr",),
             "aioshm.engine.startup.launch": ("CoreEngineLaunch", "launch_core_engines", "wait_for_engine_startup"),
             "aioshm.engine.startup.processes": ("CoreEngineProcManager",),
             "aioshm.engine.startup.supervisor": ("EngineSupervisor",),

@@ -18,11 +18,9 @@ import msgspec
 from aioshm.engine.client.pending import Pending
 from aioshm.engine.protocol.addresses import CoreEngine, CoreEngineState, EngineZmqAddresses
 from aioshm.engine.protocol.balance import LoadBalancer
-from aioshm.engine.protocol.envelopes import EnvelopeDecoder
 from aioshm.engine.protocol.handshake import EngineHandshake
-from aioshm.engine.protocol.lockstep import Lockstep
-from aioshm.engine.protocol.messages import EngineCoreOutputs, SchedulerStats, StartWave
-from aioshm.engine.protocol.waves import Waves
+from aioshm.engine.protocol.messages import EngineCoreOutputs, EnvelopeDecoder, SchedulerStats, StartWave
+from aioshm.engine.protocol.waves import Lockstep, Waves
 from aioshm.engine.startup import restarting
 from aioshm.engine.startup.coordinator import EngineStartupCoordinator
 from aioshm.engine.startup.processes import CoreEngineProcManager

@@ -11,8 +11,7 @@ import msgspec
 from aioshm.engine.client.pending import Pending
 from aioshm.engine.protocol.addresses import IDENTITY_BYTES, identity
 from aioshm.engine.protocol.balance import LoadBalancer
-from aioshm.engine.protocol.envelopes import EnvelopeDecoder
-from aioshm.engine.protocol.messages import EngineCoreRequestType
+from aioshm.engine.protocol.messages import EngineCoreRequestType, EnvelopeDecoder
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.errors import EngineDead
 from aioshm.process.guard import built

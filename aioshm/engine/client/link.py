@@ -79,8 +79,7 @@ class EngineLink:
     def __init__(
         self, addresses: EngineZmqAddresses, engines: Sequence[CoreEngine] | int, chosen: ClientOptions
     ) -> None:
-        self.sockets: ClientSockets | None = None
-        self._closed = False
+        self._opened = self._closed = False
         ranks: Iterable[int]
         if isinstance(engines, int):
             ranks = range(check_int("engines", engines, minimum=1))
@@ -115,7 +114,7 @@ class EngineLink:
 
     def open(self) -> None:
         """Bind the addresses and begin to listen."""
-        if self.sockets is not None or self._closed:
+        if self._opened or self._closed:
             raise RoleError("a client of engines can be entered once")
         self.settled: asyncio.Event = asyncio.Event()  # all engines have registered, or never will
         self._thread = threading.get_ident()
@@ -126,7 +125,7 @@ class EngineLink:
         self._protection = protection
         self.engines.identities = [protection.name(rank, addresses[0]) for rank in self.engines.ranks]
         this: EngineLink = weakref.proxy(self)  # the loop holds on to what it calls; a forgotten client shall end
-        self.sockets = ClientSockets(
+        self.sockets: ClientSockets = ClientSockets(
             *addresses,
             this,
             protection,
@@ -134,6 +133,7 @@ class EngineLink:
             silence_s=self.options.remote_timeout,
             retry=address is not None,  # an engine may know that it is one before this client was told of it
         )
+        self._opened = True
         self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
         self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
         self.liveness: Liveness = Liveness(this, explained=address is not None)
@@ -150,7 +150,7 @@ class EngineLink:
 
     async def aclose(self) -> None:
         """Abort what is in flight, and close the sockets."""
-        if self._closed or self.sockets is None:
+        if self._closed or not self._opened:
             self._closed = True
             return
         for position, ids in self.pending.by_engine().items():
@@ -161,7 +161,7 @@ class EngineLink:
         await self.sockets.aclose()
 
     def __del__(self) -> None:
-        if self.sockets is not None and not self._closed:
+        if self._opened and not self._closed:
             warn_not_closed(self)
             self._stop_listening()
             self.sockets.close()
@@ -179,7 +179,7 @@ class EngineLink:
     def check_open(self) -> None:
         if self._closed:
             raise EndClosed("the client of the engines was closed")
-        if self.sockets is None:
+        if not self._opened:
             raise RoleError("a client of engines is used inside `async with`")
         if threading.get_ident() != self._thread:
             raise RoleError("a client of engines is used in the thread of its event loop")
@@ -190,7 +190,6 @@ class EngineLink:
 
     def send(self, position: int, kind: bytes, frames: list[Frame]) -> None:
         """Send an engine something; `EngineDead`: it is gone."""
-        assert self.sockets is not None
         try:
             self.sockets.send(self.engines.identities[position], kind, frames)
         except zmq.ZMQError as error:
@@ -222,10 +221,9 @@ class EngineLink:
 
     def registered(self, sender_identity: bytes, frames: list[bytes], connection: int, sender: str, user: str) -> None:
         """Take an engine's registration: the name of its socket, what it says, who it is for people and by its keys."""
-        assert self.sockets is not None
         try:
             if self.sockets.register_by_keys:
-                rank_by_keys = self._protection.ranks.get(user)
+                rank_by_keys = self._protection.rank_of(user)
                 self.engines.recognise(sender_identity, rank_by_keys, self._protection.name_of(user))
             if self._membership is not None and self.engines.may_come(sender_identity):
                 self._membership.early[sender_identity] = EarlyRegistration(frames, connection, sender, user)
@@ -262,7 +260,6 @@ class EngineLink:
             self._subscribe(self.addresses.frontend_stats_publish_address or self.engines.stats_address)
 
     def _subscribe(self, address: str | None) -> None:
-        assert self.sockets is not None
         try:
             if address is not None:
                 encrypted = self._secure and over_tcp([address])
@@ -279,7 +276,6 @@ class EngineLink:
 
     def output(self, frames: list[Frame], user: str) -> None:
         """Take what an engine has sent; see `ClientSockets.rank_of`."""
-        assert self.sockets is not None
         try:
             sender = self.sockets.rank_of(frames, user)
             if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
@@ -313,7 +309,6 @@ class EngineLink:
         """Take the death of an engine, or of all where its error names none."""
         if self._closed or self.dead is not None:
             return
-        assert self.sockets is not None
         self.sockets.read_outputs()  # its last words
         if self.goes_on and error.engine in self.engines.ranks:
             self._expect_more()
@@ -341,7 +336,6 @@ class EngineLink:
         self.settled.set()
 
     def _expect_more(self) -> None:
-        assert self.sockets is not None
         self._complete = False
         self.settled.clear()
         self.sockets.look_for_registrations()
@@ -354,14 +348,12 @@ class EngineLink:
 
     def add(self, rank: int) -> None:
         """Expect one more engine, which gets requests once it has registered."""
-        assert self.sockets is not None
         self.engines.add(rank, self._protection.name(rank, self.sockets.input_address))
         self._protection.expect(rank)
         self._expect_more()
 
     def void_keys(self, rank: int, incarnation: int) -> None:
         """Refuse the keys of the incarnations of an engine that were before this one."""
-        assert self.sockets is not None
         self.sockets.read_outputs()  # its last words
         self._protection.void(rank, incarnation)
 
@@ -372,7 +364,6 @@ class EngineLink:
 
     def tell_scale(self) -> None:
         """Tell the coordinator, if there is one, how many engines there are."""
-        assert self.sockets is not None
         self.sockets.tell_coordinator(encode_scale(len(self.engines.ranks)))
 
     def check_own(self) -> None:
@@ -389,7 +380,6 @@ class EngineLink:
             return
         engines, membership, sockets = self.engines, self._membership, self.sockets
         assert membership is not None
-        assert sockets is not None
         for rank in sorted(told.engines.keys() - engines.ranks):
             self.add(rank)
         while engines.ranks[-1] not in told.engines and len(engines.ranks) > 1:

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from aioshm.engine.protocol.progress import describe_exit, engine_of
+from aioshm.engine.protocol.progress import engine_index
 from aioshm.errors import EngineDead
-from aioshm.process.watch import ProcessWatch, WatchedManager, WatchedProcess
+from aioshm.process.watch import ProcessExit, ProcessWatch, WatchedManager, WatchedProcess
 
 if TYPE_CHECKING:
     from aioshm.engine.client.link import EngineLink
@@ -172,3 +172,14 @@ class Liveness:
         if engine is not None:
             for connection in [each for each, rank in self._connections.items() if rank == engine]:
                 del self._connections[connection]
+
+
+def engine_of(found: ProcessExit) -> int | None:
+    """Return the rank of the engine whose process has exited; None if it was no engine's."""
+    return engine_index(found.name) if found.managed else None
+
+
+def describe_exit(found: ProcessExit, phase: str = "") -> str:
+    """Say how a process has exited, and which engine's it was, if it was one's."""
+    rank = engine_of(found)
+    return found.describe(phase, who="" if rank is None else f"engine {rank}")

@@ -11,8 +11,16 @@ from typing import Any, NamedTuple
 
 from aioshm.engine.client.streams import Inbox
 from aioshm.engine.protocol.balance import LoadBalancer
-from aioshm.engine.protocol.envelopes import EnvelopeDecoder, Failure, generations_of
-from aioshm.engine.protocol.messages import MarkedOutputs, UtilityOutput, is_finished, mark, request_id_of
+from aioshm.engine.protocol.messages import (
+    EnvelopeDecoder,
+    Failure,
+    MarkedOutputs,
+    UtilityOutput,
+    generations_of,
+    is_finished,
+    mark,
+    request_id_of,
+)
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.errors import CallFailed, CodecError, RequestAborted
 

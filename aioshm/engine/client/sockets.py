@@ -156,7 +156,7 @@ class ClientSockets:
             check_stranger(frames)
         if not self._send_by_keys:
             return None
-        sender = self._protection.ranks.get(user)
+        sender = self._protection.rank_of(user)
         if sender is None:
             raise CodecError(f"the keys of engine {user.partition('.')[0]} are void: that incarnation is dead")
         return sender

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -24,40 +25,25 @@ class Waiter(Protocol):
         """Tell it."""
 
 
+@dataclass(slots=True, eq=False)
 class Inbox:
     """What has come for a request and was not taken yet.
 
     The client has this, and its user an `OutputStream`, so that the latter can be forgotten.
     """
 
-    __slots__ = (
-        "_consumer",
-        "_on_consumer_end",
-        "ended",
-        "engine",
-        "error",
-        "generation",
-        "interrupted",
-        "outputs",
-        "position",
-        "request",
-        "tried",
-        "waiter",
-    )
-
-    def __init__(self, position: int, engine: int, generation: int, request: list[Frame] | None = None) -> None:
-        self.position: int = position  # of the engine that has the request
-        self.engine: int = engine  # the rank of that engine
-        self.generation: int = generation  # the generation of the submission that it has
-        self.request: list[Frame] | None = request
-        self.tried: tuple[int, ...] = ()  # the positions of engines that had the request, and died
-        self.outputs: deque[Any] = deque()  # what has come
-        self.waiter: Waiter | None = None  # is told of what comes
-        self.ended: bool = False  # whether no more will come
-        self.error: Callable[[], Exception] | None = None
-        self.interrupted: bool = False  # whether the last wait was cancelled, and nobody has waited since
-        self._consumer: asyncio.Task[Any] | None = None
-        self._on_consumer_end: Callable[[asyncio.Task[Any]], None] | None = None
+    position: int  # of the engine that has the request
+    engine: int  # the rank of that engine
+    generation: int  # the generation of the submission that it has
+    request: list[Frame] | None = None  # for another engine if this one dies before the first output
+    tried: tuple[int, ...] = ()  # the positions of engines that had the request, and died
+    outputs: deque[Any] = field(default_factory=deque)
+    waiter: Waiter | None = None  # is told of what comes
+    ended: bool = False
+    error: Callable[[], Exception] | None = None  # why it has ended, if the request is not finished
+    interrupted: bool = False  # whether the last wait was cancelled, and nobody has waited since
+    _consumer: asyncio.Task[Any] | None = None
+    _on_consumer_end: Callable[[asyncio.Task[Any]], None] | None = None
 
     def put(self, output: Any) -> None:
         """Add an output."""

@@ -19,14 +19,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from aioshm.config import Options, vllm_options
-from aioshm.engine.compat.vllm_handle import Handle, as_queue_handle
-from aioshm.errors import AioshmError, QueueCancelled, QueueClosed
+from aioshm.errors import AioshmError, HandleError, QueueCancelled, QueueClosed
 from aioshm.process.threads import start_thread
 from aioshm.queue import api, blocking
 from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.handle import Handle as QueueHandle
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,6 +40,72 @@ MAX_CHUNK_BYTES = 24 * 1024 * 1024
 MAX_CHUNKS = 10
 MAX_SPIN_CPU = 0.04
 """A worker's share of a core for meeting steady steps; with the steps themselves, it stays at 6% or below at 20 ms."""
+
+
+@dataclass
+class Handle:
+    """Names a queue, and lets in any holder; pickles as vLLM's does, through pipes, arguments and collectives.
+
+    Attributes:
+        queue: What `aioshm.MessageQueue.create_from_handle` takes.
+        local_reader_ranks: The ranks that read the ring.
+        remote_subscribe_addr: Where remote readers connect; None where there are none.
+        remote_addr_ipv6: Whether that is an IPv6 address.
+    """
+
+    queue: QueueHandle = field(repr=False)
+    local_reader_ranks: list[int]
+    remote_subscribe_addr: str | None
+    remote_addr_ipv6: bool = False
+
+    @classmethod
+    def of(cls, queue: QueueHandle) -> Handle:
+        """Return the handle of a queue in vLLM's form."""
+        address = None if queue.remote is None else queue.remote.data
+        return cls(queue, list(queue.local_reader_ranks), address, address is not None and "[" in address)
+
+    def rank_of(self, rank: int) -> int:
+        """Return a reader's rank in the queue.
+
+        vLLM lets remote readers have any rank (the only reader of a worker's answers says -1); here each has a place of
+        its own, so that is told apart only where there is one of them.
+
+        Raises:
+            ValueError: No reader has this rank.
+        """
+        remote = () if self.queue.remote is None else self.queue.remote.ranks
+        if rank in self.local_reader_ranks or rank in remote:
+            return rank
+        if len(remote) == 1:
+            return remote[0]
+        ranks = sorted((*self.local_reader_ranks, *remote))
+        raise ValueError(f"rank must be one of {ranks}, not {rank}: each reader of this queue has a place of its own")
+
+    # What else vLLM's own queue would read, in a process where it has not been replaced.
+
+    @property
+    def buffer_handle(self) -> NoReturn:
+        """Refuse: the ring is not one that vLLM's own queue could map."""
+        raise HandleError(
+            "this handle is of an aioshm queue, but this process uses vLLM's own: set AIOSHM_VLLM=1, with aioshm "
+            "installed, in every process of this vLLM, those on other hosts too"
+        )
+
+    local_subscribe_addr = local_notify_addr = tensor_arena_handle = buffer_handle
+
+
+def as_queue_handle(handle: Any) -> Handle:
+    """Return what was passed as a handle."""
+    if isinstance(handle, Handle):
+        return handle
+    if isinstance(handle, QueueHandle):
+        return Handle.of(handle)
+    if hasattr(handle, "local_reader_ranks") and hasattr(handle, "buffer_handle"):
+        raise HandleError(
+            "this handle is of vLLM's own message queue: set AIOSHM_VLLM=1, with aioshm installed, in the process that "
+            "made it too"
+        )
+    raise TypeError(f"handle must be what export_handle() returned, not {handle!r}")
 
 
 class MessageQueue:
@@ -73,16 +140,9 @@ class MessageQueue:
         connect_ip: str | None = None,
         enable_shm_tensor_arena: bool = False,
     ) -> None:
-        self._write(
-            blocking.MessageQueue(
-                n_reader,
-                n_local_reader,
-                local_reader_ranks,
-                max_chunk_bytes,
-                max_chunks,
-                connect_ip or None,
-                options=_options(),
-            )
+        ranks, ip = local_reader_ranks, connect_ip or None
+        self._own(
+            blocking.MessageQueue(n_reader, n_local_reader, ranks, max_chunk_bytes, max_chunks, ip, options=_options())
         )
 
     @staticmethod
@@ -100,7 +160,7 @@ class MessageQueue:
         handle = as_queue_handle(handle)
         rank = handle.rank_of(rank)
         self = MessageQueue.__new__(MessageQueue)
-        self._read(blocking.MessageQueue.create_from_handle(handle.queue, rank), handle, rank)
+        self._own(blocking.MessageQueue.create_from_handle(handle.queue, rank), handle, rank)
         return self
 
     @staticmethod
@@ -250,24 +310,17 @@ class MessageQueue:
 
     # Making
 
-    def _write(self, queue: blocking.MessageQueue) -> None:
-        self._own(queue, Handle.of(queue.export_handle()))
-        self._is_writer = True
-        self._is_local_reader = self._is_remote_reader = False
-        self.local_reader_rank: int = -1
-
-    def _read(self, queue: blocking.MessageQueue, handle: Handle, rank: int) -> None:
-        self._own(queue, handle)
-        self._is_writer = False
-        self._is_local_reader = rank in handle.local_reader_ranks
-        self._is_remote_reader = not self._is_local_reader
-        self.local_reader_rank = handle.local_reader_ranks.index(rank) if self._is_local_reader else -1
-
-    def _own(self, queue: blocking.MessageQueue, handle: Handle) -> None:
+    def _own(self, queue: blocking.MessageQueue, handle: Handle | None = None, rank: int = -1) -> None:
+        """Take this end of a queue; ``handle`` and ``rank`` are a reader's."""
         self._queue = queue
-        self.handle = handle
-        self.n_local_reader: int = len(handle.local_reader_ranks)
-        self.n_remote_reader: int = handle.queue.n_reader - self.n_local_reader
+        self._is_writer = handle is None
+        self.handle = Handle.of(queue.export_handle()) if handle is None else handle
+        local = self.handle.local_reader_ranks
+        self._is_local_reader = not self._is_writer and rank in local
+        self._is_remote_reader = not self._is_writer and rank not in local
+        self.local_reader_rank: int = local.index(rank) if self._is_local_reader else -1
+        self.n_local_reader: int = len(local)
+        self.n_remote_reader: int = self.handle.queue.n_reader - self.n_local_reader
         self.shutting_down = False
         self.tensor_arena: None = None
         self._close = weakref.finalize(self, _close, queue, os.getpid())
@@ -294,9 +347,9 @@ def _adopted(made: api.MessageQueue) -> MessageQueue:
     self = MessageQueue.__new__(MessageQueue)
     if isinstance(end, ReadingEnd):
         assert end.handle is not None
-        self._read(queue, Handle.of(end.handle), end.rank)
+        self._own(queue, Handle.of(end.handle), end.rank)
     else:
-        self._write(queue)
+        self._own(queue)
     return self
 
 

@@ -16,7 +16,6 @@ from aioshm.config import Options
 from aioshm.engine.core.calls import Calls, described
 from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata, EngineZmqAddresses
-from aioshm.engine.protocol.lockstep import Lockstep
 from aioshm.engine.protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequestType,
@@ -30,6 +29,7 @@ from aioshm.engine.protocol.messages import (
     request_id_of,
 )
 from aioshm.engine.protocol.payloads import Frame, PayloadDecoder, PayloadEncoder
+from aioshm.engine.protocol.waves import Lockstep
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import AnyKeys, keys_for_engine
 from aioshm.errors import CodecError

@@ -192,7 +192,7 @@ class Coordination(Closing):
         if not self._recognises:
             return None
         user = user_of(sender)
-        rank = self._protection.ranks.get(user)
+        rank = self._protection.rank_of(user)
         if rank is None:
             raise ValueError(f"the keys of engine {user.partition('.')[0]} are void: that incarnation is dead")
         return rank

@@ -5,13 +5,21 @@ The names and the fields are those of vLLM: what goes over the wire is these dat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
 IDENTITY_BYTES = 2
 MAX_INDEX = 2 ** (8 * IDENTITY_BYTES) - 1
+
+_PARALLEL_FIELDS = (
+    "data_parallel_master_ip",
+    "data_parallel_master_port",
+    "_data_parallel_master_port_list",
+    "_coord_store_port",
+    "data_parallel_size",
+)
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -135,3 +143,20 @@ class ConstantList(Sequence[T_co], Generic[T_co]):
 
     append = extend = insert = pop = remove = clear = sort = reverse = _refuse
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+
+def parallel_settings(config: object) -> dict[str, Any]:
+    """Return what of a parallel configuration engines are told: a mapping as it is, of an object vLLM's names."""
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    return {name: getattr(config, name) for name in _PARALLEL_FIELDS if hasattr(config, name)}
+
+
+def balanced_outside(config: object) -> bool:
+    """Return whether a parallel configuration says that hybrid or external load balancing is on."""
+    names = ("data_parallel_hybrid_lb", "data_parallel_external_lb")
+    if isinstance(config, Mapping):
+        return any(config.get(name) for name in names)
+    return any(getattr(config, name, False) for name in names)

@@ -29,9 +29,10 @@ from aioshm.engine.protocol.addresses import (
     CoreEngineState,
     EngineHandshakeMetadata,
     EngineZmqAddresses,
+    balanced_outside,
     identity,
+    parallel_settings,
 )
-from aioshm.engine.protocol.parallel import balanced_outside, parallel_settings
 from aioshm.errors import HandshakeError
 from aioshm.process.guard import built
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from aioshm.engine.protocol.addresses import CoreEngineState
 
@@ -100,31 +100,10 @@ class StartupReport:
     stats_address: str | None = None
 
 
-class Exit(Protocol):
-    """The exit of a process, as `aioshm.process.watch.ProcessExit` tells it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def managed(self) -> bool: ...
-    def describe(self, phase: str = "", *, who: str = "") -> str: ...
-
-
 def engine_index(name: str) -> int | None:
     """Return the rank that the name of an engine's process ends in."""
     found = re.search(r"[0-9]+$", name)
     return int(found[0]) if found else None
-
-
-def engine_of(found: Exit) -> int | None:
-    """Return the rank of the engine whose process has exited; None if it was no engine's."""
-    return engine_index(found.name) if found.managed else None
-
-
-def describe_exit(found: Exit, phase: str = "") -> str:
-    """Say how a process has exited, and which engine's it was, if it was one's."""
-    rank = engine_of(found)
-    return found.describe(phase, who="" if rank is None else f"engine {rank}")
 
 
 def describe_failure(

@@ -43,7 +43,6 @@ class Protection:
         self.own: CurveKeys | None = own  # the keys of the end that binds
         self.secure: bool = secure  # whether sockets on this host are for this user only
         self._users: dict[tuple[str, bytes], str] = {}
-        self.ranks: dict[str, int] = {}
         self._valid: dict[int, int] = {}  # the first incarnation whose keys are not void
         self._ahead: deque[tuple[int, int]] = deque()  # ranks and incarnations that may come, without keys yet
         self._next = 0 if more else MAX_INDEX + 1
@@ -91,10 +90,18 @@ class Protection:
         if user is None and domain == ENGINES:
             self._look_ahead()
             user = self._users.get((domain, key))
-        if user is not None and user in self.ranks:
-            rank, incarnation = map(int, user.split("."))
-            self.void(rank, incarnation)  # the keys of those that were before it
+        if user is None or user == FRONT_END:
+            return user
+        rank = self.rank_of(user)
+        if rank is None:
+            return None
+        self.void(rank, int(user.partition(".")[2]))  # the keys of those that were before it
         return user
+
+    def rank_of(self, user: str) -> int | None:
+        """Return the rank of an engine that was recognised; None: its keys are void, or it is no engine."""
+        rank, _, incarnation = user.partition(".")
+        return int(rank) if incarnation and int(incarnation) >= self._valid.get(int(rank), 0) else None
 
     def expect(self, rank: int) -> None:
         """Let the engine of one more rank connect."""
@@ -109,11 +116,8 @@ class Protection:
             return
         known = self._valid.get(rank, 0) + 1 + AHEAD
         self._valid[rank] = incarnation
-        for user in [each for each, its_rank in self.ranks.items() if its_rank == rank]:
-            if int(user.partition(".")[2]) < incarnation:
-                del self.ranks[user]
         for each, user in list(self._users.items()):
-            if user != FRONT_END and user not in self.ranks:
+            if user != FRONT_END and self.rank_of(user) is None:
                 del self._users[each]
         self._admit(rank, incarnation)
         self._ahead.extend((rank, each) for each in range(max(known, incarnation + 1), incarnation + 1 + AHEAD))
@@ -132,10 +136,7 @@ class Protection:
 
     def _admit(self, rank: int, incarnation: int) -> None:
         assert self._keys is not None
-        user = f"{rank}.{incarnation}"
-        if user not in self.ranks:
-            self._users[ENGINES, z85.decode(self._keys.of_engine(rank, incarnation).public)] = user
-            self.ranks[user] = rank
+        self._users[ENGINES, z85.decode(self._keys.of_engine(rank, incarnation).public)] = f"{rank}.{incarnation}"
 
 
 def over_tcp(addresses: Iterable[str | None]) -> bool:

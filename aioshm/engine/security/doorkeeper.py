@@ -68,25 +68,14 @@ class Doorkeeper:
             return more
         request = self._asked.popleft()
         if len(request) >= _REQUEST_FRAMES:
-            self._answer(*request)
+            peer, _, _, number, domain, _, _, mechanism, *key = request
+            self._answer(
+                peer, number, domain.decode(errors="replace"), key[0] if mechanism == b"CURVE" and key else b""
+            )
         return True  # sending may swallow the sign that there is something to read
 
-    def _answer(
-        self,
-        peer: bytes,
-        _empty: bytes,
-        _version: bytes,
-        request: bytes,
-        domain: bytes,
-        _address: bytes,
-        _identity: bytes,
-        mechanism: bytes,
-        key: bytes = b"",
-        *_more: bytes,
-    ) -> None:
-        user: str | None = ""
-        if self._recognise is not None:
-            user = self._recognise(domain.decode(errors="replace"), key) if mechanism == b"CURVE" else None
+    def _answer(self, peer: bytes, request: bytes, domain: str, key: bytes) -> None:
+        user = "" if self._recognise is None else self._recognise(domain, key)
         refused = _TRY_AGAIN if self._retry else _REFUSED
         status = refused if user is None else _ADMITTED
         self._zap.send_multipart([peer, b"", _VERSION, request, status, b"", (user or "").encode(), b""], zmq.NOBLOCK)

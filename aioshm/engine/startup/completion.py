@@ -7,7 +7,7 @@ import functools
 import logging
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -65,10 +65,10 @@ async def _until_done(servers: APIServerProcessManager, *others: Stoppable | Non
     apart: list[Any] = [other for other in others if hasattr(other, "join_first") and not _processes(other)]
     with _ctrl_c() as pressed, ProcessWatch(processes) as watch:
         if servers.restarts:
-            waiting = [servers.wait(), _failure(watch)]
+            waiting = [servers.wait(), _all_exit(watch, [process.pid for process in processes])]
         else:  # one watch for all, so that the first one that has failed is the one that is told of
             watch.add(servers.processes)
-            waiting = [_servers_exit(watch, servers)]
+            waiting = [_all_exit(watch, [process.pid for process in servers.processes])]
         waiting += [other.join_first() for other in apart]
         try:
             await (_first_and_no_failure(waiting) if len(waiting) > 1 else waiting[0])
@@ -78,24 +78,14 @@ async def _until_done(servers: APIServerProcessManager, *others: Stoppable | Non
             _log.info("interrupted: stopping everything")
 
 
-async def _servers_exit(watch: ProcessWatch, servers: APIServerProcessManager) -> None:
-    left = {process.pid for process in servers.processes}
-    while left:
-        left.difference_update(await _exits(watch))
-
-
-async def _failure(watch: ProcessWatch) -> None:
-    while watch.running:
-        await _exits(watch)
-
-
-async def _exits(watch: ProcessWatch) -> list[int | None]:
-    """Wait for exits; return the ids of the processes."""
-    exits = await watch.next()
-    for found in exits:
-        if found.exitcode != 0:
-            raise ProcessDied(found.name, found.pid, found.exitcode)
-    return [found.pid for found in exits]
+async def _all_exit(watch: ProcessWatch, pids: Iterable[int | None]) -> None:
+    """Wait until these processes have exited, or all; raise if one of any kind has failed."""
+    left = set(pids)
+    while left and watch.running:
+        for found in await watch.next():
+            if found.exitcode != 0:
+                raise ProcessDied(found.name, found.pid, found.exitcode)
+            left.discard(found.pid)
 
 
 async def _first_and_no_failure(waiting: Sequence[Awaitable[object]]) -> None:

@@ -17,7 +17,7 @@ from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.protocol.progress import EngineReport, StartupProgress, StartupReport, Waiting
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.engine.startup.endpoints import check_handshake_address
+from aioshm.engine.startup.layout import check_handshake_address
 from aioshm.engine.startup.router import HandshakeRouter
 from aioshm.engine.startup.supervision import Supervision
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError

@@ -17,9 +17,8 @@ from aioshm.engine.protocol.progress import StartupProgress, StartupReport
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.coordinator import EngineStartupCoordinator
-from aioshm.engine.startup.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.startup.front_ends import FrontEnds
-from aioshm.engine.startup.layout import Layout
+from aioshm.engine.startup.layout import Layout, get_engine_client_zmq_addr
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.errors import RoleError
 from aioshm.lifeline.address import sweep_leftovers

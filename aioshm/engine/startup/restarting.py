@@ -9,10 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 from aioshm.engine.client.client import EngineClient
+from aioshm.engine.client.liveness import describe_exit, engine_of
 from aioshm.engine.dp.coordinator import NAME as COORDINATOR
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.protocol.addresses import CoreEngine
-from aioshm.engine.protocol.progress import describe_exit, engine_index, engine_of
+from aioshm.engine.protocol.progress import engine_index
 from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.front_ends import FrontEnds

@@ -110,7 +110,7 @@ class HandshakeRouter:
         if not self._encrypts:
             return name
         user = user_of(sender)
-        rank = self._protection.ranks.get(user)
+        rank = self._protection.rank_of(user)
         if rank is None or name != self._protection.name_of(user):
             return name
         self._names[identity(rank)] = name

@@ -11,8 +11,9 @@ from itertools import islice
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from aioshm.engine.client.liveness import engine_of
 from aioshm.engine.protocol.addresses import CoreEngine
-from aioshm.engine.protocol.progress import PHASES, StartupProgress, describe_failure, engine_index, engine_of
+from aioshm.engine.protocol.progress import PHASES, StartupProgress, describe_failure, engine_index
 from aioshm.errors import EngineStartupError, HandshakeError
 from aioshm.process.background import completed, in_thread
 from aioshm.process.manager import ProcessManager

@@ -26,7 +26,7 @@ from aioshm.engine import (
     die_with_parent,
     run_engine_core,
 )
-from aioshm.engine.protocol.envelopes import EnvelopeDecoder
+from aioshm.engine.protocol.messages import EnvelopeDecoder
 from aioshm.errors import EngineDead
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from aioshm.engine.protocol.balance import LoadBalancer
-from aioshm.engine.protocol.lockstep import Lockstep
 from aioshm.engine.protocol.messages import StartWave
+from aioshm.engine.protocol.waves import Lockstep
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshm.engine.protocol.envelopes import EnvelopeDecoder
 from aioshm.engine.protocol.messages import (
     EngineCoreOutputs,
+    EnvelopeDecoder,
     SchedulerStats,
     StartWave,
     UtilityOutput,

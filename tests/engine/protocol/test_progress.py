@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aioshm.engine import CoreEngineState, StartupProgress, Waiting
-from aioshm.engine.protocol.progress import PHASES, describe_failure, engine_index, engine_of
+from aioshm.engine.client.liveness import engine_of
+from aioshm.engine.protocol.progress import PHASES, describe_failure, engine_index
 from aioshm.process.watch import ProcessExit
 
 NEW, CONNECTED, READY = CoreEngineState

@@ -100,8 +100,8 @@ class TestKeys:
         assert who(2, 0) is None
         assert who(1, 2) == "1.2"  # nobody has told of it
         assert who(1, 0) is who(1, 1) is None
-        assert protection.ranks["1.2"] == 1
-        assert "1.0" not in protection.ranks
+        assert protection.rank_of("1.2") == 1
+        assert protection.rank_of("1.0") is None
         protection.void(1, 5)
         protection.void(1, 3)  # late
         assert [who(1, each) for each in (2, 3, 4, 5)] == [None, None, None, "1.5"]

@@ -10,9 +10,14 @@ import msgspec
 from aioshm.engine.client.engines import Engines
 from aioshm.engine.core.calls import Call
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
-from aioshm.engine.protocol.envelopes import EnvelopeDecoder
 from aioshm.engine.protocol.handshake import EngineHandshake, FrontEndHandshake
-from aioshm.engine.protocol.messages import EngineCoreOutputs, UtilityOutput, is_finished, request_id_of
+from aioshm.engine.protocol.messages import (
+    EngineCoreOutputs,
+    EnvelopeDecoder,
+    UtilityOutput,
+    is_finished,
+    request_id_of,
+)
 from aioshm.engine.protocol.payloads import PayloadDecoder, PayloadEncoder, check_stranger
 from aioshm.engine.protocol.reports import (
     Notice,
