@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Set
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import AsyncIterator, Callable, Iterable, Set
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from aioshm.engine.metering import StreamMeter
 from aioshm.engine.workers.inbox import Inbox, Waiter
 from aioshm.engine.workers.messages import (
     CALL,
@@ -49,38 +48,64 @@ class WorkerStream(AsyncIterator[Any]):
     and forgetting it, `aclose`, or being cancelled in it. Iterating on then raises `RequestAborted`.
     """
 
-    def __init__(self, items: AsyncGenerator[Any, None], call: Call) -> None:
-        self._items = items
+    def __init__(
+        self, calls: Calls, call: Call, request: Request, timeout: float | None, metering: AbstractContextManager[Any]
+    ) -> None:
+        self._calls = calls
         self._call = call
+        self._request = request
+        self._timeout = timeout
+        self._metering = metering
+        self._count_item: Callable[[], None] | None = None  # None: before the beginning, and after the end
+        self._loop = asyncio.get_running_loop()
         self._left = False
+        self._waiting = False
 
     async def __anext__(self) -> Any:
         call = self._call
+        if self._waiting:
+            raise RuntimeError(f"{call.method}: another task waits for an item of this stream")
         if self._left:
-            text = f"{call.method}: the stream was left before its last item"
-            raise RequestAborted(text, engine=call.rank, request_id=call.method)
+            raise self._aborted()
+        if self._count_item is None and not call.done:
+            self._count_item = self._metering.__enter__()
+        self._waiting = True
         try:
-            item = await anext(self._items)
-        except asyncio.CancelledError:
-            self._left = True
+            item = await self._calls.next_item(call, self._request, self._timeout)
+        except TimeoutError:
             raise
-        except StopAsyncIteration:
-            call.check()
+        except BaseException as error:
+            self._end(None if isinstance(error, StopAsyncIteration) else error)
+            if self._left and not isinstance(error, asyncio.CancelledError):
+                raise self._aborted() from None
+            self._left = isinstance(error, asyncio.CancelledError)
             raise
-        if type(item) is _TimedOut:
-            raise TimeoutError(item.text)
+        finally:
+            self._waiting = False
+        if self._count_item is not None:
+            self._count_item()
         return item
+
+    def _aborted(self) -> RequestAborted:
+        call = self._call
+        text = f"{call.method}: the stream was left before its last item"
+        return RequestAborted(text, engine=call.rank, request_id=call.method)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._calls.leave_call(self._call)
+        if self._count_item is not None:
+            self._count_item = None
+            self._metering.__exit__(None if error is None else type(error), error, None)
 
     async def aclose(self) -> None:
         """Close the generator unless it is finished. Idempotent."""
         self._left = self._left or not self._call.done or bool(self._call.items)
-        await self._items.aclose()
+        self._end(GeneratorExit())
+        self._call.notify()
 
-
-class _TimedOut(NamedTuple):
-    """Stands for an item that timed out: an error would end the generator that raises it."""
-
-    text: str  # not the error: its traceback would keep a stream alive that is forgotten
+    def __del__(self) -> None:
+        if self._count_item is not None and asyncio._get_running_loop() is self._loop:
+            self._end(GeneratorExit())
 
 
 class Channel:
@@ -244,48 +269,32 @@ class Calls:
                 await self._send(call, CALL, request)
                 await self.inbox.wait(call)
         finally:
-            self._leave(call)
+            self.leave_call(call)
         call.check()
         return next(iter(call.results.values()))
 
-    def stream(self, call: Call, request: Request, timeout: float | None, meter: StreamMeter) -> WorkerStream:
-        """Call one worker when the result is iterated over; ``timeout`` is that of each item."""
-        return WorkerStream(self._items(call, request, timeout, meter), call)
-
-    async def _items(
-        self, call: Call, request: Request, timeout: float | None, meter: StreamMeter
-    ) -> AsyncGenerator[Any, None]:
-        with meter.stream() as count_item:
-            taken, batch = 0, max(1, request.prefetch // 2)
+    async def next_item(self, call: Call, request: Request, timeout: float | None) -> Any:
+        """Call one worker, unless that was done, and wait for the next item; raise StopAsyncIteration at the end."""
+        if not (call.sent and call.ready):
             try:
-                while True:
-                    late = None
-                    try:
-                        if not (call.sent and call.ready):
-                            async with self._within(timeout, call, self._waits_for_one):
-                                if not call.sent:
-                                    await self._send(call, STREAM, request)
-                                await self.inbox.wait(call)
-                    except TimeoutError as error:
-                        late = _TimedOut(str(error))
-                    if late is not None:
-                        if not call.sent and call not in self._asking:
-                            self._leave(call)  # its turn had come, but there was no room for it
-                        yield late
-                        continue
-                    if not call.items:
-                        break
-                    item = call.items.popleft()
-                    call.ready = bool(call.items) or call.done
-                    taken += 1
-                    if taken == batch and not call.done:
-                        taken = 0
-                        self._post(call, CREDIT, batch)
-                    count_item()
-                    yield item
-            finally:
-                self._leave(call)
+                async with self._within(timeout, call, self._waits_for_one):
+                    if not call.sent:
+                        await self._send(call, STREAM, request)
+                    await self.inbox.wait(call)
+            except TimeoutError:
+                if not call.sent and call not in self._asking:
+                    self.leave_call(call)  # its turn had come, but there was no room for it
+                raise
+        if not call.items:
             call.check()
+            raise StopAsyncIteration
+        item = call.items.popleft()
+        call.ready = bool(call.items) or call.done
+        call.taken += 1
+        if call.taken == max(1, request.prefetch // 2) and not call.done:
+            self._post(call, CREDIT, call.taken)
+            call.taken = 0
+        return item
 
     async def _send(self, call: Call, kind: int, request: Request) -> None:
         """Send a call to its worker, or to the replacement, once it is its turn."""
@@ -321,7 +330,7 @@ class Calls:
         self._asking.discard(call)
         call.check()
 
-    def _leave(self, call: Call) -> None:
+    def leave_call(self, call: Call) -> None:
         """Let go of a call that its caller does not wait for any more."""
         if call.sent:
             if not call.done:

@@ -273,7 +273,8 @@ class WorkerGroup(AsyncClosing):
             self._check_rank("rank", rank)
         check_timeout("timeout", timeout)
         request = Request(method, args, kwargs, check_int("prefetch", prefetch, minimum=1))
-        return self._entered().calls.stream(Call(name, rank, stream=True), request, timeout, self._streams)
+        call = Call(name, rank, stream=True)
+        return WorkerStream(self._entered().calls, call, request, timeout, self._streams.stream())
 
     @metered
     async def _call(

@@ -18,23 +18,7 @@ from aioshm.errors import AioshmError, RemoteFailure, WorkerError
 
 
 class Call(Waiter):
-    """A call of one worker, of any, or of all.
-
-    Attributes:
-        method: The name of the method, for people.
-        wanted: The worker's rank; None: any, or all.
-        stream: Whether the caller takes the items of the result.
-        order: Its place among the calls that have asked for a turn.
-        seat: The worker that it may be sent to; None: not yet.
-        number: Its number in messages, once it may be sent.
-        sent: Whether it was sent.
-        missing: The ranks that have not answered.
-        results: By rank.
-        errors: By rank.
-        items: A stream's items that nobody has taken yet.
-        failure: Makes the error, if something else than the method has failed.
-        done: Whether there is nothing more to come for the caller.
-    """
+    """A call of one worker, of any, or of all, until its caller has the result."""
 
     __slots__ = (
         "done",
@@ -49,24 +33,26 @@ class Call(Waiter):
         "seat",
         "sent",
         "stream",
+        "taken",
         "wanted",
     )
 
     def __init__(self, method: str, wanted: int | None = None, *, stream: bool = False) -> None:
         super().__init__()
-        self.method = method
-        self.wanted = wanted
+        self.method = method  # its name, for people
+        self.wanted = wanted  # the worker's rank; None: any, or all
         self.stream = stream
-        self.order = 0
-        self.seat: Seat | None = None
-        self.number = 0
+        self.order = 0  # its place among the calls that have asked for a turn
+        self.seat: Seat | None = None  # the worker that it may be sent to
+        self.number = 0  # in messages
         self.sent = False
-        self.missing: set[int] = set()
+        self.missing: set[int] = set()  # the ranks that have not answered
         self.results: dict[int, Any] = {}
         self.errors: dict[int, RemoteFailure] = {}
-        self.items: deque[Any] = deque()
-        self.failure: Callable[[], AioshmError] | None = None
-        self.done = False
+        self.items: deque[Any] = deque()  # of a stream, that were not taken
+        self.taken = 0  # items, since the worker was allowed to make further ones
+        self.failure: Callable[[], AioshmError] | None = None  # if something else than the method has failed
+        self.done = False  # whether there is nothing more to come for the caller
 
     @property
     def rank(self) -> int | None:
