@@ -1,15 +1,13 @@
-"""Blocking calls in threads of their own, which keep neither a cancelled task nor the process' exit waiting.
-
-The threads of ``asyncio.to_thread`` are waited for when the loop and the interpreter end, so that one call that is
-stuck would keep the whole process. These are daemons, one for each call.
-"""
+"""Blocking calls in daemon threads of their own, which hold up neither a cancelled task nor the exit of the process."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,64 +24,56 @@ LOOK_S = 1.0
 
 
 async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | None = None) -> T:
-    """Run ``function`` in a thread, without blocking the loop.
-
-    Cancelling this ends the wait at once; the function goes on, and nobody waits for it any more.
+    """Run ``function`` in a thread. Cancelling this ends the wait immediately; the function continues.
 
     Args:
-        function: What to run. What it raises, this raises.
-        discard: Gives back what the function returns when nobody is there to take it, because this was cancelled or
-            the loop is closed. Called in a thread, too.
+        function: Runs in the thread; its exception is raised here.
+        discard: Releases the result where this was cancelled, or the loop is closed. Called in a thread, too.
 
     Raises:
         OutOfThreads: None can be started; nothing was run.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
     outcome: Future[T] = Future()
+    arrived = asyncio.Event()
 
-    def unclaimed(value: T) -> None:
-        if discard is not None:
-            discard(value)
-
-    def deliver() -> None:
-        error = outcome.exception()
-        if done.done():
-            if error is None:
-                _discard_apart(unclaimed, outcome.result())
-        elif error is None:
-            done.set_result(outcome.result())
+    def release(_outcome: Future[T]) -> None:
+        nonlocal discard
+        unclaimed, discard = discard, None  # once
+        if unclaimed is None or outcome.exception() is not None:
+            return
+        if threading.current_thread() is thread:
+            unclaimed(outcome.result())
         else:
-            done.set_exception(error)
+            _discard_apart(unclaimed, outcome.result())
 
     def work() -> None:
         _settle(outcome, function)
         try:
-            loop.call_soon_threadsafe(deliver)
-        except RuntimeError:  # the loop is closed: they have left
-            if outcome.exception() is None:
-                unclaimed(outcome.result())
+            loop.call_soon_threadsafe(arrived.set)
+        except RuntimeError:  # the loop is closed
+            release(outcome)
 
     thread = start_thread(work, name="aioshm-background", what="work apart from the event loop")
     try:
-        while not done.done():
+        while not arrived.is_set():
             ended = not thread.is_alive()
             # A forked child that has closed its copy of the loop leaves asyncio's deaf to other threads: see epoll(7).
-            await asyncio.wait({done}, timeout=0 if ended else LOOK_S)
-            if ended and not done.done():  # it had no memory left to tell
-                if not outcome.done():
-                    raise MemoryError("a thread ended for want of memory, before its work was done")
-                deliver()
-        return done.result()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0 if ended else LOOK_S):
+                    await arrived.wait()
+            if ended:
+                break
+        if not outcome.done():  # it had no memory left to report its end
+            raise MemoryError("a thread ended for want of memory, before its work was done")
     except asyncio.CancelledError:
-        if done.done() and not done.cancelled() and done.exception() is None:  # it came together with the cancellation
-            _discard_apart(unclaimed, done.result())
-        done.cancel()  # what comes later is nobody's
+        outcome.add_done_callback(release)
         raise
+    return outcome.result()
 
 
 async def give_back(function: Callable[[], object]) -> None:
-    """Run in a thread what gives something back; where none can be started, here: it has to be done."""
+    """Run ``function`` in a thread; or here, where none can be started."""
     try:
         await in_thread(function)
     except OutOfThreads:
@@ -91,16 +81,10 @@ async def give_back(function: Callable[[], object]) -> None:
 
 
 def run_apart(function: Callable[[], T], within_s: float, overdue: Exception) -> T:
-    """Run ``function`` in a thread, and block until it is done.
-
-    For what may be stuck in foreign code that knows no timeout, and for what needs a thread without an event loop.
-
-    Args:
-        function: What to run. What it raises, this raises.
-        within_s: How long to wait, in seconds; the function is left to itself then.
-        overdue: What to raise then.
+    """Run ``function`` in a thread, for example foreign code without timeouts, and block until it is done.
 
     Raises:
+        Exception: That of the function; or ``overdue`` after ``within_s``, when the function is left to itself.
         OutOfThreads: None can be started; nothing was run.
     """
     outcome: Future[T] = Future()

@@ -1,17 +1,11 @@
 """Processes that exit with the one that starts them, from their first instruction on.
 
-`Child` is a process of ``multiprocessing``'s spawn method, started in another way, so that:
+`Child` is a process of ``multiprocessing``'s spawn method, started in another way (docs/explanation/platform-notes.md):
 
-* it calls `die_with_parent` before it imports the main module, which may take seconds;
-* its standard error can be a pipe from the beginning on, so that a target that cannot be imported is heard, too;
-* it leads a process group, and SIGINT does nothing to it unless the target sets a handler. Ctrl-C in a terminal reaches
-  only the process that started it, which stops it; and what is left of the group when it exits is killed, wherever in
-  the tree that has got to (not on macOS before Python 3.13);
-* on Linux its sentinel is a pidfd (pidfd_open(2)), which is readable exactly when the process has exited. The
-  pipe that ``multiprocessing`` uses also ends when the process closes it, and lasts while anything forked from it does;
-* starting it never waits for it. ``multiprocessing`` writes the pickled target and arguments into a pipe, which blocks
-  the caller, an event loop maybe, until the process has imported the main module; here they are in an anonymous file
-  that the process inherits, and the pipe carries only the few bytes that make ``multiprocessing`` read that file.
+* it calls `die_with_parent` before it imports the main module, and its standard error can be a pipe from the beginning;
+* it leads a process group, of which the rest is killed when it exits, and ignores SIGINT unless the target handles it;
+* on Linux its sentinel is a pidfd, which is readable exactly when the process has exited;
+* starting it never waits for it: the pickled target and arguments are in an anonymous file that it inherits.
 """
 
 from __future__ import annotations
@@ -43,15 +37,7 @@ _HAVE_WAITID = hasattr(os, "waitid")  # macOS: from Python 3.13 on
 
 
 class Child(SpawnProcess):
-    """One process.
-
-    Args:
-        target: What it runs.
-        name: Its name, for people.
-        args: For the target.
-        kwargs: For the target.
-        stderr: The descriptor that becomes its standard error; None shares this process'.
-    """
+    """One process; ``stderr`` becomes its standard error, None shares that of this process."""
 
     def __init__(
         self,
@@ -89,7 +75,7 @@ class Child(SpawnProcess):
 
 
 class _Popen(popen_spawn_posix.Popen):
-    """What ``multiprocessing.popen_spawn_posix`` does, by means of ``subprocess``."""
+    """The start of a process, by means of ``subprocess``."""
 
     returncode: int | None
 
@@ -214,7 +200,7 @@ def _release(process: subprocess.Popen[bytes], ours: ExitStack) -> None:
 
 
 class _Call:
-    """Unpickles to the result of a call of the standard library, so that unpickling imports nothing else."""
+    """Unpickles to the result of a call of the standard library."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._function, self._args = function, args

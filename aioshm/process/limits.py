@@ -40,25 +40,14 @@ def is_out_of_descriptors(error: BaseException) -> bool:
 
 
 def out_of_descriptors(what: str, number: int | None = None, needed: int | None = None) -> OutOfDescriptors:
-    """Return the error that says so.
-
-    Args:
-        what: Needs them.
-        number: EMFILE, which None stands for, or ENFILE.
-        needed: How many; None where that is not known.
-    """
+    """Return the error: ``what`` needs ``needed`` of them; ``number`` is EMFILE (or None), or ENFILE."""
     number = errno.EMFILE if number is None else number
     more = "another file descriptor" if needed is None else f"{needed} more file descriptors"
     return OutOfDescriptors(number, f"{what} needs {more}, and {why_no_descriptor(number, 'this process')}")
 
 
 def why_no_descriptor(number: int | None, whose: str) -> str:
-    """Say what the limit is, and what to do.
-
-    Args:
-        number: EMFILE, which None stands for, or ENFILE.
-        whose: The process, for people.
-    """
+    """Describe the limit of a process, and the remedy."""
     if number == errno.ENFILE:
         return "the whole system has as many files open as it may (fs.file-max): raise that, or close some elsewhere"
     soft, hard = (0, 0) if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -69,11 +58,7 @@ def why_no_descriptor(number: int | None, whose: str) -> str:
 
 
 def out_of_threads(what: str) -> OutOfThreads:
-    """Return the error that says that no thread can be started.
-
-    Args:
-        what: Needs it.
-    """
+    """Return the error: ``what`` needs a thread, and none can be started."""
     return OutOfThreads(
         f"{what} needs another thread, and none can be started: raise `ulimit -u` (RLIMIT_NPROC), the container's "
         "pids limit, or the memory that this process may have (`ulimit -v`), or end other threads and processes"
@@ -82,11 +67,7 @@ def out_of_threads(what: str) -> OutOfThreads:
 
 @contextmanager
 def naming_limits(what: str) -> Iterator[None]:
-    """Raise `OutOfDescriptors` or `OutOfThreads` from whatever in the block says the same less clearly.
-
-    Args:
-        what: Needs them.
-    """
+    """Raise `OutOfDescriptors` or `OutOfThreads`, which ``what`` needs, from less clear errors of the block."""
     try:
         yield
     except (OutOfDescriptors, OutOfThreads):
@@ -102,15 +83,7 @@ def naming_limits(what: str) -> Iterator[None]:
 
 
 def check_descriptors(what: str, count: int) -> None:
-    """Take so many descriptors, and give them back.
-
-    Args:
-        what: Needs them.
-        count: How many.
-
-    Raises:
-        OutOfDescriptors: There are fewer.
-    """
+    """Raise `OutOfDescriptors` unless so many descriptors can be had."""
     taken: list[int] = []
     try:
         for _ in range(count):
@@ -124,15 +97,7 @@ def check_descriptors(what: str, count: int) -> None:
 
 
 class Reserve:
-    """Descriptors that are kept for later, for a part that cannot say that there are none.
-
-    Args:
-        what: Will need them.
-        count: How many.
-
-    Raises:
-        OutOfDescriptors: There are fewer.
-    """
+    """Descriptors that are kept for a part that cannot report that there are none; or raises `OutOfDescriptors`."""
 
     def __init__(self, what: str, count: int) -> None:
         self._kept: list[int] = []
@@ -156,11 +121,7 @@ class Reserve:
 
 
 def shortage(what: str) -> OutOfDescriptors | None:
-    """Return the error if not one more descriptor can be had.
-
-    Args:
-        what: Has waited in vain, maybe for that reason.
-    """
+    """Return the error if not one more descriptor can be had, for which ``what`` may have waited in vain."""
     try:
         check_descriptors(what, 1)
     except OutOfDescriptors as error:
@@ -169,15 +130,7 @@ def shortage(what: str) -> OutOfDescriptors | None:
 
 
 def check_threads(what: str, count: int) -> None:
-    """Have so many threads at a time, and let them end.
-
-    Args:
-        what: Needs them.
-        count: How many.
-
-    Raises:
-        OutOfThreads: Not so many can be started.
-    """
+    """Raise `OutOfThreads` unless so many threads can be started."""
     ended, started = _thread.allocate_lock(), []
     ended.acquire()
 

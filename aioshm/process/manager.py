@@ -30,14 +30,7 @@ _log = logging.getLogger("aioshm.engine")
 
 
 class Job(NamedTuple):
-    """The work of one process.
-
-    Attributes:
-        name: What the process is called.
-        args: For the target.
-        kwargs: For the target.
-        attributes: Set on the process object, ``multiprocessing.current_process()`` in the new process.
-    """
+    """The work of one process; ``attributes`` are set on ``multiprocessing.current_process()`` there."""
 
     name: str
     args: Sequence[Any] = ()
@@ -113,7 +106,7 @@ class ProcessManager(Closing, AsyncClosing):
         return child
 
     def start_more(self, job: Job) -> Child:
-        """Start one more process, and return it. Blocks for some milliseconds; may be called in a thread.
+        """Start one more process, and return it. Blocks for a few milliseconds; may be called in a thread.
 
         Raises:
             OutOfDescriptors, OutOfThreads: This process has not enough for it.

@@ -1,8 +1,10 @@
-"""How often, and how soon, a process that has died is started again. No I/O, no clock."""
+"""How often, and how soon, a process that has died is started again."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -67,27 +69,15 @@ class RankInfo:
 
 
 class RestartHistory:
-    """The deaths of one process, and what its restart policy says to the next one.
-
-    Args:
-        policy: The policy.
-
-    Attributes:
-        restarts: How many restarts there were in all.
-    """
+    """The deaths of one process under a restart policy. No I/O, no clock."""
 
     def __init__(self, policy: Restart) -> None:
         self._policy = policy
-        self._recent: deque[tuple[float, str]] = deque()  # when, and of what, it died
-        self.restarts: int = 0
+        self._recent: deque[tuple[float, str]] = deque()  # when it died, and the cause
+        self.restarts: int = 0  # in all
 
     def died(self, now: float, cause: str) -> float | None:
-        """Return the seconds to wait before the restart, or None if there is to be none: it is a crash loop.
-
-        Args:
-            now: The time, in seconds of any clock that only goes forward.
-            cause: Why the process died, for people.
-        """
+        """Note a death; return the seconds to wait before the restart, or None for a crash loop."""
         policy, recent = self._policy, self._recent
         while recent and now - recent[0][0] > policy.within_s:
             recent.popleft()
@@ -118,3 +108,47 @@ class RestartHistory:
             f"{len(causes)} deaths within {policy.within_s:g} s, and Restart(max_restarts={policy.max_restarts}) "
             f"allows no further restart: {more}{shown}"
         )
+
+
+class Life:
+    """The processes of one rank, one after the other; see `RankInfo`."""
+
+    def __init__(self, rank: int, restart: Restart) -> None:
+        self.rank: int = rank
+        self.history: RestartHistory = RestartHistory(restart)
+        self.state: ProcessPhase = "starting"
+        self.pid: int | None = None
+        self.cause: str = ""
+        self.task: asyncio.Task[None] | None = None  # starts the next one
+
+    @property
+    def info(self) -> RankInfo:
+        """Its state for users."""
+        return RankInfo(self.rank, self.pid, self.state, self.history.restarts, self.cause)
+
+
+async def bring_back(
+    history: RestartHistory, cause: str, start: Callable[[], Awaitable[str]], on_wait: Callable[[str], object]
+) -> bool:
+    """Start a process, as often as its restart policy allows, until it runs.
+
+    Args:
+        history: Its deaths.
+        cause: How it has died; empty to start it for the first time.
+        start: Starts it; returns the cause where that failed and no process is left, or an empty string.
+        on_wait: Called with the cause of a death, before the wait for the restart.
+
+    Returns:
+        Whether it runs; otherwise this is a crash loop, whose causes the history has.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        if cause:
+            delay = history.died(loop.time(), cause)
+            if delay is None:
+                return False
+            on_wait(cause)
+            await asyncio.sleep(delay)
+        cause = await start()
+        if not cause:
+            return True

@@ -1,8 +1,7 @@
-"""What processes write to their standard error: passed on, and the last of it kept.
+"""The standard error of processes: passed on, and the last lines kept.
 
-Each writes into a pipe. One thread reads them all, whatever the event loop is busy with, and never stops reading: if
-nobody reads this process' own standard error, what would have to wait too long there is left out, and a note says so.
-A process that writes much is therefore never held up.
+Each process writes into a pipe. One thread reads all pipes, and never stops: if nobody reads the standard error of this
+process, output that would wait too long is left out, with a note. So no process is held up.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from contextlib import contextmanager
 from aioshm.process.threads import start_thread
 
 KEPT_BYTES = 16 << 10
-"""How much of the end of each stream is kept."""
+"""Bytes of the end of each stream that are kept."""
 WAITING_BYTES = 1 << 20
-"""How much may wait to be passed on."""
+"""Bytes that may wait to be passed on."""
 FLUSH_S = 0.5
-"""How long what waits to be passed on may take when everything else is over."""
+"""How long passing on the rest may take at the end."""
 
 _READ_BYTES = 1 << 16
 _READS = 16  # of one stream before it is the next one's turn
@@ -48,10 +47,7 @@ class _Stream:
 
 
 class StderrRelay:
-    """Passes on what processes write to their standard error.
-
-    It goes where this process' standard error went when this was made.
-    """
+    """Passes the standard error of processes on to that of this process, as it was when this was made."""
 
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
@@ -113,11 +109,7 @@ class StderrRelay:
         return [*self._streams.values(), *self._unnamed]
 
     def close(self, wait: bool = True) -> None:
-        """Pass on what there is and end. Idempotent.
-
-        Args:
-            wait: Whether to wait for that: for `FLUSH_S` if nobody reads this process' standard error, else no time.
-        """
+        """Pass the rest on and end; ``wait`` for that, at most `FLUSH_S` or so. Idempotent."""
         with self._lock:
             if self._closing:
                 return

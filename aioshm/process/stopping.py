@@ -156,7 +156,7 @@ def _runs(proc: BaseProcess) -> bool:
 
 
 def _below(roots: Collection[int]) -> set[psutil.Process]:
-    """Return what descends from some children of this process, after one look at the process table."""
+    """Return the descendants of some children of this process."""
     if not roots:
         return set()
     inside = set(roots)
@@ -165,10 +165,7 @@ def _below(roots: Collection[int]) -> set[psutil.Process]:
         import psutil
 
         below = psutil.Process().children(recursive=True)
-    except (
-        ImportError,
-        OSError,
-    ):  # no descriptor is left for the process table; each leads a group, which is killed with it
+    except (ImportError, OSError):  # no descriptor is left; each leads a group, which is killed with it
         return found
     for process in below:  # parents come before their children
         try:

@@ -19,10 +19,8 @@ class Termination:
     Only in the main thread, and if SIGTERM would end the process otherwise.
 
     Attributes:
-        interrupts: Whether SIGTERM raises SystemExit in a task that holds up the loop just now; cleared
-            by whatever cleans up after that. A task that waits is cancelled in any case.
-        ignored: Whether the task ends by itself. The first SIGTERM does nothing then, the second one
-            ends the process.
+        interrupts: Whether SIGTERM raises SystemExit in a task that holds up the loop. A task that waits is cancelled.
+        ignored: Whether the task ends by itself: the first SIGTERM does nothing then, the second ends the process.
     """
 
     def __init__(self) -> None:

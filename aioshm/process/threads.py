@@ -21,18 +21,7 @@ _LOOK_S = 0.05
 def start_thread(
     target: Callable[..., object], *arguments: Any, name: str, what: str, daemon: bool = True
 ) -> threading.Thread:
-    """Run ``target`` in a new thread, and return that.
-
-    Args:
-        target: What to run.
-        arguments: What to pass to it.
-        name: The thread's.
-        what: Needs the thread; for people.
-        daemon: Whether Python's end does not wait for it.
-
-    Raises:
-        OutOfThreads: None can be started, or this one had no memory to begin; nothing was run.
-    """
+    """Run ``target`` in a new thread, which ``what`` needs; raise `OutOfThreads` if it does not begin."""
     thread = _Thread(target=target, args=arguments, name=name, daemon=daemon)
     with naming_limits(what):
         try:
@@ -57,11 +46,7 @@ class _Thread(threading.Thread):
 
 
 class _Beginning(threading.Event):
-    """Is set by a thread that has begun; a wait ends, too, when it has ended without.
-
-    Args:
-        thread: Returns None then.
-    """
+    """Is set by a thread that has begun; a wait ends, too, when it has ended without: ``thread`` returns None then."""
 
     def __init__(self, thread: Callable[[], object]) -> None:
         super().__init__()
@@ -77,5 +62,5 @@ class _Beginning(threading.Event):
 
 
 def _forget(thread: threading.Thread) -> None:
-    # CPython lists what is about to begin, and would for good.
+    # CPython lists threads that are about to begin, and would list this one for good.
     getattr(threading, "_limbo", {}).pop(thread, None)

@@ -16,7 +16,7 @@ from aioshm.closing import Closing
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.25
 _CODE_WITHIN_S = 1.0
-"""How long the exit code of a process may take that has exited; more, and another part of the program has taken it."""
+"""How long the exit code of a process that has exited may take; after that, another part of the program has it."""
 _SHOWN_CHARACTERS = 500
 _LOOK_FOR_S = 2.0
 """How long a manager is asked after one of its descriptors became readable, which may tell what is known already."""
@@ -65,31 +65,17 @@ class WatchedManager(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """The exit of a process.
-
-    Attributes:
-        name: The name of the process.
-        pid: Its process id, where known; on its host.
-        exitcode: Its exit code, or minus the signal that killed it; None where that is not known.
-        managed: Whether it is one of a watched manager's.
-        host: The address of its host, if it may be another one than this.
-        last_line: The last line that it wrote to stderr, where its manager knows that and the exit code is not 0.
-    """
+    """The exit of a process; the code is minus the signal that killed it, or None where it is not known."""
 
     name: str
     pid: int | None
     exitcode: int | None
-    managed: bool = False
-    host: str = ""
-    last_line: str = ""
+    managed: bool = False  # by a watched manager
+    host: str = ""  # its address, if it may be another one than this
+    last_line: str = ""  # of its stderr, where the manager knows that and the code is not 0
 
     def describe(self, phase: str = "", *, who: str = "") -> str:
-        """Say it in a sentence.
-
-        Args:
-            phase: How far the process had come, if that matters.
-            who: What the process is to people; its name by default.
-        """
+        """Return a sentence about the exit of ``who`` (by default the name) in this phase."""
         known = [f"pid {self.pid}{f' on {self.host}' if self.host else ''}"] if self.pid is not None else []
         if phase:
             known.append(phase)
@@ -112,19 +98,9 @@ class ProcessExit:
 
 
 class ProcessWatch(Closing):
-    """The exits of some processes, awaited with `next`, or called back and taken with `take`; a context manager.
+    """The exits of processes, awaited with `next`, or called back (``on_exit``) and taken with `take`.
 
-    Every descriptor that is watched is its own: others may watch the same processes on the same loop, and close theirs.
-    A sentinel of ``multiprocessing`` stays silent as long as any descendant that inherited it lives, so a process is
-    watched by its id (``pidfd_open(2)``) where there is such a thing.
-
-    Args:
-        processes: Processes to watch.
-        manager: Has more of them.
-        on_exit: Called on the loop when there are new exits; also soon after the beginning, if there were any before.
-
-    Raises:
-        ValueError: A process was not started.
+    It watches descriptors of its own: others may watch the same processes on the same loop, and close theirs.
     """
 
     def __init__(
@@ -138,9 +114,7 @@ class ProcessWatch(Closing):
         self._owner_pid = os.getpid()
         self._on_exit = on_exit
         self._running: dict[WatchedProcess, bool] = {}  # and whether it is a manager's
-        # Exited, and may be named again; those that their owner has let go of are forgotten.
-        self._gone: weakref.WeakSet[WatchedProcess] = weakref.WeakSet()
-        self._gone_and_kept: set[WatchedProcess] = set()  # no weak reference can be made of these
+        self._gone: weakref.WeakSet[WatchedProcess] = weakref.WeakSet()  # exited, and may be added again
         self._managers: list[WatchedManager] = []  # those that do not say which processes they have
         self._last_lines: list[Callable[[str], Sequence[str]]] = []  # of the managers
         self._descriptors: set[int] = set()
@@ -162,24 +136,16 @@ class ProcessWatch(Closing):
             raise
 
     def add(self, processes: Iterable[WatchedProcess], *, managed: bool = False) -> None:
-        """Watch more processes; those that are watched already stay as they are.
-
-        Raises:
-            ValueError: One was not started.
-        """
+        """Watch more processes; raise ValueError if one was not started."""
         for process in processes:
-            if process not in self._running and not self._is_gone(process):
+            if process not in self._running and process not in self._gone:
                 if process.exitcode is None:
                     self._watch_process(process)
                 self._running[process] = managed
         self._look_again(0.0)
 
     def add_manager(self, manager: WatchedManager) -> None:
-        """Watch the processes of a manager, too.
-
-        Raises:
-            ValueError: One was not started.
-        """
+        """Watch the processes of a manager; raise ValueError if one was not started."""
         last_lines = getattr(manager, "last_lines", None)
         if last_lines is not None and last_lines not in self._last_lines:
             self._last_lines.append(last_lines)
@@ -204,7 +170,7 @@ class ProcessWatch(Closing):
             code = process.exitcode
             if code is not None or now >= self._due.get(process, math.inf):
                 managed = self._running.pop(process)
-                self._note_gone(process)
+                self._gone.add(process)
                 self._due.pop(process, None)
                 line = self._last_line(process.name) if managed and code != 0 else ""
                 host = getattr(process, "host", "")
@@ -225,12 +191,9 @@ class ProcessWatch(Closing):
         return new
 
     async def next(self, deadline: float | None = None) -> list[ProcessExit]:
-        """Return the exits since the last call; wait until there are any, as long as any process runs.
+        """Return the exits since the last call; wait for one while any process runs, until the deadline of the loop's clock.
 
         Cancelling this loses nothing. One task at a time may wait.
-
-        Args:
-            deadline: By the clock of the loop; the list is empty then.
         """
         if len(self.exited()) == self._taken and self.running:
             self._waiter = self._loop.create_future()
@@ -266,15 +229,6 @@ class ProcessWatch(Closing):
                 line = next((line for line in reversed(last_lines(name)) if line.strip()), "")
                 return line.strip()[:_SHOWN_CHARACTERS]
         return ""
-
-    def _note_gone(self, process: WatchedProcess) -> None:
-        try:
-            self._gone.add(process)
-        except TypeError:
-            self._gone_and_kept.add(process)
-
-    def _is_gone(self, process: WatchedProcess) -> bool:
-        return process in self._gone or process in self._gone_and_kept
 
     def _watch_process(self, process: WatchedProcess) -> None:
         if hasattr(process, "host"):
@@ -318,7 +272,7 @@ class ProcessWatch(Closing):
         self._look()
 
     def _look(self) -> None:
-        """Announce new exits; come back where a descriptor has told of one, a moment before there is an exit code."""
+        """Announce new exits; look again where a descriptor is readable a moment before there is an exit code."""
         if self._closed:
             return
         if len(self.exited()) > self._announced:

@@ -8,7 +8,6 @@ import gc
 import multiprocessing
 import os
 import weakref
-from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,15 +197,6 @@ async def test_successors_that_are_gone_are_forgotten() -> None:
             while any(each() is not None for each in references):  # the loop has still to let go of their descriptors
                 await asyncio.sleep(0.001)
                 gc.collect()
-
-
-async def test_what_no_weak_reference_can_be_made_of_exits_once() -> None:
-    ended = namedtuple("Ended", "name pid exitcode sentinel")("X", None, 0, -1)
-    with ProcessWatch([ended]) as watch:
-        watch.add([ended])
-        assert [each.name for each in await watch.next()] == ["X"]
-        watch.add([ended])
-        assert not watch.running
 
 
 class Written:

@@ -13,9 +13,8 @@ from aioshm.arguments import check_int, check_plain
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
 from aioshm.errors import EndClosed, ProcessDied, RoleError
 from aioshm.process.background import in_thread, notify
-from aioshm.process.lives import Life, bring_back
 from aioshm.process.manager import Job, ProcessManager
-from aioshm.process.restart import ProcessPhase, RankInfo, Restart
+from aioshm.process.restart import Life, ProcessPhase, RankInfo, Restart, bring_back
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.process.watch import ProcessExit, ProcessWatch
 

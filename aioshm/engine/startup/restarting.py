@@ -21,8 +21,7 @@ from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.errors import EndClosed, EngineDead
 from aioshm.process.background import in_thread, notify
 from aioshm.process.child import Child
-from aioshm.process.lives import Life, bring_back
-from aioshm.process.restart import ProcessPhase, RankInfo, Restart, RestartHistory
+from aioshm.process.restart import Life, ProcessPhase, RankInfo, Restart, RestartHistory, bring_back
 from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioshm.engine.workers.processes import Making, Settings, WorkerProcess
 from aioshm.errors import AioshmError
-from aioshm.process.lives import Life, bring_back
-from aioshm.process.restart import ProcessPhase, RankInfo, Restart, RestartHistory
+from aioshm.process.restart import Life, ProcessPhase, RankInfo, Restart, RestartHistory, bring_back
 
 if TYPE_CHECKING:
     from aioshm.engine.workers.running import Running
