@@ -191,7 +191,7 @@ class ProcessWatch(Closing):
         return new
 
     async def next(self, deadline: float | None = None) -> list[ProcessExit]:
-        """Return the exits since the last call; wait for one while any process runs, until the deadline of the loop's clock.
+        """Return the exits since the last call; wait for one while any process runs, until the deadline.
 
         Cancelling this loses nothing. One task at a time may wait.
         """

@@ -125,9 +125,10 @@ class Replacing:
         """Make a process the worker; return the cause if that failed, when it has exited, else an empty string."""
         name = f"{process.name} (pid {process.pid})"
         cause = ""
+        within_s = self._ready_timeout
         try:
             making = Making([rank])
-            async with asyncio.timeout(self._ready_timeout):
+            async with asyncio.timeout(within_s):
                 await self._running.make(rank, process, making)
             if not making.failures:
                 return ""
@@ -135,7 +136,7 @@ class Replacing:
         except AioshmError as error:
             cause = f"the queues of {name} cannot be attached to: {error}"
         except TimeoutError:
-            cause = f"{name} was not made after {self._ready_timeout:g} s, and was killed"
+            cause = f"{name} was not made after {within_s:g} s, and was killed"
         except (EOFError, OSError):
             await asyncio.wait([process.exited], timeout=EXIT_WITHIN_S)
         process.process.kill()
@@ -162,12 +163,13 @@ class Replacing:
         except Exception as error:
             return f"a standby could not be started: {error}"
         cause = ""
+        within_s = self._ready_timeout
         try:
-            async with asyncio.timeout(self._ready_timeout):
+            async with asyncio.timeout(within_s):
                 await process.handle()
         except TimeoutError:
             name = f"{process.name} (pid {process.pid})"
-            cause = f"{name} was not ready after {self._ready_timeout:g} s, and was killed"
+            cause = f"{name} was not ready after {within_s:g} s, and was killed"
             process.process.kill()
             await process.exited
         except (EOFError, OSError):
