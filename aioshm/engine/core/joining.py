@@ -128,11 +128,11 @@ class _FrontEnd:
     def __init__(self, address: str, handshake: EngineHandshake, credentials: EngineCredentials | None) -> None:
         self._address, self._handshake = address, handshake
         self._loop = asyncio.get_running_loop()
-        self._flushing = False
+        self._arrived: asyncio.Future[list[bytes]] = self._loop.create_future()  # INIT
         self._unconfirmed = False  # whether the last message is sent again after a reconnect
         self._carrier = 0  # which connection carries the last message, by Monitor.handshakes
         self._repeats = 0
-        self._pump: Pump | None = None
+        self._flushing = self._confirming = self._ended = False
         self._proof: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._encrypts, self._refused = credentials is not None, ""
@@ -149,12 +149,10 @@ class _FrontEnd:
                 heartbeats=True,  # also for proxies, which forget idle connections while the engine initialises
             )
         )
-        self._monitor: Monitor | None = None
         try:
             self._monitor = Monitor(self._dealer)
             self._sockets.add(self._monitor.pair)
-            name = handshake.identity if credentials is None else credentials.name
-            self._dealer.setsockopt(zmq.ROUTING_ID, name)
+            self._dealer.setsockopt(zmq.ROUTING_ID, handshake.identity if credentials is None else credentials.name)
             limit_frames(self._dealer, MAX_INIT_BYTES)
             # The front end drops a silent connection, too: where it knows no keys, the new one is ignored while
             # the old one seems to live.
@@ -166,137 +164,113 @@ class _FrontEnd:
                 self._proven_s = (2 * int(self._dealer.getsockopt(zmq.HEARTBEAT_IVL)) + timeout_ms) / 1000
             attach(self._dealer, address, bind=False)
         except BaseException:
-            self.close()
+            self._sockets.close()
             raise
+        self._messages = Pump.of_messages(self._loop, self._dealer, self._take, whole(self._dealer))
+        self._events = Pump(self._loop, self._monitor.pair, self._look)
 
     async def greet(self, timeout: float | None) -> EngineHandshakeMetadata:
         """Say HELLO, and return what is answered."""
         self._send(self._handshake.hello())
         try:
             async with asyncio.timeout(timeout):
-                frames = await self._receive()
+                frames = await self._arrived
         except TimeoutError:
             index = int.from_bytes(self._handshake.identity, "little")
             text = f"engine {index}: no answer from {self._address} within {timeout} s"
             raise TimeoutError(f"{text}: {self._refused}" if self._refused else text) from None
-        self._unconfirmed = False
         return self._handshake.receive(frames)
 
     def ready(self, fields: ReadyFields) -> None:
         """Say READY."""
-        assert self._monitor is not None
         self._monitor.read()  # what became of the connection while the engine initialised
         self._repeats = 0
         self._send(self._handshake.ready(fields))
 
+    async def flush(self) -> None:
+        """Close it once READY has left; goes on in a thread when it is cancelled.
+
+        Over TCP this returns immediately: READY is sent again after each reconnect, until it has arrived or the front
+        end has given up.
+        """
+        self._flushing = True
+        if not self._proven_s:
+            self._stop()
+            await give_back(lambda: self._sockets.close(LINGER_MS))
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda _: self._end(LINGER_MS))
+        self._deadline = self._loop.call_later(ENGINE_READY_TIMEOUT_S, self._end)
+        self._confirming = True
+        self._look()
+
+    def close(self) -> None:
+        """Close it at once, unless `flush` does. Idempotent."""
+        if not self._flushing:
+            self._stop()
+            self._sockets.close()
+
     def _send(self, message: bytes) -> None:
-        assert self._monitor is not None
         with suppress(zmq.Again):  # no connection has taken the ones before
             self._dealer.send(message, zmq.NOBLOCK)
         self._unconfirmed = True
         self._carrier = self._monitor.handshakes + (not self._monitor.connections)
+        self._messages.run_soon()  # sending may swallow the sign that there is something to read
 
-    def _send_again(self) -> None:
+    def _take(self, frames: list[bytes]) -> None:
+        if not self._arrived.done():
+            self._arrived.set_result(frames)
+            self._unconfirmed = False
+            self._messages.pause()
+
+    def _look(self) -> None:
         """Send the last message again if the connection that carried it is gone, and there is another one."""
-        if self._unconfirmed and self._monitor is not None and self._monitor.handshakes > self._carrier:
+        failed = self._monitor.read()[1]
+        if failed and not self._arrived.done():
+            self._note_failure(failed[-1].reason)
+        if self._unconfirmed and self._monitor.handshakes > self._carrier:
             self._repeats += 1
             self._send(self._handshake.again)
-
-    async def _receive(self) -> list[bytes]:
-        loop = self._loop
-        arrived: asyncio.Future[list[bytes]] = loop.create_future()
-
-        def take(frames: list[bytes]) -> None:
-            if not arrived.done():
-                arrived.set_result(frames)
-
-        def look() -> None:
-            self._look_at_connection()
-            if not arrived.done():
-                self._send_again()
-            messages.run_soon()  # sending may swallow the sign that there is something to read
-
-        assert self._monitor is not None
-        messages = Pump.of_messages(loop, self._dealer, take, whole(self._dealer))
-        connection = Pump(loop, self._monitor.pair, look)
-        try:
-            return await arrived
-        finally:
-            for pump in (messages, connection):
-                pump.pause()
-
-    def _look_at_connection(self) -> None:
-        if self._monitor is None:
+        if not self._confirming:
             return
-        failed = self._monitor.read()[1]
-        reason = failed[-1].reason if failed else ENDED
-        # The end that finds a mismatch hangs up, so the other end may name the mismatch at a later attempt only.
-        if failed and (not self._refused or reason != ENDED):
-            if reason == MISMATCH and not self._encrypts:
-                hint = "; leave out secure=False"
-            elif reason == MISMATCH:
-                hint = "; with a front end that has no keys, such as vLLM's, secure=False is needed"
-            elif reason == ENDED and self._encrypts:
-                hint = ", or the front end refuses these keys, which have to be of its EngineKeys"
-            else:
-                hint = ""
-            text = f"{self._address}: {reason}{hint}"
-            if text != self._refused:
-                logger.warning("%s", text)
-            self._refused = text
-
-    async def flush(self) -> None:
-        """Close it once READY has left; goes on in a thread when it is cancelled.
-
-        Over TCP this returns immediately, and closes it once READY has arrived.
-        """
-        self._flushing = True
-        if self._proven_s:
-            self._confirm()
-            return
-        self._stop_monitoring()
-        await give_back(lambda: self._sockets.close(LINGER_MS))
-
-    def _confirm(self) -> None:
-        """Send READY again after each reconnect, until it has arrived or the front end has given up."""
-        assert self._monitor is not None
-        task = asyncio.current_task()
-        assert task is not None
-        task.add_done_callback(lambda _: self._end_confirming(LINGER_MS))
-        self._deadline = self._loop.call_later(ENGINE_READY_TIMEOUT_S, self._end_confirming)
-        self._pump = Pump(self._loop, self._monitor.pair, self._look_for_reconnect)
-
-    def _look_for_reconnect(self) -> None:
-        if self._monitor is None:
-            return
-        self._monitor.read()
-        self._send_again()
         if self._proof is not None:
             self._proof.cancel()
             self._proof = None
         if self._repeats >= MAX_REPEATS:
-            self._end_confirming(LINGER_MS)
+            self._end(LINGER_MS)
         elif self._monitor.connections:
             self._proof = self._loop.call_later(self._proven_s, self._prove)
 
+    def _note_failure(self, reason: str) -> None:
+        # The end that finds a mismatch hangs up, so the other end may name the mismatch at a later attempt only.
+        if self._refused and reason == ENDED:
+            return
+        hint = ""
+        if reason == MISMATCH and not self._encrypts:
+            hint = "; leave out secure=False"
+        elif reason == MISMATCH:
+            hint = "; with a front end that has no keys, such as vLLM's, secure=False is needed"
+        elif reason == ENDED and self._encrypts:
+            hint = ", or the front end refuses these keys, which have to be of its EngineKeys"
+        text = f"{self._address}: {reason}{hint}"
+        if text != self._refused:
+            logger.warning("%s", text)
+        self._refused = text
+
     def _prove(self) -> None:
         """Close it if the connection that carried READY has lasted until now."""
-        assert self._monitor is not None
         self._monitor.read()
         if self._monitor.connections and self._monitor.handshakes == self._carrier:
-            self._end_confirming()
+            self._end()
         else:
-            self._look_for_reconnect()
+            self._look()
 
-    def _end_confirming(self, linger_ms: int = 0) -> None:
-        if self._monitor is None:
+    def _end(self, linger_ms: int = 0) -> None:
+        if self._ended:
             return
-        if self._pump is not None:
-            self._pump.pause()
-        for timer in (self._proof, self._deadline):
-            if timer is not None:
-                timer.cancel()
-        self._stop_monitoring()
+        self._ended = True
+        self._stop()
         if not linger_ms:
             self._sockets.close()
             return
@@ -305,13 +279,11 @@ class _FrontEnd:
         except OutOfThreads:
             self._sockets.close(linger_ms)
 
-    def close(self) -> None:
-        """Close it at once, unless `flush` does. Idempotent."""
-        if not self._flushing:
-            self._stop_monitoring()
-            self._sockets.close()
-
-    def _stop_monitoring(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
+    def _stop(self) -> None:
+        self._confirming = False
+        self._messages.pause()
+        self._events.pause()
+        for timer in (self._proof, self._deadline):
+            if timer is not None:
+                timer.cancel()
+        self._monitor.close()
