@@ -11,7 +11,7 @@ import msgspec
 from aioshm.engine.client.pending import Pending
 from aioshm.engine.protocol.addresses import IDENTITY_BYTES, identity
 from aioshm.engine.protocol.balance import LoadBalancer
-from aioshm.engine.protocol.messages import EngineCoreRequestType, EnvelopeDecoder
+from aioshm.engine.protocol.messages import EngineCoreRequestType, EnvelopeDecoder, decode_single
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.errors import EngineDead
 from aioshm.process.guard import built
@@ -19,7 +19,7 @@ from aioshm.process.guard import built
 MAX_REGISTRATION_BYTES = 1 << 20
 
 _ADD = EngineCoreRequestType.ADD.value
-_decode_map = built(lambda: msgspec.msgpack.Decoder(dict[str, Any])).decode
+_map: msgspec.msgpack.Decoder[dict[str, Any]] = built(lambda: msgspec.msgpack.Decoder(dict[str, Any]))
 
 
 class Engines:
@@ -78,15 +78,7 @@ class Engines:
         """Take a registration: a map, or nothing as releases of vLLM before 0.10 send; return the engine's rank."""
         if sender not in self.identities:
             raise ValueError(f"an unknown engine; expected one of {self.ranks}")
-        if len(frames) != 1:
-            raise ValueError(f"a message of {len(frames)} payload frames")
-        payload = frames[0]
-        if len(payload) > MAX_REGISTRATION_BYTES:
-            raise ValueError(f"{len(payload)} bytes, more than {MAX_REGISTRATION_BYTES}")
-        try:
-            fields = _decode_map(payload) if payload else {}
-        except RecursionError as error:
-            raise ValueError(str(error)) from None
+        fields = {} if frames == [b""] else decode_single(_map, frames, MAX_REGISTRATION_BYTES)
         rank = self.ranks[self.identities.index(sender)]
         self.ready[rank] = fields
         return rank

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import zmq
 
@@ -21,8 +21,9 @@ from aioshm.engine.protocol.reports import (
     UNSUBSCRIBED,
     Notice,
     decode_from_front_end,
+    decode_notice,
     decode_report,
-    encode_published,
+    encode,
     encode_start,
 )
 from aioshm.engine.protocol.waves import Published, Waves
@@ -63,7 +64,6 @@ class Coordination(Closing):
         waves: Waves,
         addresses: CoordinatorAddresses,
         keys: EngineKeys | None = None,
-        *,
         secure: bool = True,
         valid: Mapping[int, int] | None = None,
     ) -> None:
@@ -218,7 +218,7 @@ class Coordination(Closing):
             self._tell(self._waves.state())
 
     def _tell(self, published: Published) -> None:
-        self._front_ends.send(encode_published(published), zmq.NOBLOCK)
+        self._front_ends.send(encode(published), zmq.NOBLOCK)
 
     def _publish(self) -> None:
         """Publish counts if it is time to, and come back when it is the next time."""
@@ -244,31 +244,23 @@ class Coordination(Closing):
         self._reminding = self._loop.call_later(REMINDER_S, self._remind)
 
 
-def run_coordinator(
-    told: Connection,
-    notices: socket.socket,
-    waves: Waves,
-    addresses: CoordinatorAddresses,
-    keys: EngineKeys | None,
-    secure: bool,
-    valid: Mapping[int, int],
-) -> None:
-    """Be the coordinator, until SIGTERM or SIGINT; what its process runs."""
-    asyncio.run(_run(told, notices, partial(Coordination, waves, addresses, keys, secure=secure, valid=valid)))
+def run_coordinator(told: Connection, notices: socket.socket, *begin: Any) -> None:
+    """Be the coordinator, until SIGTERM or SIGINT; ``begin`` are the arguments of `Coordination`."""
+    asyncio.run(_run(told, notices, *begin))
 
 
-async def _run(told: Connection, notices: socket.socket, begin: Callable[[], Coordination]) -> None:
+async def _run(told: Connection, notices: socket.socket, *begin: Any) -> None:
     loop = asyncio.get_running_loop()
     notices.setblocking(False)
     try:
-        coordination = begin()
+        coordination = Coordination(*begin)
     except OSError as error:
         raise SystemExit(f"{error}") from None
 
     def notice() -> None:
         with suppress(BlockingIOError):
             if payload := notices.recv(NOTICE_BYTES):
-                coordination.told(Notice.decode(payload))
+                coordination.told(decode_notice(payload))
             else:  # its owner is gone, and this process soon
                 loop.remove_reader(notices)
 

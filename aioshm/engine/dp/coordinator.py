@@ -12,7 +12,7 @@ from typing import Any, Self
 from aioshm.arguments import check_int, check_seconds
 from aioshm.engine.dp.coordination import CoordinatorAddresses, run_coordinator
 from aioshm.engine.protocol.addresses import MAX_INDEX
-from aioshm.engine.protocol.reports import Notice
+from aioshm.engine.protocol.reports import Notice, encode
 from aioshm.engine.protocol.waves import Waves
 from aioshm.engine.security.binding import over_tcp, warn_of_strangers
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
@@ -171,7 +171,7 @@ class DPCoordinator(ProcessManager):
     def _tell(self, notice: Notice) -> None:
         if self._notices is not None:
             try:
-                self._notices.send(notice.encode())
+                self._notices.send(encode(notice))
             except BlockingIOError:  # it is stuck, with a hundred of them unread; who starts it again tells it all
                 self.proc.kill()
             except OSError:

@@ -33,6 +33,7 @@ from aioshm.engine.protocol.addresses import (
     identity,
     parallel_settings,
 )
+from aioshm.engine.protocol.messages import decode_single
 from aioshm.errors import HandshakeError
 from aioshm.process.guard import built
 
@@ -231,7 +232,7 @@ class FrontEndHandshake:
         if engine.state is not CoreEngineState.READY:
             expected += ", a MessagePack map with status and local"
         try:
-            fields = _decode(payload, MAX_PAYLOAD_BYTES)
+            fields = decode_single(_map_decoder, [payload], MAX_PAYLOAD_BYTES)
             message = msgspec.convert(fields, _FromEngine)
         except ValueError as error:
             raise _refused(engine.index, engine.state, _cut(str(error)), expected) from None
@@ -363,7 +364,7 @@ class EngineHandshake:
         if len(frames) != 1:
             raise _refused(self._index, self.state, f"a message of {len(frames)} payload frames", "one: INIT")
         try:
-            fields = _decode(frames[0], MAX_INIT_BYTES)
+            fields = decode_single(_map_decoder, frames, MAX_INIT_BYTES)
             metadata = msgspec.convert(fields, EngineHandshakeMetadata)
         except ValueError as error:
             expected = "INIT, a MessagePack map with addresses and parallel_config"
@@ -404,16 +405,6 @@ class EngineHandshake:
             return _encode(named if self._named else message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise TypeError(f"READY fields cannot be sent: {error}") from error
-
-
-def _decode(payload: bytes, max_bytes: int) -> dict[str, Any]:
-    """Return a payload's map; a `ValueError` says what is wrong with it."""
-    if len(payload) > max_bytes:
-        raise ValueError(f"a payload of {len(payload)} bytes, more than {max_bytes}")
-    try:
-        return _map_decoder.decode(payload)
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"undecodable payload: {error}") from None
 
 
 def _refused(index: int, state: CoreEngineState, found: str, expected: str, hint: str = "") -> HandshakeError:

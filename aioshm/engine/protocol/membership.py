@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from aioshm.engine.protocol.addresses import MAX_INDEX
+from aioshm.engine.protocol.messages import decode_single
 from aioshm.process.guard import built
 
 MAX_MEMBERSHIP_BYTES = 16 << 20
 """Above what is said of all engines that there can be."""
 
-T = TypeVar("T")
 _Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
 
 
@@ -58,18 +58,9 @@ encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
 def decode_membership(frames: list[bytes]) -> Membership:
     """Return what front ends are told."""
-    return _decode(_membership, frames)
+    return decode_single(_membership, frames, MAX_MEMBERSHIP_BYTES)
 
 
 def decode_progress(frames: list[bytes]) -> Progress:
     """Return what a front end says."""
-    return _decode(_progress, frames)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], frames: list[bytes]) -> T:
-    if len(frames) != 1:
-        raise ValueError(f"a message of {len(frames)} payload frames")
-    try:
-        return decoder.decode(frames[0])
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"an undecodable message: {error}") from None
+    return decode_single(_progress, frames, MAX_MEMBERSHIP_BYTES)

@@ -43,6 +43,7 @@ _MARK = b"aioshm generation "
 _MARK_BYTES = len(_MARK) + 8
 
 Output = TypeVar("Output")
+T = TypeVar("T")
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -118,6 +119,18 @@ class StartWave(NamedTuple):
 
     wave: _Number
     exclude: int | None
+
+
+def decode_single(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes], max_bytes: int) -> T:
+    """Decode a message of one frame; a `ValueError` says what is wrong with it."""
+    if len(frames) != 1:
+        raise ValueError(f"a message of {len(frames)} payload frames")
+    if len(frames[0]) > max_bytes:
+        raise ValueError(f"a payload of {len(frames[0])} bytes, more than {max_bytes}")
+    try:
+        return decoder.decode(frames[0])
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"undecodable payload: {error}") from None
 
 
 def request_id_of(payload: Any, what: str = "output") -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import msgspec
 
 from aioshm.engine.protocol.addresses import MAX_INDEX
-from aioshm.engine.protocol.messages import EngineCoreRequestType, SchedulerStats, StartWave
-from aioshm.engine.protocol.waves import Published
+from aioshm.engine.protocol.messages import EngineCoreRequestType, SchedulerStats, StartWave, decode_single
 from aioshm.process.guard import built
 
 UNSUBSCRIBED = b"\x00"
@@ -22,7 +22,6 @@ MAX_REPORT_BYTES = 1 << 16
 
 _NO_OUTPUTS, _NIL = b"\x90", b"\xc0"
 
-T = TypeVar("T")
 _Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
@@ -54,24 +53,16 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
     dead: int | None = None  # the rank of an engine that has died
     incarnation: int = 0  # the first of its incarnations whose keys are not void
 
-    def encode(self) -> bytes:
-        """Return it as a datagram."""
-        return _encoder.encode(self)
-
-    @staticmethod
-    def decode(payload: bytes) -> Notice:
-        """Return what a datagram says."""
-        return msgspec.msgpack.decode(payload, type=Notice)
-
 
 _report = built(lambda: msgspec.msgpack.Decoder(Report))
 _front_end = built(lambda: msgspec.msgpack.Decoder(tuple[Any, _Number]))
-_encoder = msgspec.msgpack.Encoder()
+decode_notice: Callable[[bytes], Notice] = built(lambda: msgspec.msgpack.Decoder(Notice)).decode
+encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode  # a `Notice`, a `Published`
 
 
 def decode_report(frames: list[bytes]) -> Report:
     """Return what an engine has sent."""
-    report = _decode(_report, frames)
+    report = decode_single(_report, frames, MAX_REPORT_BYTES)
     if bytes(report.outputs) != _NO_OUTPUTS or bytes(report.utility_output) != _NIL:
         raise ValueError(f"engine {report.engine_index} has sent outputs, which are for front ends")
     if report.scheduler_stats is not None and not report.scheduler_stats.kv_cache_usage >= 0:  # or no number at all
@@ -81,7 +72,7 @@ def decode_report(frames: list[bytes]) -> Report:
 
 def decode_from_front_end(frames: list[bytes]) -> Wake | int:
     """Return what a front end has sent: a new number of engines, or that engines are to be woken."""
-    what, number = _decode(_front_end, frames)
+    what, number = decode_single(_front_end, frames, MAX_REPORT_BYTES)
     if what != SCALE:
         try:
             return msgspec.convert((what, number), Wake)
@@ -94,25 +85,9 @@ def decode_from_front_end(frames: list[bytes]) -> Wake | int:
 
 def encode_scale(n_engines: int) -> bytes:
     """Return what a front end sends when there are more engines now, or fewer."""
-    return _encoder.encode((SCALE, n_engines))
+    return encode((SCALE, n_engines))
 
 
 def encode_start(start: StartWave) -> list[bytes]:
     """Return what engines are sent."""
-    return [EngineCoreRequestType.START_DP_WAVE.value, _encoder.encode(start)]
-
-
-def encode_published(published: Published) -> bytes:
-    """Return what front ends are sent."""
-    return _encoder.encode(published)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], frames: list[bytes]) -> T:
-    if len(frames) != 1:
-        raise ValueError("a message of more than one frame")
-    if len(frames[0]) > MAX_REPORT_BYTES:
-        raise ValueError(f"a message of {len(frames[0])} bytes, more than {MAX_REPORT_BYTES}")
-    try:
-        return decoder.decode(frames[0])
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"an undecodable message: {error}") from None
+    return [EngineCoreRequestType.START_DP_WAVE.value, encode(start)]

@@ -44,13 +44,12 @@ class Waves:
         self._kv_cache_usage = kv_cache_usage
         self._loads = [SchedulerStats()] * n_engines
         self._most = n_engines  # engines that there have been at one time
-        self._subscribed = 0
+        self.subscribed: int = 0  # engines that are
         self._known: set[int] = set()  # engines that have subscribed at some time
-        self._all_came = False
+        self.ready: bool = False  # all engines have subscribed at some time: before, nothing would reach them
         self._step = (-1, -1)  # the newest that counts have come from
-        self._of_last_step: list[SchedulerStats] | None = (
-            None  # the loads when that one began, if they are to be published yet
-        )
+        # The loads when that one began, if they are to be published yet.
+        self._of_last_step: list[SchedulerStats] | None = None
         self._published_at: float | None = None
         self._changed_at: float | None = None  # the first change that was not published
         self._heard_at = 0.0
@@ -60,30 +59,20 @@ class Waves:
         """How many engines there are."""
         return len(self._loads)
 
-    @property
-    def ready(self) -> bool:
-        """Whether all engines have subscribed at some time: before, nothing would reach them."""
-        return self._all_came
-
-    @property
-    def subscribed(self) -> int:
-        """How many engines are subscribed."""
-        return self._subscribed
-
     # Engines come and go
 
     def subscribe(self, engine: int | None = None) -> bool:
         """Note that one more engine has subscribed; return whether engines are to be told READY."""
-        self._subscribed += 1
+        self.subscribed += 1
         if engine is not None:
             self._known.add(engine)
-        all_are_there = self._subscribed >= len(self._loads)
-        self._all_came = self._all_came or (all_are_there and (engine is None or len(self._known) >= len(self._loads)))
-        return self._all_came
+        all_are_there = self.subscribed >= len(self._loads)
+        self.ready = self.ready or (all_are_there and (engine is None or len(self._known) >= len(self._loads)))
+        return self.ready
 
     def unsubscribe(self) -> None:
         """Note that an engine has left, or lost its connection."""
-        self._subscribed = max(0, self._subscribed - 1)
+        self.subscribed = max(0, self.subscribed - 1)
 
     def scale(self, n_engines: int, now: float) -> None:
         """Have more engines, or fewer: the ones with the lowest ranks."""
@@ -149,7 +138,7 @@ class Waves:
     def _check(self, index: int) -> None:
         # A new engine, which has subscribed, may get a request before this is told that there are more engines. The
         # last reports of an engine that was taken out may come after this is told that there are fewer.
-        if index >= max(self._most, self._subscribed):
+        if index >= max(self._most, self.subscribed):
             raise ValueError(f"there is no engine {index}: there are {len(self._loads)}")
 
     def _check_wave(self, index: int, wave: int) -> None:

@@ -15,7 +15,7 @@ from aioshm.engine.protocol.reports import (
     Wake,
     decode_from_front_end,
     decode_report,
-    encode_published,
+    encode,
     encode_start,
 )
 from aioshm.engine.protocol.waves import Published
@@ -64,8 +64,8 @@ class TestReports:
     @pytest.mark.parametrize(
         ("frames", "reason"),
         [
-            ([], "one frame"),
-            ([STATS, b""], "one frame"),
+            ([], "payload frames"),
+            ([STATS, b""], "payload frames"),
             ([b""], "undecodable"),
             ([b"\xc1"], "undecodable"),
             ([b"\x91" * 50_000], "undecodable"),
@@ -132,5 +132,5 @@ class TestSent:
 
     def test_to_front_ends(self) -> None:
         published = Published([[1, 2, 0.5], [0, 0, 0.0]], 3, True)
-        assert encode_published(published).hex() == "9392930102cb3fe0000000000000930000cb000000000000000003c3"
-        assert encode_published(Published(None, 4, False)) == b"\x93\xc0\x04\xc2"
+        assert encode(published).hex() == "9392930102cb3fe0000000000000930000cb000000000000000003c3"
+        assert encode(Published(None, 4, False)) == b"\x93\xc0\x04\xc2"

@@ -23,8 +23,9 @@ from aioshm.engine.protocol.reports import (
     Notice,
     Report,
     decode_from_front_end,
+    decode_notice,
     decode_report,
-    encode_published,
+    encode,
     encode_scale,
 )
 from aioshm.engine.protocol.waves import Published, Waves
@@ -104,9 +105,9 @@ def reports(data: bytes) -> None:
         assert 1 <= said <= 1 << 16
     elif said is not None:
         waves.wake(said.exclude, said.wave)
-    encode_published(waves.publish(2.0))
+    encode(waves.publish(2.0))
     waves.due()
-    attempt(msgspec.MsgspecError, Notice.decode, frames[-1])
+    attempt(msgspec.MsgspecError, decode_notice, frames[-1])
 
 
 def _handshake_seeds() -> Iterator[bytes]:
@@ -142,8 +143,8 @@ def _report_seeds() -> Iterator[bytes]:
     yield framed(_pack([0, [], {"num_running_reqs": 3, "kv_cache_usage": 0.5}]))
     yield framed(encode_scale(3))
     yield framed(_pack([None, 2]))
-    yield framed(Notice(3, 1, 2).encode())
-    yield framed(encode_published(Published([[1, 2]], 1, running=True)))
+    yield framed(encode(Notice(3, 1, 2)))
+    yield framed(encode(Published([[1, 2]], 1, running=True)))
 
 
 TARGETS = (
