@@ -246,22 +246,15 @@ class FrontEndHandshake:
 
     def _check_place(self, engine: CoreEngine, message: _FromEngine) -> None:
         if message.local != engine.local:
-            raise _refused(
-                engine.index,
-                engine.state,
-                f"its {message.status} says that it is {_place(message.local)}",
-                f"a {_place(engine.local)} one",
-            )
-        if engine.local or message.headless is None or message.headless == self._remote_headless:
+            found, expected = _place(message.local), f"a {_place(engine.local)} one"
+        elif engine.local or message.headless in (None, self._remote_headless):
             return
-        raise _refused(
-            engine.index,
-            engine.state,
-            f"its {message.status} says that it is {'' if message.headless else 'not '}headless",
-            "remote engines to be headless"
-            if self._remote_headless
-            else "remote engines not to be headless with hybrid or external load balancing",
-        )
+        else:
+            found = "headless" if message.headless else "not headless"
+            expected = "remote engines to be headless"
+            if not self._remote_headless:
+                expected = "remote engines not to be headless with hybrid or external load balancing"
+        raise _refused(engine.index, engine.state, f"its {message.status} says that it is {found}", expected)
 
     def _check_hash(self, engine: CoreEngine, message: _FromEngine) -> None:
         found, expected, whose = message.parallel_config_hash, self._expected_hash, "the front end's"
@@ -288,15 +281,10 @@ class FrontEndHandshake:
         return next((value for value in said if value is not None), None)
 
     def _init(self) -> bytes:
-        if self._expected_hash is None:
-            return _encode(EngineHandshakeMetadata(self._addresses, self._parallel))
-        return _encode(  # releases of vLLM around 0.12 look for the hash here
-            {
-                "addresses": self._addresses,
-                "parallel_config": self._parallel,
-                "parallel_config_hash": self._expected_hash,
-            }
-        )
+        init: dict[str, Any] = {"addresses": self._addresses, "parallel_config": self._parallel}
+        if self._expected_hash is not None:  # releases of vLLM around 0.12 look for the hash here
+            init["parallel_config_hash"] = self._expected_hash
+        return _encode(init)
 
     def _unknown(self, sender: bytes) -> HandshakeError:
         ranks = sorted(self.engines)

@@ -248,22 +248,23 @@ class Restarting:
         return self._died(life, found)
 
     async def _bring_back_coordinator(self, cause: str) -> None:
+        coordinator, history = self._launch.coordinator, self._of_coordinator
+        assert coordinator is not None
         if self._group is not None and not self._group.done():
             return  # it starts it again
-        coordinator = self._launch.coordinator
-        assert coordinator is not None
-        while True:
-            delay = self._of_coordinator.died(self._loop.time(), cause)
-            if delay is None:
-                self._give_up(f"the coordinator is in a crash loop: {self._of_coordinator.story}", None)
-                return
-            logger.warning("%s; restarting it (%s)", cause, self._of_coordinator.number)
-            await asyncio.sleep(delay)
+
+        async def start() -> str:
             try:
                 await self._coordinator_back(coordinator)
-                return
             except Exception as error:
-                cause = str(error)
+                return str(error)
+            return ""
+
+        def wait(cause: str) -> None:
+            logger.warning("%s; restarting it (%s)", cause, history.number)
+
+        if not await bring_back(history, cause, start, wait):
+            self._give_up(f"the coordinator is in a crash loop: {history.story}", None)
 
     async def _coordinator_back(self, coordinator: DPCoordinator) -> None:
         count = None if self._members is None else len(self._members.ranks)
