@@ -113,7 +113,7 @@ async def events() -> list[Any]:
     publisher.publish(EventBatch(0.0, []))
     assert isinstance(await subscriber.receive(10), Received)
     # A child that leaves through uvloop's running loop takes away what a thread of its parent wakes that loop with, if
-    # it is on its way during the fork: then no thread can wake it any more. The guard's thread tells of newcomers.
+    # it is on its way during the fork: then no thread can wake it any more.
     await asyncio.sleep(0.5)
     return [subscriber, publisher]
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from aioshm.errors import PublisherClosed, QueueFull
@@ -19,9 +17,6 @@ from aioshm.events.protocol.messages import EventBatch
 
 Overflow: TypeAlias = Literal["block", "drop", "raise"]
 OVERFLOWS = ("block", "drop", "raise")
-
-# How often a thread that waits for room looks whether the sender is still there to make any.
-_LOOK_S = 0.5
 
 # The sender is at work: no number of batches needs to wake it.
 _NEVER = sys.maxsize
@@ -36,6 +31,7 @@ class Outbox:
         published: Numbers given out.
         last_sent: The number that went out last, or -1; for the sender to set.
         waiting: Batches and their numbers, in order; only the sender takes any away.
+        closed: Whether it takes no more batches.
         blocked: Threads that wait for room.
     """
 
@@ -50,9 +46,9 @@ class Outbox:
         self.last_sent: int = -1
         self._max_size = max_size
         self._overflow = overflow
-        self._closed = False
-        self.blocked: int = 0
+        self.closed: bool = False
         self.waiting: deque[tuple[int, EventBatch]] = deque()
+        self.blocked: int = 0
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._wake_at = 1
@@ -77,7 +73,7 @@ class Outbox:
             QueueFull: No room, and ``overflow`` is not ``"drop"``; no number was given.
         """
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise PublisherClosed("this event publisher is closed")
             seq = self.published
             if len(self.waiting) < self._max_size:
@@ -90,46 +86,24 @@ class Outbox:
             self._wake_at = _NEVER
             return True
 
-    def wait_for_room(self, wake: Callable[[], None], timeout: float | None) -> bool:
-        """Block this thread until there is room, which another thread may take first.
-
-        Args:
-            wake: Sees to it that the sender is at work; raises if there is none any more.
-            timeout: Seconds to wait; None waits as long as it takes.
-
-        Returns:
-            False if the time is over.
-
-        Raises:
-            PublisherClosed: The outbox was closed, before or meanwhile.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            wake()
-            with self._room:
-                if self._closed:
-                    raise PublisherClosed("this event publisher was closed before there was room for the batch")
-                if self.room > 0:
-                    return True
-                left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
-                if left <= 0:
-                    return False
-                self.blocked += 1
-                try:
-                    self._room.wait(left)
-                finally:
-                    self.blocked -= 1
+    def wait_for_room(self, timeout: float) -> bool:
+        """Block this thread until there is room, which another thread may take first, or the outbox is closed."""
+        with self._room:
+            self.blocked += 1
+            try:
+                return self._room.wait_for(lambda: self.closed or self.room > 0, timeout)
+            finally:
+                self.blocked -= 1
 
     def make_room(self) -> None:
-        """Wake the threads that wait for room, if there is any."""
+        """Wake the threads that wait for room."""
         with self._room:
-            if self.room > 0:
-                self._room.notify_all()
+            self._room.notify_all()
 
     def close(self) -> None:
-        """Take no more batches; threads that wait for room are told. Idempotent."""
+        """Take no more batches. Idempotent."""
         with self._room:
-            self._closed = True
+            self.closed = True
             self._room.notify_all()
 
     def _has_no_room(self, seq: int) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from contextlib import suppress
 from threading import get_ident
 
 from aioshm.closing import AsyncClosing, warn_not_closed
@@ -18,42 +15,15 @@ from aioshm.events.config import (
     DEFAULT_MAX_QUEUE_SIZE,
     KVEventsConfig,
 )
-from aioshm.events.endpoints import passed_on
-from aioshm.events.protocol.encoding import BatchEncoder
 from aioshm.events.protocol.messages import EventBatch
-from aioshm.events.protocol.outbox import Outbox, Overflow
-from aioshm.events.protocol.replay_buffer import ReplayBuffer
-from aioshm.events.protocol.wire import (
-    DEFAULT_WIRE,
-    MAX_SEQ,
-    MAX_TOPIC_BYTES,
-    Encoding,
-    ReplayFormat,
-    Wire,
-    resolve_wire,
-)
+from aioshm.events.protocol.outbox import Overflow
+from aioshm.events.protocol.wire import DEFAULT_WIRE, Encoding, ReplayFormat, Wire
 from aioshm.events.publish.base import EventPublisher
-from aioshm.events.publish.replay_server import ReplayServer
-from aioshm.events.publish.sender import Sender
-from aioshm.events.publish.sockets import PublisherEnds
-from aioshm.events.publish.waits import SenderWaits
+from aioshm.events.publish.core import PublisherCore
 from aioshm.events.stats import PublisherStats
 from aioshm.lifeline.address import connectable
 from aioshm.process.limits import abandon_when_forked
 from aioshm.zeromq.curve import CurveKeys
-
-logger: logging.Logger = logging.getLogger("aioshm.events")
-
-# How long the sender works before it lets the loop do something else.
-_SLICE_S = 0.001
-
-# Batches that come faster than one in so many seconds go out some at a time, or after so many seconds at most: waking
-# ZeroMQ's thread for each of them, and the loop's own work for a callback, cost a third of what encoding one does.
-_BUSY_S = 30e-6
-_TOGETHER = 64
-_GATHER_S = 0.001
-# How often a sender that never rests looks what is subscribed to: ZeroMQ may have noticed while it sent.
-_LISTEN_S = 0.25
 
 
 class ZmqEventPublisher(AsyncClosing, EventPublisher):
@@ -98,8 +68,6 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         ValueError: An argument makes no sense; the text names it.
     """
 
-    _overflows: tuple[str, ...] = ("drop", "raise")
-
     def __init__(
         self,
         data_parallel_rank: int,
@@ -117,73 +85,59 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         overflow: Overflow = "drop",
         curve: CurveKeys | None = None,
     ) -> None:
-        self._closed = self._stopped = True  # until everything below has worked
+        self._closed = True  # until everything below has worked
         self._inherited = False
         super().__init__(data_parallel_rank)
-        form, reply_form = resolve_wire(wire, encoding, replay_format)
-        if hwm < 0:
-            raise ValueError(f"hwm must not be negative, not {hwm}")
-        topic_frame = topic.encode()
-        if len(topic_frame) > MAX_TOPIC_BYTES:
-            raise ValueError(f"topic must have at most {MAX_TOPIC_BYTES} bytes, not {len(topic_frame)}")
-        if overflow not in self._overflows:
-            hint = ": it would stop the loop that makes room; await apublish instead" if overflow == "block" else ""
-            raise ValueError(f"overflow must be one of {self._overflows}, not {overflow!r}{hint}")
-        encoder = BatchEncoder(form)
-        self._outbox = Outbox(max_queue_size, overflow)
-        buffer = ReplayBuffer(buffer_steps)
-        self._abandoned_from = MAX_SEQ
+        if overflow == "block":
+            raise ValueError(
+                "overflow must be 'drop' or 'raise', not 'block': it would stop the loop that makes room; "
+                "await apublish instead"
+            )
+        self._core = PublisherCore(
+            data_parallel_rank,
+            endpoint,
+            replay_endpoint,
+            buffer_steps,
+            hwm,
+            max_queue_size,
+            topic,
+            bind=bind,
+            wire=wire,
+            encoding=encoding,
+            replay_format=replay_format,
+            overflow=overflow,
+            curve=curve,
+        )
+        self._outbox = self._core.outbox
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
-        self._waits = SenderWaits(self._outbox)
-        self._drained_at = 0.0
-        self._listened_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._ends = PublisherEnds(data_parallel_rank, endpoint, replay_endpoint, bind=bind, hwm=hwm, curve=curve)
-        self._server: ReplayServer | None = None
-        if self._ends.replay is not None:
-            where = self._ends.replay_endpoint or ""
-            self._server = ReplayServer(self._ends.replay, buffer, topic_frame, reply_form, where)
-        # Without a server nobody can ask for what the buffer would hold.
-        kept = buffer if self._server is not None else None
-        self._sender = Sender(self._outbox, encoder, kept, self._ends, topic_frame, data_parallel_rank)
-        self._config = KVEventsConfig(
-            enable_kv_cache_events=True,
-            publisher="zmq",
-            endpoint=passed_on(endpoint, self.endpoint),
-            replay_endpoint=passed_on(replay_endpoint or "", self.replay_endpoint) if self.replay_endpoint else None,
-            buffer_steps=buffer_steps,
-            hwm=hwm,
-            max_queue_size=max_queue_size,
-            topic=topic,
-        )
-        self._closed = self._stopped = False
+        self._closed = False
         abandon_when_forked(self)
         self._attach_to_loop(required=False)
 
     @property
     def endpoint(self) -> str:
         """Where batches really go out: rank added, port 0 replaced by the port that was bound."""
-        return self._ends.endpoint
+        return self._core.ends.endpoint
 
     @property
     def connect_endpoint(self) -> str:
         """What to pass on to subscribers: ``endpoint``, with this host's own address where all of them are bound."""
-        return connectable(self._ends.endpoint)
+        return connectable(self.endpoint)
 
     @property
     def replay_endpoint(self) -> str | None:
         """Where replay requests are really served, or None."""
-        return self._ends.replay_endpoint
+        return self._core.ends.replay_endpoint
 
     @property
     def connect_replay_endpoint(self) -> str | None:
         """What to pass on to those who replay, or None."""
-        return None if self._ends.replay_endpoint is None else connectable(self._ends.replay_endpoint)
+        return None if self.replay_endpoint is None else connectable(self.replay_endpoint)
 
     def get_publisher_config(self) -> KVEventsConfig:
         """Return the configuration with the endpoints that are really in use."""
-        return self._config
+        return self._core.config
 
     async def apublish(self, events: EventBatch, timeout: float | None = None) -> None:
         """Number the batch and queue it; wait while the queue is full.
@@ -202,11 +156,9 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         """
         if not isinstance(events, EventBatch):
             raise TypeError(f"apublish takes an EventBatch, not {type(events).__name__}")
-        if not self._closed:
-            self._attach_to_loop(required=True)
-            if self._waits.for_room or self._outbox.room <= 0:
-                await self._waits.room(timeout)
-        self.publish(events)
+        self._check_open()
+        self._attach_to_loop(required=True)
+        await self._core.put(events, timeout)
 
     def publish(self, events: EventBatch) -> None:
         """Number the batch and queue it; it is encoded and sent on a later turn of the loop.
@@ -218,14 +170,14 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
             TypeError: Not an ``EventBatch``.
         """
         if self._closed:
-            self._refuse_inherited()
-            raise PublisherClosed("this event publisher is closed")
+            self._check_open()
         if not isinstance(events, EventBatch):
             raise TypeError(f"publish takes an EventBatch, not {type(events).__name__}")
         if self._thread_id != get_ident():
             self._attach_to_loop(required=True)
         if self._outbox.put(events):
-            self._wake()
+            assert self._loop is not None
+            self._loop.call_soon(self._core.drain)
 
     async def flush(self, timeout: float | None = None) -> None:
         """Wait until everything published so far has been handed to ZeroMQ.
@@ -240,11 +192,11 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
             PublisherClosed: The publisher was closed meanwhile, before they were sent.
             RoleError: Called in another loop than the publisher's.
         """
-        if self._closed:
-            self._refuse_inherited()
-            return
-        self._attach_to_loop(required=True)
-        await self._wait_sent(timeout)
+        if self._inherited:
+            self._check_open()
+        if not self._closed:
+            self._attach_to_loop(required=True)
+            await self._core.flush(timeout)
 
     async def aclose(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
         """Send what is queued, finish replays in progress, and close.
@@ -257,48 +209,22 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         """
         if self._closed:
             return
-        deadline = time.monotonic() + timeout
-        linger = 0.0
-        try:
-            self._attach_to_loop(required=True)
-            self._close_outbox()
-            with suppress(TimeoutError):  # ``_stop`` says what is left
-                await self._wait_sent(timeout)
-            if self._server is not None:
-                await self._server.wait_idle(max(0.0, deadline - time.monotonic()))
-            linger = max(0.0, deadline - time.monotonic())
-        finally:
-            released = self._stop(linger)
-        if released is not None:
-            await released
+        self._attach_to_loop(required=True)
+        self._closed = True
+        await self._core.aclose(timeout)
 
     def shutdown(self) -> None:
         """Send everything that is queued now, here and at once, and close; for callers that cannot await.
 
         ZeroMQ delivers what it holds in the background, up to a second, as long as the process lives.
         """
-        if self._closed:
-            return
-        self._close_outbox()
-        self._sender.send_until(time.perf_counter() + CLOSE_TIMEOUT_S)
-        self._stop(CLOSE_TIMEOUT_S)
+        if not self._closed:
+            self._closed = True
+            self._core.shutdown()
 
     def stats(self) -> PublisherStats:
         """Return what was done so far."""
-        server = self._server
-        return PublisherStats(
-            published=self._outbox.published,
-            sent=self._sender.sent,
-            queued=len(self._outbox.waiting),
-            dropped=self._outbox.dropped,
-            unencodable=self._sender.unencodable,
-            replay_requests=server.requests if server else 0,
-            replayed=server.replayed if server else 0,
-            malformed_requests=server.malformed if server else 0,
-            abandoned_replays=server.abandoned if server else 0,
-            handshake_failures=self._ends.handshake_failures,
-            cut_off=self._ends.cut_off,
-        )
+        return self._core.stats()
 
     async def __aenter__(self) -> ZmqEventPublisher:
         self._attach_to_loop(required=True)
@@ -310,63 +236,18 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
     def __del__(self) -> None:
         if not self._closed:
             warn_not_closed(self)
-            self._closed = True
-            self._stop(0.0)
-
-    # Sending
-
-    def _wake(self) -> None:
-        assert self._loop is not None
-        self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        """Send for one slice of time, then let the loop do something else."""
-        if self._stopped:
-            return
-        assert self._loop is not None
-        now, waiting = time.perf_counter(), len(self._outbox.waiting)
-        if now - self._listened_at > _LISTEN_S:
-            self._listened_at = now
-            self._ends.read_subscriptions()
-        busy = waiting <= _TOGETHER and now - self._drained_at < waiting * _BUSY_S
-        self._drained_at = now
-        if not self._sender.send_until(now + _SLICE_S):
-            self._loop.call_soon(self._drain)
-        elif busy:
-            self._outbox.gather(_TOGETHER)
-            if self._timer is None:
-                self._timer = self._loop.call_later(_GATHER_S, self._drain_late)
-        if self._waits.pending:
-            self._waits.turn()
-        if self._outbox.blocked:
-            self._outbox.make_room()
-
-    def _drain_late(self) -> None:
-        """Send what was gathered, if there are not enough to be sent together."""
-        self._timer = None
-        self._drain()
-
-    async def _wait_sent(self, timeout: float | None) -> None:
-        assert self._loop is not None
-        if self._outbox.waiting:
-            self._loop.call_soon(self._drain)  # it may be gathering
-        target = self._outbox.published
-        await self._waits.sent(target, timeout)
-        if self._stopped and self._abandoned_from < target:
-            raise PublisherClosed(f"closed before batch {self._abandoned_from} and later ones were sent")
-
-    # Beginning and end
+            self._core.stop(0.0)
 
     def abandon_in_child(self) -> None:
-        """Be closed, without touching what is the parent's."""
+        """Be closed: the sockets are the parent's."""
         self._inherited = not self._closed
-        self._closed = self._stopped = True
-        if self._server is not None:
-            self._server.abandon_in_child()
+        self._closed = True
 
-    def _refuse_inherited(self) -> None:
+    def _check_open(self) -> None:
         if self._inherited:
             raise RoleError(f"the event publisher {self.endpoint} belongs to the process that this one was forked from")
+        if self._closed:
+            raise PublisherClosed("this event publisher is closed")
 
     def _attach_to_loop(self, *, required: bool) -> None:
         try:
@@ -381,27 +262,6 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         if self._loop is None:
             self._loop = loop
             self._thread_id = get_ident()
-            self._ends.start(loop)
-            if self._server is not None:
-                self._server.start(loop)
+            self._core.start(loop)
         elif self._loop is not loop:
             raise RoleError("this event publisher belongs to another event loop")
-
-    def _close_outbox(self) -> None:
-        """Take no more batches; those who wait for room hear of it."""
-        self._closed = True
-        self._outbox.close()
-        self._waits.close()
-
-    def _stop(self, linger: float) -> asyncio.Future[None] | None:
-        """Close everything and say what was not sent."""
-        self._close_outbox()
-        self._stopped = True
-        left = self._outbox.abandon()
-        if left is not None:
-            self._abandoned_from = left[0]
-            logger.warning("publisher %s closed before batches %d to %d were sent", self.endpoint, *left)
-        if self._server is not None:
-            self._server.close()
-        self._waits.turn()
-        return self._ends.close(linger)

@@ -92,7 +92,6 @@ class ReplayServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pump: Pump | None = None
         self._retry: asyncio.TimerHandle | None = None
-        self._inherited = False
         self._idle = asyncio.Event()
 
     @property
@@ -113,10 +112,6 @@ class ReplayServer:
         self._loop = loop
         self._pump = Pump(loop, self._socket, self._run)
 
-    def abandon_in_child(self) -> None:
-        """Stop serving, without touching what is the parent's."""
-        self._inherited = True
-
     def close(self) -> None:
         """Stop serving; the socket stays open."""
         if self._pump is not None:
@@ -132,8 +127,6 @@ class ReplayServer:
         """Take requests and send for one slice of time; return whether to go on in the loop's next turn."""
         assert self._loop is not None
         assert self._pump is not None
-        if self._inherited:
-            return False
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None

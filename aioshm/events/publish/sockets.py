@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from contextlib import suppress
 
 import zmq
@@ -121,12 +122,11 @@ class PublisherEnds:
         self._read_monitors()
         return self._subscriptions.read()
 
-    def close(self, linger: float) -> asyncio.Future[None] | None:
+    def close(self, linger: float) -> threading.Thread | None:
         """Close the sockets; what ZeroMQ still holds may go out for ``linger`` seconds.
 
         Returns:
-            Where a loop is running and there is something to wait for: a future that is done once it went
-            out, or the time is over.
+            The thread that waits for that, where a loop is running and there is something to wait for.
         """
         for pump in self._pumps:
             pump.pause()
@@ -141,7 +141,12 @@ class PublisherEnds:
             file.remove()
         if not self._owns_context or self._context.closed:
             return None
-        return _terminate(self._context)
+        try:
+            asyncio.get_running_loop()
+            return start_thread(self._context.term, name="aioshm-events-close", what="closing a publisher of events")
+        except (RuntimeError, OutOfThreads):  # no loop that must not wait, or no thread for what may take its time
+            self._context.term()
+            return None
 
     def _open(
         self, kind: int, options: dict[int, int], endpoint: str, bind: bool, hwm: int, curve: CurveKeys | None
@@ -196,32 +201,3 @@ def _give_back_name(socket: zmq.Socket[bytes]) -> None:
     if name.startswith("inproc://"):
         with suppress(zmq.ZMQError):  # it only connected
             socket.unbind(name)
-
-
-def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> asyncio.Future[None] | None:
-    """End the context, which blocks while its sockets linger, in a thread that lives no longer than that."""
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        context.term()
-        return None
-    done: asyncio.Future[None] = loop.create_future()
-
-    def finish() -> None:
-        thread.join()  # this callback was the last thing it did
-        if not done.done():
-            done.set_result(None)
-
-    def work() -> None:
-        context.term()
-        try:
-            loop.call_soon_threadsafe(finish)
-        except RuntimeError:  # the loop was closed meanwhile: nobody waits any more
-            logger.debug("an event loop was closed before its publisher's context ended")
-
-    try:
-        thread = start_thread(work, name="aioshm-events-close", what="closing a publisher of events")
-    except OutOfThreads:  # what is left may take its time all the same
-        context.term()
-        return None
-    return done

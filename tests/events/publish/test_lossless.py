@@ -47,7 +47,7 @@ class Held:
             held.set()
             self._go_on.wait(PATIENCE_S)
 
-        self._publisher._loop.call_soon_threadsafe(hold)
+        self._publisher._host.loop.call_soon_threadsafe(hold)
         assert held.wait(PATIENCE_S)
         for number in range(self._room):
             self._publisher.publish(batch(number))
@@ -124,7 +124,7 @@ class TestThreaded:
         with Held(publisher, 1):
             for thread in threads:
                 thread.start()
-            wait_until(lambda: publisher._publisher._outbox.blocked == 3)
+            wait_until(lambda: publisher._core.outbox.blocked == 3)
             closing = threading.Thread(target=publisher.shutdown)
             closing.start()
             for thread in threads:
@@ -146,34 +146,32 @@ class TestThreaded:
                     found.append(error)
                 done.set()
 
-            publisher._loop.call_soon_threadsafe(publish_there)
+            publisher._host.loop.call_soon_threadsafe(publish_there)
             assert done.wait(PATIENCE_S)
             assert "its own thread" in str(found[0])
 
     def test_a_thread_that_has_ended_is_named(self) -> None:
         publisher = ThreadedEventPublisher(0, ANY, max_queue_size=2, bind=True)
-        publisher._loop.call_soon_threadsafe(publisher._publisher.shutdown)
-        publisher._loop.call_soon_threadsafe(publisher._loop.stop)
-        publisher._thread.join(PATIENCE_S)
+        publisher._host.do(publisher._core.shutdown)
+        publisher._host.end()
         with pytest.raises(PublisherClosed):
             publisher.publish(batch(0))
         publisher._closed = True
 
     def test_a_thread_that_ends_meanwhile(self) -> None:
         publisher = ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True)
-        publisher._loop.call_soon_threadsafe(publisher._loop.stop)
-        publisher._thread.join(PATIENCE_S)
+        publisher._host.end()
         with pytest.raises(PublisherClosed, match="thread of this event publisher has ended"):
             for _ in range(2):
                 publisher.publish(batch(0))
-        publisher._publisher.shutdown()
+        publisher._core.shutdown()
         publisher._closed = True
 
     def test_ctrl_c_interrupts_the_wait(self) -> None:
         with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
 
             def interrupt() -> None:
-                wait_until(lambda: publisher._publisher._outbox.blocked)
+                wait_until(lambda: publisher._core.outbox.blocked)
                 os.kill(os.getpid(), signal.SIGINT)
 
             thread = threading.Thread(target=interrupt)
@@ -235,7 +233,7 @@ class TestOnALoop:
         await asyncio.sleep(0)
         waiting[0].cancel()
         waiting[2].cancel()
-        publisher._drain()
+        publisher._core.drain()
         await within(asyncio.gather(*waiting, return_exceptions=True))
         await publisher.flush()
         assert publisher.stats().sent == publisher.stats().published == 3
@@ -246,7 +244,7 @@ class TestOnALoop:
         fill(publisher)
         waiting = [asyncio.create_task(publisher.apublish(batch(n))) for n in range(1, 4)]
         await asyncio.sleep(0)
-        publisher._drain()  # the first one's turn: cancelled before it runs
+        publisher._core.drain()  # the first one's turn: cancelled before it runs
         waiting[0].cancel()
         await within(asyncio.gather(*waiting, return_exceptions=True))
         await publisher.flush()
@@ -258,7 +256,7 @@ class TestOnALoop:
         fill(publisher)
         with pytest.raises(TimeoutError, match="1 event batches still wait"):
             await publisher.apublish(batch(1), timeout=0)
-        publisher._drain()
+        publisher._core.drain()
         await publisher.apublish(batch(1), timeout=PATIENCE_S)
         await publisher.flush()
         assert publisher.stats().published == 2
@@ -284,8 +282,7 @@ class TestOnALoop:
         fill(publisher)
         waiting = asyncio.create_task(publisher.apublish(batch(1)))
         await asyncio.sleep(0)
-        publisher._sender.send_until(time.perf_counter() + 1.0)
-        publisher._waits.turn()
+        publisher._core.drain()
         publisher.publish(batch(2))  # takes the room that the other was told of
         await within(waiting)
         await publisher.flush()

@@ -155,7 +155,7 @@ async def test_cancelling_flush_loses_nothing(ends: Ends) -> None:
 @pytest.mark.parametrize("replay_endpoint", [None, ANY])
 async def test_live_batches_do_not_share_a_thread_with_replay(replay_endpoint: str | None, nothing_left: None) -> None:
     async with ZmqEventPublisher(0, ANY, replay_endpoint, bind=True) as publisher:
-        ends = publisher._ends
+        ends = publisher._core.ends
         threads = [socket.getsockopt(zmq.AFFINITY) for socket in (ends.pub, ends.replay) if socket is not None]
         assert len(set(threads)) == len(threads)
         assert ends.pub.context.get(zmq.IO_THREADS) == len(threads)
@@ -164,8 +164,8 @@ async def test_live_batches_do_not_share_a_thread_with_replay(replay_endpoint: s
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every batch that follows another within a minute count as one of many, and wait as long for more."""
-    monkeypatch.setattr("aioshm.events.publish.publisher._BUSY_S", 60.0)
-    monkeypatch.setattr("aioshm.events.publish.publisher._GATHER_S", 60.0)
+    monkeypatch.setattr("aioshm.events.publish.core._BUSY_S", 60.0)
+    monkeypatch.setattr("aioshm.events.publish.core._GATHER_S", 60.0)
 
 
 async def publish_steps(publisher: ZmqEventPublisher, count: int) -> list[int]:
@@ -196,7 +196,7 @@ async def test_batches_in_quick_succession_go_out_together(ends: Ends, busy: Non
 
 
 async def test_the_last_of_them_do_not_wait_for_more(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioshm.events.publish.publisher._BUSY_S", 60.0)
+    monkeypatch.setattr("aioshm.events.publish.core._BUSY_S", 60.0)
     publisher = ends.publisher()
     for count in range(1, 20):
         await publish_steps(publisher, count)
@@ -212,7 +212,7 @@ async def test_closing_while_some_are_gathered_sends_them(ends: Ends, busy: None
 
 
 async def test_batches_now_and_then_go_out_at_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioshm.events.publish.publisher._GATHER_S", 60.0)
+    monkeypatch.setattr("aioshm.events.publish.core._GATHER_S", 60.0)
     publisher = ends.publisher()
     for n in range(50):
         publisher.publish(batch(n))

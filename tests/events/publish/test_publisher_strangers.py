@@ -155,7 +155,7 @@ async def test_subscriptions_that_come_and_go_are_not_added_up(ends: Ends) -> No
     busy = context.socket(zmq.SUB)
     busy.linger = busy.sndhwm = 0
     busy.connect(publisher.endpoint)
-    topics = publisher._ends._subscriptions._topics
+    topics = publisher._core.ends._subscriptions._topics
     for number in range(4000):
         busy.subscribe(f"subscription {number}")
         if not number % 50:
@@ -182,13 +182,13 @@ async def test_two_hundred_subscribers_in_turn_are_forgotten(ends: Ends) -> None
             one.subscribe(bytes([number]) * 250)
             one.connect(publisher.endpoint)
         async with asyncio.timeout(PATIENCE_S):
-            while len(publisher._ends._subscriptions._topics) < len(many):
+            while len(publisher._core.ends._subscriptions._topics) < len(many):
                 await asyncio.sleep(0.001)
         for one in many:
             one.close()
         async with asyncio.timeout(PATIENCE_S):
-            while publisher._ends._subscriptions._topics:
-                publisher._ends.read_subscriptions()
+            while publisher._core.ends._subscriptions._topics:
+                publisher._core.ends.read_subscriptions()
                 await asyncio.sleep(0.001)
     assert publisher.stats().cut_off == 0
 

@@ -35,12 +35,12 @@ class TestThreaded:
         publisher.shutdown()
         with pytest.raises(PublisherClosed):
             publisher.publish(batch(0))
-        assert not [t for t in threading.enumerate() if t.name.startswith("aioshm-events")]
+        assert not [t for t in threading.enumerate() if t.name.startswith("aioshm")]
 
     def test_batches_in_quick_succession_go_out_together_and_the_last_do_not_wait(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("aioshm.events.publish.publisher._BUSY_S", 60.0)
+        monkeypatch.setattr("aioshm.events.publish.core._BUSY_S", 60.0)
         with ThreadedEventPublisher(0, ANY, bind=True) as publisher:
             published = 0
             for count in (1, 5, 63, 64, 65, 200):
@@ -55,14 +55,14 @@ class TestThreaded:
     def test_what_cannot_be_bound_raises_and_leaves_no_thread(self) -> None:
         with pytest.raises(ValueError, match="max_queue_size"):
             ThreadedEventPublisher(0, ANY, max_queue_size=0)
-        assert not [t for t in threading.enumerate() if t.name.startswith("aioshm-events")]
+        assert not [t for t in threading.enumerate() if t.name.startswith("aioshm")]
 
     def test_a_forgotten_one_warns_and_ends_its_thread(self) -> None:
         publisher = ThreadedEventPublisher(0, ANY, bind=True)
         with pytest.warns(ResourceWarning, match="was not closed: use `with`"):
             del publisher
         deadline = time.monotonic() + PATIENCE_S
-        while [t for t in threading.enumerate() if t.name.startswith("aioshm-events")]:
+        while [t for t in threading.enumerate() if t.name.startswith("aioshm")]:
             assert time.monotonic() < deadline
             time.sleep(0.005)
 
@@ -75,7 +75,7 @@ class TestThreaded:
             if child == 0:
                 code = 1
                 try:
-                    with publisher, pytest.raises(RoleError, match="lives in process"):
+                    with publisher, pytest.raises(RoleError, match="belongs to process"):
                         publisher.publish(batch(1))
                     publisher.shutdown()
                     code = 0
