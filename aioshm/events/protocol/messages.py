@@ -1,8 +1,7 @@
 """What is published: batches of KV-cache events, as vLLM writes them.
 
-The classes keep vLLM's names, order and defaults, because the order *is* the wire format of the array
-encoding. They are plain data: how they become bytes is in ``encoding.py``, how bytes become them in
-``decoding.py``.
+The classes keep vLLM's names, order and defaults, because the order *is* the wire format of the array encoding.
+msgspec encodes them as the maps of vLLM 0.24 and newer.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """The base of every KV-cache event; hashable, tagged with the name of its class."""
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """The base of every KV-cache event; hashable, and a map on the wire, tagged with the name of its class."""
 
     def __hash__(self) -> int:
         return hash((type(self).__name__, *map(hashable, astuple(self))))
@@ -73,7 +72,8 @@ class BlockStored(KVCacheEvent):
     block_size: int
     lora_id: int | None
     medium: str | None
-    lora_name: str | None = None
+    # Never left out, as a default that is no factory is: the consumers that read maps require the key.
+    lora_name: str | None = msgspec.field(default_factory=type(None))
     extra_keys: list[tuple[Any, ...] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
