@@ -16,16 +16,6 @@ def new_context(
 
     What its sockets need as well is asked for before: where libzmq lacks something later, it ends the process, or tries
     again for ever without a word.
-
-    Args:
-        what: Needs it, for people.
-        io_threads: So many threads do its I/O; there is always one more.
-        sockets: How many it is going to have; a monitor takes two.
-        connections: How many ports and connections, with those of the peers that are expected.
-        threads: How many threads of Python's are going to be started for it.
-
-    Raises:
-        OutOfDescriptors, OutOfThreads: It cannot have what it needs.
     """
     check_threads(what, io_threads + 1 + threads)
     check_descriptors(what, SIGNAL_DESCRIPTORS * (io_threads + 2 + sockets) + io_threads + 1 + connections)

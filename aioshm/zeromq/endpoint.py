@@ -63,26 +63,10 @@ def open_socket(
     bind: bool,
     hwm: int,
     curve: CurveKeys | None,
-    silence_s: float | None = None,
-    heartbeats: bool = False,
+    silence_s: float | None = None,  # after which a TCP connection to a silent host is given up; None: the default
+    heartbeats: bool = False,  # whether peers that do not answer them are given up
 ) -> zmq.Socket[bytes]:
-    """Make a socket for ``endpoint`` that is not bound or connected yet and forgets all when closed.
-
-    Args:
-        context: The context.
-        kind: The type of socket, such as ``zmq.SUB``.
-        endpoint: The endpoint.
-        bind: Whether the socket is going to bind it, or to connect to it.
-        hwm: The high-water mark, for sending and for receiving.
-        curve: The keys; None: the connection is not encrypted.
-        silence_s: Seconds after which a TCP connection to a silent host is given up; None: the default.
-        heartbeats: Whether ZeroMQ sends heartbeats, and gives peers up that do not answer them.
-
-    Raises:
-        TypeError, ValueError: ``endpoint`` is no text that can be one, or ``curve`` has no keys; the text names it.
-        EndpointError: The socket cannot be had.
-        OutOfDescriptors: There is none left.
-    """
+    """Make a socket for ``endpoint`` that is not bound or connected yet and forgets all when closed."""
     check_endpoint(endpoint)
     if not (curve is None or isinstance(curve, CurveKeys)):
         raise TypeError(f"curve must be CurveKeys or None, not {shown(curve)}")
@@ -103,11 +87,7 @@ def open_socket(
 
 
 def check_endpoint(endpoint: object) -> str:
-    """Return an endpoint that is text at all; whether it makes sense is for ZeroMQ to say.
-
-    Raises:
-        TypeError, ValueError: It is none.
-    """
+    """Return an endpoint that is text at all; whether it makes sense is for ZeroMQ to say."""
     if not isinstance(endpoint, str):
         raise TypeError(f"an endpoint must be a str such as tcp://HOST:PORT or ipc://PATH, not {shown(endpoint)}")
     try:
@@ -189,12 +169,7 @@ def _set_key(socket: zmq.Socket[bytes], option: int, name: str, key: bytes) -> N
 
 
 def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
-    """Bind or connect, and return the endpoint that it really is.
-
-    Raises:
-        EndpointError: The address is taken, forbidden or malformed; the text names it, and says what to do.
-        OutOfDescriptors: There is none left.
-    """
+    """Bind or connect, and return the endpoint that it really is."""
     verb = "bind" if bind else "connect to"
     try:
         with naming_limits(f"a socket that is to {verb} {endpoint}"):
@@ -209,11 +184,7 @@ def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
 
 
 class BoundFile:
-    """The file of an ``ipc://`` endpoint that was bound, if it has one: ZeroMQ does not remove it.
-
-    Args:
-        endpoint: As it was bound.
-    """
+    """The file of an ``ipc://`` endpoint that was bound, if it has one: ZeroMQ does not remove it."""
 
     def __init__(self, endpoint: str) -> None:
         self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else "@"

@@ -40,20 +40,13 @@ class HandshakeFailure(NamedTuple):
 
 
 class Monitor:
-    """Reads what a socket reports of its connections; read it before trusting what the socket received.
-
-    Attributes:
-        connections: Connections as of the last `read`.
-        handshakes: Connections that finished their handshake so far.
-        reconnects: Connections that came back.
-        handshake_failures: Connections whose handshake failed.
-    """
+    """Reads what a socket reports of its connections; read it before trusting what the socket received."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, also: int = 0) -> None:
-        self.connections: int = 0
-        self.handshakes: int = 0
-        self.reconnects: int = 0
-        self.handshake_failures: int = 0
+        self.connections: int = 0  # connections as of the last `read`
+        self.handshakes: int = 0  # connections that finished their handshake so far
+        self.reconnects: int = 0  # connections that came back
+        self.handshake_failures: int = 0  # connections whose handshake failed
         self._gone: set[int] = set()
         self._monitored = socket
         with naming_limits("the monitor of a ZeroMQ socket"):

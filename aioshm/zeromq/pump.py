@@ -25,18 +25,10 @@ _NOTHING = memoryview(b"")
 _EVENTS, _POLLIN, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 
 
-def drain(socket: Socket, receive: Callable[[], T | None], handle: Callable[[T], object], burst: int = BURST) -> bool:
-    """Read messages until nothing is left, or a burst is over; for a task that waits with ``zmq.asyncio``, too.
+def drain(socket: Socket, receive: Callable[[], T], handle: Callable[[T], object], burst: int = BURST) -> bool:
+    """Read messages until nothing is left, or a burst is over; return whether there may be more.
 
-    Args:
-        socket: The socket.
-        receive: Returns the next message, without waiting; raises `zmq.ZMQError` where there is none, or the socket is
-            closed; returns None where this turn of the loop is over, maybe in the middle of a message.
-        handle: Gets each message.
-        burst: How many messages a turn of the loop may take.
-
-    Returns:
-        Whether there may be more: come back, after the other callbacks of the loop.
+    ``receive`` does not wait, and raises `zmq.ZMQError` where there is no message.
     """
     for count in range(burst):
         try:
@@ -46,8 +38,6 @@ def drain(socket: Socket, receive: Callable[[], T | None], handle: Callable[[T],
             message = receive()
         except zmq.ZMQError:
             return False
-        if message is None:
-            return True
         handle(message)
     return True
 
@@ -68,16 +58,9 @@ def receive_frames(socket: Socket, kept: int) -> list[zmq.Frame]:
 
 
 class Pump:
-    """Calls back on the loop whenever a ZeroMQ socket may have something to do, and again as long as it has.
+    """Calls ``work`` on the loop whenever a ZeroMQ socket may have something to do, again while that returns True.
 
-    Args:
-        loop: Calls back.
-        socket: The socket.
-        work: Called; does what there is to do for one turn of the loop, and returns whether there may be more.
-        descriptor: A duplicate of the socket's, for one whose own is watched by another part of the program.
-
-    Attributes:
-        work: See above; may be called where no loop runs, too.
+    ``descriptor`` is a duplicate of the socket's, for a socket that another part of the program watches.
     """
 
     def __init__(
@@ -102,7 +85,7 @@ class Pump:
         loop: asyncio.AbstractEventLoop,
         socket: Socket,
         handle: Callable[[T], object],
-        receive: Callable[[], T | None],
+        receive: Callable[[], T],
         *,
         descriptor: int | None = None,
     ) -> Pump:

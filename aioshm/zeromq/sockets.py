@@ -40,24 +40,12 @@ class Sockets:
 
     They are held on to until then. If an end were forgotten and its context came under the garbage collector before
     its sockets, that would wait for them for ever; and so would a context that Python leaves behind when it ends.
-
-    Args:
-        what: Needs them, for people.
-        count: How many sockets there are going to be; a monitor takes two.
-        connections: How many ports and connections, with those of the peers that are expected.
-        threads: How many threads of Python's are going to be started for them.
-
-    Attributes:
-        context: The context.
-        closed: Whether `close` was called, or this is a forked child's copy, which nobody may touch.
-
-    Raises:
-        OutOfDescriptors, OutOfThreads: They cannot be had.
     """
 
     def __init__(
         self, what: str = "a process with ZeroMQ sockets", count: int = 8, connections: int = 4, threads: int = 0
     ) -> None:
+        # Whether `close` was called, or this is a forked child's copy, which nobody may touch.
         self.closed: bool = False
         self.context: zmq.Context[Socket] = new_context(what, sockets=count, connections=connections, threads=threads)
         self._sockets: list[Socket] = []
@@ -129,17 +117,7 @@ def can_share_memory() -> bool:
 def send_frames(
     socket: Socket, head: bytes, body: bytes | memoryview | None, share: Callable[[], bool] = can_share_memory
 ) -> zmq.MessageTracker | None:
-    """Send a message of one frame or two, without waiting.
-
-    Args:
-        socket: Sends it.
-        head: The first frame.
-        body: The second one, if there is one.
-        share: Says whether to send that without a copy.
-
-    Returns:
-        What tells when the body's memory is not used any more; None where it is not used already.
-    """
+    """Send a message without waiting; return what tells when the body's memory is free, None where it is already."""
     if body is None:
         socket.send(head, zmq.NOBLOCK)
         return None

@@ -71,7 +71,7 @@ class Coordination(Closing):
         self.over: asyncio.Future[None] = self._loop.create_future()
         self._waves = waves
         self._limiter = LogLimiter(COMPLAINT_S)
-        self._sources: list[tuple[Socket, Callable[[], _Message | None], Callable[[_Message], None]]] = []
+        self._sources: list[tuple[Socket, Callable[[], _Message], Callable[[_Message], None]]] = []
         self._moved = False  # something came, or was sent, in this turn of the loop
         self._reminding = self._loop.call_later(REMINDER_S, self._remind)
         self._publishing: asyncio.TimerHandle | None = None
@@ -135,7 +135,7 @@ class Coordination(Closing):
             return False
         self._moved = False
         try:
-            more = [drain(*source) for source in self._sources]
+            more = [drain(socket, receive, take) for socket, receive, take in self._sources]
             if self._waves.ready:
                 self._publish()
         except Exception as error:  # engines would wait in vain: better to end, which is noticed

@@ -106,16 +106,7 @@ class _TooManyValuesError(Exception):
 
 
 class Decoding:
-    """One payload that is decoded event by event, a slice of time after the other.
-
-    Attributes:
-        maps: Whether the first event is a map; None if there is no event.
-        unknown: The first event so far that is not understood.
-        unknown_events: How many are not.
-
-    Raises:
-        CodecError: The payload is not a batch, or has too many events.
-    """
+    """One payload that is decoded event by event, a slice of time after the other."""
 
     def __init__(self, payload: bytes, max_events: int, max_values: int) -> None:
         try:
@@ -127,9 +118,9 @@ class Decoding:
             raise CodecError("not an event batch: no array of events")
         if count > max_events:
             raise CodecError(f"a batch of {count} events, at most {max_events} are taken: max_payload_bytes")
-        self.maps: bool | None = None
-        self.unknown: UnknownEvent | None = None
-        self.unknown_events: int = 0
+        self.maps: bool | None = None  # whether the first event is a map; None if there is no event
+        self.unknown: UnknownEvent | None = None  # the first event so far that is not understood
+        self.unknown_events: int = 0  # how many are not
         self._values_left = max_values
         self._raws = _raw_events.decode(self._batch.events)
         self._events: list[KVEvent] = []
@@ -201,12 +192,7 @@ class Decoding:
 
 
 class BatchDecoder:
-    """Turns payloads into batches.
-
-    Args:
-        max_bytes: The largest payload. A batch may have as many events as fit, and one value for each 16 of these
-            bytes in events of unknown types and in fields that may hold anything.
-    """
+    """Turns payloads into batches."""
 
     def __init__(self, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -222,9 +208,7 @@ class BatchDecoder:
     def begin(self, payload: bytes) -> KVEventBatch | Decoding:
         """Return the batch in ``payload``, or the work that is left where that may take long.
 
-        Raises:
-            CodecError: The payload is not a batch, or is too large. A single bad event raises nothing: it arrives as
-                an ``UnknownEvent`` with the reason.
+        A payload that is no batch raises CodecError; a single bad event becomes an ``UnknownEvent`` with the reason.
         """
         if len(payload) > self._max_bytes:
             raise CodecError(

@@ -74,12 +74,7 @@ def _native_encoder(encoding: Encoding) -> EventEncoder | None:
 
 
 class BatchEncoder:
-    """Turns batches into payloads; not for several threads at once.
-
-    Args:
-        encoding: ``"array"`` or ``"map"``.
-        native: Use the native encoder, where there is one; the bytes are the same.
-    """
+    """Turns batches into payloads; not for several threads at once."""
 
     def __init__(self, encoding: Encoding = "map", *, native: bool = True) -> None:
         if encoding not in ENCODINGS:
@@ -89,11 +84,7 @@ class BatchEncoder:
         self._arrays = encoding == "array"
 
     def encode(self, batch: EventBatch, rank: int | None) -> bytes:
-        """Return the payload of ``batch``; ``rank`` stands in where the batch names none.
-
-        Raises:
-            CodecError: An event holds something that msgpack cannot express, such as a number above 64 bits.
-        """
+        """Return the payload of ``batch``, or raise CodecError; ``rank`` stands in where the batch names none."""
         own = batch.data_parallel_rank
         if own is not None:
             rank = own

@@ -26,15 +26,11 @@ def fingerprint(payload: bytes) -> int:
 
 
 class Numbering:
-    """Where a consumer stands in one publisher's numbers.
-
-    Attributes:
-        expected: The number that comes next.
-        last: The number delivered last, and its fingerprint; None before the first.
-    """
+    """Where a consumer stands in one publisher's numbers."""
 
     def __init__(self, expected: int) -> None:
-        self.expected: int = expected
+        self.expected: int = expected  # the number that comes next
+        # The number delivered last, and its fingerprint; None before the first.
         self.last: tuple[int, int] | None = None
         # Of the numbers just before ``expected``, without a hole: 128 KiB for each publisher, as a deque of int 700.
         self._fingerprints: array[int] = array("Q")

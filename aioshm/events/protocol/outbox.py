@@ -23,32 +23,23 @@ _NEVER = sys.maxsize
 
 
 class Outbox:
-    """A bounded queue between publishers, in any thread, and the one who sends.
-
-    Attributes:
-        dropped: Batches that found no room.
-        first_dropped: The number of the first of them, or None.
-        published: Numbers given out.
-        last_sent: The number that went out last, or -1; for the sender to set.
-        waiting: Batches and their numbers, in order; only the sender takes any away.
-        closed: Whether it takes no more batches.
-        blocked: Threads that wait for room.
-    """
+    """A bounded queue between publishers, in any thread, and the one who sends."""
 
     def __init__(self, max_size: int, overflow: Overflow = "drop") -> None:
         if max_size < 1:
             raise ValueError(f"max_queue_size must be at least 1, not {max_size}")
         if overflow not in OVERFLOWS:
             raise ValueError(f"overflow must be one of {OVERFLOWS}, not {overflow!r}")
-        self.dropped: int = 0
-        self.first_dropped: int | None = None
-        self.published: int = 0
-        self.last_sent: int = -1
+        self.dropped: int = 0  # batches that found no room
+        self.first_dropped: int | None = None  # the number of the first of them, or None
+        self.published: int = 0  # numbers given out
+        self.last_sent: int = -1  # the number that went out last, or -1; for the sender to set
         self._max_size = max_size
         self._overflow = overflow
-        self.closed: bool = False
+        self.closed: bool = False  # whether it takes no more batches
+        # Batches and their numbers, in order; only the sender takes any away.
         self.waiting: deque[tuple[int, EventBatch]] = deque()
-        self.blocked: int = 0
+        self.blocked: int = 0  # threads that wait for room
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._wake_at = 1
@@ -66,12 +57,7 @@ class Outbox:
             return max(0, min(len(self.waiting), seq - self.waiting[0][0]))
 
     def put(self, batch: EventBatch) -> bool:
-        """Give ``batch`` the next number and keep it if there is room; True if the sender must be woken.
-
-        Raises:
-            PublisherClosed: The outbox was closed.
-            QueueFull: No room, and ``overflow`` is not ``"drop"``; no number was given.
-        """
+        """Give ``batch`` the next number and keep it if there is room; True if the sender must be woken."""
         with self._lock:
             if self.closed:
                 raise PublisherClosed("this event publisher is closed")

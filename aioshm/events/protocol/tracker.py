@@ -80,26 +80,16 @@ class _Job:
 
 
 class SourceTracker:
-    """The numbers of all publishers behind one endpoint.
-
-    Attributes:
-        out: Deliveries for the consumer; the caller takes them from the left.
-        duplicates: Batches that came again.
-        gaps: Times that numbers were missing.
-        lost: Numbers that were given up.
-        restarts: Times that a publisher began again, or may have.
-        unconfirmed: Live batches that the publisher's own replay does not know.
-        gone: Publishers that were reported as gone.
-    """
+    """The numbers of all publishers behind one endpoint."""
 
     def __init__(self, endpoint: str, start: Start, *, can_replay: bool, gone_after_s: float | None = None) -> None:
-        self.out: deque[Delivery] = deque()
-        self.duplicates: int = 0
-        self.gaps: int = 0
-        self.lost: int = 0
-        self.restarts: int = 0
-        self.unconfirmed: int = 0
-        self.gone: int = 0
+        self.out: deque[Delivery] = deque()  # deliveries for the consumer; the caller takes them from the left
+        self.duplicates: int = 0  # batches that came again
+        self.gaps: int = 0  # times that numbers were missing
+        self.lost: int = 0  # numbers that were given up
+        self.restarts: int = 0  # times that a publisher began again, or may have
+        self.unconfirmed: int = 0  # live batches that the publisher's own replay does not know
+        self.gone: int = 0  # publishers that were reported as gone
         self._endpoint = endpoint
         self._start = start
         self._can_replay = can_replay
@@ -124,16 +114,7 @@ class SourceTracker:
         return numbers.last[0]
 
     def live(self, message: Message, connection: object = 0, arrival: int = 0) -> None:
-        """Take a live message; read no more of them while ``asking`` is not None.
-
-        Args:
-            message: The batch.
-            connection: Identifies the connection that the message came over.
-            arrival: How many live messages came before it; see `asked`.
-
-        Raises:
-            CodecError: It is of one publisher too many.
-        """
+        """Take a live message, before which ``arrival`` others came; read no more while ``asking`` is not None."""
         stream = self._stream(message)
         stream.absent = False
         if self._missing:
@@ -211,11 +192,7 @@ class SourceTracker:
         self._jobs[0].asked_at = arrivals
 
     def replayed(self, message: Message) -> bool:
-        """Take one reply to the request at hand; False if the rest of the answer is not wanted.
-
-        Raises:
-            CodecError: It is of one publisher too many.
-        """
+        """Take one reply to the request at hand; False if the rest of the answer is not wanted."""
         job = self._jobs[0]
         stream = self._stream(message, job.stream)
         if stream.absent and stream is not job.stream:  # it is back: its own answer shows as which process

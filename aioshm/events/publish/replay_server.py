@@ -60,14 +60,7 @@ class _Client:
 
 
 class ReplayServer:
-    """Serves one ROUTER socket on one loop.
-
-    Attributes:
-        requests: Well-formed requests.
-        replayed: Batches sent in answers.
-        malformed: Requests that were none.
-        abandoned: Clients that left or stalled before they had everything.
-    """
+    """Serves one ROUTER socket on one loop."""
 
     def __init__(
         self,
@@ -77,10 +70,10 @@ class ReplayServer:
         form: wire.ReplayFormat,
         where: str,
     ) -> None:
-        self.requests: int = 0
-        self.replayed: int = 0
-        self.malformed: int = 0
-        self.abandoned: int = 0
+        self.requests: int = 0  # well-formed requests
+        self.replayed: int = 0  # batches sent in answers
+        self.malformed: int = 0  # requests that were none
+        self.abandoned: int = 0  # clients that left or stalled before they had everything
         self._socket = socket
         self._buffer = buffer
         self._topic = topic

@@ -41,14 +41,7 @@ _LIVE_THREAD, _REPLAY_THREAD = 1, 2
 
 
 class PublisherEnds:
-    """A PUB socket, or an XPUB where strangers may subscribe, and a ROUTER if replay is asked for.
-
-    Attributes:
-        pub: Where batches go out.
-        replay: Where replay requests come in, or None.
-        endpoint: What ``pub`` is really bound or connected to.
-        replay_endpoint: What ``replay`` is really bound to, or None.
-    """
+    """A PUB socket, or an XPUB where strangers may subscribe, and a ROUTER if replay is asked for."""
 
     def __init__(
         self,
@@ -64,8 +57,8 @@ class PublisherEnds:
         if replay_endpoint is not None:
             replay_endpoint = for_rank(check_endpoint(replay_endpoint, "replay_endpoint"), rank)
         binds = publisher_binds(endpoint) if bind is None else bind
-        self.replay: zmq.Socket[bytes] | None = None
-        self.replay_endpoint: str | None = None
+        self.replay: zmq.Socket[bytes] | None = None  # where replay requests come in, or None
+        self.replay_endpoint: str | None = None  # what ``replay`` is really bound to, or None
         count = 1 + bool(replay_endpoint)
         self._context, self._owns_context = context_for(
             endpoint,
@@ -123,11 +116,7 @@ class PublisherEnds:
         return self._subscriptions.read()
 
     def close(self, linger: float) -> threading.Thread | None:
-        """Close the sockets; what ZeroMQ still holds may go out for ``linger`` seconds.
-
-        Returns:
-            The thread that waits for that, where a loop is running and there is something to wait for.
-        """
+        """Close the sockets; return the thread, if any, that lets go out what ZeroMQ holds, for ``linger`` seconds."""
         for pump in self._pumps:
             pump.pause()
         self._read_monitors()

@@ -29,21 +29,14 @@ class Backlog:
 
     A full backlog shrinks to half of its bound: few large gaps in the publishers' numbers cost less than many small
     ones. The newest message stays, so that its number shows the gap. All markers stay, in their order.
-
-    Attributes:
-        received: Messages that were put in.
-        taken: How many of them came before the one that was taken last.
-        dropped: How many of them were dropped.
-        size: Bytes of memory that all messages take.
-        is_shrinking: Whether it was full, and has not shrunk to half yet.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.received: int = 0
-        self.taken: int = 0
-        self.dropped: int = 0
-        self.size: int = 0
-        self.is_shrinking: bool = False
+        self.received: int = 0  # messages that were put in
+        self.taken: int = 0  # how many of them came before the one that was taken last
+        self.dropped: int = 0  # how many of them were dropped
+        self.size: int = 0  # bytes of memory that all messages take
+        self.is_shrinking: bool = False  # whether it was full, and has not shrunk to half yet
         self._max_bytes = max_bytes
         self._passed = 0  # taken or dropped
         self._entries: deque[Entry] = deque()
@@ -115,13 +108,7 @@ class Backlog:
                 continue
 
     def dropped_between(self, topic: bytes | None, first: int, last: int) -> tuple[int, int] | None:
-        """Return the first and the last of a topic's numbers from ``first`` to ``last`` that were dropped, if any.
-
-        Args:
-            topic: The topic; None for any.
-            first: The lowest number.
-            last: The highest number.
-        """
+        """Return the first and the last of a topic's numbers from ``first`` to ``last`` that were dropped, if any."""
         found = [
             (max(first, low), min(last, high))
             for (_, of_topic), ranges in self._ranges.items()

@@ -24,21 +24,7 @@ _REPLY_HWM = 64
 
 
 class ReplayPort:
-    """A publisher's replay port, as one subscriber asks there.
-
-    Args:
-        loop: Calls back.
-        context: Has the socket.
-        endpoint: Where to ask; None: nowhere, and nothing is.
-        curve: What lets this subscriber in.
-        timeout: After how many seconds an answer is overdue.
-        work: Called when there may be an answer.
-
-    Attributes:
-        endpoint: See above.
-        asked_at: When it was asked last, or has sent something, by the loop's clock.
-        failures: Requests that got no answer in time.
-    """
+    """A publisher's replay port, as one subscriber asks there."""
 
     def __init__(
         self,
@@ -60,8 +46,8 @@ class ReplayPort:
         self._silent = False
         self._lacking: OutOfDescriptors | None = None
         self.endpoint = endpoint
-        self.asked_at: float = 0.0
-        self.failures: int = 0
+        self.asked_at: float = 0.0  # when it was asked last, or has sent something, by the loop's clock
+        self.failures: int = 0  # requests that got no answer in time
 
     @property
     def overdue_at(self) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -17,11 +16,12 @@ import zmq
 from aioshm.errors import CodecError
 from aioshm.events.protocol import wire
 from aioshm.events.protocol.decoding import BatchDecoder, Decoding
-from aioshm.events.protocol.deliveries import Delivery, Lost, Received
+from aioshm.events.protocol.deliveries import Lost, Received
 from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.tracker import Message, SourceTracker, Start
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.subscribe.backlog import Backlog
+from aioshm.events.subscribe.inbox import Inbox
 from aioshm.events.subscribe.live_port import LivePort
 from aioshm.events.subscribe.replay_port import ReplayPort
 from aioshm.logs import LogLimiter
@@ -59,19 +59,7 @@ class SourceOptions:
 
 
 class EventSource:
-    """Reads one endpoint on one loop and hands deliveries to ``deliver``.
-
-    Args:
-        loop: Calls back.
-        context: Has the sockets.
-        endpoint: Where live batches come from.
-        replay_endpoint: Where missed batches can be asked for; None for no replay.
-        options: What all sources have in common.
-        bind: Whether to bind the endpoint instead of connecting to it.
-        max_payload_bytes: The largest payload that is taken.
-        deliver: Called with each delivery; returns False to be left alone until ``resume``.
-        fail: Called with what went wrong in here, should anything.
-    """
+    """Reads one endpoint on one loop, and puts deliveries into the subscriber's inbox."""
 
     def __init__(
         self,
@@ -83,8 +71,7 @@ class EventSource:
         *,
         bind: bool,
         max_payload_bytes: int,
-        deliver: Callable[[Delivery], bool],
-        fail: Callable[[BaseException], None],
+        inbox: Inbox,
     ) -> None:
         self._loop = loop
         self._context = context
@@ -92,8 +79,7 @@ class EventSource:
         self._replay_timeout = options.replay_timeout
         self._check_interval = options.check_interval if replay_endpoint is not None else None
         self._gone_after_s = options.gone_after_s
-        self._deliver = deliver
-        self._fail = fail
+        self._inbox = inbox
         self._decoder = BatchDecoder(max_bytes=max_payload_bytes)
         self._unfinished: tuple[_Where, wire.LiveFrames | wire.ReplayFrames, Decoding] | None = None
         self._limiter = LogLimiter(10.0)
@@ -157,7 +143,7 @@ class EventSource:
         )
 
     def resume(self) -> None:
-        """Go on after ``deliver`` returned False."""
+        """Go on after the inbox was full."""
         if self._paused:
             self._paused = False
             self._replay.resume()
@@ -220,7 +206,7 @@ class EventSource:
     def _break(self, error: Exception) -> None:
         """Close, and raise an error of a callback at the consumer, who would wait for ever."""
         self.close()
-        self._fail(error)
+        self._inbox.fail(error)
 
     def _run_again(self) -> None:
         self._again = False
@@ -253,7 +239,7 @@ class EventSource:
                 self._replayed += delivery.replayed
             elif isinstance(delivery, Lost):
                 delivery = self._explained(delivery)
-            if not self._deliver(delivery):
+            if not self._inbox.put(delivery):
                 self._pause()
                 return True
         return False

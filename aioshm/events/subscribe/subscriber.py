@@ -295,8 +295,7 @@ class EventSubscriber(AsyncClosing):
             self._options,
             bind=binds,
             max_payload_bytes=self._max_payload_bytes or (OPEN_MAX_PAYLOAD_BYTES if open_to_all else MAX_PAYLOAD_BYTES),
-            deliver=self._inbox.put,
-            fail=self._inbox.fail,
+            inbox=self._inbox,
         )
 
     def _close_sources(self) -> None:
