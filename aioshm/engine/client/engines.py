@@ -167,7 +167,7 @@ class Engines:
     def _fail_all_at(self, position: int, error: EngineDead) -> None:
         for request_id in self.pending.by_engine().get(position, []):
             self.pending.finish(request_id, lambda: again(error))
-        self.pending.fail_calls(position, lambda: again(error))
+        self.pending.fail_calls(lambda: again(error), position)
 
     # More engines, or fewer
 

@@ -197,7 +197,7 @@ class EngineLink:
             self.liveness.lost(rank)
             raise EngineDead(f"engine {rank} cannot be reached: {error}", engine=rank) from None
         if not self._complete:
-            self.sockets.look_for_registrations()
+            self.sockets.registrations.run_soon()  # sending may have swallowed the sign of one
 
     def abort(self, position: int, request_ids: list[str]) -> None:
         """Abort requests that were not waited for to the end, if their engine is still there."""
@@ -309,7 +309,7 @@ class EngineLink:
         """Take the death of an engine, or of all where its error names none."""
         if self._closed or self.dead is not None:
             return
-        self.sockets.read_outputs()  # its last words
+        self.sockets.outputs.run()  # its last words
         if self.goes_on and error.engine in self.engines.ranks:
             self._expect_more()
             failed, moved = self.engines.go_on_without(error.engine, error, self.send)
@@ -321,7 +321,9 @@ class EngineLink:
             return
         self.engines.died += 1
         # Waiting calls are told; where there are none, it is but an engine that was stopped.
-        logger.debug("%s; %d requests and %d calls were pending", error, len(self.pending.inboxes), self.pending.calls)
+        logger.debug(
+            "%s; %d requests and %d calls were pending", error, len(self.pending.inboxes), len(self.pending.calls)
+        )
         self.give_up(error)
 
     def give_up(self, error: EngineDead) -> None:
@@ -338,7 +340,7 @@ class EngineLink:
     def _expect_more(self) -> None:
         self._complete = False
         self.settled.clear()
-        self.sockets.look_for_registrations()
+        self.sockets.registrations.run_soon()
 
     def _tell_change(self, rank: int, error: EngineDead | None) -> None:
         if self._chosen.on_engine_change is not None:
@@ -354,7 +356,7 @@ class EngineLink:
 
     def void_keys(self, rank: int, incarnation: int) -> None:
         """Refuse the keys of the incarnations of an engine that were before this one."""
-        self.sockets.read_outputs()  # its last words
+        self.sockets.outputs.run()  # its last words
         self._protection.void(rank, incarnation)
 
     def remove_last(self) -> None:

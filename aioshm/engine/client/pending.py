@@ -49,17 +49,12 @@ class Pending:
         self._decoder = decoder
         self._balance = balance
         self._ranks = ranks
-        self._calls: dict[int, PendingCall] = {}
+        self.calls: dict[int, PendingCall] = {}  # that wait for their answers, by id
         # Answers to the calls of a client that was here before this one shall not be taken for this one's.
         self._call_ids = count(secrets.randbits(48))
         self._generations = count(1 + secrets.randbits(48))
         self._sends_generations: dict[int, bool] = {}  # by rank, once it is known
         self._aborted: dict[tuple[int, str], float] = {}  # when, at engines that may not send generations
-
-    @property
-    def calls(self) -> int:
-        """How many calls wait for their answers."""
-        return len(self._calls)
 
     def registered(self, rank: int, fields: dict[str, Any]) -> None:
         """Note an engine's registration: vLLM's engines name their release, and send no generations."""
@@ -147,13 +142,13 @@ class Pending:
     def call(self, method: str, position: int) -> PendingCall:
         """Wait for an engine's answer to a call."""
         call = PendingCall(next(self._call_ids), method, position, asyncio.get_running_loop().create_future())
-        self._calls[call.call_id] = call
+        self.calls[call.call_id] = call
         return call
 
     def forget(self, calls: Iterable[PendingCall]) -> None:
         """Wait for these answers no more."""
         for call in calls:
-            self._calls.pop(call.call_id, None)
+            self.calls.pop(call.call_id, None)
             if call.answer.done() and not call.answer.cancelled():
                 call.answer.exception()  # if nobody looks at it, it shall not be reported
 
@@ -161,20 +156,17 @@ class Pending:
         """Let everything end."""
         for request_id in list(self.inboxes):
             self.finish(request_id, error)
-        self._fail_calls(self._calls.values(), error)
+        self.fail_calls(error)
 
-    def fail_calls(self, position: int, error: Callable[[], Exception]) -> None:
-        """Let the calls of one engine end."""
-        self._fail_calls([call for call in self._calls.values() if call.position == position], error)
+    def fail_calls(self, error: Callable[[], Exception], position: int | None = None) -> None:
+        """Let the calls of one engine end, or all."""
+        for call in self.calls.values():
+            if position in (None, call.position) and not call.answer.done():
+                call.answer.set_exception(error())
 
     def calls_of(self, position: int) -> list[asyncio.Future[Any]]:
         """Return what waits for answers of an engine."""
-        return [call.answer for call in self._calls.values() if call.position == position]
-
-    def _fail_calls(self, calls: Iterable[PendingCall], error: Callable[[], Exception]) -> None:
-        for call in calls:
-            if not call.answer.done():
-                call.answer.set_exception(error())
+        return [call.answer for call in self.calls.values() if call.position == position]
 
     def take(self, frames: list[Frame], sender: int | None = None) -> Iterable[tuple[int, str]]:
         """Take what an engine has sent."""
@@ -273,7 +265,7 @@ class Pending:
         return unwanted
 
     def _answer(self, engine: int, answer: UtilityOutput) -> None:
-        call = self._calls.get(answer.call_id)
+        call = self.calls.get(answer.call_id)
         if call is None or call.answer.done():
             self.late_outputs += 1
             return

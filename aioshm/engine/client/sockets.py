@@ -23,7 +23,7 @@ from aioshm.errors import CodecError
 from aioshm.process.background import give_back
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
-from aioshm.zeromq.pump import whole
+from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import Socket
 
 if TYPE_CHECKING:
@@ -81,8 +81,10 @@ class ClientSockets:
             hwm = _OF_STRANGERS if self._open_to_all else _UNBOUNDED
             self._pull = self._ports.open(zmq.PULL, output_address, hwm=hwm, max_bytes=max_bytes)
             self.output_address: str = self._ports.bind(self._pull, output_address)
-            self._registrations = self._ports.read(self._router, self._registered, partial(with_sender, self._router))
-            self._outputs = self._ports.read(self._pull, self._output, self._receive)
+            self.registrations: Pump = self._ports.read(
+                self._router, self._registered, partial(with_sender, self._router)
+            )
+            self.outputs: Pump = self._ports.read(self._pull, self._output, self._receive)
         except BaseException:
             self._ports.close()
             raise
@@ -105,14 +107,6 @@ class ClientSockets:
         if self._coordinator is not None:
             self._coordinator.send(payload, zmq.NOBLOCK)
             self._counts.run_soon()  # sending may swallow the sign that there is something to read
-
-    def look_for_registrations(self) -> None:
-        """Look soon whether an engine has registered: sending may have swallowed the sign of it."""
-        self._registrations.run_soon()
-
-    def read_outputs(self) -> None:
-        """Read what engines have sent, some of it at a time."""
-        self._outputs.run()
 
     async def aclose(self) -> None:
         """Close them once what was sent has left. Idempotent."""

@@ -5,7 +5,7 @@ The names and the fields are those of vLLM: what goes over the wire is these dat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Generic, NoReturn, TypeVar, overload
@@ -123,12 +123,6 @@ class ConstantList(Sequence[T_co], Generic[T_co]):
 
     def __len__(self) -> int:
         return len(self._items)
-
-    def __iter__(self) -> Iterator[T_co]:
-        return iter(self._items)
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._items
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ConstantList):

@@ -231,7 +231,7 @@ class EngineStartupCoordinator(AsyncClosing):
             raise RoleError("a startup of engines stays open once all of them were ready, and before it is closed")
         self._on_ready = on_ready
         self.handshake.allow_restarts()
-        self._router.resume()
+        self._router.pump.resume()
         return self
 
     def expect(self, index: int) -> None:
@@ -243,7 +243,7 @@ class EngineStartupCoordinator(AsyncClosing):
     def void_keys(self, index: int, incarnation: int) -> None:
         """Refuse the keys of the incarnations of an engine that were before this one."""
         if self._router is not None:
-            self._router.void_keys(index, incarnation)
+            self._router.protection.void(index, incarnation)
 
     async def aclose(self) -> None:
         """Close the socket, and stop the engines unless all of them were ready.
@@ -355,7 +355,7 @@ class EngineStartupCoordinator(AsyncClosing):
 
     def _process_exited(self) -> None:
         assert self._router is not None
-        self._router.look()  # what it said before it died may be the reason
+        self._router.pump.run()  # what it said before it died may be the reason
         self._fail()
 
     def _fail(self, cause: str = "", refusal: HandshakeError | None = None) -> None:

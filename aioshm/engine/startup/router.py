@@ -11,6 +11,7 @@ from aioshm.engine.protocol.addresses import identity
 from aioshm.engine.security.binding import Protection, over_tcp, warn_of_strangers
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.security.ports import MAX_STRANGE_BYTES, Ports, sender_of, user_of, with_sender
+from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket
 
 MAX_FRAME_BYTES = 16 << 20
@@ -39,8 +40,8 @@ class HandshakeRouter:
         self._descriptor: int | None = None
         self._names: dict[bytes, bytes] = {}  # of engines that are recognised by their keys, by identity
         if isinstance(place, str):
-            self._protection = Protection.of_front_end([place], ranks, keys=keys, secure=secure, more=True)
-            self._encrypts = self._protection.encrypts(place)
+            self.protection: Protection = Protection.of_front_end([place], ranks, keys=keys, secure=secure, more=True)
+            self._encrypts = self.protection.encrypts(place)
             # Whether only those get in who are to be trusted: who has keys, or who is on this host.
             self.trusted: bool = self._encrypts or not over_tcp([place])
             self.address: str = place
@@ -49,10 +50,10 @@ class HandshakeRouter:
                 raise ValueError(f"the handshake needs a ROUTER socket, not {place!r}")
             self.address = bytes(place.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
             self.trusted = not over_tcp([self.address]) or place.getsockopt(zmq.MECHANISM) != zmq.NULL
-            self._protection, self._encrypts = Protection(None, None, (), secure=False), False
+            self.protection, self._encrypts = Protection(None, None, (), secure=False), False
             if not self.trusted:
                 warn_of_strangers([self.address])
-        self._ports = Ports(self._protection, asks=self.trusted and isinstance(place, str))
+        self._ports = Ports(self.protection, asks=self.trusted and isinstance(place, str))
         try:
             self._router = self._open(place) if isinstance(place, str) else zmq.Socket.shadow(place)
             # An INIT that reaches nobody shall be an error.
@@ -65,7 +66,7 @@ class HandshakeRouter:
             else:
                 # The socket's owner may watch its descriptor on this loop, too, which knows one watcher for each.
                 self._descriptor = os.dup(int(self._router.getsockopt(zmq.FD)))
-            self._pump = self._ports.read(self._router, self._take, self._receive, self._descriptor)
+            self.pump: Pump = self._ports.read(self._router, self._take, self._receive, self._descriptor)
         except BaseException:
             self.close()
             raise
@@ -79,27 +80,15 @@ class HandshakeRouter:
             self._ports.watch(router)
         return router
 
-    def void_keys(self, rank: int, incarnation: int) -> None:
-        """Refuse the keys of the incarnations of an engine that were before this one."""
-        self._protection.void(rank, incarnation)
-
-    def resume(self) -> None:
-        """Go on after a message that was not to be gone on from."""
-        self._pump.resume()
-
-    def look(self) -> None:
-        """Read what has come, some of it at a time."""
-        self._pump.run()
-
     def _receive(self) -> tuple[zmq.Frame, list[bytes]]:
-        if self._pump.paused:  # what comes now is for the owner of the socket
+        if self.pump.paused:  # what comes now is for the owner of the socket
             raise zmq.Again
         return with_sender(self._router)
 
     def _take(self, message: tuple[zmq.Frame, list[bytes]]) -> None:
         sender, (_, *frames) = message
         if not self._on_message(self._identity_of(sender), frames, sender_of(sender)):
-            self._pump.pause()
+            self.pump.pause()
 
     def _identity_of(self, sender: zmq.Frame) -> bytes:
         """Return the identity of an engine as it is without keys; one that is no engine's if its keys are another's.
@@ -110,8 +99,8 @@ class HandshakeRouter:
         if not self._encrypts:
             return name
         user = user_of(sender)
-        rank = self._protection.rank_of(user)
-        if rank is None or name != self._protection.name_of(user):
+        rank = self.protection.rank_of(user)
+        if rank is None or name != self.protection.name_of(user):
             return name
         self._names[identity(rank)] = name
         return identity(rank)

@@ -255,7 +255,7 @@ class TestLeaving:
                 call.cancel()
                 await asyncio.wait([call])
             assert client.in_flight == 0
-            assert client._link.pending.calls == 0
+            assert not client._link.pending.calls
             assert await client.call("add", 1, 2) == [3, 3]
             await until(lambda: not any(engine.requests for engine in serving.engines))
 
@@ -318,7 +318,7 @@ class TestCalls:
                 await serving.client.call("give", object())
             with pytest.raises(ValueError, match="engine must be the rank"):
                 await serving.client.call("add", 1, engine=7)
-            assert serving.client._link.pending.calls == 0
+            assert not serving.client._link.pending.calls
 
     async def test_calls_are_answered_while_requests_run(self) -> None:
         async with served(Engine()) as serving:

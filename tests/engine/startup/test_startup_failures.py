@@ -105,7 +105,7 @@ class TestFailure:
         startup.open()
         router = startup._router
         assert router is not None
-        router._pump.pause()  # as when the loop is closed
+        router.pump.pause()  # as when the loop is closed
         startup._processes.close()
         with pytest.warns(ResourceWarning, match="was not closed"):
             del startup
