@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aioshm.codec import buffers, frames
-from aioshm.ring import _portable, layout
+from aioshm.codec import buffers
+from aioshm.ring import book, layout, reference
 
 HEADER = Path(__file__).parents[1] / "aioshm" / "ring" / "core" / "layout.h"
 
@@ -34,12 +34,15 @@ def constants() -> dict[str, int]:
     """Return the constants of the C code."""
     return {
         **{name: getattr(layout, name) for name in _LAYOUT},
-        "OVERFLOW": frames.OVERFLOW,
+        "OVERFLOW": layout.OVERFLOW_KIND,
+        "CHUNK_LISTS": book.CHUNK_LISTS,
+        "UNREAD": book.UNREAD,
+        "TRACES": book.TRACES,
         "TAKE_MAX": buffers.HUGE_PAGE_BYTES,
-        "COPY_MAX": _portable.COPY_MAX,
-        "BATCH_LOOKS": _portable.BATCH_LOOKS,
-        "RUSH_NS": _portable.RUSH_NS,
-        "HELD_SPIN_NS": _portable.HELD_SPIN_NS,
+        "COPY_MAX": reference.COPY_MAX,
+        "BATCH_LOOKS": reference.BATCH_LOOKS,
+        "RUSH_NS": reference.RUSH_NS,
+        "HELD_SPIN_NS": reference.HELD_SPIN_NS,
     }
 
 

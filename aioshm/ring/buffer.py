@@ -21,9 +21,10 @@ from aioshm.arguments import check_int, shown
 from aioshm.config import DEFAULT_BACKING, Backing
 from aioshm.errors import AioshmError, HandleError, RoleError, SharedMemoryError
 from aioshm.ring import layout as at
-from aioshm.ring.atomics import ReaderCore, memory_fence
+from aioshm.ring.atomics import memory_fence
 from aioshm.ring.cursors import RingReader, RingWriter
 from aioshm.ring.layout import Layout, chunk_at
+from aioshm.ring.reader_core import ReaderCore
 from aioshm.ring.segment import CAN_ALLOCATE, Segment
 
 __all__ = ["RingHandle", "RingReader", "RingWriter", "ShmRingBuffer", "memory_fence"]

@@ -6,7 +6,7 @@ message) and goes on. So the two never store to the same byte. A copy is whole i
 flag is still up, this reader's flag still down, and the slot's sequence number the same: the writer sets the one flag,
 or clears the other, before it changes a byte of the slot or of what that refers to. What is not whole is lost.
 
-A ring without such readers has none of this; ``layout.py`` draws the flags. There is no native twin: it serves readers
+A ring without such readers has none of this; ``layout.py`` draws the flags. It is in Python only: it serves readers
 that are slow.
 """
 
@@ -16,17 +16,18 @@ import struct
 from threading import get_ident
 from typing import Any
 
-from aioshm.ring import _portable
 from aioshm.ring import layout as at
+from aioshm.ring import reference
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, memory_fence
 from aioshm.ring.layout import Layout
+from aioshm.ring.reader_core import ReaderControl
 from aioshm.ring.slot import Slot, Slots
 
 _SEQ = struct.Struct("<Q")
 _SEQ_AT = 8  # in a slot's header
 
 
-class CopyingCore(_portable.ReaderCore):
+class CopyingCore(ReaderControl, reference.ReaderBase):
     """A reader's end that copies; `ELSEWHERE` also means that the next message is lost, which `lose` finds out."""
 
     copies = True
@@ -70,18 +71,18 @@ class CopyingCore(_portable.ReaderCore):
     # As `ReaderCore`
 
     def peek(self) -> Slot | None:
-        self._check_unused()
+        self.check_unused()
         return self.slot if self._may_go_on() else None
 
     def release(self) -> bool:
         """Finish with the message; the writer never waits for it."""
-        self._check_unused()
+        self.check_unused()
         self._finish()
         return False
 
     def take(self) -> Any:
         obj = super().take()
-        return NOTHING if obj is _portable.NOTHING else ELSEWHERE if obj is _portable.ELSEWHERE else obj
+        return NOTHING if obj is reference.NOTHING else ELSEWHERE if obj is reference.ELSEWHERE else obj
 
     def receive(self) -> Any:
         me = get_ident()

@@ -1,4 +1,4 @@
-"""The cursors of a ring's two ends: the native or portable core does what each message needs, this module the rest."""
+"""The cursors of a ring's ends: the core, native or in Python, does what each message needs, this module the rest."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from aioshm.ring import layout as at
-from aioshm.ring.atomics import ReaderCore, WriterCore, memory_fence
+from aioshm.ring.atomics import memory_fence
 from aioshm.ring.layout import Layout
+from aioshm.ring.reader_core import ReaderCore
 from aioshm.ring.slot import Slot, Slots
+from aioshm.ring.writer_core import WriterCore
 
 if TYPE_CHECKING:
     from aioshm.ring.header import ReaderRow, RingHeader
@@ -83,7 +85,7 @@ class RingWriter(_Cursor):
     """The writer's end: `claim` a slot, fill its header and body, `commit` it.
 
     Attributes:
-        core: Does that, and more; see ``_portable.py``.
+        core: Does that, and more; see ``writer_core.py``.
         parked: The writer's parked flag, one byte.
     """
 
@@ -219,7 +221,7 @@ class RingReader(_Cursor):
     """A reader's end: `peek` at the next message, `release` it when done with its slot.
 
     Attributes:
-        core: Does that, and more; see ``_portable.py``.
+        core: Does that, and more; see ``reader_core.py``.
         reader: Which of the ring's readers this is.
         copies: Whether the writer does not wait for it; see ``copying.py``.
         parked: Its parked flag, one byte.

@@ -69,6 +69,7 @@ PAGE = resource.getpagesize()  # bytes; protection and mappings are set by the p
 SLOT_HEADER_BYTES = 64
 CHUNK = 32  # u64 in a slot's header: 0, or 1 + the number of the chunk that has the body
 SIZE = 40  # u64 in a slot's header: bytes of the body, if it is in the ring
+OVERFLOW_KIND = 2  # the first byte of the header of a message that lies elsewhere: OVERFLOW of codec/frames.py
 OVERFLOW_SIZE = 52  # u64 in a slot's header: the same, if it is not; see ``queue/local/overflow.py``
 CHUNK_HEADER_BYTES = 64
 TRACE = struct.Struct("<BB16s8s")  # 1, or 0: there is none; W3C's flags, trace id, span id
@@ -148,6 +149,20 @@ class Pool(NamedTuple):
     def end(self) -> int:
         """Where the last one ends."""
         return self.start + self.chunks * self.stride
+
+
+class Sizes(NamedTuple):
+    """The numbers of a layout that a core works with, in the order in which the C code reads them."""
+
+    n_reader: int
+    max_chunk_bytes: int
+    slots: int
+    inline_bytes: int
+    slot_bytes: int
+    header_bytes: int
+    metadata_offset: int
+    trace_at: int
+    total_bytes: int
 
 
 @dataclass(frozen=True)
@@ -237,6 +252,10 @@ class Layout:
     @functools.cached_property
     def total_bytes(self) -> int:
         return round_up(self.metadata_offset + self.slots * self.flag_bytes, PAGE)
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        return Sizes(*[getattr(self, name) for name in Sizes._fields])
 
     def holds(self, messages: int, large: Sequence[int]) -> bool:
         """Return whether the empty ring has room for so many messages; those that take a chunk have these sizes."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from time import monotonic_ns
 
-from aioshm.ring.atomics import HAVE_TIMERFD, timerfd_create, timerfd_settime
+from aioshm.wait.timerfd import HAVE_TIMERFD, timerfd_create, timerfd_settime
 
 
 class Alarm:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic_ns
 
-from aioshm.ring.atomics import HAVE_TIMERFD, timerfd_create, timerfd_settime
 from aioshm.wait.costs import LOOP_NS, WAKE_UP_BOUNDS_NS, Costs
+from aioshm.wait.timerfd import HAVE_TIMERFD, timerfd_create, timerfd_settime
 
 AHEAD_NS = 100_000
 """How long a timer sleeps that is measured: about as long as the gaps in which it is worth knowing."""

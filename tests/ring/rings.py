@@ -9,7 +9,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
-from aioshm.ring import RingReader, RingWriter, ShmRingBuffer, _portable
+from aioshm.ring import RingReader, RingWriter, ShmRingBuffer, reference
+from aioshm.ring.reader_core import ReaderControl, ReaderCore
+from aioshm.ring.writer_core import WriterControl, WriterCore
 
 try:
     from aioshm.ring import _native
@@ -28,14 +30,34 @@ class Ends(NamedTuple):
 class Cores(NamedTuple):
     """A writer's and a reader's core that belong together, and the module that has them."""
 
-    writer: type[_portable.WriterCore]
-    reader: type[_portable.ReaderCore]
+    writer: type[WriterControl]
+    reader: type[ReaderControl]
     module: ModuleType
 
 
-PORTABLE = Cores(_portable.WriterCore, _portable.ReaderCore, _portable)
-ORDERED = Cores(_portable.OrderedWriterCore, _portable.OrderedReaderCore, _portable)
-NATIVE = None if _native is None else Cores(_native.WriterCore, _native.ReaderCore, _native)
+class ReferenceWriter(WriterControl, reference.WriterBase): ...
+
+
+class ReferenceReader(ReaderControl, reference.ReaderBase): ...
+
+
+class OrderedWriter(WriterControl, reference.OrderedWriterBase): ...
+
+
+class OrderedReader(ReaderControl, reference.OrderedReaderBase): ...
+
+
+NATIVE: Cores | None = None
+if _native is not None:
+
+    class NativeWriter(WriterControl, _native.WriterBase): ...
+
+    class NativeReader(ReaderControl, _native.ReaderBase): ...
+
+    NATIVE = Cores(NativeWriter, NativeReader, _native)
+
+PORTABLE = Cores(ReferenceWriter, ReferenceReader, reference)
+ORDERED = Cores(OrderedWriter, OrderedReader, reference)
 TWINS = {"portable": PORTABLE, "ordered": ORDERED}
 CORES: dict[str, Cores] = TWINS if NATIVE is None else {"native": NATIVE, **TWINS}
 
@@ -83,7 +105,7 @@ def receive(reader: RingReader) -> bytes | None:
     return message
 
 
-def write_all(ring: ShmRingBuffer, core: type[_portable.WriterCore], amount: int) -> None:
+def write_all(ring: ShmRingBuffer, core: type[WriterCore], amount: int) -> None:
     writer = RingWriter(ring.layout, ring.view, core)
     for number in range(amount):
         message = content(number, ring.layout.max_chunk_bytes)
@@ -93,7 +115,7 @@ def write_all(ring: ShmRingBuffer, core: type[_portable.WriterCore], amount: int
     ring.close()
 
 
-def read_all(ring: ShmRingBuffer, core: type[_portable.ReaderCore], index: int, amount: int) -> None:
+def read_all(ring: ShmRingBuffer, core: type[ReaderCore], index: int, amount: int) -> None:
     reader = RingReader(ring.layout, ring.view, index, core)
     for number in range(amount):
         while (message := look(reader)) is None:

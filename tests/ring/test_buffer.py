@@ -12,8 +12,10 @@ import pytest
 from rings import NewRing, fds, look, put
 
 from aioshm.errors import HandleError, SharedMemoryError
-from aioshm.ring import Layout, RingReader, RingWriter, ShmRingBuffer, atomics, buffer, memory_fence
+from aioshm.ring import Layout, RingReader, RingWriter, ShmRingBuffer, buffer, memory_fence
 from aioshm.ring import layout as at
+from aioshm.ring.reader_core import ReaderCore
+from aioshm.ring.writer_core import WriterCore
 
 
 class TestAStrangeSegment:
@@ -253,7 +255,7 @@ def test_cursors_have_the_cores_of_this_machine(new_ring: NewRing) -> None:
     ring = new_ring(1)
     writer, reader = ring.writer(), ring.reader(0)
     assert (type(writer), type(reader)) == (RingWriter, RingReader)
-    assert (type(writer.core), type(reader.core)) == (atomics.WriterCore, atomics.ReaderCore)
+    assert (type(writer.core), type(reader.core)) == (WriterCore, ReaderCore)
 
 
 def test_views_of_slots(new_ring: NewRing) -> None:

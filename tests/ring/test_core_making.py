@@ -8,7 +8,6 @@ import sys
 import tracemalloc
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,23 +20,11 @@ from support import examples
 
 from aioshm.ring import Layout
 from aioshm.ring import layout as at
+from aioshm.ring.book import ReaderBook, WriterBook
+from aioshm.ring.layout import Sizes
 
-FIELDS = (
-    "n_reader",
-    "max_chunk_bytes",
-    "slots",
-    "inline_bytes",
-    "pools",
-    "slot_bytes",
-    "trace_at",
-    "flag_bytes",
-    "header_bytes",
-    "metadata_offset",
-    "reader_lines",
-    "total_bytes",
-)
 GOOD = Layout.of(2, 100, 3, 3, 36)
-NUMBERS = [name for name in FIELDS if name != "pools"]
+NUMBERS = [*Sizes._fields, "line", "histogram"]
 HOSTILE = [
     0,
     1,
@@ -56,25 +43,28 @@ HOSTILE = [
 
 POOL = GOOD.pools[0]
 BAD_POOLS: list[Any] = [
-    [POOL._replace(start=POOL.start + 4)],
-    [POOL._replace(start=GOOD.slots_end - 8)],
-    [POOL._replace(start=(1 << 64) - 8)],
-    [POOL._replace(room=99)],
-    [POOL._replace(room=POOL.stride - 63)],
-    [POOL._replace(room=1 << 63)],
-    [POOL._replace(stride=at.PAGE // 2 + 8, chunks=2)],
-    [POOL._replace(stride=POOL.stride + 4)],
-    [POOL._replace(stride=0)],
-    [POOL._replace(chunks=0)],
-    [POOL._replace(chunks=1 << 60)],
-    [POOL._replace(first=1)],
-    [POOL, POOL],
+    (POOL._replace(start=POOL.start + 4),),
+    (POOL._replace(start=GOOD.slots_end - 8),),
+    (POOL._replace(start=(1 << 64) - 8),),
+    (POOL._replace(room=99),),
+    (POOL._replace(room=POOL.stride - 63),),
+    (POOL._replace(room=1 << 63),),
+    (POOL._replace(stride=at.PAGE // 2 + 8, chunks=2),),
+    (POOL._replace(stride=POOL.stride + 4),),
+    (POOL._replace(stride=0),),
+    (POOL._replace(chunks=0),),
+    (POOL._replace(chunks=1 << 60),),
+    (POOL._replace(first=1),),
+    (
+        POOL,
+        POOL,
+    ),
     [POOL] * 5,
-    [POOL[:4]],
-    [(*POOL, 1)],
-    [("1",) * 5],
-    [(-1,) * 5],
-    [None],
+    (POOL[:4],),
+    ((*POOL, 1),),
+    (("1",) * 5,),
+    ((-1,) * 5,),
+    (None,),
     5,
     None,
 ]
@@ -82,17 +72,20 @@ BAD_POOLS: list[Any] = [
 needs_native = pytest.mark.skipif(NATIVE is None, reason="the native core was not built")
 
 
-def described(**changes: object) -> SimpleNamespace:
-    return SimpleNamespace(**{**{name: getattr(GOOD, name) for name in FIELDS}, **changes})
-
-
-def of_layout(layout: Any, view: Any, slots: Any = (None,) * 3) -> Iterator[Any]:
-    """Make native cores; what is refused, is so with a typed error."""
+def of_numbers(view: Any, **changes: Any) -> Iterator[Any]:
+    """Make native bases; what is refused, is so with a typed error."""
     assert NATIVE is not None
-    for arguments in ((), (0,), (1,)):
-        make: Any = NATIVE.reader if arguments else NATIVE.writer
+    sizes = tuple(changes.get(name, getattr(GOOD, name)) for name in Sizes._fields)
+    pools = changes.get("pools", GOOD.pools)
+    books = WriterBook(GOOD.sizes, GOOD.pools).memory, ReaderBook(GOOD.sizes).memory
+    for reader in (None, 0, 1):
+        make: Any = NATIVE.module.WriterBase if reader is None else NATIVE.module.ReaderBase
+        ends: tuple[Any, ...] = ()
+        if reader is not None:
+            line, histogram = GOOD.reader_line(reader), GOOD.histogram(reader)
+            ends = reader, changes.get("line", line), changes.get("histogram", histogram)
         try:
-            yield make(layout, view, slots, *arguments)
+            yield make(sizes, pools, view, changes.get("book", books[reader is not None]), *ends)
         except (ValueError, TypeError, OverflowError, MemoryError, IndexError, BufferError):
             continue
 
@@ -101,12 +94,10 @@ def use(core: Any) -> None:
     """Do what a core can do, whatever it answers."""
     core.bind(bytes, 0, True, None)
     open_gate(core)
-    for name in ("spin", "send", "receive", "put", "take", "take_many", "evict", "claim", "commit", "peek", "release"):
+    calls = {"spin": [10], "send": [b""], "put": [bytes(5000)], "take_many": [5], "claim_slot": [90], "finished": [7]}
+    for name in ("spin", "send", "receive", "put", "take", "take_many", "claim_slot", "commit", "finished", "release"):
         if hasattr(core, name):
-            arguments = {"spin": (10,), "send": (b"",), "put": (bytes(5000),), "take_many": (5,), "evict": (0,)}.get(
-                name, ()
-            )
-            getattr(core, name)(*arguments)
+            getattr(core, name)(*calls.get(name, []))
 
 
 class TestMaking:
@@ -159,11 +150,11 @@ class TestMaking:
 
 @needs_native
 class TestHostileLayouts:
-    @pytest.mark.parametrize("field", FIELDS)
+    @pytest.mark.parametrize("field", [*NUMBERS, "pools", "book"])
     @pytest.mark.parametrize("value", [*HOSTILE, -1, 1 << 64, None, "1", 1.5], ids=repr)
     def test_one_field(self, field: str, value: object) -> None:
         memory = bytearray(GOOD.total_bytes)
-        for core in of_layout(described(**{field: value}), memory):
+        for core in of_numbers(memory, **{field: value}):
             use(core)
             core.close()
 
@@ -172,15 +163,16 @@ class TestHostileLayouts:
             {},
             optional={
                 **{name: st.sampled_from(HOSTILE) | st.integers(0, 9000) for name in NUMBERS},
-                "pools": st.lists(st.lists(st.sampled_from([*HOSTILE, *POOL]) | st.integers(0, 9000), max_size=6)),
+                "pools": st.lists(
+                    st.lists(st.sampled_from([*HOSTILE, *POOL]) | st.integers(0, 9000), max_size=6).map(tuple)
+                ).map(tuple),
             },
         )
     )
     @settings(max_examples=examples(300), deadline=None)
     def test_any_fields(self, changes: dict[str, Any]) -> None:
         memory = bytearray(GOOD.total_bytes)
-        slots = (None,) * min(changes.get("slots", 3), 5000)
-        for core in of_layout(described(**changes), memory, slots):
+        for core in of_numbers(memory, **changes):
             use(core)
             core.close()
 
@@ -194,69 +186,53 @@ class TestHostileLayouts:
             {"slot_bytes": 101},
             {"slot_bytes": 184, "header_bytes": at.PAGE + 1},
             {"slot_bytes": at.PAGE // 3 // 8 * 8 + 8},
-            {"flag_bytes": 2},
-            {"flag_bytes": 4},
-            {"n_reader": 0},
             {"metadata_offset": GOOD.total_bytes - 8},
             {"header_bytes": 192},
             {"total_bytes": GOOD.total_bytes + 1},
-            {"slots": 2},
             *({"pools": pools} for pools in BAD_POOLS),
         ],
         ids=str,
     )
     def test_a_little_off(self, changes: dict[str, int]) -> None:
-        assert list(of_layout(described(**changes), bytearray(GOOD.total_bytes))) == []
+        assert list(of_numbers(bytearray(GOOD.total_bytes), **changes)) == []
 
-    @pytest.mark.parametrize("lines", [257, 4096, 4096 - 64 + 8, (1 << 64) - 64, (1 << 64) - 128])
-    def test_a_readers_line_elsewhere(self, lines: int) -> None:
-        cores = list(of_layout(described(reader_lines=lines), bytearray(GOOD.total_bytes)))
+    @pytest.mark.parametrize("field", ["line", "histogram"])
+    @pytest.mark.parametrize("place", [257, 4096, 4096 - 64 + 8, (1 << 63) - 64, -64])
+    def test_a_readers_line_or_histogram_elsewhere(self, field: str, place: int) -> None:
+        cores = list(of_numbers(bytearray(GOOD.total_bytes), **{field: place}))
         assert [hasattr(core, "put") for core in cores] == [True], "which has its own line"
+
+    @pytest.mark.parametrize("size", [0, 8, 16, 40, 48, 56, 80, 120, 151])
+    def test_a_writers_book_that_is_too_small(self, size: int) -> None:
+        assert len(WriterBook(GOOD.sizes, GOOD.pools).memory) == 152
+        cores = list(of_numbers(bytearray(GOOD.total_bytes), book=bytearray(size)))
+        assert [hasattr(core, "put") for core in cores] == ([False] * 2 if size >= 16 else [])
 
     def test_unaligned_memory(self) -> None:
         memory = memoryview(bytearray(GOOD.total_bytes + 8))
-        made = [len(list(of_layout(GOOD, memory[start:]))) for start in range(8)]
+        made = [len(list(of_numbers(memory[start:]))) for start in range(8)]
         assert sorted(made) == [0] * 7 + [3]
 
     def test_memory_with_gaps(self) -> None:
-        assert list(of_layout(GOOD, memoryview(bytearray(2 * GOOD.total_bytes))[::2])) == []
+        assert list(of_numbers(memoryview(bytearray(2 * GOOD.total_bytes))[::2])) == []
 
     def test_never_made(self) -> None:
         assert NATIVE is not None
-        for kind in (NATIVE.writer, NATIVE.reader):
+        for kind in (NATIVE.module.WriterBase, NATIVE.module.ReaderBase):
             core: Any = kind.__new__(kind)
             open_gate(core)
             with pytest.raises(ValueError, match="closed"):
                 use(core)
             core.close()
 
-    def test_made_again(self, new_pair: NewPair) -> None:
-        assert NATIVE is not None
-        memory = bytearray(GOOD.total_bytes)
-        for core in of_layout(GOOD, memory):
+    def test_made_again(self) -> None:
+        for core in of_numbers(bytearray(GOOD.total_bytes)):
             with pytest.raises(RuntimeError, match="made already"):
-                core.__init__(GOOD, memory, (None,) * 3, *(() if hasattr(core, "put") else (1,)))
+                core.__init__((), (), b"", b"", *(() if hasattr(core, "put") else (1, 0, 0)))
             use(core)
 
-    def test_a_layout_that_meddles(self) -> None:
-        assert NATIVE is not None
-        memory = bytearray(GOOD.total_bytes)
-
-        class Meddling:
-            def __getattr__(self, name: str) -> Any:
-                if name == "total_bytes":
-                    with pytest.raises(RuntimeError, match="made already"):
-                        core.__init__(GOOD, memory, (None,) * 3)
-                    with pytest.raises(ValueError, match="closed"):
-                        core.claim()
-                return getattr(GOOD, name)
-
-        core: Any = NATIVE.writer.__new__(NATIVE.writer)
-        core.__init__(Meddling(), memory, (None,) * 3)
-        use(core)
-
     def test_members_refuse_garbage(self, new_pair: NewPair) -> None:
-        core: Any = next(of_layout(GOOD, bytearray(GOOD.total_bytes)))
+        core: Any = next(of_numbers(bytearray(GOOD.total_bytes)))
         for name in ("open", "turn", "turn_ends_ns", "spin_ns", "spin_yields"):
             with pytest.raises(TypeError):
                 setattr(core, name, "1")

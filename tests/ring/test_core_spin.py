@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import select
 import sys
 import threading
-from collections.abc import Iterator
 from time import monotonic_ns
 from typing import Any
 
@@ -15,8 +11,6 @@ import pytest
 from pairs_of_cores import NewPair
 from rings import Cores
 from support import eventually
-
-from aioshm.ring import atomics
 
 MS = 1_000_000
 
@@ -144,59 +138,3 @@ def test_a_fence_can_be_called(cores: Cores) -> None:
     assert cores.module.memory_fence() is None
     with pytest.raises(TypeError):
         cores.module.memory_fence(1)  # type: ignore[call-arg]
-
-
-@pytest.mark.skipif(not atomics.HAVE_TIMERFD, reason="only Linux has them")
-class TestTimers:
-    @pytest.fixture
-    def timer(self, cores: Cores) -> Iterator[int]:
-        fd = cores.module.timerfd_create()
-        yield fd
-        os.close(fd)
-
-    def rings(self, fd: int, within_s: float = 30) -> bool:
-        return bool(select.select([fd], [], [], within_s)[0])
-
-    def test_at_a_moment(self, cores: Cores, timer: int) -> None:
-        assert not self.rings(timer, 0)
-        at_ns = monotonic_ns() + 20 * MS
-        assert cores.module.timerfd_settime(timer, at_ns) is None
-        assert self.rings(timer)
-        assert monotonic_ns() >= at_ns
-        assert os.read(timer, 8) == (1).to_bytes(8, "little")
-        with pytest.raises(BlockingIOError):
-            os.read(timer, 8)
-
-    @pytest.mark.parametrize("at_ns", [1, -1, -(1 << 60), 10**9])
-    def test_long_ago_rings_at_once(self, cores: Cores, timer: int, at_ns: int) -> None:
-        cores.module.timerfd_settime(timer, at_ns)
-        assert self.rings(timer)
-
-    def test_disarmed(self, cores: Cores, timer: int) -> None:
-        cores.module.timerfd_settime(timer, 1)
-        assert self.rings(timer)
-        cores.module.timerfd_settime(timer, 0)
-        assert not self.rings(timer, 0)
-
-    def test_is_not_inherited(self, timer: int) -> None:
-        assert not os.get_inheritable(timer)
-
-    def test_no_descriptor(self, cores: Cores, timer: int) -> None:
-        for fd in (-1, 1 << 30):
-            with pytest.raises(OSError, match=os.strerror(errno.EBADF)) as caught:
-                cores.module.timerfd_settime(fd, 1)
-            assert caught.value.errno == errno.EBADF
-        other, end = os.pipe()
-        with pytest.raises(OSError, match=os.strerror(errno.EINVAL)) as caught:
-            cores.module.timerfd_settime(other, 1)
-        assert caught.value.errno == errno.EINVAL
-        os.close(other)
-        os.close(end)
-        with pytest.raises(OverflowError):
-            cores.module.timerfd_settime((1 << 32) + timer, 1)
-
-    def test_garbage(self, cores: Cores, timer: int) -> None:
-        for arguments in (("1", 1), (None, 1), (timer, "1"), (timer, None), (timer,), (), (timer, 1, 1)):
-            with pytest.raises(TypeError):
-                cores.module.timerfd_settime(*arguments)
-        assert not self.rings(timer, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rings import ORDERED, TWINS, NewEnds, put
 
-from aioshm.ring import RingReader, RingWriter, _portable
+from aioshm.ring import RingReader, RingWriter, reference
 
 # The order of the native core's stores cannot be seen from here: test_litmus.py tries it.
 portable = pytest.mark.parametrize("cores", TWINS.values(), ids=TWINS, indirect=True)
@@ -91,10 +91,9 @@ def watch(cursor: RingWriter | RingReader, monkeypatch: pytest.MonkeyPatch) -> l
     core: Any = cursor.core
     core._flags = Watched(core._flags, "flags", log)
     core._slots = WatchedSlots(core._slots, log)
-    parked = "_parked_here" if isinstance(cursor, RingWriter) else "_parked"
-    setattr(core, parked, ParkedFlags(getattr(core, parked), "parked", log))
+    core._parked = ParkedFlags(core._parked, "parked", log)
     core._fence = NotedLock(log)
-    monkeypatch.setattr(_portable, "memory_fence", lambda: log.append("fence"))
+    monkeypatch.setattr(reference, "memory_fence", lambda: log.append("fence"))
     return log
 
 

@@ -159,7 +159,7 @@ class TestTotals:
             assert not row().spinning
             core.spin(1000)
             assert not row().spinning
-        if pair.cores.module.__name__.endswith("_portable"):
+        if pair.cores.module.__name__.endswith("reference"):
             pair.reader.spin_yields = True
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(os, "sched_yield", lambda: (seen.append(header_of(pair).readers[0].spinning), os_yield()))

@@ -21,7 +21,7 @@ DECODERS = [
     "aioshm.queue.names",
     "aioshm.queue.remote.wire",
     "aioshm.queue.tracing",
-    "aioshm.ring._portable",
+    "aioshm.ring.reference",
     "aioshm.ring.header",
     "aioshm.ring.slot",
 ]

@@ -14,11 +14,11 @@
  * is satisfied early where the twin's writer sleeps: that search does not end within five minutes.
  *
  *     step here       C (ring/core/*.c)                  Python
- *     publish, tell   publish, readers_parked             ring/_portable.py WriterCore.commit, put_many; memory_fence
+ *     publish, tell   publish, readers_parked             ring/reference.py WriterBase.commit, put_many; memory_fence
  *     ring_reader     -                                   queue/local/roster.py Roster.ring_bells; lifeline/bell.py Bell
  *     park            -                                   wait/poller.py Poller._sleep, _sleep_in_place;
  *                                                         wait/blocking.py BlockingPoller._sleep
- *     release         finish, writer_parked               ReaderCore.release, give_back, take_many
+ *     release         finish, writer_parked               ReaderBase.release, take_many, ReaderControl.give_back
  *     can_go_on       -                                   ring/cursors.py RingReader.writer_can_go_on, RingWriter.want;
  *                                                         queue/local/waker.py WriterWaker.wake
  *     woken by end    -                                   lifeline/connection.py, dialer.py (end of file), Roster.gone

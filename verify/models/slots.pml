@@ -4,23 +4,24 @@
  * program; what another order does is the litmus tests' (verify/litmus). Every process may be killed before any step.
  *
  *     step here         C (ring/core/*.c)               Python
- *     is_free           is_free                          ring/_portable.py WriterCore._is_free
- *     CLAIM             claim, reclaim                   WriterCore._claim, _note, _reclaim, _unclaim
- *     FILL, PUBLISH     put_bytes, publish               WriterCore._fill, _publish, _announce, _use_claimed
- *     EVICT             writer_evict                     WriterCore.evict; queue/local/roster.py Roster._evict, dismiss
- *     ADMIT             has_message, keep_again,         WriterCore.admit, _oldest_of, _has, _keep_again;
- *                       writer_admit                     Roster.admit, place.py Place.vacant
+ *     is_free           is_free                          ring/reference.py WriterBase._is_free, finished
+ *     CLAIM             claim, reclaim                   WriterBase._claim, _note; ring/book.py Chunks.reclaim
+ *     FILL, PUBLISH     put_bytes, publish               WriterBase._fill, _publish, _announce; Chunks.take
+ *     EVICT             -                                ring/writer_core.py WriterControl.evict; queue/local/roster.py
+ *                                                        Roster._evict, dismiss
+ *     ADMIT             -                                WriterControl.admit, _oldest_of, _has, _keep_again;
+ *                                                        Chunks.keep_again; Roster.admit, place.py Place.vacant
  *     RESUME            -                                ring/cursors.py RingWriter.resume; Roster._die
- *     LOOK              is_ready                         ReaderCore._may_go_on
- *     COPY              copy_plain                       ReaderCore._copy_plain
- *     FINISH            finish                           ReaderCore._finish
- *     KEEP, GIVE_BACK   reader_skip, reader_give_back    ReaderCore.skip, give_back
+ *     LOOK              is_ready                         ReaderBase._may_go_on
+ *     COPY              copy_plain                       ReaderBase._copy_plain
+ *     FINISH            finish                           ReaderBase._finish
+ *     KEEP, GIVE_BACK   reader_skip                      ReaderBase.skip; ring/reader_core.py ReaderControl.give_back
  *
  * A batch (put_many, take_many) takes these same steps; only its fence and its look at who is parked come once, which is
  * parking.pml's. That flags are read one after the other by is_free makes no difference: readers only set them, and who
  * clears them is the writer itself.
  *
- * WHOLE is was_evicted and ReaderCore.was_evicted: without that look at its flag after copying, a reader that is dismissed
+ * WHOLE is was_evicted and ReaderBase.was_evicted: without that look at its flag after copying, a reader that is dismissed
  * in the middle of a copy may return a torn message before it hears that it was dismissed.
  *
  * Properties, as assertions: what is read is whole, is the message whose turn it is, and was published; a replacement
@@ -109,18 +110,11 @@ inline use_oldest_shift() {
     used_seq[0] = used_seq[1]; used_chunk[0] = used_chunk[1]; used_seq[1] = 0; used_chunk[1] = 0; n_used--
 }
 
-/* reclaim: what is claimed stays the last of the free ones */
+/* reclaim: what all have read is free again */
 inline reclaim() {
     do
     :: n_used > 0 && IS_FINISHED(used_seq[0]) ->
-        if
-#ifndef NO_LAST
-        :: claimed == 2 -> free[n_free] = free[n_free - 1]; free[n_free - 1] = used_chunk[0]
-        :: claimed != 2 -> free[n_free] = used_chunk[0]
-#else
-        :: free[n_free] = used_chunk[0]
-#endif
-        fi;
+        free[n_free] = used_chunk[0];
         n_free++;
         use_oldest_shift()
     :: else -> break
@@ -275,7 +269,11 @@ active proctype writer() {
         publish();
 #endif
         d_step { i = 0; m = 0; chosen = 0; large = 0 }
-    :: claimed == 2 && n_used > 0 && IS_FINISHED(used_seq[0]) ->           /* asked for room while a loan is filled */
+#ifdef RECLAIM_CLAIMED
+    :: n_used > 0 && IS_FINISHED(used_seq[0]) ->                           /* asked for room */
+#else
+    :: claimed != 2 && n_used > 0 && IS_FINISHED(used_seq[0]) ->
+#endif
         d_step { reclaim(); check_chunks() }
     :: ABANDON && claimed != 0 && !abandoned -> d_step { abandoned = 1; claimed = 0 } /* the filling has failed */
     :: hold == 0 && place[0] == DEAD -> evict(0); place[0] = VACANT        /* EVICT */

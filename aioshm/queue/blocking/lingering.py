@@ -7,7 +7,7 @@ from time import monotonic_ns
 from typing import cast
 
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.ring.atomics import ReaderCore
+from aioshm.ring.reader_core import ReaderCore
 from aioshm.wait.blocking import NEVER_NS, BlockingPoller
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Core(Protocol):
-    """The part of a ring's core that a gate opens and shuts; see ``ring/_portable.py`` for what each name means."""
+    """The part of a ring's core that a gate opens and shuts; see ``ring/reference.py`` for what each name means."""
 
     open: bool
     user: int

@@ -1,6 +1,6 @@
 """The gate of an end: whose the end is, its line and its turns, and what it refuses.
 
-The hot calls go straight to the end's core, which lets them pass (see ``ring/_portable.py``) while the end is ready and
+The hot calls go straight to the end's core, which lets them pass (see ``ring/reference.py``) while the end is ready and
 healthy and nobody waits in line. Whatever is wrong shuts it, and the slow path says what it is.
 """
 

@@ -21,8 +21,9 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import Inquiry
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext, unpack_trace
-from aioshm.ring.atomics import ELSEWHERE, NOTHING, Calls, ReaderCore
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, Calls
 from aioshm.ring.layout import TRAIL
+from aioshm.ring.reader_core import ReaderCore
 from aioshm.wait.blocking import BlockingPoller
 from aioshm.wait.line import settle
 from aioshm.wait.stall import Stall

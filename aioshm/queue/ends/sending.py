@@ -425,7 +425,7 @@ def _checked_size(most: int, message: Encoded) -> int:
 
 
 def _filling(code: int, slots: Slots) -> Callable[[int, Encoded, int], bool]:
-    """Return what fills slots for the core (see `WriterCore.bind_beside`), which knows nothing of the queue.
+    """Return what fills slots for the core (see `WriterBase.bind_beside`), which knows nothing of the queue.
 
     Else the queue would be a part of a cycle, and one that is forgotten would stay until that is collected.
     """

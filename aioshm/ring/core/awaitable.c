@@ -2,6 +2,17 @@
 
 #include "core.h"
 
+typedef enum { NEW, RUNNING, WAITING, ENDED } Stage;
+
+typedef struct {
+    PyObject_HEAD
+    Calls *calls;
+    PyObject *args[3];        /* enqueue: obj, timeout; dequeue: timeout, cancel, indefinite */
+    PyObject *rest;           /* the coroutine that goes on where the core could not */
+    Stage stage;
+    CallKind kind;
+} Call;
+
 PyObject *new_call(Calls *calls, CallKind kind, PyObject *const *args)
 {
     Call *made = calls->spare;
@@ -58,26 +69,24 @@ static int begin_call(Call *self, PyObject **result)
 {
     Calls *calls = self->calls;
     const bool sends = self->kind == SENDS;
-    PyObject *core = calls->core, *timeout = self->args[sends], *answer = NULL;
+    PyObject *timeout = self->args[sends], *answer = NULL;
+    End *core = calls->sends == sends ? calls->core : NULL;
     if (self->kind == CLOSES) {
         *result = Py_NewRef(Py_None);
         return 1;
     }
     timeout = timeout == NULL ? Py_None : timeout;
-    if (core != NULL && Py_TYPE(core) != (sends ? calls->writer : calls->reader))
-        core = NULL;
     if (core != NULL) {
-        Py_INCREF(core);
-        answer = sends ? writer_send((Core *)core, self->args[0]) : reader_receive((Core *)core, NULL);
+        Py_INCREF((PyObject *)core);
+        answer = sends ? writer_send((WriterEnd *)core, self->args[0]) : reader_receive((ReaderEnd *)core, NULL);
         if (answer == NULL) {
             if (!sends)
                 raise_as(calls->fail);
-            Py_DECREF(core);
+            Py_DECREF((PyObject *)core);
             return -1;
         }
-        bool done = sends ? answer == Py_None
-                          : answer != ((Core *)core)->nothing && answer != ((Core *)core)->elsewhere;
-        Py_DECREF(core);
+        bool done = sends ? answer == Py_None : answer != core->nothing && answer != core->elsewhere;
+        Py_DECREF((PyObject *)core);
         if (done) {
             *result = answer;
             return 1;

@@ -60,7 +60,7 @@ static int calls_init(Calls *self, PyObject *args, PyObject *kwargs)
     PyObject *rest, *whole = Py_None, *fail = Py_None;
     if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "O|OO:Calls", &rest, &whole, &fail))
         return -1;
-    State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
+    State *state = state_of((PyObject *)self);
     if (state == NULL)
         return -1;
     if (self->rest != NULL) {
@@ -79,7 +79,7 @@ static int calls_init(Calls *self, PyObject *args, PyObject *kwargs)
 static int calls_traverse(Calls *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)self));
-    Py_VISIT(self->core);
+    Py_VISIT((PyObject *)self->core);
     Py_VISIT(self->rest);
     Py_VISIT(self->whole);
     Py_VISIT(self->fail);
@@ -112,19 +112,20 @@ static void calls_dealloc(Calls *self)
 
 static PyObject *calls_core(Calls *self, void *Py_UNUSED(closure))
 {
-    return Py_NewRef(self->core == NULL ? Py_None : self->core);
+    return Py_NewRef(self->core == NULL ? Py_None : (PyObject *)self->core);
 }
 
 static int calls_set_core(Calls *self, PyObject *core, void *Py_UNUSED(closure))
 {
-    PyTypeObject *type = core == NULL ? NULL : Py_TYPE(core);
-    if (type == NULL || (core != Py_None && type != self->writer && type != self->reader)) {
+    bool none = core == Py_None, sends = core != NULL && PyObject_TypeCheck(core, self->writer);
+    if (core == NULL || !(none || sends || PyObject_TypeCheck(core, self->reader))) {
         PyErr_SetString(PyExc_TypeError, "this takes a native core, or None");
         return -1;
     }
-    PyObject *old = self->core;
-    self->core = core == Py_None ? NULL : Py_NewRef(core);
-    Py_XDECREF(old);
+    End *old = self->core;
+    self->core = none ? NULL : (End *)Py_NewRef(core);
+    self->sends = sends;
+    Py_XDECREF((PyObject *)old);
     return 0;
 }
 
@@ -150,7 +151,7 @@ static PyObject *calls_next(PyObject *self)
 }
 
 static PyType_Slot calls_slots[] = {
-    {Py_tp_doc, "The calls of an awaited queue; see _portable.py."},
+    {Py_tp_doc, "The calls of an awaited queue; see reference.py."},
     {Py_am_aiter, PyObject_SelfIter},
     {Py_am_anext, calls_next},
     {Py_tp_init, calls_init},

@@ -1,9 +1,11 @@
 /* The two ends of a ring, as all files of the core see them, and the steps of the hot path, which are inlined.
  *
- * except a long spin, which touches nothing but the flags.
+ * The classes are those of reference.py, which says what each method does. The code is written against the stable ABI,
+ * so that one build serves every CPython from 3.11 on. Everything runs under the GIL, except a long spin, which touches
+ * nothing but the flags.
  *
- * What other processes write is read once, each byte of it: memcmp may look twice at a byte that differs, and a compiler
- * may read again what it has copied, and either could then act on two different answers.
+ * Each byte that other processes write is read once: memcmp may read a byte twice where it differs, and a compiler may
+ * read memory again after it has copied it. Either could then act on two different answers.
  */
 
 #ifndef AIOSHM_CORE_H
@@ -16,94 +18,102 @@
 #include <Python.h>
 #include <structmember.h>
 
-#include <sched.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "atomics.h"
 #include "layout.h"
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "the words of a slot's header are little-endian; the Python twin serves this machine"
+#error "the words of a slot's header are little-endian; the Python reference serves this machine"
 #endif
 
 #define MAX_POOLS 4
-#define LOOKS 16              /* between two readings of the clock */
-#define WRITER_AHEAD 16       /* slots: so far ahead a writer fetches lines, which readers on other CPUs have had last */
-#define READER_AHEAD 4        /* the same for a reader */
-#define ROOM_AHEAD 64         /* slots that a writer spins for, if it has none: looking at those that its readers are at
-                               * holds them up, and they have hundreds of messages to go on with */
+#define NONE UINT64_MAX       /* no message has this number */
+#define READER_AHEAD 4        /* slots: so far ahead a reader fetches lines, which the writer's CPU has had last */
 
-/* A chunk that is in use: which one, and the message in it. */
+/* The chunks of one size, as the writer's book keeps them: the class Chunks of book.py says what the words mean. */
 typedef struct {
-    uint64_t seq;
-    size_t number;
-} Used;
+    uint64_t given, taken, allocated;
+    uint64_t lists[];         /* the numbers of the free chunks; the messages in the others; the numbers of the others */
+} Chunks;
 
-/* The chunks of one size. What a writer keeps of them: a stack of the free ones, and a ring of the others, in the order
- * of the messages. */
 typedef struct {
     size_t start, room, stride, count, first;
-    size_t *free;
-    Used *used;
-    size_t n_free, oldest, n_used;
-    size_t allocated;         /* how many, from the first on, have memory: all of them, but for a named segment */
+    Chunks *chunks;           /* NULL: this is a reader's */
 } Pool;
 
+/* The books are memory that Python code owns and reads and writes, too: book.py draws them. */
+typedef struct {
+    uint64_t claimed;         /* 1 + the pool that the claimed slot has a chunk of, or 0; it is the last free one */
+    uint64_t places;          /* readers but those behind the last one that was not evicted, whose flags stay 1 */
+    uint8_t trace[32];        /* the trace context that the next message goes out with */
+    uint8_t unread[];         /* what the writer sets the reader flags to: 1 for those that were evicted */
+} WriterBook;
+
+typedef struct {
+    uint64_t n_traces;        /* how many trace contexts were noted */
+    uint64_t noted;           /* the message whose context was noted last, or NONE */
+    uint8_t trail[];          /* the contexts of the latest messages that were taken, in turn */
+} ReaderBook;
+
+_Static_assert(offsetof(Chunks, lists) == CHUNK_LISTS, "Chunks differs from book.py");
+_Static_assert(offsetof(WriterBook, unread) == UNREAD, "WriterBook differs from book.py");
+_Static_assert(offsetof(ReaderBook, trail) == TRACES, "ReaderBook differs from book.py");
+
+/* What both ends have. */
 typedef struct {
     PyObject_HEAD
-    Py_buffer buffer;
+    Py_buffer buffer, book;
     uint8_t *base;            /* NULL once closed */
-    PyObject *slots;
-    size_t n_reader, room, inline_bytes, n_slots, slot_bytes, flag_bytes, slots_at, flags_at, n_pools;
+    bool made;                /* whether __init__ was called, with success or not */
+    size_t n_reader, room, n_slots, inline_bytes, slot_bytes, flag_bytes, slots_at, flags_at, n_pools;
+    size_t trace_at;          /* where in a slot its trace context is; 0: slots have none */
     Pool pools[MAX_POOLS];    /* the largest chunks first */
-    Pool *claimed;            /* of what size the claimed slot has a chunk, which is the last of the free ones */
     uint8_t *own;             /* this end's line */
-    uint8_t *latencies;       /* a reader's histogram */
-    bool rushes;              /* whether messages come in quick succession, so that not each one's latency is counted */
-    uint64_t finished_ns;     /* when that was the last time */
-    unsigned long long claimed_bytes;  /* of the message that the claimed slot is for */
-    size_t n_places;          /* readers but those behind the last one that was not evicted, whose flags stay 1 */
-    size_t reader;            /* a reader's flag within the flags of a slot */
-    uint8_t *unread;          /* what a writer sets the reader flags to: 1 for those that were evicted */
+    size_t flag;              /* a reader's flag within the flags of a slot; 0: this is the writer */
     uint64_t seq;
     size_t index;
-    uint64_t unfetched, n_unfetched;  /* from which message on a writer fetches nothing ahead, and for how many */
-    uint64_t awaited;         /* the message that a writer's spin wants read by all; NONE: what the next slot has */
+    int in_use;               /* calls that release the GIL, or run code of others, with the memory in their hands */
     /* How messages are coded */
     uint64_t what;
     bool raw;
-    PyObject *code, *on_parked;
-    PyObject *allocate;       /* gives chunks of a named segment their memory, or NULL: all have it */
-    PyObject *beside, *measure;  /* what handles messages that have buffers beside them; see bind_beside */
-    PyObject *undelivered;    /* a list, where calls block, or NULL: see bind_undelivered */
-    char kept;
-    unsigned long long published_ns;
-    /* The gate */
+    PyObject *code, *beside, *on_parked;
+    PyObject *nothing, *elsewhere;
+    /* Who may use this end, and for how long */
     char open;
     long long turn, turn_ends_ns;
-    unsigned long thread;     /* whose this end is; where any thread may use it, see `user` */
+    unsigned long thread;     /* the thread that this end belongs to; where any thread may use it, see `user` */
     unsigned long user;       /* the thread that is using it just now, 0: none */
     PyObject *runs;
-    /* Spinning */
+    char quiet;               /* whether send and receive leave it to their caller to tell a parked end */
+    char hushed, owes;        /* whether one of them is under way; whether there is somebody to be told */
+    unsigned long long due;   /* from which message on: before it, the other end is to be told later anyway */
+    /* Spinning, and figures */
     long long spin_ns;
     char spin_yields;
     unsigned long long spins, hits, spun_ns;
-    bool made;
-    char quiet;               /* whether send and receive leave it to their caller to tell a parked end */
-    char hushed, owes;        /* whether one of them is under way; whether there is somebody to be told */
-    unsigned long long copied;  /* bytes, into messages; or out of those that were leased */
-    unsigned long long due;   /* from which message on: before it, the other end is to be told later anyway */
-    int in_use;               /* calls that release the GIL, or run code of others, with the memory in their hands */
-    PyObject *nothing, *elsewhere;
-    /* Trace contexts, where slots have any */
-    size_t trace_at;          /* where in a slot; 0: they have none */
-    uint8_t trace[TRACE_BYTES];  /* what a writer's next message goes out with */
-    uint8_t *trail;           /* those of the latest messages that a reader has taken, in turn */
-    uint64_t n_trail;         /* how many it has noted */
-    uint64_t noted;           /* the message whose was noted last */
+    unsigned long long published_ns, copied;
+} End;
+
+typedef struct {
+    End end;
+    WriterBook *notes;        /* in the book */
+    unsigned long long claimed_bytes;  /* of the message that the claimed slot is for */
+    unsigned long long awaited;        /* the message that spins wait for until all have read it; NONE: the next slot's */
+    uint64_t unfetched, n_unfetched;   /* from which message on nothing is fetched ahead, and for how many */
+    PyObject *measure;
+} WriterEnd;
+
+typedef struct {
+    End end;
+    ReaderBook *notes;        /* in the book */
+    uint8_t *latencies;       /* this reader's histogram */
+    bool rushes;              /* whether messages come in quick succession, so that not each one's latency is counted */
+    uint64_t finished_ns;     /* when the latest message was finished with */
+    char kept;
     unsigned long long garbled;
-} Core;
+    PyObject *undelivered;    /* a list, where calls block, or NULL: see bind_undelivered */
+} ReaderEnd;
 
 typedef struct {
     PyObject *nothing, *elsewhere;
@@ -112,101 +122,54 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *core;           /* that is asked first, or NULL */
+    End *core;                /* the core that is asked first, or NULL */
+    bool sends;               /* whether that is a writer's */
     PyObject *rest, *whole, *fail;
     void *spare;              /* the memory of a call that has ended */
     PyTypeObject *writer, *reader, *call;
 } Calls;
 
-typedef enum { NEW, RUNNING, WAITING, ENDED } Stage;
 typedef enum { RECEIVES, SENDS, ITERATES, CLOSES } CallKind;
 
-typedef struct {
-    PyObject_HEAD
-    Calls *calls;
-    PyObject *args[3];        /* enqueue: obj, timeout; dequeue: timeout, cancel, indefinite */
-    PyObject *rest;           /* the coroutine that goes on where the core could not */
-    Stage stage;
-    CallKind kind;
-} Call;
+/* Places */
 
-/* Slots */
-
-static inline uint8_t *flags_of(const Core *self, size_t index)
+static inline uint8_t *flags_of(const End *end, size_t index)
 {
-    return self->base + self->flags_at + index * self->flag_bytes;
+    return end->base + end->flags_at + index * end->flag_bytes;
 }
 
-static inline uint8_t *slot_of(const Core *self, size_t index)
+static inline uint8_t *slot_of(const End *end, size_t index)
 {
-    return self->base + self->slots_at + index * self->slot_bytes;
+    return end->base + end->slots_at + index * end->slot_bytes;
 }
 
-static inline bool is_free(const Core *self, size_t index)
+static inline uint8_t *chunk_of(const End *end, const Pool *pool, size_t number)
 {
-    uint8_t *flags = flags_of(self, index), written = load_acquire(flags);
-    if (!written)
-        return true;
-    bool all = written == 1 && all_are(flags + 1, self->n_places, 1);
-    atomic_thread_fence(memory_order_acquire);  /* the chunk is filled only after every reader's flag was seen */
-    return all;
-}
-
-static inline bool is_ready(const Core *self, size_t index)
-{
-    uint8_t *flags = flags_of(self, index);
-    /* In this order: what is cleared already and written still, from the lap before, is just being published. */
-    return !load_acquire(flags + self->reader) && load_acquire(flags);
-}
-
-#define NONE UINT64_MAX
-
-/* Whether a message was read by all. */
-static inline bool is_finished(const Core *self, uint64_t seq)
-{
-    return seq + self->n_slots < self->seq || is_free(self, seq % self->n_slots);
-}
-
-static inline bool may_go_on(const Core *self)
-{
-    if (self->reader)
-        return is_ready(self, self->index);
-    return self->awaited == NONE ? is_free(self, self->index) : is_finished(self, self->awaited);
-}
-
-static inline void advance(Core *self)
-{
-    self->seq++;
-    if (++self->index == self->n_slots)
-        self->index = 0;
-}
-
-/* The slot so many further on, of a ring that has more. */
-static inline size_t index_ahead(const Core *self, size_t slots)
-{
-    size_t index = self->index + slots;
-    return index < self->n_slots ? index : index - self->n_slots;
-}
-
-static inline uint8_t *chunk_of(const Core *self, const Pool *pool, size_t number)
-{
-    return self->base + pool->start + (number - pool->first) * pool->stride;
-}
-
-/* How many free chunks have memory. Those that have none are the last ones to be taken from the stack. */
-static inline size_t n_usable(const Pool *pool)
-{
-    size_t without = pool->count - pool->allocated;
-    return pool->n_free > without ? pool->n_free - without : 0;
+    return end->base + pool->start + (number - pool->first) * pool->stride;
 }
 
 /* The smallest chunks that have room for so many bytes; the largest, if none have. */
-static inline Pool *pool_for(Core *self, size_t nbytes)
+static inline Pool *pool_for(End *end, size_t nbytes)
 {
-    size_t n = self->n_pools - 1;
-    while (n > 0 && self->pools[n].room < nbytes)
+    size_t n = end->n_pools - 1;
+    while (n > 0 && end->pools[n].room < nbytes)
         n--;
-    return &self->pools[n];
+    return &end->pools[n];
+}
+
+/* The slot so many further on, of a ring that has more slots. */
+static inline size_t index_ahead(const End *end, size_t slots)
+{
+    size_t index = end->index + slots;
+    return index < end->n_slots ? index : index - end->n_slots;
+}
+
+static inline void advance(End *end)
+{
+    end->seq++;
+    if (++end->index == end->n_slots)
+        end->index = 0;
+    store_count(end->own, end->seq);
 }
 
 /* Whether a message lies elsewhere: its slot then names no chunk, though it has one. */
@@ -215,29 +178,63 @@ static inline bool is_elsewhere(const uint8_t *slot)
     return (load_word(slot) & 0xff) == OVERFLOW;
 }
 
-/* What every method begins with */
+/* Flags */
 
-static inline int check_usable(Core *self)
+static inline bool is_free(const WriterEnd *self, size_t index)
 {
-    if (self->base == NULL) {
+    uint8_t *flags = flags_of(&self->end, index), written = load_acquire(flags);
+    if (!written)
+        return true;
+    bool all = written == 1 && all_are(flags + 1, self->notes->places, 1);
+    atomic_thread_fence(memory_order_acquire);  /* the chunk is filled only after every reader's flag was seen */
+    return all;
+}
+
+/* Whether a message was read by all. */
+static inline bool is_finished(const WriterEnd *self, uint64_t seq)
+{
+    const End *end = &self->end;
+    return seq + end->n_slots < end->seq || is_free(self, seq % end->n_slots);
+}
+
+static inline bool is_ready(const End *end, size_t index)
+{
+    uint8_t *flags = flags_of(end, index);
+    /* In this order: a flag that is cleared already and a written flag of the lap before are a slot being published. */
+    return !load_acquire(flags + end->flag) && load_acquire(flags);
+}
+
+static inline bool may_go_on(const End *end)
+{
+    if (end->flag)
+        return is_ready(end, end->index);
+    const WriterEnd *self = (const WriterEnd *)end;
+    return self->awaited == NONE ? is_free(self, end->index) : is_finished(self, self->awaited);
+}
+
+/* Every method begins with one of these */
+
+static inline int check_usable(const End *end)
+{
+    if (end->base == NULL) {
         PyErr_SetString(PyExc_ValueError, "the ring was closed");
         return -1;
     }
     return 0;
 }
 
-static inline int check_unused(Core *self)
+static inline int check_unused(const End *end)
 {
-    if (check_usable(self) < 0)
+    if (check_usable(end) < 0)
         return -1;
-    if (self->in_use) {
+    if (end->in_use) {
         PyErr_SetString(PyExc_RuntimeError, "the ring is in use: this was called from inside of a batch");
         return -1;
     }
     return 0;
 }
 
-/* Call one of the callables, which may replace itself by bind() meanwhile; it is NULL where that was never made. */
+/* Call one of the callables, which bind() may replace meanwhile; NULL where __init__ was never called. */
 static inline PyObject *call(PyObject *callable, PyObject *arg)
 {
     if (callable == NULL) {
@@ -250,106 +247,111 @@ static inline PyObject *call(PyObject *callable, PyObject *arg)
     return result;
 }
 
-/* Whether the gate lets this thread pass, if the loop runs. */
-static inline bool lets_in(const Core *self)
+/* Whether this thread may send or receive here if the loop runs. */
+static inline bool lets_in(const End *end)
 {
     unsigned long me = PyThread_get_thread_ident();
-    return self->open && self->turn > 0 && !self->in_use
-           && (self->runs == Py_None ? self->user == 0 || self->user == me : self->thread == me);
+    return end->open && end->turn > 0 && !end->in_use
+           && (end->runs == Py_None ? end->user == 0 || end->user == me : end->thread == me);
 }
 
-/* Whether the gate lets this thread pass: 1, 0, or -1 with an error. */
-static inline int passes(Core *self)
+/* Whether this thread may send or receive here: 1, 0, or -1 with an error. */
+static inline int passes(const End *end)
 {
-    if (!lets_in(self))
+    if (!lets_in(end))
         return 0;
     int truth = 1;
-    if (self->runs != Py_None) {
-        PyObject *answer = call(self->runs, NULL);
+    if (end->runs != Py_None) {
+        PyObject *answer = call(end->runs, NULL);
         if (answer == NULL)
             return -1;
         truth = answer == Py_True ? 1 : answer == Py_False ? 0 : PyObject_IsTrue(answer);
         Py_DECREF(answer);
     }
-    return truth > 0 && check_usable(self) < 0 ? -1 : truth;
+    return truth > 0 && check_usable(end) < 0 ? -1 : truth;
 }
 
 /* Keep the other threads out, where any thread may use this end, while code of others may run; return what to restore. */
-static inline unsigned long begin_use(Core *self)
+static inline unsigned long begin_use(End *end)
 {
-    unsigned long before = self->user;
-    self->user = PyThread_get_thread_ident();
-    self->hushed = self->quiet;
+    unsigned long before = end->user;
+    end->user = PyThread_get_thread_ident();
+    end->hushed = end->quiet;
     return before;
 }
 
-static inline void end_use(Core *self, unsigned long before)
+static inline void end_use(End *end, unsigned long before)
 {
-    self->user = before;
-    self->hushed = 0;
+    end->user = before;
+    end->hushed = 0;
 }
 
-static inline void count_turn(Core *self, Py_ssize_t messages, uint64_t now)
+static inline void count_turn(End *end, Py_ssize_t messages, uint64_t now)
 {
-    self->turn = (long long)now < self->turn_ends_ns && messages < self->turn ? self->turn - messages : 0;
+    end->turn = (long long)now < end->turn_ends_ns && messages < end->turn ? end->turn - messages : 0;
 }
 
 /* ring.c */
-void notify(Core *self);
-bool spin_unless(Core *self, long long budget_ns);
-PyObject *core_spin(Core *self, PyObject *arg);
-PyObject *core_bind(Core *self, PyObject *args);
-PyObject *core_bind_beside(Core *self, PyObject *args);
-PyObject *core_belong(Core *self, PyObject *runs);
-PyObject *core_passes(Core *self, PyObject *ignored);
-PyObject *core_close(Core *self, PyObject *ignored);
-PyObject *slot_at(Core *self);
-PyObject *begin_at(const Core *self);
-extern PyMemberDef members[];
+void notify(End *end);
+bool spin_unless(End *end, long long budget_ns);
 
 /* ends.c */
-bool fit(size_t begin, size_t amount, size_t each, size_t end);
+int writer_init(WriterEnd *self, PyObject *args, PyObject *kwargs);
+int reader_init(ReaderEnd *self, PyObject *args, PyObject *kwargs);
 int no_keywords(PyObject *kwargs);
-int writer_init(Core *self, PyObject *args, PyObject *kwargs);
-int reader_init(Core *self, PyObject *args, PyObject *kwargs);
-int core_traverse(Core *self, visitproc visit, void *arg);
-int core_clear(Core *self);
-void core_dealloc(Core *self);
+int writer_traverse(WriterEnd *self, visitproc visit, void *arg);
+int reader_traverse(ReaderEnd *self, visitproc visit, void *arg);
+int writer_clear(WriterEnd *self);
+int reader_clear(ReaderEnd *self);
+void writer_dealloc(WriterEnd *self);
+void reader_dealloc(ReaderEnd *self);
+State *state_of(PyObject *self);
 
-/* chunks.c */
-void reclaim(Core *self, Pool *pool);
-PyObject *writer_free(Core *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *writer_blocker(Core *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *writer_spin_for(Core *self, PyObject *const *args, Py_ssize_t nargs);
-PyObject *writer_bind_allocate(Core *self, PyObject *allocate);
-PyObject *writer_evict(Core *self, PyObject *arg);
-PyObject *writer_admit(Core *self, PyObject *args);
-
-/* traces.c */
-void note_trace(Core *self);
-PyObject *reader_note_trace(Core *self, PyObject *ignored);
-PyObject *reader_traces(Core *self, PyObject *arg);
-PyObject *writer_trace(Core *self, void *closure);
-int writer_set_trace(Core *self, PyObject *trace, void *closure);
-
-/* send.c, receive.c */
-PyObject *writer_send(Core *self, PyObject *obj);
-PyObject *reader_receive(Core *self, PyObject *ignored);
-
-/* awaitable.c */
+/* send.c, receive.c, awaitable.c */
+PyObject *writer_send(WriterEnd *self, PyObject *obj);
+PyObject *reader_receive(ReaderEnd *self, PyObject *ignored);
 PyObject *new_call(Calls *calls, CallKind kind, PyObject *const *args);
 
 extern PyType_Spec writer_spec, reader_spec, calls_spec, call_spec;
 
+/* What the types of both ends begin with. */
+
+PyObject *end_spin(End *end, PyObject *arg);
+PyObject *end_bind(End *end, PyObject *args);
+PyObject *end_belong(End *end, PyObject *runs);
+PyObject *end_passes(End *end, PyObject *ignored);
+PyObject *end_check_open(End *end, PyObject *ignored);
+PyObject *end_check_unused(End *end, PyObject *ignored);
+PyObject *end_close(End *end, PyObject *ignored);
+
 #define FAST (PyCFunction)(void (*)(void))
 #define CALL (PyCFunction)
 
-#define BOTH_ENDS                                                                                                    \
-    {"bind", CALL core_bind, METH_VARARGS, "Say how messages are coded, and whom to tell that the other end sleeps."}, \
-    {"bind_beside", CALL core_bind_beside, METH_VARARGS, "Say what handles messages that have buffers beside them."},       \
-    {"belong", CALL core_belong, METH_O, "Belong to this thread, while runs() is true; None: to whichever uses it."}, \
-    {"passes", CALL core_passes, METH_NOARGS, "Return whether the gate lets this thread pass."},                     \
-    {"spin", CALL core_spin, METH_O, "Spin for at most so many nanoseconds; return whether this end may go on."},    \
-    {"close", CALL core_close, METH_NOARGS, "Let go of the memory. Idempotent."}
+#define BOTH_ENDS                                                                                                  \
+    {"bind", CALL end_bind, METH_VARARGS, "Set how messages are coded, and what wakes the other end."},            \
+    {"belong", CALL end_belong, METH_O, "Belong to this thread, while runs() is true; None: to any thread."},      \
+    {"passes", CALL end_passes, METH_NOARGS, "Return whether this thread may send or receive now."},               \
+    {"spin", CALL end_spin, METH_O, "Spin for at most so many nanoseconds; return whether this end may go on."},   \
+    {"check_open", CALL end_check_open, METH_NOARGS, "Raise if the ring was closed."},                             \
+    {"check_unused", CALL end_check_unused, METH_NOARGS, "Raise if the ring was closed, or is in use."},           \
+    {"close", CALL end_close, METH_NOARGS, "Release the memory. Idempotent."}
+
+#define END_MEMBERS                                                                                                \
+    {"seq", T_ULONGLONG, offsetof(End, seq), READONLY, "Sequence number of the next message."},                    \
+    {"in_use", T_INT, offsetof(End, in_use), 0, "Calls that run code of others with the memory in their hands."},  \
+    {"published_ns", T_ULONGLONG, offsetof(End, published_ns), 0, "When the latest message was published."},       \
+    {"open", T_BOOL, offsetof(End, open), 0, "Whether send and receive may pass at all."},                         \
+    {"turn", T_LONGLONG, offsetof(End, turn), 0, "Messages that may still pass before the loop runs."},            \
+    {"turn_ends_ns", T_LONGLONG, offsetof(End, turn_ends_ns), 0, "When the turn ends at the latest."},             \
+    {"user", T_ULONG, offsetof(End, user), 0, "The thread that uses this end, if any thread may; 0: none."},       \
+    {"quiet", T_BOOL, offsetof(End, quiet), 0, "Whether send and receive set `owes` instead of waking."},          \
+    {"owes", T_BOOL, offsetof(End, owes), 0, "Whether the other end has to be woken."},                            \
+    {"due", T_ULONGLONG, offsetof(End, due), 0, "Before this message `owes` is not set."},                         \
+    {"spin_ns", T_LONGLONG, offsetof(End, spin_ns), 0, "How long send and receive spin where they cannot go on."}, \
+    {"spin_yields", T_BOOL, offsetof(End, spin_yields), 0, "Whether a spin yields its CPU between its looks."},    \
+    {"spins", T_ULONGLONG, offsetof(End, spins), READONLY, "Spins so far."},                                       \
+    {"hits", T_ULONGLONG, offsetof(End, hits), READONLY, "Spins that ended with success."},                        \
+    {"spun_ns", T_ULONGLONG, offsetof(End, spun_ns), READONLY, "Time spent spinning."},                            \
+    {"copied", T_ULONGLONG, offsetof(End, copied), 0, "Bytes copied into messages, or out of leased ones."}
 
 #endif

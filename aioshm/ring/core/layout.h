@@ -21,6 +21,9 @@
 #define TRACE_BYTES 26
 #define TRAIL 1024
 #define OVERFLOW 2
+#define CHUNK_LISTS 24
+#define UNREAD 48
+#define TRACES 16
 #define TAKE_MAX 4194304
 #define COPY_MAX 65536
 #define BATCH_LOOKS 8

@@ -2,12 +2,6 @@
 
 #include "core.h"
 
-#include <limits.h>
-
-#if defined(__linux__)
-#include <sys/timerfd.h>
-#endif
-
 /* Functions */
 
 static PyObject *fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
@@ -16,44 +10,8 @@ static PyObject *fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)
     Py_RETURN_NONE;
 }
 
-#if defined(__linux__)
-static PyObject *new_timer(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    int fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
-    return fd < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(fd);
-}
-
-static PyObject *set_timer(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
-{
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "timerfd_settime() takes a descriptor and a time");
-        return NULL;
-    }
-    long fd = PyLong_AsLong(args[0]);
-    if (fd == -1 && PyErr_Occurred())
-        return NULL;
-    if (fd < INT_MIN || fd > INT_MAX) {
-        PyErr_SetString(PyExc_OverflowError, "no descriptor is that large");
-        return NULL;
-    }
-    long long at_ns = PyLong_AsLongLong(args[1]);
-    if (at_ns == -1 && PyErr_Occurred())
-        return NULL;
-    if (at_ns < 0)
-        at_ns = 1;  /* long ago, as what the caller means is: 0 would disarm */
-    struct itimerspec when = {.it_value = {.tv_sec = at_ns / 1000000000, .tv_nsec = at_ns % 1000000000}};
-    if (timerfd_settime((int)fd, TFD_TIMER_ABSTIME, &when, NULL) < 0)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    Py_RETURN_NONE;
-}
-#endif
-
 static PyMethodDef functions[] = {
     {"memory_fence", fence, METH_NOARGS, "Let no earlier load or store pass a later one."},
-#if defined(__linux__)
-    {"timerfd_create", new_timer, METH_NOARGS, "Return the descriptor of a new timer."},
-    {"timerfd_settime", FAST set_timer, METH_FASTCALL, "Let a timer ring at a moment of CLOCK_MONOTONIC; 0 disarms it."},
-#endif
     {NULL, NULL, 0, NULL},
 };
 
@@ -128,7 +86,7 @@ static PyModuleDef_Slot module_slots[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "aioshm.ring._native",
-    .m_doc = "The hot path of a ring in C; see _portable.py.",
+    .m_doc = "The hot path of a ring in C; see reference.py.",
     .m_size = sizeof(State),
     .m_methods = functions,
     .m_slots = module_slots,

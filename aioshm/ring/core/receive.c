@@ -1,70 +1,53 @@
-/* A reader's end: peeking at a message, copying and decoding it, giving its slot back */
+/* A reader's end: copying and decoding a message, giving its slot back. */
 
 #include "core.h"
 
-/* The same as `fetch_to_write` for the next message but a few; only if it is there, for else the writer is about to write to those lines. */
-static inline void fetch_to_read(const Core *self)
+/* Noting, finishing */
+
+/* Note the trace context of the next message, or zeros where it is none. */
+static void note_trace(ReaderEnd *self)
 {
-    if (self->n_slots <= READER_AHEAD)
+    const End *end = &self->end;
+    if (self->notes->noted == end->seq)
+        return;  /* a block has it */
+    self->notes->noted = end->seq;
+    uint8_t *kept = self->notes->trail + TRACE_BYTES * (self->notes->n_traces++ % TRAIL);
+    const uint8_t *slot = slot_of(end, end->index) + end->trace_at;
+    for (size_t n = 0; n < TRACE_BYTES; n++)
+        kept[n] = atomic_load_explicit((const _Atomic uint8_t *)slot + n, memory_order_relaxed);
+    if (kept[0] == 1 && !all_are(kept + 2, 16, 0) && !all_are(kept + 18, 8, 0))
         return;
-    size_t index = index_ahead(self, READER_AHEAD);
-    if (is_ready(self, index)) {
-        __builtin_prefetch(slot_of(self, index));
-        __builtin_prefetch(slot_of(self, index) + SLOT_HEADER_BYTES);
-    }
-}
-
-static PyObject *reader_start_at(Core *self, PyObject *arg)
-{
-    unsigned long long seq = PyLong_AsUnsignedLongLong(arg);
-    if ((seq == (unsigned long long)-1 && PyErr_Occurred()) || check_unused(self) < 0)
-        return NULL;
-    self->seq = seq;
-    self->index = seq % self->n_slots;
-    store_count(self->own, seq);
-    Py_RETURN_NONE;
-}
-
-static PyObject *reader_ready(Core *self, PyObject *Py_UNUSED(ignored))
-{
-    return check_usable(self) < 0 ? NULL : PyBool_FromLong(is_ready(self, self->index));
-}
-
-static PyObject *reader_peek(Core *self, PyObject *Py_UNUSED(ignored))
-{
-    if (check_unused(self) < 0)
-        return NULL;
-    if (!is_ready(self, self->index))
-        Py_RETURN_NONE;
-    return slot_at(self);
+    self->garbled += kept[0] != 0;
+    memset(kept, 0, TRACE_BYTES);
 }
 
 /* Count the bytes of the next message, and note its trace context: it is finished with, or nearly. */
-static inline void note(Core *self)
+static inline void note(ReaderEnd *self)
 {
-    const uint8_t *slot = slot_of(self, self->index);
+    const End *end = &self->end;
+    const uint8_t *slot = slot_of(end, end->index);
     uint64_t size;
     if (is_elsewhere(slot))
         memcpy(&size, slot + OVERFLOW_SIZE, sizeof size);
     else
         size = load_word(slot + SIZE);
-    add_to_word(self->own + BYTES, size);
-    if (self->trace_at)
+    add_to_word(end->own + BYTES, size);
+    if (end->trace_at)
         note_trace(self);
 }
 
-static inline void finish(Core *self)
+static inline void finish(ReaderEnd *self)
 {
+    End *end = &self->end;
     note(self);
-    store_release(flags_of(self, self->index) + self->reader, 1);
-    advance(self);
-    store_count(self->own, self->seq);
+    store_release(flags_of(end, end->index) + end->flag, 1);
+    advance(end);
 }
 
 /* Count how long ago the message was published that has just been taken. */
-static inline void note_latency(Core *self, uint64_t now)
+static inline void note_latency(ReaderEnd *self, uint64_t now)
 {
-    uint64_t latency = now - self->published_ns;
+    uint64_t latency = now - self->end.published_ns;
     if (latency > INT64_MAX)  /* published after now: damage */
         latency = 0;
     size_t bucket = 0;
@@ -74,94 +57,78 @@ static inline void note_latency(Core *self, uint64_t now)
             bucket = LATENCY_BUCKETS - 1;
     }
     add_to_word(self->latencies + 8 * bucket, 1);
-    add_to_word(self->own + LATENCY_NS, latency);
+    add_to_word(self->end.own + LATENCY_NS, latency);
 }
 
-/* Whether the next message is one of those whose latency is counted. */
-static inline bool counts(const Core *self)
-{
-    return !self->rushes || self->seq % LATENCY_EVERY == 0;
-}
-
-static PyObject *reader_taken(Core *self, PyObject *arg)
-{
-    unsigned long long published_ns = PyLong_AsUnsignedLongLong(arg);
-    if ((published_ns == (unsigned long long)-1 && PyErr_Occurred()) || check_usable(self) < 0)
-        return NULL;
-    self->published_ns = published_ns;
-    note_latency(self, now_ns());
-    Py_RETURN_NONE;
-}
-
-static inline bool writer_parked(const Core *self)
+static inline bool writer_parked(const ReaderEnd *self)
 {
     full_fence();
-    return load_acquire(self->base + WRITER_PARKED) != 0;
+    return load_acquire(self->end.base + WRITER_PARKED) != 0;
 }
 
-static PyObject *reader_release(Core *self, PyObject *Py_UNUSED(ignored))
+/* Finish with a message that has been decoded, or could not be: then an error is set, and stays. */
+static void finish_and_tell(ReaderEnd *self, bool took)
 {
-    if (check_unused(self) < 0)
-        return NULL;
+    End *end = &self->end;
+    uint64_t now = now_ns();
+    self->rushes = now - self->finished_ns < RUSH_NS;
+    self->finished_ns = now;
+    if (took && (!self->rushes || end->seq % LATENCY_EVERY == 0))
+        note_latency(self, now);
     finish(self);
-    return PyBool_FromLong(writer_parked(self));
-}
-
-static PyObject *reader_skip(Core *self, PyObject *Py_UNUSED(ignored))
-{
-    if (check_unused(self) < 0)
-        return NULL;
-    note(self);
-    advance(self);
-    store_count(self->own, self->seq);
-    self->kept = 1;
-    Py_RETURN_NONE;
-}
-
-static PyObject *reader_give_back(Core *self, PyObject *arg)
-{
-    Py_ssize_t index = PyLong_AsSsize_t(arg);
-    if ((index == -1 && PyErr_Occurred()) || check_unused(self) < 0)
-        return NULL;
-    if (index < 0 || (size_t)index >= self->n_slots) {
-        PyErr_Format(PyExc_IndexError, "there is no slot %zd", index);
-        return NULL;
+    count_turn(end, 1, now);
+    if (writer_parked(self)) {
+        PyObject *type, *error, *traceback;
+        PyErr_Fetch(&type, &error, &traceback);
+        notify(end);
+        PyErr_Restore(type, error, traceback);
     }
-    store_release(flags_of(self, (size_t)index) + self->reader, 1);
-    self->kept = 0;
-    return PyBool_FromLong(writer_parked(self));
+}
+
+/* Taking */
+
+/* Fetch the lines of the next message but a few, if it is there: else the writer is about to write to those lines. */
+static inline void fetch_to_read(const End *end)
+{
+    if (end->n_slots <= READER_AHEAD)
+        return;
+    size_t index = index_ahead(end, READER_AHEAD);
+    if (is_ready(end, index)) {
+        __builtin_prefetch(slot_of(end, index));
+        __builtin_prefetch(slot_of(end, index) + SLOT_HEADER_BYTES);
+    }
 }
 
 /* Where the next message lies, if it lies in a chunk of this number and of that room; else NULL. */
-static const uint8_t *chunk_body(const Core *self, uint64_t number, uint64_t seq, size_t size)
+static const uint8_t *chunk_body(const End *end, uint64_t number, uint64_t seq, size_t size)
 {
-    for (size_t n = 0; n < self->n_pools; n++) {
-        const Pool *pool = &self->pools[n];
+    for (size_t n = 0; n < end->n_pools; n++) {
+        const Pool *pool = &end->pools[n];
         if (number < pool->first || number - pool->first >= pool->count)
             continue;
-        const uint8_t *chunk = chunk_of(self, pool, number);
+        const uint8_t *chunk = chunk_of(end, pool, number);
         return size <= pool->room && load_word(chunk) == seq + 1 ? chunk + CHUNK_HEADER_BYTES : NULL;
     }
     return NULL;
 }
 
 /* Copy the next message, which is there, or return NULL without an error if it is not an ordinary one. */
-static PyObject *copy_plain(Core *self)
+static PyObject *copy_plain(End *end)
 {
-    const uint64_t most = self->raw ? TAKE_MAX : COPY_MAX;
-    fetch_to_read(self);
-    const uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
+    const uint64_t most = end->raw ? TAKE_MAX : COPY_MAX;
+    fetch_to_read(end);
+    const uint8_t *slot = slot_of(end, end->index), *body = slot + SLOT_HEADER_BYTES;
     const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
     const uint64_t chunk = load_word(slot + CHUNK), size = words[3];
-    if (words[0] != self->what || words[1] != self->seq || size > most)
+    if (words[0] != end->what || words[1] != end->seq || size > most)
         return NULL;
     if (chunk != 0)
-        body = chunk_body(self, chunk - 1, words[1], size);
-    else if (size > self->inline_bytes)
+        body = chunk_body(end, chunk - 1, words[1], size);
+    else if (size > end->inline_bytes)
         return NULL;
     if (body == NULL)
         return NULL;
-    self->published_ns = words[2];
+    end->published_ns = words[2];
     return PyBytes_FromStringAndSize((const char *)body, (Py_ssize_t)size);
 }
 
@@ -187,65 +154,51 @@ static bool interrupted(void)
 }
 
 /* Decode the next message, which is there and stays where it is; `elsewhere` if it is no ordinary one. */
-static PyObject *decode(Core *self)
+static PyObject *decode(ReaderEnd *self)
 {
-    PyObject *obj = copy_plain(self), *arg = obj, *callable = self->code;
+    End *end = &self->end;
+    PyObject *obj = copy_plain(end), *arg = obj, *callable = end->code;
     if (obj == NULL) {
         if (PyErr_Occurred())
             return NULL;
-        callable = self->beside;
+        callable = end->beside;
         if (callable == NULL || callable == Py_None)
-            return Py_NewRef(self->elsewhere);
-        arg = begin_at(self);
+            return Py_NewRef(end->elsewhere);
+        arg = PyLong_FromSize_t(end->slots_at + end->index * end->slot_bytes);
         if (arg == NULL)
             return NULL;
-    } else if (self->raw) {
+    } else if (end->raw) {
         return obj;
     }
-    self->in_use++;
+    end->in_use++;
     obj = call(callable, arg);
-    self->in_use--;
+    end->in_use--;
     Py_DECREF(arg);
     return obj;
 }
 
-/* Finish with a message that has been decoded, or could not be: then an error is set, and stays. */
-static void finish_and_tell(Core *self, bool took)
-{
-    uint64_t now = now_ns();
-    self->rushes = now - self->finished_ns < RUSH_NS;
-    self->finished_ns = now;
-    if (took && counts(self))
-        note_latency(self, now);
-    finish(self);
-    count_turn(self, 1, now);
-    if (writer_parked(self)) {
-        PyObject *type, *error, *traceback;
-        PyErr_Fetch(&type, &error, &traceback);
-        notify(self);
-        PyErr_Restore(type, error, traceback);
-    }
-}
-
 /* Whether the writer goes on without this reader: then it may have filled the slot again while that was read. */
-static inline bool was_evicted(const Core *self)
+static inline bool was_evicted(const ReaderEnd *self)
 {
+    const End *end = &self->end;
     atomic_thread_fence(memory_order_acquire);  /* after what was read */
-    return atomic_load_explicit((_Atomic uint8_t *)(flags_of(self, self->index) + self->reader), memory_order_relaxed);
+    return atomic_load_explicit((_Atomic uint8_t *)(flags_of(end, end->index) + end->flag), memory_order_relaxed);
 }
 
 /* Return what stands for no message instead of one, or of the error, that an evicted reader has made of a slot. */
-static PyObject *dropped(Core *self, PyObject *obj)
+static PyObject *dropped(ReaderEnd *self, PyObject *obj)
 {
+    End *end = &self->end;
     PyErr_Clear();
     Py_XDECREF(obj);
-    return Py_NewRef(self->nothing);
+    return Py_NewRef(end->nothing);
 }
 
-static PyObject *take(Core *self)
+static PyObject *take(ReaderEnd *self)
 {
+    End *end = &self->end;
     PyObject *obj = decode(self);
-    if (obj == self->elsewhere || (obj == NULL && interrupted()))
+    if (obj == end->elsewhere || (obj == NULL && interrupted()))
         return obj;  /* interrupted: the next call returns the same message */
     if (was_evicted(self))
         return dropped(self, obj);
@@ -253,45 +206,49 @@ static PyObject *take(Core *self)
     return obj;
 }
 
-static PyObject *reader_take(Core *self, PyObject *Py_UNUSED(ignored))
+static PyObject *reader_take(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
 {
-    if (check_unused(self) < 0)
+    End *end = &self->end;
+    if (check_unused(end) < 0)
         return NULL;
-    return is_ready(self, self->index) ? take(self) : Py_NewRef(self->nothing);
+    return is_ready(end, end->index) ? take(self) : Py_NewRef(end->nothing);
 }
 
 /* Whether the next message is there: 1, 0, or -1 with an error; spins for it if that is worth it. */
-static int message_is_there(Core *self)
+static int message_is_there(ReaderEnd *self)
 {
-    if (is_ready(self, self->index))
+    End *end = &self->end;
+    if (is_ready(end, end->index))
         return 1;
-    if (self->spin_ns <= 0 || !spin_unless(self, self->spin_ns))
+    if (end->spin_ns <= 0 || !spin_unless(end, end->spin_ns))
         return 0;
     if (PyErr_CheckSignals() < 0)  /* before the message is taken: an error afterwards would lose it */
         return -1;
-    if (check_unused(self) < 0)  /* a handler is any code */
+    if (check_unused(end) < 0)  /* a handler is any code */
         return -1;
-    return is_ready(self, self->index);
+    return is_ready(end, end->index);
 }
 
-static PyObject *receive_passed(Core *self)
+static PyObject *receive_passed(ReaderEnd *self)
 {
+    End *end = &self->end;
     int there = message_is_there(self);
-    return there > 0 ? take(self) : there < 0 ? NULL : Py_NewRef(self->nothing);
+    return there > 0 ? take(self) : there < 0 ? NULL : Py_NewRef(end->nothing);
 }
 
-PyObject *reader_receive(Core *self, PyObject *Py_UNUSED(ignored))
+PyObject *reader_receive(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
 {
-    int passed = self->kept ? 0 : passes(self);  /* slots go back in order */
+    End *end = &self->end;
+    int passed = self->kept ? 0 : passes(end);  /* slots go back in order */
     if (passed <= 0)
-        return passed < 0 ? NULL : Py_NewRef(self->nothing);
-    unsigned long before = begin_use(self);
+        return passed < 0 ? NULL : Py_NewRef(end->nothing);
+    unsigned long before = begin_use(end);
     PyObject *answer = receive_passed(self);
-    end_use(self, before);
+    end_use(end, before);
     return answer;
 }
 
-static PyObject *reader_bind_undelivered(Core *self, PyObject *arg)
+static PyObject *reader_bind_undelivered(ReaderEnd *self, PyObject *arg)
 {
     if (!PyList_CheckExact(arg)) {
         PyErr_SetString(PyExc_TypeError, "what was not delivered is in a list");
@@ -304,29 +261,30 @@ static PyObject *reader_bind_undelivered(Core *self, PyObject *arg)
 }
 
 /* Whether there is a message that no call has returned yet: it comes before those in the ring. */
-static inline bool has_undelivered(const Core *self)
+static inline bool has_undelivered(const ReaderEnd *self)
 {
     return self->undelivered != NULL && PyList_Size(self->undelivered) > 0;
 }
 
-static PyObject *reader_take_many(Core *self, PyObject *arg)
+static PyObject *reader_take_many(ReaderEnd *self, PyObject *arg)
 {
+    End *end = &self->end;
     Py_ssize_t most = PyLong_AsSsize_t(arg), n = 0;
     if (most == -1 && PyErr_Occurred())
         return NULL;
     PyObject *batch = PyList_New(0);
-    if (batch == NULL || check_unused(self) < 0) {  /* in this order: making a list may collect garbage first */
+    if (batch == NULL || check_unused(end) < 0) {  /* in this order: making a list may collect garbage first */
         Py_XDECREF(batch);
         return NULL;
     }
-    self->in_use++;
-    while (n < most && is_ready(self, self->index)) {
-        PyObject *obj = copy_plain(self);
+    end->in_use++;
+    while (n < most && is_ready(end, end->index)) {
+        PyObject *obj = copy_plain(end);
         if (obj == NULL)
             break;
-        if (!self->raw) {
+        if (!end->raw) {
             PyObject *message = obj;
-            obj = call(self->code, message);
+            obj = call(end->code, message);
             Py_DECREF(message);
             if (obj == NULL) {
                 if (was_evicted(self) && !interrupted()) {
@@ -351,19 +309,19 @@ static PyObject *reader_take_many(Core *self, PyObject *arg)
         if (n % BATCH_LOOKS == 0) {
             uint64_t now = now_ns();
             note_latency(self, now);
-            if ((long long)now >= self->turn_ends_ns)
+            if ((long long)now >= end->turn_ends_ns)
                 break;
         }
     }
-    self->in_use--;
+    end->in_use--;
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     uint64_t now = now_ns();
     if (n % BATCH_LOOKS != 0)
         note_latency(self, now);
-    count_turn(self, n, now);
+    count_turn(end, n, now);
     if (writer_parked(self))
-        notify(self);
+        notify(end);
     if (type != NULL && n > 0 && PyErr_GivenExceptionMatches(type, PyExc_Exception)) {
         Py_CLEAR(type);  /* it is the next call's, which meets the same message again */
         Py_CLEAR(error);
@@ -376,56 +334,127 @@ static PyObject *reader_take_many(Core *self, PyObject *arg)
     return batch;
 }
 
-static PyObject *reader_next(Core *self, void *Py_UNUSED(closure))
+static PyObject *reader_next(ReaderEnd *self, void *Py_UNUSED(closure))
 {
+    End *end = &self->end;
     if (has_undelivered(self))
-        return Py_NewRef(self->elsewhere);
+        return Py_NewRef(end->elsewhere);
     PyObject *obj = reader_receive(self, NULL);
-    if (!self->owes || self->undelivered == NULL || obj == NULL || obj == self->nothing || obj == self->elsewhere)
+    if (!end->owes || self->undelivered == NULL || obj == NULL || obj == end->nothing || obj == end->elsewhere)
         return obj;
     if (PyList_Append(self->undelivered, obj) < 0) {  /* told at the next call, then */
         PyErr_Clear();
         return obj;
     }
     Py_DECREF(obj);
-    return Py_NewRef(self->elsewhere);
+    return Py_NewRef(end->elsewhere);
 }
 
-static PyMethodDef reader_methods[] = {
+
+static PyObject *reader_ready(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
+{
+    End *end = &self->end;
+    return check_usable(end) < 0 ? NULL : PyBool_FromLong(is_ready(end, end->index));
+}
+
+static PyObject *reader_release(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
+{
+    if (check_unused(&self->end) < 0)
+        return NULL;
+    finish(self);
+    return PyBool_FromLong(writer_parked(self));
+}
+
+static PyObject *reader_start_at(ReaderEnd *self, PyObject *arg)
+{
+    End *end = &self->end;
+    unsigned long long seq = PyLong_AsUnsignedLongLong(arg);
+    if ((seq == (unsigned long long)-1 && PyErr_Occurred()) || check_unused(end) < 0)
+        return NULL;
+    end->seq = seq;
+    end->index = seq % end->n_slots;
+    store_count(end->own, seq);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reader_skip(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
+{
+    if (check_unused(&self->end) < 0)
+        return NULL;
+    note(self);
+    advance(&self->end);
+    self->kept = 1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *reader_taken(ReaderEnd *self, PyObject *arg)
+{
+    unsigned long long published_ns = PyLong_AsUnsignedLongLong(arg);
+    if ((published_ns == (unsigned long long)-1 && PyErr_Occurred()) || check_usable(&self->end) < 0)
+        return NULL;
+    self->end.published_ns = published_ns;
+    note_latency(self, now_ns());
+    Py_RETURN_NONE;
+}
+
+static PyObject *reader_note_trace(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
+{
+    if (check_unused(&self->end) < 0)
+        return NULL;
+    if (self->end.trace_at)
+        note_trace(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reader_bind_beside(ReaderEnd *self, PyObject *beside)
+{
+    PyObject *old = self->end.beside;
+    self->end.beside = Py_NewRef(beside);
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
     BOTH_ENDS,
+    {"bind_beside", CALL reader_bind_beside, METH_O, "Set what decodes messages that have buffers beside them."},
     {"ready", CALL reader_ready, METH_NOARGS, "Return whether a message waits."},
-    {"peek", CALL reader_peek, METH_NOARGS, "Return the slot of the next message, or None."},
     {"release", CALL reader_release, METH_NOARGS, "Finish with the slot; return whether the writer is parked."},
-    {"start_at", CALL reader_start_at, METH_O, "Go on at a message, whatever lies before it."},
-    {"skip", CALL reader_skip, METH_NOARGS, "Go on to the next message, but keep the slot."},
-    {"give_back", CALL reader_give_back, METH_O, "Finish with a kept slot; return whether the writer is parked."},
+    {"start_at", CALL reader_start_at, METH_O, "Continue at a message, whatever lies before it."},
+    {"skip", CALL reader_skip, METH_NOARGS, "Continue with the next message, but keep the slot."},
     {"taken", CALL reader_taken, METH_O, "Note when the message was published that was taken just now."},
     {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},
     {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
     {"bind_undelivered", CALL reader_bind_undelivered, METH_O, "Say where messages are that no call has returned yet."},
-    {"receive", CALL reader_receive, METH_NOARGS, "Take the next message, if the gate lets this thread pass."},
-    {"note_trace", CALL reader_note_trace, METH_NOARGS, "Note the next message's trace context, as of one that a block has."},
-    {"traces", CALL reader_traces, METH_O, "Return the trace contexts of so many of the messages that were taken last."},
+    {"receive", CALL reader_receive, METH_NOARGS, "Take the next message, if this thread may receive now."},
+    {"note_trace", CALL reader_note_trace, METH_NOARGS, "Note the trace context of the next message."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef reader_attributes[] = {
+static PyGetSetDef attributes[] = {
     {"next", (getter)reader_next, NULL, "What receive() returns, taken without a call; see bind_undelivered().", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot reader_slots[] = {
-    {Py_tp_doc, "A reader's end of a ring; see _portable.py."},
+static PyMemberDef members[] = {
+    END_MEMBERS,
+    {"kept", T_BOOL, offsetof(ReaderEnd, kept), 0, "Whether a slot was skipped and not given back."},
+    {"garbled", T_ULONGLONG, offsetof(ReaderEnd, garbled), READONLY, "Messages whose trace context was none."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "The hot calls of a reader's end; see reference.py."},
     {Py_tp_init, reader_init},
-    {Py_tp_dealloc, core_dealloc},
-    {Py_tp_traverse, core_traverse},
-    {Py_tp_clear, core_clear},
-    {Py_tp_methods, reader_methods},
-    {Py_tp_getset, reader_attributes},
+    {Py_tp_dealloc, reader_dealloc},
+    {Py_tp_traverse, reader_traverse},
+    {Py_tp_clear, reader_clear},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, attributes},
     {Py_tp_members, members},
     {0, NULL},
 };
 
 PyType_Spec reader_spec = {
-    "aioshm.ring._native.ReaderCore", sizeof(Core), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, reader_slots,
+    "aioshm.ring._native.ReaderBase", sizeof(ReaderEnd), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, slots,
 };

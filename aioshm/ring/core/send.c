@@ -1,10 +1,15 @@
-/* The writer's end: claiming a slot, filling it, publishing it */
+/* The writer's end: claiming a slot, filling it, publishing it. */
 
 #include "core.h"
 
-/* Have the first lines of a slot on their way to this CPU, as its own, by the time that the writer is there: stores to
- * lines that others have wait, one after the other, at the fence that follows each message. Not those of slots that were
- * not free just now: in them are messages that are about to be read. */
+#define WRITER_AHEAD 16       /* slots: so far ahead a writer fetches lines, which readers' CPUs have had last */
+#define ROOM_AHEAD 64         /* slots that a writer spins for, if it has none: looking at those that its readers are at
+                               * holds them up, and they have hundreds of messages to go on with */
+
+/* Fetching ahead */
+
+/* Fetch a line into this CPU's cache, as its own, by the time that the writer is there: stores to lines that others have
+ * wait, one after the other, at the fence that follows each message. */
 static inline void fetch_line(const uint8_t *at)
 {
 #if defined(__x86_64__)
@@ -14,45 +19,80 @@ static inline void fetch_line(const uint8_t *at)
 #endif
 }
 
-static inline void fetch_to_write(const Core *self)
+/* Fetch the first lines of a slot further on; not those that were not free just now: readers are about to read them. */
+static inline void fetch_to_write(const WriterEnd *self)
 {
-    if (self->n_slots <= WRITER_AHEAD || self->seq - self->unfetched < self->n_unfetched)
+    const End *end = &self->end;
+    if (end->n_slots <= WRITER_AHEAD || end->seq - self->unfetched < self->n_unfetched)
         return;
-    const uint8_t *slot = slot_of(self, index_ahead(self, WRITER_AHEAD));
+    const uint8_t *slot = slot_of(end, index_ahead(end, WRITER_AHEAD));
     fetch_line(slot);
     fetch_line(slot + SLOT_HEADER_BYTES);
 }
 
-static inline void fetch_nothing(Core *self, uint64_t first, uint64_t amount)
+static inline void fetch_nothing(WriterEnd *self, uint64_t first, uint64_t amount)
 {
     self->unfetched = first;
     self->n_unfetched = amount;
 }
 
-/* Take the next slot, and a chunk if need be, and note in its header which: where the body goes, or NULL. */
-static uint8_t *claim(Core *self, size_t nbytes)
+/* Chunks */
+
+static inline size_t n_free(const Pool *pool)
 {
-    self->claimed = NULL;
-    if (!is_free(self, self->index))
+    return pool->count - (size_t)(pool->chunks->taken - pool->chunks->given);
+}
+
+/* How many free chunks have memory. Those that have none are the last ones to be taken. */
+static inline size_t n_usable(const Pool *pool)
+{
+    size_t without = pool->count - pool->chunks->allocated, free = n_free(pool);
+    return free > without ? free - without : 0;
+}
+
+/* Where the message stands that took a chunk as the so many-th one; the number of its chunk is `count` words further. */
+static inline uint64_t *taken_at(const Pool *pool, uint64_t nth)
+{
+    return pool->chunks->lists + pool->count + nth % pool->count;
+}
+
+/* Take back the chunks whose messages were read by all; not while the claimed slot has one of them. */
+static void reclaim(WriterEnd *self, Pool *pool)
+{
+    Chunks *chunks = pool->chunks;
+    while (chunks->taken > chunks->given && is_finished(self, *taken_at(pool, chunks->given))) {
+        chunks->lists[n_free(pool)] = taken_at(pool, chunks->given)[pool->count];
+        chunks->given++;
+    }
+}
+
+/* Claiming */
+
+/* Take the next slot, and a chunk if need be, and note in its header which: where the body goes, or NULL. */
+static uint8_t *claim(WriterEnd *self, size_t nbytes)
+{
+    End *end = &self->end;
+    self->notes->claimed = 0;
+    if (!is_free(self, end->index))
         return NULL;
-    uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
-    uint64_t words[2] = {self->seq, 0};
+    uint8_t *slot = slot_of(end, end->index), *body = slot + SLOT_HEADER_BYTES;
+    uint64_t words[2] = {end->seq, 0};
     Pool *pool = NULL;
-    if (nbytes > self->inline_bytes) {
-        pool = pool_for(self, nbytes);
+    if (nbytes > end->inline_bytes) {
+        pool = pool_for(end, nbytes);
         reclaim(self, pool);
         if (n_usable(pool) == 0)
-            return NULL;  /* find_blocker() allocates memory for a chunk that has none */
-        words[1] = 1 + pool->free[pool->n_free - 1];
+            return NULL;  /* WriterCore.blocker allocates memory for a chunk that has none */
+        words[1] = 1 + pool->chunks->lists[n_free(pool) - 1];
     }
-    store_release(flags_of(self, self->index), 0);
+    store_release(flags_of(end, end->index), 0);
     atomic_thread_fence(memory_order_release);  /* seen as not written before anything in it changes */
     if (pool != NULL) {
-        uint8_t *chunk = chunk_of(self, pool, words[1] - 1);
-        uint64_t stamp = self->seq + 1;
+        uint8_t *chunk = chunk_of(end, pool, words[1] - 1);
+        uint64_t stamp = end->seq + 1;
         memcpy(chunk, &stamp, sizeof stamp);
         body = chunk + CHUNK_HEADER_BYTES;
-        self->claimed = pool;
+        self->notes->claimed = 1 + (uint64_t)(pool - end->pools);
     }
     memcpy(slot + 8, &words[0], sizeof words[0]);
     memcpy(slot + CHUNK, &words[1], sizeof words[1]);
@@ -60,100 +100,106 @@ static uint8_t *claim(Core *self, size_t nbytes)
     return body;
 }
 
-static PyObject *writer_claim(Core *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *writer_finished(WriterEnd *self, PyObject *arg)
 {
-    size_t nbytes = 0;
-    if (nargs > 1) {
-        PyErr_SetString(PyExc_TypeError, "claim() takes at most one argument");
+    unsigned long long seq = PyLong_AsUnsignedLongLong(arg);
+    if ((seq == (unsigned long long)-1 && PyErr_Occurred()) || check_usable(&self->end) < 0)
         return NULL;
-    }
-    if (nargs == 1) {
-        nbytes = PyLong_AsSize_t(args[0]);
-        if (nbytes == (size_t)-1 && PyErr_Occurred())
-            return NULL;
-    }
-    if (check_unused(self) < 0)
-        return NULL;
-    if (claim(self, nbytes) == NULL)
-        Py_RETURN_NONE;
-    return slot_at(self);
+    return PyBool_FromLong(is_finished(self, seq));
 }
 
-static inline void publish(Core *self)
+static PyObject *writer_claim_slot(WriterEnd *self, PyObject *arg)
 {
-    uint8_t *slot = slot_of(self, self->index);
+    size_t nbytes = PyLong_AsSize_t(arg);
+    if ((nbytes == (size_t)-1 && PyErr_Occurred()) || check_unused(&self->end) < 0)
+        return NULL;
+    return PyBool_FromLong(claim(self, nbytes) != NULL);
+}
+
+/* Spin until there is room for a message; return whether there may be. */
+static bool spin_for_room(WriterEnd *self, size_t size)
+{
+    End *end = &self->end;
+    if (end->spin_ns <= 0)
+        return false;
+    Pool *pool = size > end->inline_bytes ? pool_for(end, size) : NULL;
+    if (pool != NULL && n_free(pool) == 0)
+        /* The slot is free by then if it is not now: it is an older message's. */
+        self->awaited = *taken_at(pool, pool->chunks->given);
+    else if (pool == NULL && end->n_slots >= 8 * ROOM_AHEAD)
+        self->awaited = end->seq - end->n_slots + ROOM_AHEAD - 1;
+    bool may = spin_unless(end, end->spin_ns);
+    if (may && pool == NULL && self->awaited != NONE)
+        fetch_nothing(self, end->seq + ROOM_AHEAD - WRITER_AHEAD, WRITER_AHEAD);
+    self->awaited = NONE;
+    return may || may_go_on(end);
+}
+
+/* Publishing */
+
+static inline void publish(WriterEnd *self)
+{
+    End *end = &self->end;
+    WriterBook *notes = self->notes;
+    uint8_t *slot = slot_of(end, end->index), *flags = flags_of(end, end->index);
     bool elsewhere = is_elsewhere(slot);
     if (!elsewhere)  /* where it is, its marker says so */
         memcpy(slot + SIZE, &self->claimed_bytes, 8);
-    if (self->trace_at)
-        memcpy(slot + self->trace_at, self->trace, TRACE_BYTES);
-    uint8_t *flags = flags_of(self, self->index);
-    Pool *pool = self->claimed;
-    if (pool != NULL) {
-        pool->used[(pool->oldest + pool->n_used++) % pool->count] = (Used){self->seq, pool->free[--pool->n_free]};
-        self->claimed = NULL;
+    if (end->trace_at)
+        memcpy(slot + end->trace_at, notes->trace, TRACE_BYTES);
+    if (notes->claimed) {
+        Pool *pool = &end->pools[notes->claimed - 1];
+        uint64_t *taken = taken_at(pool, pool->chunks->taken);
+        taken[0] = end->seq;
+        taken[pool->count] = pool->chunks->lists[n_free(pool) - 1];
+        pool->chunks->taken++;
+        notes->claimed = 0;
     }
     atomic_thread_fence(memory_order_release);  /* what is cleared already was filled before; see is_ready */
-    memcpy(flags + 1, self->unread, self->n_places);
+    memcpy(flags + 1, notes->unread, notes->places);
     store_release(flags, 1);  /* last: readers may look the moment this is visible */
-    add_to_word(self->own + BYTES, self->claimed_bytes);
+    add_to_word(end->own + BYTES, self->claimed_bytes);
     if (elsewhere)
-        add_to_word(self->own + OVERFLOWS, 1);
-    advance(self);
-    store_count(self->own, self->seq);
+        add_to_word(end->own + OVERFLOWS, 1);
+    advance(end);
 }
 
-static inline bool readers_parked(const Core *self)
+static inline bool readers_parked(const WriterEnd *self)
 {
     full_fence();
-    return !all_are(self->base + READERS_PARKED, self->n_places, 0);
+    return !all_are(self->end.base + READERS_PARKED, self->notes->places, 0);
 }
 
-static PyObject *writer_commit(Core *self, PyObject *Py_UNUSED(ignored))
+static PyObject *writer_commit(WriterEnd *self, PyObject *Py_UNUSED(ignored))
 {
-    if (check_unused(self) < 0)
+    if (check_unused(&self->end) < 0)
         return NULL;
     publish(self);
     return PyBool_FromLong(readers_parked(self));
 }
 
 /* Put a message in the next slot, and a chunk if need be, and publish it; return whether there is room. */
-static bool put_bytes(Core *self, const char *bytes, size_t size, uint64_t now)
+static bool put_bytes(WriterEnd *self, const char *bytes, size_t size, uint64_t now)
 {
+    End *end = &self->end;
     uint8_t *body = claim(self, size);
     if (body == NULL) {
-        fetch_nothing(self, self->seq, ROOM_AHEAD);
+        fetch_nothing(self, end->seq, ROOM_AHEAD);
         return false;
     }
-    uint64_t words[4] = {self->what, self->seq, now, size};
+    uint64_t words[4] = {end->what, end->seq, now, size};
     fetch_to_write(self);
-    memcpy(slot_of(self, self->index), words, sizeof words);
+    memcpy(slot_of(end, end->index), words, sizeof words);
     memcpy(body, bytes, size);
-    self->copied += size;
+    end->copied += size;
     publish(self);
     return true;
 }
 
-/* Spin until there is room for a message; return whether there may be. */
-static bool spin_for_room(Core *self, size_t size)
+static bool put(WriterEnd *self, const char *bytes, size_t size)
 {
-    if (self->spin_ns <= 0)
-        return false;
-    Pool *pool = size > self->inline_bytes ? pool_for(self, size) : NULL;
-    if (pool != NULL && pool->n_free == 0 && pool->n_used > 0)
-        self->awaited = pool->used[pool->oldest].seq;  /* the slot is free by then if it is not now: it is an older one's */
-    else if (pool == NULL && self->n_slots >= 8 * ROOM_AHEAD)
-        self->awaited = self->seq - self->n_slots + ROOM_AHEAD - 1;
-    bool may = spin_unless(self, self->spin_ns);
-    if (may && pool == NULL && self->awaited != NONE)
-        fetch_nothing(self, self->seq + ROOM_AHEAD - WRITER_AHEAD, WRITER_AHEAD);
-    self->awaited = NONE;
-    return may || may_go_on(self);
-}
-
-static bool put(Core *self, const char *bytes, size_t size)
-{
-    if (size > self->room)
+    End *end = &self->end;
+    if (size > end->room)
         return false;
     uint64_t now = now_ns();
     if (!put_bytes(self, bytes, size, now)) {
@@ -163,16 +209,16 @@ static bool put(Core *self, const char *bytes, size_t size)
         if (!put_bytes(self, bytes, size, now))
             return false;
     }
-    self->published_ns = now;
-    count_turn(self, 1, now);
+    end->published_ns = now;
+    count_turn(end, 1, now);
     if (readers_parked(self))
-        notify(self);
+        notify(end);
     return true;
 }
 
-static PyObject *writer_put(Core *self, PyObject *message)
+static PyObject *writer_put(WriterEnd *self, PyObject *message)
 {
-    if (check_unused(self) < 0)
+    if (check_unused(&self->end) < 0)
         return NULL;
     if (!PyBytes_CheckExact(message)) {
         PyErr_SetString(PyExc_TypeError, "put() takes bytes");
@@ -181,81 +227,101 @@ static PyObject *writer_put(Core *self, PyObject *message)
     return PyBool_FromLong(put(self, PyBytes_AsString(message), (size_t)PyBytes_Size(message)));
 }
 
-/* Send what shows contiguous memory; 0 without an error if it does not, or is no ordinary message, or has no slot. */
-static int send_memory(Core *self, PyObject *obj)
+static PyObject *writer_put_many(WriterEnd *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    End *end = &self->end;
+    if (nargs != 2 || !PyList_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "put_many() takes a list and where to begin");
+        return NULL;
+    }
+    Py_ssize_t start = PyLong_AsSsize_t(args[1]), length = PyList_Size(args[0]), n;
+    if ((start == -1 && PyErr_Occurred()) || check_unused(end) < 0)
+        return NULL;
+    if (start < 0) {
+        PyErr_SetString(PyExc_ValueError, "put_many() cannot begin before the list does");
+        return NULL;
+    }
+    uint64_t now = now_ns();
+    for (n = start; n < length; n++) {
+        PyObject *message = PyList_GetItem(args[0], n);
+        if (!PyBytes_CheckExact(message) || (size_t)PyBytes_Size(message) > end->room)
+            break;
+        if (!put_bytes(self, PyBytes_AsString(message), (size_t)PyBytes_Size(message), now))
+            break;
+    }
+    if (n > start) {
+        end->published_ns = now;
+        count_turn(end, n - start, now_ns());
+        if (readers_parked(self))
+            notify(end);
+    }
+    return PyLong_FromSsize_t(n > start ? n - start : 0);
+}
+
+/* Encoding and sending */
+
+/* Send an object that shows contiguous memory: 0 without an error if it does not, is too large, or there is no slot. */
+static int send_memory(WriterEnd *self, PyObject *obj)
 {
     Py_buffer memory;
     if (PyObject_GetBuffer(obj, &memory, PyBUF_SIMPLE) < 0) {
         if (!PyErr_ExceptionMatches(PyExc_Exception))
             return -1;
-        PyErr_Clear();  /* encoding it says what is wrong with it */
+        PyErr_Clear();  /* encoding the object says what is wrong with it */
         return 0;
     }
-    int sent = check_unused(self) < 0 ? -1 : put(self, memory.buf, (size_t)memory.len);
+    int sent = check_unused(&self->end) < 0 ? -1 : put(self, memory.buf, (size_t)memory.len);
     PyBuffer_Release(&memory);
     return sent;
 }
 
-/* Whether there is a slot for a body of so many bytes, spun for if need be, and if that is worth it; it is claimed. */
-static uint8_t *claim_or_spin(Core *self, size_t nbytes)
-{
-    uint8_t *body = claim(self, nbytes);
-    return body == NULL && spin_for_room(self, nbytes) ? claim(self, nbytes) : body;
-}
-
-/* The slot that was claimed has been filled, with a body of so many bytes. */
-static void publish_filled(Core *self, size_t nbytes)
-{
-    self->copied += nbytes;
-    publish(self);
-    count_turn(self, 1, now_ns());
-    if (readers_parked(self))
-        notify(self);
-}
-
 /* Send a message that is not bytes; return None, or the message if it is no ordinary one, or has no slot. */
-static PyObject *send_beside(Core *self, PyObject *message)
+static PyObject *send_beside(WriterEnd *self, PyObject *message)
 {
-    if (self->beside == NULL || self->beside == Py_None)
+    End *end = &self->end;
+    if (end->beside == NULL || end->beside == Py_None)
         return Py_NewRef(message);
     PyObject *size = call(self->measure, message);
     if (size == NULL)
         return NULL;
     size_t nbytes = PyLong_AsSize_t(size);
     Py_DECREF(size);
-    if ((nbytes == (size_t)-1 && PyErr_Occurred()) || check_unused(self) < 0)  /* that, and encoding, run any code */
+    if ((nbytes == (size_t)-1 && PyErr_Occurred()) || check_unused(end) < 0)  /* measuring and encoding run any code */
         return NULL;
-    if (nbytes > self->room || claim_or_spin(self, nbytes) == NULL)
+    if (nbytes > end->room
+        || (claim(self, nbytes) == NULL && (!spin_for_room(self, nbytes) || claim(self, nbytes) == NULL)))
         return Py_NewRef(message);
-    PyObject *fill = Py_NewRef(self->beside), *begin = begin_at(self);
-    PyObject *seq = PyLong_FromUnsignedLongLong(self->seq), *filled = NULL;
-    self->in_use++;
-    if (begin != NULL && seq != NULL)
-        filled = PyObject_CallFunctionObjArgs(fill, begin, message, seq, NULL);
-    self->in_use--;
+    PyObject *fill = Py_NewRef(end->beside);
+    end->in_use++;
+    PyObject *filled = PyObject_CallFunction(fill, "nOK", (Py_ssize_t)(end->slots_at + end->index * end->slot_bytes),
+                                             message, (unsigned long long)end->seq);
+    end->in_use--;
     Py_DECREF(fill);
-    Py_XDECREF(begin);
-    Py_XDECREF(seq);
     if (filled == NULL)
         return NULL;
     Py_DECREF(filled);
     if (filled != Py_True)  /* which is never freed, nor is False */
         return Py_NewRef(message);
-    self->published_ns = load_word(slot_of(self, self->index) + 16);
-    publish_filled(self, nbytes);
+    end->published_ns = load_word(slot_of(end, end->index) + 16);
+    end->copied += nbytes;
+    publish(self);
+    count_turn(end, 1, now_ns());
+    if (readers_parked(self))
+        notify(end);
     Py_RETURN_NONE;
 }
 
-static PyObject *send_passed(Core *self, PyObject *obj)
+static PyObject *send_passed(WriterEnd *self, PyObject *obj)
 {
+    End *end = &self->end;
     PyObject *message;
-    if (self->raw && PyBytes_CheckExact(obj)) {
+    if (end->raw && PyBytes_CheckExact(obj)) {
         message = Py_NewRef(obj);
     } else {
-        int sent = self->raw ? send_memory(self, obj) : 0;
+        int sent = end->raw ? send_memory(self, obj) : 0;
         if (sent != 0)
             return sent < 0 ? NULL : Py_NewRef(Py_None);
-        message = call(self->code, obj);
+        message = call(end->code, obj);
         if (message == NULL)
             return NULL;
         if (!PyBytes_CheckExact(message)) {
@@ -263,7 +329,7 @@ static PyObject *send_passed(Core *self, PyObject *obj)
             Py_DECREF(message);
             return answer;
         }
-        if (check_unused(self) < 0) {  /* encoding runs any code */
+        if (check_unused(end) < 0) {  /* encoding runs any code */
             Py_DECREF(message);
             return NULL;
         }
@@ -274,80 +340,62 @@ static PyObject *send_passed(Core *self, PyObject *obj)
     Py_RETURN_NONE;
 }
 
-PyObject *writer_send(Core *self, PyObject *obj)
+PyObject *writer_send(WriterEnd *self, PyObject *obj)
 {
-    int passed = passes(self);
+    int passed = passes(&self->end);
     if (passed <= 0)
         return passed < 0 ? NULL : Py_NewRef(Py_False);
-    unsigned long before = begin_use(self);
+    unsigned long before = begin_use(&self->end);
     PyObject *answer = send_passed(self, obj);
-    end_use(self, before);
+    end_use(&self->end, before);
     return answer;
 }
 
-static PyObject *writer_put_many(Core *self, PyObject *const *args, Py_ssize_t nargs)
+/* The type */
+
+static PyObject *writer_bind_beside(WriterEnd *self, PyObject *args)
 {
-    if (nargs != 2 || !PyList_CheckExact(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "put_many() takes a list and where to begin");
+    PyObject *beside, *measure = Py_None, *old = self->end.beside, *old_measure = self->measure;
+    if (!PyArg_ParseTuple(args, "O|O:bind_beside", &beside, &measure))
         return NULL;
-    }
-    Py_ssize_t start = PyLong_AsSsize_t(args[1]), length = PyList_Size(args[0]), n;
-    if ((start == -1 && PyErr_Occurred()) || check_unused(self) < 0)
-        return NULL;
-    if (start < 0) {
-        PyErr_SetString(PyExc_ValueError, "put_many() cannot begin before the list does");
-        return NULL;
-    }
-    uint64_t now = now_ns();
-    for (n = start; n < length; n++) {
-        PyObject *message = PyList_GetItem(args[0], n);
-        if (!PyBytes_CheckExact(message) || (size_t)PyBytes_Size(message) > self->room)
-            break;
-        if (!put_bytes(self, PyBytes_AsString(message), (size_t)PyBytes_Size(message), now))
-            break;
-    }
-    if (n > start) {
-        self->published_ns = now;
-        count_turn(self, n - start, now_ns());
-        if (readers_parked(self))
-            notify(self);
-    }
-    return PyLong_FromSsize_t(n > start ? n - start : 0);
+    self->end.beside = Py_NewRef(beside);
+    self->measure = Py_NewRef(measure);
+    Py_XDECREF(old);
+    Py_XDECREF(old_measure);
+    Py_RETURN_NONE;
 }
 
-static PyMethodDef writer_methods[] = {
+static PyMethodDef methods[] = {
     BOTH_ENDS,
-    {"free", FAST writer_free, METH_FASTCALL, "Return whether there is room for so many messages."},
-    {"blocker", FAST writer_blocker, METH_FASTCALL, "Return which message has to be read by all before there is, or -1."},
-    {"spin_for", FAST writer_spin_for, METH_FASTCALL, "Let spins wait for room for so many messages."},
-    {"claim", FAST writer_claim, METH_FASTCALL, "Return the next slot for writing so many bytes, or None."},
+    {"bind_beside", CALL writer_bind_beside, METH_VARARGS, "Set what sends messages that have buffers beside them."},
+    {"finished", CALL writer_finished, METH_O, "Return whether all have read a message, or its slot has another one."},
+    {"claim_slot", CALL writer_claim_slot, METH_O, "Claim the next slot for so many bytes; return whether it is free."},
     {"commit", CALL writer_commit, METH_NOARGS, "Publish the claimed slot; return whether a reader is parked."},
-    {"bind_allocate", CALL writer_bind_allocate, METH_O, "Set the callable that allocates memory for chunks, which have none."},
     {"put", CALL writer_put, METH_O, "Publish an encoded message; return whether there was room for it."},
     {"put_many", FAST writer_put_many, METH_FASTCALL, "Publish messages of a list, from one on; return how many."},
     {"send", CALL writer_send, METH_O, "Encode and publish: None, or False if shut, or what was encoded."},
-    {"evict", CALL writer_evict, METH_O, "Count a reader as having read everything, now and from now on."},
-    {"admit", CALL writer_admit, METH_VARARGS, "Admit a reader in the place of one that was evicted; return its first message."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef writer_attributes[] = {
-    {"trace", (getter)writer_trace, (setter)writer_set_trace, "The trace context that the next message goes out with.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef members[] = {
+    END_MEMBERS,
+    {"claimed_bytes", T_ULONGLONG, offsetof(WriterEnd, claimed_bytes), 0, "Bytes of the message in the claimed slot."},
+    {"awaited", T_ULONGLONG, offsetof(WriterEnd, awaited), 0, "The message that all have to read before a spin ends."},
+    {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot writer_slots[] = {
-    {Py_tp_doc, "The writer's end of a ring; see _portable.py."},
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "The hot calls of a writer's end; see reference.py."},
     {Py_tp_init, writer_init},
-    {Py_tp_dealloc, core_dealloc},
-    {Py_tp_traverse, core_traverse},
-    {Py_tp_clear, core_clear},
-    {Py_tp_methods, writer_methods},
-    {Py_tp_getset, writer_attributes},
+    {Py_tp_dealloc, writer_dealloc},
+    {Py_tp_traverse, writer_traverse},
+    {Py_tp_clear, writer_clear},
+    {Py_tp_methods, methods},
     {Py_tp_members, members},
     {0, NULL},
 };
 
 PyType_Spec writer_spec = {
-    "aioshm.ring._native.WriterCore", sizeof(Core), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, writer_slots,
+    "aioshm.ring._native.WriterBase", sizeof(WriterEnd), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, slots,
 };

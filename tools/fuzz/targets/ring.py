@@ -14,9 +14,11 @@ from typing import Any
 from aioshm.codec.frames import INLINE, MAX_BUFFERS, RAW, split, unpack_header, write_body
 from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.errors import AioshmError, CodecError
-from aioshm.ring import Layout, _portable
+from aioshm.ring import Layout, reference
 from aioshm.ring import layout as at
+from aioshm.ring.reader_core import ReaderControl
 from aioshm.ring.slot import Slot, Slots
+from aioshm.ring.writer_core import WriterControl
 from tools.fuzz.target import Pieces, Target, attempt
 
 native: ModuleType | None
@@ -25,7 +27,7 @@ try:
 except ImportError:  # it was not built
     native = None
 
-_CORES = [module for module in (_portable, native) if module is not None]
+_CORES = [module for module in (reference, native) if module is not None]
 _LAYOUTS = (
     Layout.of(1, 40, 2, 2, 8),
     Layout.of(2, 300, 3, 4, 64),
@@ -46,8 +48,9 @@ class _Side:
         self.memory = bytearray(layout.total_bytes)
         view = memoryview(self.memory)
         self.slots = Slots(layout, view)
-        self.writer: Any = module.WriterCore(layout, view, self.slots)
-        self.readers: list[Any] = [module.ReaderCore(layout, view, self.slots, n) for n in range(layout.n_reader)]
+        self.writer: Any = type("Writer", (WriterControl, module.WriterBase), {})(layout, view, self.slots)
+        reader: Any = type("Reader", (ReaderControl, module.ReaderBase), {})
+        self.readers: list[Any] = [reader(layout, view, self.slots, n) for n in range(layout.n_reader)]
         for core in (self.writer, *self.readers):
             core.bind(bytes, _PLAIN, False, None)
             core.belong(None)

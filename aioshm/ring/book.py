@@ -1,0 +1,217 @@
+"""The books of a ring's two ends: memory of their own that the native core and Python code both read and write.
+
+writer   0   claimed: 1 + the pool that the claimed slot has a chunk of, or 0   u64
+8   places: readers but those behind the last one not evicted          u64
+16  the trace context that the next message goes out with              26 of 32 bytes
+48  unread: what the reader flags are set to, 1 for evicted readers    n_reader bytes, rounded up to 8
+... for each pool: given, taken, allocated                             u64 each
+free chunks; messages in the others; chunks of these messages      count x u64 each
+
+reader   0   how many trace contexts were noted                                 u64
+8   the message whose context was noted last, or `NO_MESSAGE`          u64
+16  the trail: the contexts of the latest messages, in turn            TRAIL x 26 bytes, if slots have any
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from aioshm.ring.layout import TRACE_BYTES, TRAIL, Pool, Sizes, pool_for, round_up
+
+NO_MESSAGE = (1 << 64) - 1
+CHUNK_LISTS = 24
+UNREAD = 48
+TRACES = 16
+
+_CLAIMED, _PLACES = 0, 1
+_TRACE = 16
+_GIVEN, _TAKEN, _ALLOCATED, _LISTS = range(4)
+_NOTED_TRACES, _NOTED = 0, 1
+
+
+class Chunks:
+    """The chunks of one size: a stack of the free ones, and a queue of the others, in the order of the messages.
+
+    Each change becomes valid with one store, so that no exception of a signal handler leaves it half done.
+
+    Attributes:
+        pool: Where the chunks are.
+        number: Which of the pools this is.
+    """
+
+    def __init__(self, number: int, pool: Pool, words: memoryview) -> None:
+        self.number = number
+        self.pool = pool
+        count = pool.chunks
+        self._words = words
+        self._free = words[_LISTS : _LISTS + count]
+        self._messages = words[_LISTS + count : _LISTS + 2 * count]
+        self._numbers = words[_LISTS + 2 * count : _LISTS + 3 * count]
+
+    def fill(self) -> None:
+        """Make all chunks free ones, of which the first is taken first, and all have memory."""
+        pool = self.pool
+        for index in range(pool.chunks):
+            self._free[index] = pool.first + pool.chunks - 1 - index
+        self._words[_ALLOCATED] = pool.chunks
+
+    @property
+    def allocated(self) -> int:
+        """How many chunks, from the first on, have memory: all of them, but for a named segment."""
+        return self._words[_ALLOCATED]
+
+    @allocated.setter
+    def allocated(self, count: int) -> None:
+        self._words[_ALLOCATED] = count
+
+    @property
+    def n_free(self) -> int:
+        return self.pool.chunks - (self._words[_TAKEN] - self._words[_GIVEN])
+
+    @property
+    def n_usable(self) -> int:
+        """How many free chunks have memory; the others are the last ones to be taken."""
+        return max(0, self.n_free - (self.pool.chunks - self.allocated))
+
+    @property
+    def top(self) -> int:
+        """The free chunk that is taken next."""
+        return self._free[self.n_free - 1]
+
+    def message(self, nth: int) -> int:
+        """Return the message in the nth of the chunks that are not free, the oldest first."""
+        return self._messages[(self._words[_GIVEN] + nth) % self.pool.chunks]
+
+    def take(self, message: int) -> None:
+        """Take the next free chunk for a message."""
+        at = self._words[_TAKEN] % self.pool.chunks
+        self._messages[at] = message
+        self._numbers[at] = self.top
+        self._words[_TAKEN] += 1
+
+    def reclaim(self, finished: Callable[[int], bool]) -> None:
+        """Take back the chunks whose messages were read by all; not while the next free chunk is a claimed slot's."""
+        while self.n_free < self.pool.chunks and finished(self.message(0)):
+            self._free[self.n_free] = self._numbers[self._words[_GIVEN] % self.pool.chunks]
+            self._words[_GIVEN] += 1
+
+    def keep_again(self, number: int, message: int, *, claimed: bool) -> None:
+        """Take a chunk out of the free ones for a message older than those in the others, if it is a free one.
+
+        Args:
+            number: The chunk.
+            message: The message that is still in it.
+            claimed: Whether the next free chunk is that of the claimed slot.
+        """
+        free = self._free[: self.n_free].tolist()
+        if number not in free[: len(free) - claimed] or (len(free) < self.pool.chunks and self.message(0) <= message):
+            return
+        at = (self._words[_GIVEN] - 1) % self.pool.chunks
+        self._messages[at] = message
+        self._numbers[at] = number
+        free.remove(number)
+        free.append(number)
+        self._free[: len(free)] = memoryview(array("Q", free))
+        self._words[_GIVEN] -= 1
+
+
+class WriterBook:
+    """The book of a writer's end.
+
+    Args:
+        sizes: The ring's.
+        pools: Its chunks, by size.
+        memory: A book that is there already; None: a new one.
+
+    Attributes:
+        memory: All of it.
+        trace: The trace context that the next message goes out with.
+        unread: What the writer sets the reader flags to.
+        chunks: The chunks of each size, the largest first.
+    """
+
+    def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], memory: bytearray | None = None) -> None:
+        begin = UNREAD + round_up(sizes.n_reader, 8)
+        ends = [begin]
+        for pool in pools:
+            ends.append(ends[-1] + CHUNK_LISTS + 3 * 8 * pool.chunks)
+        self.memory = bytearray(ends[-1]) if memory is None else memory
+        view = memoryview(self.memory)
+        self._words = view.cast("Q")
+        self.trace = view[_TRACE : _TRACE + TRACE_BYTES]
+        self.unread = view[UNREAD : UNREAD + sizes.n_reader]
+        self._pools = pools
+        self.chunks = [
+            Chunks(number, pool, self._words[ends[number] // 8 : ends[number + 1] // 8])
+            for number, pool in enumerate(pools)
+        ]
+        if memory is None:
+            self._words[_PLACES] = sizes.n_reader
+            for chunks in self.chunks:
+                chunks.fill()
+
+    @property
+    def places(self) -> int:
+        """Readers but those behind the last one that was not evicted, whose flags stay 1."""
+        return self._words[_PLACES]
+
+    @property
+    def claimed(self) -> Chunks | None:
+        """The chunks of which the claimed slot has one, which is their top one; None: it has none."""
+        number = self._words[_CLAIMED]
+        return self.chunks[number - 1] if number else None
+
+    @claimed.setter
+    def claimed(self, chunks: Chunks | None) -> None:
+        self._words[_CLAIMED] = 0 if chunks is None else 1 + chunks.number
+
+    def set_unread(self, reader: int, flag: int) -> None:
+        """Note whether a reader was evicted (1), or is one that reads (0)."""
+        self.unread[reader] = flag
+        self._words[_PLACES] = self.unread.tobytes().rfind(0) + 1
+
+    def chunks_for(self, nbytes: int) -> Chunks:
+        """Return the smallest chunks that have room for so many bytes; the largest, if none have."""
+        if nbytes < 0:
+            raise OverflowError("no message has fewer than 0 bytes")
+        return self.chunks[self._pools.index(pool_for(self._pools, nbytes))]
+
+
+class ReaderBook:
+    """The book of a reader's end: the trace contexts of the latest messages.
+
+    Args:
+        sizes: The ring's.
+        memory: A book that is there already; None: a new one.
+
+    Attributes:
+        memory: All of it.
+    """
+
+    def __init__(self, sizes: Sizes, memory: bytearray | None = None) -> None:
+        self.memory = bytearray(TRACES + (round_up(TRAIL * TRACE_BYTES, 8) if sizes.trace_at else 0))
+        if memory is not None:
+            self.memory = memory
+        view = memoryview(self.memory)
+        self._words = view.cast("Q")
+        self._trail = view[TRACES:]
+        if memory is None:
+            self._words[_NOTED] = NO_MESSAGE
+
+    def is_noted(self, message: int) -> bool:
+        """Return whether a message's context was the last one that was noted."""
+        return self._words[_NOTED] == message
+
+    def note(self, message: int, trace: bytes) -> None:
+        """Note a message's trace context."""
+        self._words[_NOTED] = message
+        begin = TRACE_BYTES * (self._words[_NOTED_TRACES] % TRAIL)
+        self._trail[begin : begin + TRACE_BYTES] = trace
+        self._words[_NOTED_TRACES] += 1
+
+    def latest(self, most: int) -> list[bytes]:
+        """Return the contexts that were noted last, the latest last."""
+        noted = self._words[_NOTED_TRACES]
+        begins = [TRACE_BYTES * (nth % TRAIL) for nth in range(noted - min(most, noted, TRAIL), noted)]
+        return [bytes(self._trail[begin : begin + TRACE_BYTES]) for begin in begins]
