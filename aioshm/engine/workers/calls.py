@@ -16,7 +16,7 @@ from aioshm.engine.workers.messages import (
     ITEM,
     LEAVE,
     STREAM,
-    Envelope,
+    Message,
     Request,
     Undecodable,
     failure_of,
@@ -128,28 +128,28 @@ class Channel:
         self.closed = False
         self._posting: set[asyncio.Task[None]] = set()
 
-    async def send(self, envelope: Envelope) -> None:
+    async def send(self, message: Message) -> None:
         """Send a call; raises PeerDied or QueueClosed where the worker is gone, which has not seen the call then."""
         try:
-            self.requests.enqueue_nowait(envelope)  # in order with the calls of all, where there is room
+            self.requests.enqueue_nowait(message)  # in order with the calls of all, where there is room
         except QueueFull:
-            await self.requests.enqueue(envelope)
+            await self.requests.enqueue(message)
         self.n_requests += 1
 
-    def post(self, envelope: Envelope) -> None:
+    def post(self, message: Message) -> None:
         """Send a message without waiting: the ring can be full of calls that the worker has not come to."""
         try:
-            self.requests.enqueue_nowait(envelope)
+            self.requests.enqueue_nowait(message)
         except QueueFull:
-            task = asyncio.get_running_loop().create_task(self._post_late(envelope))
+            task = asyncio.get_running_loop().create_task(self._post_late(message))
             self._posting.add(task)
             task.add_done_callback(self._posting.discard)
         except AioshmError:  # the worker is gone, and all its calls end
             pass
 
-    async def _post_late(self, envelope: Envelope) -> None:
+    async def _post_late(self, message: Message) -> None:
         with suppress(AioshmError):
-            await self.requests.enqueue(envelope)
+            await self.requests.enqueue(message)
 
     def rest(self) -> Iterable[Any]:
         """Take the last messages of a worker that is gone, once nobody else reads them."""
@@ -228,7 +228,7 @@ class Calls:
         self.schedule.step_begins(ranks)
         after = {rank: channel.n_requests for rank, channel in self.channels.items() if channel.n_requests}
         try:
-            await self._steps.enqueue(Envelope(CALL, call.number, 0, request._replace(after=after)))
+            await self._steps.enqueue((CALL, call.number, 0, (*request[:-1], after)))
         except BaseException as error:  # no worker has seen it
             self._calls.pop(call.number, None)
             for rank in call.missing:
@@ -241,7 +241,7 @@ class Calls:
 
     async def leave(self, ranks: Iterable[int]) -> None:
         """Let workers exit."""
-        await self._steps.enqueue(Envelope(LEAVE, 0, 0, frozenset(ranks)))
+        await self._steps.enqueue((LEAVE, 0, 0, frozenset(ranks)))
 
     async def whole(self) -> None:
         """Wait until no worker is absent."""
@@ -309,7 +309,7 @@ class Calls:
             self._register(call, (rank,))
             after = self._last_step if self._last_step > channel.after else 0
             try:
-                await channel.send(Envelope(kind, call.number, after, request))
+                await channel.send((kind, call.number, after, tuple(request)))
             except (PeerDied, QueueClosed):  # its worker is gone, and has not seen it
                 if not channel.closed:
                     self.queue_ended(rank)
@@ -348,7 +348,7 @@ class Calls:
     def _post(self, call: Call, kind: int, value: Any = None) -> None:
         channel = None if call.rank is None else self.channels.get(call.rank)
         if channel is not None and call.number in self._calls:
-            channel.post(Envelope(kind, call.number, 0, value))
+            channel.post((kind, call.number, 0, value))
 
     def _waits_for_one(self, call: Call) -> str:
         rank = call.rank
@@ -392,7 +392,7 @@ class Calls:
 
     def receive(self, rank: int, message: Any) -> None:
         """Deliver a message of a worker, or the error of one that cannot be received."""
-        if isinstance(message, Envelope):
+        if isinstance(message, tuple):
             self._deliver(rank, message)
             return
         failure = failure_of(message)
@@ -404,7 +404,7 @@ class Calls:
             if not call.done and call.missing <= call.errors.keys():
                 call.finish()
 
-    def _deliver(self, rank: int, reply: Envelope) -> None:
+    def _deliver(self, rank: int, reply: Message) -> None:
         kind, number, _, value = reply
         call = self._calls.get(number)
         if call is None or rank not in call.missing:

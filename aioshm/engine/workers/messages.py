@@ -1,43 +1,36 @@
-"""The messages between a group and its workers: pickle, with a head that can be read whatever the rest is."""
+"""The messages between a group and its workers: pickled tuples, whose first fields are known whatever the rest is."""
 
 from __future__ import annotations
 
 import os
-import struct
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pickletools import genops
+from typing import Any, NamedTuple, TypeAlias
 
-from aioshm.codec import Encoded, PickleCodec, cannot_decode
+from aioshm.codec import PickleCodec, cannot_decode
 from aioshm.errors import CodecError, RemoteFailure
 
 MAX_TEXT = 1 << 14
 """Characters of an exception's text, and of its traceback's end, that are sent."""
 
-_HEAD = struct.Struct("<BQQ")
 _HERE = os.path.dirname(__file__)
+_INTS = frozenset({"BININT", "BININT1", "BININT2", "LONG1"})
 
 # To the worker
 CALL, STREAM, CANCEL, CREDIT, LEAVE = range(5)
 # From the worker
 RESULT, FAILURE, ITEM = range(5, 8)
 
+Message: TypeAlias = tuple[int, int, int, Any]
+"""A kind, the number of a call, ``after``, and a value: a plain tuple, which pickle handles fastest.
 
-class Envelope(NamedTuple):
-    """A message.
-
-    Attributes:
-        kind: One of those above. A call or stream is answered by one result or failure, after any number of items.
-        call: The number of the call.
-        after: Of a call of one worker: the number of the last call of all workers that was sent before.
-        value: A `Request`, a result, an item, a `RemoteFailure`, the number of further items wanted (CREDIT), the ranks
-            that are to exit (LEAVE); an `Undecodable` where it could not be decoded.
-    """
-
-    kind: int
-    call: int
-    after: int = 0
-    value: Any = None
+A call or stream is answered by one result or failure, after any number of items. With a call of one worker, ``after``
+is the number of the last call of all workers that was sent before. The value is the fields of a `Request`, a result, an
+item, a `RemoteFailure`, the number of further items wanted (CREDIT), or the ranks that are to exit (LEAVE); an
+`Undecodable` where it could not be decoded.
+"""
 
 
 class Request(NamedTuple):
@@ -64,44 +57,30 @@ class Undecodable(NamedTuple):
     error: CodecError
 
 
-class EnvelopeCodec(PickleCodec):
-    """Pickle, for envelopes: the head of one whose value cannot be decoded is still known."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = _new_encode(self.encode)
+class MessageCodec(PickleCodec):
+    """Pickle, for messages: one whose value cannot be decoded is still about its call."""
 
     @staticmethod
     def loads(data: bytes) -> Any:  # type: ignore[override]
-        """Decode an envelope without buffers."""
-        kind, call, after = _HEAD.unpack_from(data)
+        """Decode a message without buffers."""
         try:
-            return Envelope(kind, call, after, PickleCodec.loads(memoryview(data)[_HEAD.size :]))
+            return PickleCodec.loads(data)
         except Exception as error:
-            return Envelope(kind, call, after, Undecodable(cannot_decode(error)))
+            return _without_value(data, cannot_decode(error))
 
     def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
-        """Decode an envelope."""
-        kind, call, after = _HEAD.unpack_from(main)
+        """Decode a message."""
         try:
-            return Envelope(kind, call, after, super().decode(memoryview(main)[_HEAD.size :], buffers))
+            return super().decode(main, buffers)
         except CodecError as error:
-            return Envelope(kind, call, after, Undecodable(error))
+            return _without_value(main, error)
 
 
-def _new_encode(encode: Callable[[Any], Encoded]) -> Callable[[Any], Encoded]:
-    pack = _HEAD.pack
-
-    def encode_envelope(envelope: Envelope) -> Encoded:
-        kind, call, after, value = envelope
-        head = pack(kind, call, after)
-        encoded = encode(value)
-        if isinstance(encoded, bytes):
-            return head + encoded
-        parts, buffers = encoded
-        return (head, *parts), buffers
-
-    return encode_envelope
+def _without_value(pickled: bytes | memoryview, error: CodecError) -> Message:
+    """Read the first three fields, which are ints, from the pickle itself."""
+    fields: Iterator[Any] = (argument for opcode, argument, _ in genops(bytes(pickled)) if opcode.name in _INTS)
+    kind, call, after = islice(fields, 3)
+    return kind, call, after, Undecodable(error)
 
 
 def method_name(method: object) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from aioshm.engine.workers.calls import Calls
 from aioshm.engine.workers.control import Place
-from aioshm.engine.workers.messages import EnvelopeCodec, method_name
+from aioshm.engine.workers.messages import MessageCodec, method_name
 from aioshm.engine.workers.processes import Making, Settings, WorkerProcess, WorkerProcesses
 from aioshm.engine.workers.replacing import Replacing
 from aioshm.errors import AioshmError, CodecError, EndClosed, WorkerError
@@ -67,7 +67,7 @@ class Running:
         if settings.restart is not None:
             options = msgspec.structs.replace(options, on_reader_death="evict", max_readers=settings.max_workers)
         n_workers = settings.n_workers
-        steps = MessageQueue(n_workers, n_workers, None, *settings.sizes, codec=EnvelopeCodec(), options=options)
+        steps = MessageQueue(n_workers, n_workers, None, *settings.sizes, codec=MessageCodec(), options=options)
         self._steps = steps.export_handle()
         try:
             self.processes = WorkerProcesses(settings, self)
@@ -132,11 +132,11 @@ class Running:
         self.processes.seat(worker, rank)
         options = self._own_options
         async with AsyncExitStack() as unused:
-            requests = MessageQueue(1, 1, None, *self._settings.sizes, codec=EnvelopeCodec(), options=options)
+            requests = MessageQueue(1, 1, None, *self._settings.sizes, codec=MessageCodec(), options=options)
             unused.push_async_callback(requests.aclose)
             await worker.control.send(Place(rank, self._steps, requests.export_handle()))
             await worker.control.send_pickled(self._construction)
-            replies = MessageQueue.create_from_handle(await worker.handle(), 0, codec=EnvelopeCodec(), options=options)
+            replies = MessageQueue.create_from_handle(await worker.handle(), 0, codec=MessageCodec(), options=options)
             unused.push_async_callback(replies.aclose)
             if not await making.returned(rank, await worker.control.receive()):
                 return

@@ -24,7 +24,8 @@ from aioshm.engine.workers.messages import (
     LEAVE,
     RESULT,
     STREAM,
-    Envelope,
+    Message,
+    Request,
     Undecodable,
     failure_of,
 )
@@ -69,8 +70,8 @@ class Serving:
         self._steps = steps
         self._requests = requests
         self._replies = replies
-        self._queue: deque[Envelope] = deque()
-        self._early: deque[Envelope] = deque()  # requests that were sent after a step which has not come yet
+        self._queue: deque[Message] = deque()
+        self._early: deque[Message] = deque()  # requests that were sent after a step which has not come yet
         self._last_step = 0
         self._n_requests = 0
         self._more_requests = asyncio.Event()
@@ -102,19 +103,19 @@ class Serving:
 
     async def _read_steps(self) -> None:
         while True:
-            step: Envelope = await self._steps.dequeue(indefinite=True)
-            request = step.value
-            if step.kind == LEAVE:
-                if self._rank in request:
+            step: Message = await self._steps.dequeue(indefinite=True)
+            kind, number, _, value = step
+            if kind == LEAVE:
+                if self._rank in value:
                     return
                 continue
-            sent_before = 0 if isinstance(request, Undecodable) else request.after.get(self._rank, 0)
+            sent_before = 0 if isinstance(value, Undecodable) else Request(*value).after.get(self._rank, 0)
             while self._n_requests < sent_before:
                 self._more_requests.clear()
                 await self._more_requests.wait()
-            self._last_step = step.call
+            self._last_step = number
             self._queue.append(step)
-            while self._early and self._early[0].after <= step.call:
+            while self._early and self._early[0][2] <= number:
                 self._queue.append(self._early.popleft())
             await self._go_on()
 
@@ -129,7 +130,7 @@ class Serving:
                         self._take(requests.dequeue_nowait())
                 await self._go_on()
 
-    def _take(self, message: Envelope) -> None:
+    def _take(self, message: Message) -> None:
         kind, call, after, value = message
         if kind == CANCEL:
             self._cancel(call)
@@ -142,7 +143,7 @@ class Serving:
             (self._early if after > self._last_step else self._queue).append(message)
 
     def _cancel(self, call: int) -> None:
-        if any(request.call == call for request in (*self._queue, *self._early)):
+        if any(number == call for _, number, _, _ in (*self._queue, *self._early)):
             self._dropped.add(call)
         else:  # a task that was made just now begins first, and can answer then
             asyncio.get_running_loop().call_soon(self._interrupt, call)
@@ -165,20 +166,21 @@ class Serving:
         if begun is not None:
             self._working = self._spawn(self._work(*begun))
 
-    async def _advance(self) -> tuple[Envelope, Awaitable[Any]] | None:
+    async def _advance(self) -> tuple[Message, Awaitable[Any]] | None:
         """Do the calls in the queue; return the first whose result has to be awaited."""
         while self._queue:
             call = self._queue.popleft()
-            if call.call in self._dropped:
-                self._dropped.discard(call.call)
-                await self._reply(call.call, RESULT, None)
+            _, number, _, value = call
+            if number in self._dropped:
+                self._dropped.discard(number)
+                await self._reply(number, RESULT, None)
                 continue
             try:
-                if isinstance(call.value, Undecodable):
-                    raise call.value.error
-                result = self._worker.call(call.value)
+                if isinstance(value, Undecodable):
+                    raise value.error
+                result = self._worker.call(Request(*value))
             except (Exception, asyncio.CancelledError) as error:  # the latter from the method
-                await self._reply(call.call, FAILURE, failure_of(error))
+                await self._reply(number, FAILURE, failure_of(error))
                 continue
             if inspect.isawaitable(result):
                 return call, result
@@ -186,43 +188,45 @@ class Serving:
         self._busy = False
         return None
 
-    async def _work(self, call: Envelope, result: Awaitable[Any]) -> None:
+    async def _work(self, call: Message, result: Awaitable[Any]) -> None:
         """Await the result of a method; then go on with the queue."""
-        begun: tuple[Envelope, Awaitable[Any]] | None = call, result
+        begun: tuple[Message, Awaitable[Any]] | None = call, result
         while begun is not None:
             call, result = begun
-            self._awaited = call.call
+            self._awaited = number = call[1]
             try:
                 value = await result
             except (Exception, asyncio.CancelledError) as error:  # the latter from the method, or by `_cancel`
                 self._awaited = None
                 if self._stopping or self._worker.terminated:
                     raise
-                await self._reply(call.call, FAILURE, failure_of(error))
+                await self._reply(number, FAILURE, failure_of(error))
             else:
                 self._awaited = None
                 await self._finish(call, value)
             begun = await self._advance()
 
-    async def _finish(self, call: Envelope, result: Any) -> None:
-        if call.kind == CALL:
-            wanted = call.value.reply_rank in (None, self._rank)
-            await self._reply(call.call, RESULT, result if wanted else None)
+    async def _finish(self, call: Message, result: Any) -> None:
+        kind, number, _, value = call
+        request = Request(*value)
+        if kind == CALL:
+            wanted = request.reply_rank in (None, self._rank)
+            await self._reply(number, RESULT, result if wanted else None)
             return
-        assert call.kind == STREAM
+        assert kind == STREAM
         try:
             items = _items_of(result)
         except Exception as error:
-            await self._reply(call.call, FAILURE, failure_of(error))
+            await self._reply(number, FAILURE, failure_of(error))
             return
-        stream = self._streams[call.call] = _Stream(call.value.prefetch)
-        stream.task = self._spawn(self._send_items(call.call, stream, items))
+        stream = self._streams[number] = _Stream(request.prefetch)
+        stream.task = self._spawn(self._send_items(number, stream, items))
 
     async def _send_items(self, call: int, stream: _Stream, items: Items) -> None:
         kind, value = RESULT, None
         try:
             while (made := await _next_item(stream, items)) is not None:
-                await self._replies.enqueue(Envelope(ITEM, call, 0, made[0]))
+                await self._replies.enqueue((ITEM, call, 0, made[0]))
                 if isinstance(items, Iterator):
                     await asyncio.sleep(0)  # calls have their turn
         except (Exception, asyncio.CancelledError) as error:
@@ -238,11 +242,11 @@ class Serving:
 
     async def _reply(self, call: int, kind: int, value: Any) -> None:
         try:
-            await self._replies.enqueue(Envelope(kind, call, 0, value))
+            await self._replies.enqueue((kind, call, 0, value))
         except (PeerDied, QueueClosed):
             raise
         except AioshmError as error:  # it cannot be encoded, is too large, or there is no memory for it
-            await self._replies.enqueue(Envelope(FAILURE, call, 0, failure_of(error)))
+            await self._replies.enqueue((FAILURE, call, 0, failure_of(error)))
 
     # Tasks
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from aioshm.config import Options
 from aioshm.engine.workers.control import ControlSocket, Place
-from aioshm.engine.workers.messages import EnvelopeCodec, Request, failure_of
+from aioshm.engine.workers.messages import MessageCodec, Request, failure_of
 from aioshm.engine.workers.serving import Serving
 from aioshm.errors import HandleError, PeerDied, QueueClosed, RemoteFailure
 from aioshm.process.termination import TERMINATED, Termination
@@ -73,7 +73,7 @@ async def _work(driver: ControlSocket, sizes: tuple[int, int], options: Options)
 
 
 async def _serve(driver: ControlSocket, sizes: tuple[int, int], options: Options, termination: Termination) -> None:
-    async with MessageQueue(1, 1, None, *sizes, codec=EnvelopeCodec(), options=options) as replies:
+    async with MessageQueue(1, 1, None, *sizes, codec=MessageCodec(), options=options) as replies:
         worker = Worker(termination)
         try:
             await driver.send(replies.export_handle().to_json())
@@ -90,7 +90,7 @@ async def _serve(driver: ControlSocket, sizes: tuple[int, int], options: Options
 
 
 async def _serve_calls(driver: ControlSocket, worker: Worker, place: Place, replies: MessageQueue) -> None:
-    codec = EnvelopeCodec()
+    codec = MessageCodec()
     async with (
         MessageQueue.create_from_handle(place.steps, place.rank, codec=codec) as steps,
         MessageQueue.create_from_handle(place.requests, 0, codec=codec) as requests,
