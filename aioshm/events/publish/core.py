@@ -103,8 +103,8 @@ class PublisherCore:
         self._drained_at = 0.0
         self._listened_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._turn = asyncio.Event()  # set after each turn of the core, for calls that wait
-        self._line = asyncio.Lock()  # calls that wait for room, in turn
+        self._progress = asyncio.Event()  # set after each slice of sending, for calls that wait
+        self._room_lock = asyncio.Lock()  # admits one call at a time that waits for room, in order
         self.ends: PublisherEnds = PublisherEnds(
             data_parallel_rank, endpoint, replay_endpoint, bind=bind, hwm=hwm, curve=curve
         )
@@ -149,7 +149,7 @@ class PublisherCore:
             self.outbox.gather(_TOGETHER)
             if self._timer is None:
                 self._timer = self._loop.call_later(_GATHER_S, self._drain_late)
-        self._turn.set()
+        self._progress.set()
         if self.outbox.blocked:
             self.outbox.make_room()
 
@@ -209,9 +209,9 @@ class PublisherCore:
         """Put a batch into the outbox; where that is full, or others wait for room, wait in turn."""
         waiting = len(self.outbox.waiting)
         try:
-            async with asyncio.timeout(timeout), self._line:
+            async with asyncio.timeout(timeout), self._room_lock:
                 while self.outbox.room <= 0 and not self.outbox.closed:
-                    await self._next_turn()
+                    await self._next_progress()
                 if self.outbox.put(batch):
                     self._loop.call_soon(self.drain)
         except TimeoutError:
@@ -226,22 +226,22 @@ class PublisherCore:
         try:
             async with asyncio.timeout(timeout):
                 while (waiting := self.outbox.waiting_before(target)) > 0:
-                    await self._next_turn()
+                    await self._next_progress()
         except TimeoutError:
             raise TimeoutError(f"{waiting} event batches still wait to be sent after {timeout} s") from None
         if self._stopped and self._abandoned_from < target:
             raise PublisherClosed(f"closed before batch {self._abandoned_from} and later ones were sent")
 
-    async def _next_turn(self) -> None:
-        self._turn.clear()
-        await self._turn.wait()
+    async def _next_progress(self) -> None:
+        self._progress.clear()
+        await self._progress.wait()
 
     # The end
 
     def refuse(self) -> None:
         """Take no more batches; calls that wait for room are told, on the loop."""
         self.outbox.close()
-        self._turn.set()
+        self._progress.set()
 
     async def aclose(self, timeout: float) -> None:
         """Send what is queued, finish replays in progress, and close; cancelled, close immediately."""
@@ -276,7 +276,7 @@ class PublisherCore:
             logger.warning("publisher %s closed before batches %d to %d were sent", self.ends.endpoint, *left)
         if self._server is not None:
             self._server.close()
-        self._turn.set()
+        self._progress.set()
         return self.ends.close(linger)
 
     def abandon_in_child(self) -> None:
