@@ -49,26 +49,15 @@ class _Client:
     def __init__(self, identity: bytes, entries: Iterator[Entry], now: float) -> None:
         self.identity = identity
         self.moved = now
-        self._entries = entries
-        self._next: Entry | None = next(entries, None)
-
-    def head(self) -> Entry | None:
-        return self._next
-
-    def advance(self) -> None:
-        self._next = next(self._entries, None)
+        self.entries = entries
+        self.next: Entry | None = next(entries, None)
 
 
 class ReplayServer:
     """Serves one ROUTER socket on one loop."""
 
     def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        buffer: ReplayBuffer,
-        topic: bytes,
-        form: wire.ReplayFormat,
-        where: str,
+        self, socket: zmq.Socket[bytes], buffer: ReplayBuffer, topic: bytes, form: wire.ReplayFormat, where: str
     ) -> None:
         self.requests: int = 0  # well-formed requests
         self.replayed: int = 0  # batches sent in answers
@@ -176,7 +165,7 @@ class ReplayServer:
         """Send one turn's worth; afterwards the client is ready, blocked or done."""
         send = self._socket.send
         for _ in range(_TURN):
-            entry = client.head()
+            entry = client.next
             *first, last = wire.end_reply(self._form) if entry is None else wire.reply(self._topic, *entry, self._form)
             try:
                 send(client.identity, _MORE)
@@ -192,7 +181,7 @@ class ReplayServer:
                 return
             if entry is None:
                 return
-            client.advance()
+            client.next = next(client.entries, None)
             client.moved = time.monotonic()
             self.replayed += 1
         self._served.append(client)
@@ -203,9 +192,5 @@ class ReplayServer:
             self._blocked.append(client)
             return
         self.abandoned += 1
-        logger.warning(
-            "replay %s: client %s has read nothing for %.0f s; giving it up",
-            self._where,
-            client.identity.hex(),
-            waited,
-        )
+        text = "replay %s: client %s has read nothing for %.0f s; giving it up"
+        logger.warning(text, self._where, client.identity.hex(), waited)
