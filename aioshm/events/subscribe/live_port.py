@@ -69,11 +69,8 @@ class LivePort:
         self._connection = next(self._numbers)  # of a port that connects
         self._senders: dict[int, int] = {}  # by descriptor, of a port that is bound
         self._gone: set[int] = set()  # descriptors of connections whose last messages may wait in the socket
-        self._ended: list[object] = []
-        self._came_back = 0
         self._refused: list[str] = []
         self._pumps: list[Pump] = []
-        self.sender: object = None  # the connection that the last message came over
 
     @property
     def connections(self) -> int:
@@ -89,21 +86,6 @@ class LivePort:
     def handshake_failures(self) -> int:
         """Connections that ended before their handshake."""
         return self._monitor.handshake_failures
-
-    def receive(self) -> list[bytes] | None:
-        """Return the next message, an empty list for news of connections, None if there is nothing now."""
-        entry = self._backlog.take()
-        if entry is None:
-            return None
-        connection, frames, _ = entry
-        if frames is not None:
-            self.sender = connection
-            return frames
-        if connection is CAME_BACK:
-            self._came_back += 1
-        else:
-            self._ended.append(connection)
-        return []
 
     def read_ahead(self) -> bool:
         """Receive messages into the backlog; True if there may be more."""
@@ -172,16 +154,10 @@ class LivePort:
         self._refused += [each.reason + (hint if each.reason == ENDED else "") for each in failed]
         return self._monitor.take_gone()
 
-    def ended(self) -> list[object]:
-        """Return the connections that ended since the last call, and whose messages were all received."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    def read(self) -> tuple[int, list[str]]:
-        """Return the number of connections that came back since the last call, and why peers were refused."""
-        came_back, self._came_back = self._came_back, 0
+    def take_refused(self) -> list[str]:
+        """Return why peers were refused since the last call."""
         refused, self._refused = self._refused, []
-        return came_back, refused
+        return refused
 
     def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], bool]) -> None:
         """Call ``callback`` when there may be a message or news of connections, again if it returns True."""

@@ -20,7 +20,7 @@ from aioshm.events.protocol.deliveries import Lost, Received
 from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.tracker import Message, SourceTracker, Start
 from aioshm.events.stats import SubscriberStats
-from aioshm.events.subscribe.backlog import Backlog
+from aioshm.events.subscribe.backlog import CAME_BACK, Backlog
 from aioshm.events.subscribe.inbox import Inbox
 from aioshm.events.subscribe.live_port import LivePort
 from aioshm.events.subscribe.replay_port import ReplayPort
@@ -84,6 +84,7 @@ class EventSource:
         self._unfinished: tuple[_Where, wire.LiveFrames | wire.ReplayFrames, Decoding] | None = None
         self._limiter = LogLimiter(10.0)
         self._backlog = Backlog(options.max_backlog_bytes)
+        self._sender: object = None  # the connection that the last live message came over
         self._dropped = 0  # messages that the backlog had dropped when it was looked at last
         self._drop_limiter = LogLimiter(10.0)
         self._paused = False
@@ -179,6 +180,8 @@ class EventSource:
         except Exception as error:
             self._break(error)
             return False
+        for reason in self._port.take_refused():
+            self._limiter.warn(logger, "subscriber %s: %s", self.endpoint, reason)
         if self._backlog.dropped > self._dropped:
             self._dropped = self._backlog.dropped
             if self._drop_limiter.admit() is not None:
@@ -224,7 +227,6 @@ class EventSource:
         if self._unfinished is not None:
             self._go_on(*self._unfinished)
             return True
-        self._read_monitor()
         if self._tracker.asking is None:
             return self._read_live()
         return self._read_reply(self._tracker.asking)
@@ -247,32 +249,26 @@ class EventSource:
     # Live
 
     def _read_live(self) -> bool:
-        frames = self._port.receive()
-        if not frames:
-            for connection in self._port.ended():
-                self._tracker.disconnected(connection)
-        if frames is None:
+        entry = self._backlog.take()
+        if entry is None:
             return False
-        # What is said of connections now happened before this message was received, or soon after: both are safe.
-        self._read_monitor()
-        if frames:
+        connection, frames, _ = entry
+        if frames is not None:
             self._quiet_checks = 0
+            self._sender = connection
             try:
                 live = wire.parse_live(frames)
             except CodecError as error:
                 self._complain("live", error)
             else:
                 self._take("live", live)
-        return True
-
-    def _read_monitor(self) -> None:
-        came_back, refused = self._port.read()
-        if came_back:
+        elif connection is CAME_BACK:
             logger.debug("subscriber %s: connected again", self.endpoint)
             self._quiet_checks = 0
             self._tracker.reconnected()
-        for one in refused:
-            self._limiter.warn(logger, "subscriber %s: %s", self.endpoint, one)
+        else:
+            self._tracker.disconnected(connection)
+        return True
 
     # Payloads
 
@@ -332,7 +328,7 @@ class EventSource:
         message = Message(frames.topic, frames.seq, batch, frames.payload)
         try:
             if where == "live":
-                self._tracker.live(message, self._port.sender, self._backlog.taken)
+                self._tracker.live(message, self._sender, self._backlog.taken)
             elif not self._tracker.replayed(message):
                 self._replay.ended()
         except CodecError as error:
