@@ -15,15 +15,9 @@ typedef struct {
 
 PyObject *new_call(Calls *calls, CallKind kind, PyObject *const *args)
 {
-    Call *made = calls->spare;
-    if (made != NULL) {
-        calls->spare = NULL;
-        PyObject_Init((PyObject *)made, calls->call);
-    } else {
-        made = PyObject_GC_New(Call, calls->call);
-        if (made == NULL)
-            return NULL;
-    }
+    Call *made = PyObject_GC_New(Call, calls->call);
+    if (made == NULL)
+        return NULL;
     made->calls = (Calls *)Py_NewRef((PyObject *)calls);
     for (int n = 0; n < 3; n++)
         made->args[n] = Py_XNewRef(args[n]);
@@ -43,25 +37,37 @@ static void end_call(Call *self)
     Py_CLEAR(self->rest);
 }
 
-/* Let the error be raised as `shown` raises it, always; one that says nothing of the message stays as it is. */
-static void raise_as(PyObject *shown)
+/* Take the error that is set, as an object. */
+static PyObject *fetch_error(void)
 {
-    if (shown == NULL || shown == Py_None || !PyErr_ExceptionMatches(PyExc_Exception))
-        return;
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback != NULL)
         PyException_SetTraceback(error, traceback);
-    PyObject *nothing = call(shown, error);
-    if (nothing != NULL) {  /* it raises, always */
-        Py_DECREF(nothing);
-        PyErr_Restore(type, error, traceback);
+    Py_XDECREF(traceback);
+    Py_DECREF(type);
+    return error;
+}
+
+/* Set an error again; takes the reference. */
+static void restore_error(PyObject *error)
+{
+    PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error, PyException_GetTraceback(error));
+}
+
+/* Raise the error as `fail` does, which always raises; what is no Exception says nothing about the message, and stays. */
+static void raise_as(PyObject *fail)
+{
+    if (fail == NULL || fail == Py_None || !PyErr_ExceptionMatches(PyExc_Exception))
+        return;
+    PyObject *error = fetch_error(), *nothing = call(fail, error);
+    if (nothing == NULL) {
+        Py_DECREF(error);
         return;
     }
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(traceback);
+    Py_DECREF(nothing);
+    restore_error(error);
 }
 
 /* Have the core do it, if it can: 1 with the result, 0 with the coroutine that goes on, -1 with an error. */
@@ -108,17 +114,11 @@ static int begin_call(Call *self, PyObject **result)
 /* Raise what a coroutine raises in the place of a StopIteration, which would be its return (PEP 479). */
 static void refuse_stop(void)
 {
-    PyObject *type, *stop, *traceback;
-    PyErr_Fetch(&type, &stop, &traceback);
-    PyErr_NormalizeException(&type, &stop, &traceback);
+    PyObject *stop = fetch_error();
     PyErr_SetString(PyExc_RuntimeError, "coroutine raised StopIteration");
-    PyObject *error_type, *error, *error_traceback;
-    PyErr_Fetch(&error_type, &error, &error_traceback);
-    PyErr_NormalizeException(&error_type, &error, &error_traceback);
+    PyObject *error = fetch_error();
     PyException_SetCause(error, stop);  /* takes the reference */
-    PyErr_Restore(error_type, error, error_traceback);
-    Py_XDECREF(type);
-    Py_XDECREF(traceback);
+    restore_error(error);
 }
 
 static bool is_running(const Call *self)
@@ -289,10 +289,7 @@ static void call_dealloc(Call *self)
     }
     call_clear(self);
     self->calls = NULL;
-    if (calls->spare == NULL)
-        calls->spare = self;
-    else
-        PyObject_GC_Del(self);
+    PyObject_GC_Del(self);
     Py_DECREF((PyObject *)calls);
     Py_DECREF(type);
 }

@@ -125,7 +125,6 @@ typedef struct {
     End *core;                /* the core that is asked first, or NULL */
     bool sends;               /* whether that is a writer's */
     PyObject *rest, *whole, *fail;
-    void *spare;              /* the memory of a call that has ended */
     PyTypeObject *writer, *reader, *call;
 } Calls;
 
