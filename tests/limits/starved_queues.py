@@ -21,7 +21,7 @@ from starving import Subject, hear
 import aioshm.blocking
 import aioshm.queue.groups.making
 import aioshm.queue.local.overflow_sockets
-import aioshm.queue.remote.audience
+import aioshm.queue.remote.readers
 import aioshm.queue.remote.source  # not when there is no descriptor left to read the file
 from aioshm import AioshmError, HandleError, MessageQueue, Options, OutOfDescriptors, QueueRestarted, merge
 

@@ -34,8 +34,8 @@ def withhold(writer: Any) -> Callable[[], None]:
     """Let no body reach a reader until what this returns is called; it can be called again and again."""
     overflow, held = ways(writer), []
     if isinstance(overflow, OverflowSegments):
+        deliver: Any = overflow.hand_over
         overflow.hand_over = held.append  # type: ignore[method-assign]
-        deliver: Any = writer.end.ring.roster.hand_over
     else:
         deliver = overflow._send
 

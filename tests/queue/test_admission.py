@@ -33,20 +33,19 @@ async def check(writer: MessageQueue, *readers: MessageQueue) -> None:
 
 def pid_of(writer: Any, rank: int) -> int:
     """Return which process the writer has admitted for a rank; 0 for none."""
-    end = writer.end
-    peer = end.ring.roster.peers[rank] if rank in end.ring.ranks else end.network.places.of_rank(rank)
-    return 0 if peer is None else peer.pid
+    slot = writer.end.registry.slots[rank]
+    return 0 if slot.reader is None else slot.pid
 
 
 def reaches(writer: Any, rank: int) -> bool:
     """Return whether a remote reader can be sent to."""
-    remote = writer.end.network
-    return bool(remote.sockets.reaches(remote.places.of_rank(rank).identity))
+    reader = writer.end.registry.slots[rank].reader
+    return bool(writer.end.network.sockets.reaches(reader.identity))
 
 
 def missing(writer: Any) -> str:
     """Return whom the writer waits for, in words."""
-    return ", ".join(writer.end.missing())
+    return ", ".join(writer.end.registry.missing())
 
 
 class TestAReaderThatCloses:

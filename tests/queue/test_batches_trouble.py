@@ -259,9 +259,8 @@ async def test_a_stream_of_batches_starves_no_other_task() -> None:
 
 async def test_one_wake_up_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     async with attached(2, chunks=8, wait="park") as (writer, readers):
-        roster: Any = writer.end.ring.roster  # type: ignore[attr-defined]
         rung: list[Any] = []
-        peers = type(roster.peers[0])
+        peers = type(writer.end.registry.slots[0].reader)
         ring = peers.ring
         monkeypatch.setattr(peers, "ring", lambda peer: (rung.append(peer), ring(peer)))
         for round_ in range(20):

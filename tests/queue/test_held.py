@@ -21,7 +21,7 @@ from support import eventually, until
 
 from aioshm import EndClosed, MessageQueue, Options, PeerClosed, QueueFull, ReaderDied, ReaderJoined, blocking
 from aioshm.process.state import is_dying, process_state
-from aioshm.queue.local import roster
+from aioshm.queue.local import readers as local_readers
 
 
 def check(lines: list[tuple[int, int]], kills: int, sent: int) -> None:
@@ -232,7 +232,7 @@ class TestClosing:
 async def test_a_replacement_that_comes_while_the_former_one_is_being_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for that, where the kernel has yet to close the files of a process that was killed."""
     dying: set[int] = set()
-    monkeypatch.setattr(roster, "is_dying", dying.__contains__)
+    monkeypatch.setattr(local_readers, "is_dying", dying.__contains__)
     async with wide_writer(1, 0, on_reader_death="hold") as writer:
         handle = writer.export_handle()
         async with child("idle", handle.to_json(), "0") as doomed:

@@ -54,7 +54,7 @@ async def withheld(n_reader: int = 1) -> AsyncIterator[tuple[Any, list[MessageQu
 
         def hand_over() -> None:
             for fd in held:
-                queue.end.ring.roster.hand_over(fd)
+                queue.end.ring.overflow.hand_over(fd)
             held.clear()
 
         yield queue, readers, hand_over
@@ -129,7 +129,7 @@ async def test_messages_that_need_none_come_meanwhile() -> None:
         await queue.enqueue("small")
         await queue.enqueue(LARGE[0])
         with starving():
-            queue.end.ring.roster.hand_over(held[0])
+            queue.end.ring.overflow.hand_over(held[0])
             assert await reader.dequeue(5) == "small"
             with pytest.raises(OutOfDescriptors):
                 await reader.dequeue(5)
@@ -170,7 +170,7 @@ async def test_a_death_behind_a_descriptor_without_room_ends_a_wait() -> None:
         fd = os.open(os.devnull, os.O_RDONLY)
         try:
             with starving(-1):
-                queue.end.ring.roster.hand_over(fd)
+                queue.end.ring.overflow.hand_over(fd)
                 for connection in list(queue.end.ring.listener._connections.values()):
                     connection.close()
                 with pytest.raises(PeerDied):
@@ -267,6 +267,6 @@ def test_the_blocking_face(read: Callable[[blocking.MessageQueue, Callable[[], N
         with starving() as lift:
             lifts.append(lift)
             for fd in held:
-                writer.held.end.ring.roster.hand_over(fd)
+                writer.held.end.ring.overflow.hand_over(fd)
             starved.set()
             assert thread.result() == LARGE

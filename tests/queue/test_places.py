@@ -87,10 +87,8 @@ async def test_changes_are_told_in_order_whatever_comes_in_between() -> None:
         changes = writer.membership(20)
         newcomer = MessageQueue.create_from_handle(writer.export_handle(), 1)
         assert isinstance(writer.end, WritingEnd)
-        places = writer.end.ring.roster.peers
-        while places[1] is None:
+        while writer.end.registry.slots[1].reader is None:
             await asyncio.sleep(0)
-            places = writer.end.ring.roster.peers
         writer.dismiss(1)
         told = [await anext(changes), await anext(changes)]
         await newcomer.aclose()
@@ -384,7 +382,7 @@ class TestMaxReaders:
                 await writer.enqueue(0, 20)
                 async with joined(writer) as second, joined(writer) as third:
                     assert [end.stats().rank for end in (reader, second, third)] == [0, 1, 2]
-                    who = ", ".join(rf"rank {rank} \(pid {os.getpid()}, \w+\)" for rank in range(3))
+                    who = ", ".join(rf"rank {rank} by pid {os.getpid()}, which lives \(\w+\)" for rank in range(3))
                     with pytest.raises(NoPlaceVacant, match=f"no place is vacant: {who}"):
                         async with joined(writer):
                             pass
@@ -512,7 +510,7 @@ class TestMembership:
             changes = writer.membership(20)
             await writer.wait_until_ready(20)
             for number in range(KEPT_CHANGES + 2):
-                writer.end.ring.roster.tell(ReaderJoined(0, 1, number))  # type: ignore[union-attr]
+                writer.end.registry.tell(ReaderJoined(0, 1, number))  # type: ignore[union-attr]
             assert await anext(changes) == ChangesLost(2)
             assert await anext(changes) == ReaderJoined(0, 1, 2)
 

@@ -54,7 +54,7 @@ async def test_who_is_missing_is_said() -> None:
             await writer.wait_until_ready(0)
         attaching = [asyncio.ensure_future(readers[rank].wait_until_ready(10)) for rank in (0, 2)]
         async with asyncio.timeout(10):
-            while not writer.end.network.places.is_proven(2) or writer.stats().readers < 2:  # type: ignore[attr-defined]
+            while not writer.end.registry.slots[2].proven or writer.stats().readers < 2:  # type: ignore[attr-defined]
                 await asyncio.sleep(0.001)
         with pytest.raises(TimeoutError, match=r"not attached yet: rank 1$"):
             await writer.wait_until_ready(0.01)

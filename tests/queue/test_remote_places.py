@@ -33,7 +33,7 @@ from aioshm import (
     ReaderLeft,
     blocking,
 )
-from aioshm.queue.remote import door, wire
+from aioshm.queue.remote import admission, wire
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -249,7 +249,7 @@ class TestKilled:
 
     async def test_a_newcomer_waits_for_the_answer_of_a_reader_that_is_cut_off(self, monkeypatch: Any) -> None:
         """That lives, and has its place when it is back; the other one is told meanwhile what it waits for."""
-        monkeypatch.setattr(door, "CUT_OFF_S", 60.0)
+        monkeypatch.setattr(admission, "CUT_OFF_S", 60.0)
         async with wide_writer(0, 1, remote_timeout=60.0) as writer:
             async with proxied(writer.export_handle()) as (handle, _, control):
                 async with MessageQueue.create_from_handle(handle, 0) as reader:
@@ -560,10 +560,12 @@ def test_who_was_admitted_before_is_not_admitted_again() -> None:
     """Unless nothing was sent: it has missed something, and must not go on as if it had not."""
     hello = wire.Hello(1, b"", b"", 0, 1, "host", proven=True, admitted=True)
     writer = wide_writer(0, 1)
-    places = writer.end.network.places  # type: ignore[union-attr]
-    assert places.answer(hello, b"former", 0.0, 0.0) == 0
-    places.going = True
-    refusal = places.answer(hello, b"former", 0.0, 0.0)
+    newcomer = admission.Newcomer(hello, 0.0)
+    answer = writer.end.network.admission.answer  # type: ignore[union-attr]
+    registry = writer.end.registry  # type: ignore[union-attr]
+    assert answer(b"former", newcomer) is registry.slots[0]
+    registry.going = True
+    refusal = answer(b"former", newcomer)
     assert isinstance(refusal, wire.Refused)
     assert refusal.evicted
     writer.end.gate.discard()

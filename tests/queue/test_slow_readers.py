@@ -178,7 +178,7 @@ class TestSkip:
             with pytest.raises(TimeoutError):
                 await writer.wait_until_ready(0)
             async with MessageQueue.create_from_handle(handle, 0) as early:
-                await until(lambda: writer.end.ring.roster.peers[0] is not None, "admission")  # type: ignore[union-attr]
+                await until(lambda: writer.readers[0].state == "attached", "admission")  # type: ignore[union-attr]
                 await early.aclose()
             async with MessageQueue.create_from_handle(handle, 0, slow="block"):
                 for number in range(CHUNKS):

@@ -56,10 +56,6 @@ def _no_subscriber() -> Any:
     raise AssertionError("everything lies in segments")
 
 
-def _no_second_way(error: Exception) -> Any:
-    raise error
-
-
 @dataclass
 class Incarnation:
     """A reader, and what it is to receive next."""
@@ -81,7 +77,7 @@ class Churn:
         self.seen_by_readers = ShmRingBuffer.from_fd(self.layout, os.dup(self.ring.fd), self.ring.queue_id)
         self.writer = RingWriter(self.layout, self.ring.view, cores.writer)
         self.writer.core.bind(bytes, PLAIN, True, None)
-        self.overflow = OverflowSegments(self.writer, self.ring.queue_id, SECRET, self._hand_over, _no_second_way)
+        self.overflow = OverflowSegments(self.writer, self.ring.queue_id, SECRET, self)  # type: ignore[arg-type]
         for place in range(places):
             self.writer.evict(place)
         self.readers: list[Incarnation | None] = [None] * places
@@ -93,10 +89,12 @@ class Churn:
         self.again: set[int] = set()  # what lies in segments and was read by all, before a newcomer was to have it, too
         self.churns = 0
 
-    def _hand_over(self, fd: int) -> None:
-        for reader in self.readers:
-            if reader is not None and not reader.held:
-                reader.passed.hand_over(fd)
+    def peers(self) -> list[Passed]:
+        """Return what segments are passed to."""
+        return [reader.passed for reader in self.readers if reader is not None and not reader.held]
+
+    def second_way(self, error: Exception) -> Any:
+        raise error
 
     def close(self) -> None:
         for reader in self.readers:

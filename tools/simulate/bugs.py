@@ -5,8 +5,8 @@ from __future__ import annotations
 from tools.simulate.patching import Bug
 
 _WINDOW = "aioshm.queue.remote.window"
-_PLACES = "aioshm.queue.remote.places"
-_AUDIENCE = "aioshm.queue.remote.audience"
+_REGISTRY = "aioshm.queue.registry"
+_READERS = "aioshm.queue.remote.readers"
 _LINK = "aioshm.queue.remote.link"
 _TRACKER = "aioshm.events.protocol.tracker"
 _NUMBERING = "aioshm.events.protocol.numbering"
@@ -105,50 +105,50 @@ BUGS = (
     ),
     Bug(
         "heirs",
-        _PLACES,
-        "first = window.readers[rank] if heir else window.join(rank, hello.history)",
-        "first = window.join(rank, hello.history)",
+        _READERS,
+        "first = window.readers[slot.rank] if slot.held else window.join(slot.rank, hello.history)",
+        "first = window.join(slot.rank, hello.history)",
         "what was held for a replacement is not given to it",
         seed=38,
     ),
     Bug(
         "leavers",
-        _PLACES,
-        '        if state != "held":\n            self._leave',
-        '        if state == "died":\n            self._leave',
+        _REGISTRY,
+        "        if slot.held:\n            slot.transport.keep",
+        '        if state != "died":\n            slot.transport.keep',
         "the window waits for a reader that has left",
     ),
     Bug(
         "two-in-one",
-        _PLACES,
-        "if place.peer is None and self.elsewhere(place.rank) is None:",
-        "if self.elsewhere(place.rank) is None:",
+        _REGISTRY,
+        "                if not slot.why_taken(transport):\n",
+        "                if True:\n",
         "two readers have one place",
     ),
     Bug(
         "raised-on",
-        _PLACES,
-        "        place.extra, place.trouble = True, None\n",
-        "        place.extra = True\n",
+        _REGISTRY,
+        "        slot.settled = True\n        _forget(slot)\n",
+        "        slot.settled = True\n",
         "a death is raised after the reader was dismissed",
     ),
     Bug(
         "known-dead",
-        _PLACES,
-        "        del self._by_identity[peer.identity]\n",
+        _READERS,
+        "        del self.attached[reader.identity]\n",
         "        pass\n",
         "a dead reader is still counted on",
     ),
     Bug(
         "silence",
-        _AUDIENCE,
-        "if now - silent_since >= self._timeout:",
-        "if now - silent_since >= 100 * self._timeout:",
+        _READERS,
+        "if now - silent_since >= self.timeout_s:",
+        "if now - silent_since >= 100 * self.timeout_s:",
         "a dead reader is never noticed",
     ),
     Bug(
         "unwatched",
-        _AUDIENCE,
+        _READERS,
         "        if self._timer is None:\n            self._tick()\n",
         "",
         "nobody looks whether readers live",
@@ -156,16 +156,16 @@ BUGS = (
     ),
     Bug(
         "finished",
-        _AUDIENCE,
-        "                peer.finished = True\n",
+        _READERS,
+        "            reader.finished = True\n",
         "",
         "the writer waits for readers that have everything",
     ),
     Bug(
         "unmarked",
-        _AUDIENCE,
-        "_mark(self._secret, rank, self.flow.window.seq)",
-        "_mark(self._secret, rank, 0)",
+        _READERS,
+        "_mark(self.secret, rank, self.flow.window.seq)",
+        "_mark(self.secret, rank, 0)",
         "a reader is not told what it has missed",
     ),
     Bug(

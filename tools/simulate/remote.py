@@ -1,6 +1,6 @@
 """A queue with remote readers: who connects, is cut off, stops, dies, leaves, is replaced, and is too slow.
 
-Real: `NetworkAudience` with its door, places, flow and windows; `WriterLink` with its window; both ends' messages.
+Real: `RemoteReaders` with registry, admission, flow and windows; `WriterLink` with its window; both ends' messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from aioshm.errors import AioshmError, PeerClosed
 from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.queue.handle import Handle
 from aioshm.queue.membership import Change, ReaderDied, ReaderJoined, ReaderLeft
-from aioshm.queue.remote import audience, door, known_writer, link, places
+from aioshm.queue.registry import ReaderRegistry
+from aioshm.queue.remote import admission, known_writer, link, readers
 from aioshm.queue.remote.window import Missing
 from aioshm.queue.stats import Rates
 from aioshm.ring.layout import VERSION
@@ -35,9 +36,9 @@ def _now() -> float:
 def stand_in() -> None:
     """Have the modules use this clock and these sockets, in this process, for good."""
     patched: Any
-    for patched in (audience, door, places, link, known_writer):
+    for patched in (readers, admission, link, known_writer):
         patched.monotonic = _now
-    patched = audience
+    patched = readers
     patched.WriterSockets = WriterSockets
     patched = link
     patched.ReaderSockets = ReaderSockets
@@ -186,8 +187,16 @@ class Queue:
         self.ranks = tuple(range(chance.randint(1, 3)))
         self.extra = tuple(range(len(self.ranks), len(self.ranks) + chance.randint(0, 2)))
         self.process = self.network.process = Process(world, "writer")
-        self.audience = audience.NetworkAudience(
-            b"q" * 16, b"t" * 32, self.ranks + self.extra, None, self.options, None, frozenset(self.extra)
+        self.registry = ReaderRegistry("q", self.options.on_reader_death)
+        self.transport = readers.RemoteReaders(
+            self.registry,
+            b"q" * 16,
+            b"t" * 32,
+            self.ranks + self.extra,
+            None,
+            self.options,
+            None,
+            frozenset(self.extra),
         )
         self.handle = Handle(
             version=VERSION,
@@ -205,7 +214,7 @@ class Queue:
             segment=None,
             codec="msgpack",
             connect_ip=None,
-            remote=self.audience.address,
+            remote=self.transport.address,
             options=self.options,
         )
         self.readers: list[Reader] = []
@@ -213,8 +222,8 @@ class Queue:
         self.held: dict[int, int] = {}
         self.seq = 0
         self.joins = 0
-        self.audience.places.tell = self._changed
-        self.audience.start(self.process.loop, lambda: None)
+        self.registry.tell = self._changed  # type: ignore[method-assign]
+        self.transport.start(self.process.loop)
         late = world.likely(0.3)  # before all are ready a reader may make way, and come back
         for rank in self.ranks:
             if late and rank == self.ranks[-1]:
@@ -253,7 +262,7 @@ class Queue:
         elif isinstance(change, ReaderLeft | ReaderDied):
             check(rank in self.there, f"rank {rank} goes, and was not there")
             check(change.read >= self.there.pop(rank), f"rank {rank} has read {change.read}, less than nothing")
-            if self.audience.places._places[rank].held:
+            if self.registry.slots[rank].held:
                 self.held[rank] = change.read
 
     def check_first(self, reader: Reader, welcome: Any) -> None:
@@ -268,37 +277,38 @@ class Queue:
         """Publish until then."""
         world, chance = self.world, self.world.chance
         deadline, again = world.now + 100, world.now + 10
-        while not self.audience.complete:
-            world.check(world.now < deadline, f"the readers are not there: {self.audience.missing()}")
-            self.process.does(self.audience.look)
-            self.audience.take_death()
+        while not self.registry.complete:
+            world.check(world.now < deadline, f"the readers are not there: {self.registry.missing()}")
+            self.process.does(self.transport.look)
+            self.registry.pop_death()
             await asyncio.sleep(0.02)
             if world.now > again:  # one that was taken for dead while it was stopped does not come back by itself
                 again = world.now + 10
-                for rank, place in self.audience.places._places.items():
-                    if not place.settled and place.peer is None:
+                for rank, slot in self.registry.slots.items():
+                    if not slot.settled and slot.reader is None:
                         self.come(rank)
-        self.audience.go()
+        self.registry.going = True
+        self.transport.go()
         pause = chance.choice([0.002, 0.01, 0.03])
         while world.now < until:
             self.process.does(self._publish)
             await asyncio.sleep(world.between(0, 2 * pause))
 
     def _publish(self) -> None:
-        trouble = self.audience.trouble
+        trouble = self.registry.trouble
         if trouble is not None:
             error: Any = trouble()
             if self.world.likely(0.05):
                 self.world.note(f"rank {error.rank} is dismissed: {error}")
                 self.dismiss(error.rank)
             return
-        flow, size = self.audience.flow, self.world.chance.choice([8, 8, 60, 290])
+        flow, size = self.transport.flow, self.world.chance.choice([8, 8, 60, 290])
         if not flow.room_for_bytes(size):
             blamed = flow.window.laggards()
             self.world.check(blamed, "there is no room, and nobody is to blame")
-            if self.audience.evicts:
-                self.audience.evict_slow()  # also one whose place is held
-                self.held = {rank: first for rank, first in self.held.items() if rank in self.audience.places.held}
+            if self.transport.evicts:
+                self.transport.evict_slow()  # also one whose place is held
+                self.held = {rank: first for rank, first in self.held.items() if self.registry.slots[rank].held}
             if self.held and self.world.likely(0.01):
                 self.dismiss(next(iter(self.held)))
             return
@@ -318,10 +328,10 @@ class Queue:
         self.held.pop(rank, None)
         for reader in self.readers:
             reader.troubled = reader.troubled or reader.wanted in (rank, ANY_RANK)
-        self.audience.dismiss(rank)
-        place = self.audience.places._places[rank]
-        self.world.check(place.trouble is None, f"rank {rank} is dismissed, and its death is still raised")
-        self.world.check(rank not in self.audience.flow.window.readers, f"rank {rank} is dismissed, and waited for")
+        self.registry.dismiss(rank)
+        slot = self.registry.slots[rank]
+        self.world.check(slot.trouble is None, f"rank {rank} is dismissed, and its death is still raised")
+        self.world.check(rank not in self.transport.flow.window.readers, f"rank {rank} is dismissed, and waited for")
 
     # What goes wrong
 
@@ -402,7 +412,7 @@ class Queue:
     def _replace(self, reader: Reader) -> None:
         welcome = reader.link.writer.welcome
         rank = reader.wanted if welcome is None else welcome.rank
-        if rank in self.ranks and (not self.audience.places.going or self.world.likely(0.8)):
+        if rank in self.ranks and (not self.registry.going or self.world.likely(0.8)):
             self.world.loop.call_later(self.world.between(0, self.timeout), self.come, rank)
 
     def _newcomer(self, _: Reader) -> None:
@@ -413,13 +423,13 @@ class Queue:
 
     async def end(self) -> None:
         """Let all faults end, and check that everything arrives, and that nobody is waited for who is not there."""
-        world, writer = self.world, self.audience
+        world, writer = self.world, self.transport
         await asyncio.sleep(5 * self.timeout)  # the longest fault, and the time to notice
         reading = [reader for reader in self.readers if reader.reads]
-        attached = {peer.identity for peer in writer.places}
+        attached = set(writer.attached)
         for reader in self.readers:
             if not reader.process.alive:
-                there = writer.places.of_identity(reader.sockets.identity)
+                there = writer.attached.get(reader.sockets.identity)
                 world.check(there is None, f"{reader.process.name} is dead, and still counted on")
                 continue
             gone = reader.given_up if reader.left else reader.link.gone
@@ -470,4 +480,4 @@ async def run(world: World) -> dict[str, int]:
     await queue.trouble(began + 4)
     await writing
     await queue.end()
-    return {"messages": queue.seq, "readers": queue.count, "resent": queue.audience.flow.resent}
+    return {"messages": queue.seq, "readers": queue.count, "resent": queue.transport.flow.resent}

@@ -9,7 +9,7 @@
  *     accept         listener.py LifelineListener._accept
  *     greet          connection.py Connection._greet
  *     admit          connection.py Connection._find_place, _has_gone, _admit: later turns of the loop
- *     signals        connection.py Connection._read_some, _signals; roster.py Roster.attached, proven, gone, missed
+ *     signals        connection.py Connection._read_some, _signals; readers.py LocalReaders.attached, proven, gone, missed
  *     close          listener.py LifelineListener.close, _turn_away; connection.py Connection.close
  *
  * Properties: a reader takes a writer that has closed for closed, and one that was killed for dead, or finds nobody

@@ -5,8 +5,8 @@
  *
  *     step here       queue/local/overflow.py                      lifeline/
  *     fitting         OverflowSegments._fitting, put, mark
- *     hand_over       Roster.hand_over                             peer.py Peer.hand_over, _empty_outbox
- *     marker          pack_marker; audience.py RingAudience.put
+ *     hand_over       OverflowSegments.hand_over                       peer.py Peer.hand_over, _empty_outbox
+ *     marker          pack_marker; readers.py LocalReaders.put
  *     look            PassedSegments.body, view, arrived           dialer.py Lifeline._readable
  *     wait            source.py RingSource._on_descriptor, lost
  *

@@ -15,13 +15,13 @@
  *
  *     step here       C (ring/core/*.c)                  Python
  *     publish, tell   publish, readers_parked             ring/reference.py WriterBase.commit, put_many; memory_fence
- *     ring_reader     -                                   queue/local/roster.py Roster.ring_bells; lifeline/bell.py Bell
+ *     ring_reader     -                                   queue/local/readers.py LocalReaders.wake_readers; lifeline/bell.py Bell
  *     park            -                                   wait/poller.py Poller._sleep, _sleep_in_place;
  *                                                         wait/blocking.py BlockingPoller._sleep
  *     release         finish, writer_parked               ReaderBase.release, take_many, ReaderControl.give_back
  *     can_go_on       -                                   ring/cursors.py RingReader.writer_can_go_on, RingWriter.want;
  *                                                         queue/local/waker.py WriterWaker.wake
- *     woken by end    -                                   lifeline/connection.py, dialer.py (end of file), Roster.gone
+ *     woken by end    -                                   lifeline/connection.py, dialer.py (end of file), LocalReaders.gone
  *
  * -DREADERS_SLEEP: the writer publishes MESSAGES, BATCH of them with one fence, a reader sleeps for each; the writer may be
  * killed before any step. Else: the writer sleeps until both readers have finished with message 1, though it has waited

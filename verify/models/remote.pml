@@ -5,8 +5,8 @@
  *
  *     step here      queue/remote/window.py                              queue/remote/
  *     send           SendWindow.room, sent                               flow.py
- *     subscribed     SendWindow.connected                                audience.py NetworkAudience._subscribed, _mark
- *     resend         SendWindow.resend, _once                            NetworkAudience._resend
+ *     subscribed     SendWindow.connected                                readers.py RemoteReaders._subscribed, _mark
+ *     resend         SendWindow.resend, _once                            RemoteReaders._resend
  *     acknowledge    SendWindow.acknowledged; ReceiveWindow.finished     link.py WriterLink._acknowledge
  *     arrived        ReceiveWindow.arrived, _close_gap                   WriterLink._on_data
  *     marked         ReceiveWindow.marked, ask_again

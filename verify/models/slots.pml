@@ -7,11 +7,11 @@
  *     is_free           is_free                          ring/reference.py WriterBase._is_free, finished
  *     CLAIM             claim, reclaim                   WriterBase._claim, _note; ring/book.py Chunks.reclaim
  *     FILL, PUBLISH     put_bytes, publish               WriterBase._fill, _publish, _announce; Chunks.take
- *     EVICT             -                                ring/writer_core.py WriterControl.evict; queue/local/roster.py
- *                                                        Roster._evict, dismiss
+ *     EVICT             -                                ring/writer_core.py WriterControl.evict; queue/local/readers.py
+ *                                                        LocalReaders.evict, drop
  *     ADMIT             -                                WriterControl.admit, _oldest_of, _has, _keep_again;
- *                                                        Chunks.keep_again; Roster.admit, place.py Place.vacant
- *     RESUME            -                                ring/cursors.py RingWriter.resume; Roster._die
+ *                                                        Chunks.keep_again; LocalReaders.admit, registry.py ReaderSlot.why_taken
+ *     RESUME            -                                ring/cursors.py RingWriter.resume; LocalReaders.keep
  *     LOOK              is_ready                         ReaderBase._may_go_on
  *     COPY              copy_plain                       ReaderBase._copy_plain
  *     FINISH            finish                           ReaderBase._finish

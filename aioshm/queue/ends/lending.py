@@ -16,8 +16,8 @@ from aioshm.errors import MessageTooLarge, RoleError, SharedMemoryError
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.sending import Sender
 from aioshm.queue.ends.waiting import deadline_after
-from aioshm.queue.local.audience import RingAudience
 from aioshm.queue.local.loans import IN_PLACE_BYTES, MAIN_BYTES, ArraySpec, Extent, Like, Placed
+from aioshm.queue.local.readers import LocalReaders
 from aioshm.ring.slot import Slot
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Lender:
     def __init__(
         self,
         gate: Gate,
-        ring: RingAudience,
+        ring: LocalReaders,
         sender: Sender,
         codec: Codec,
     ) -> None:

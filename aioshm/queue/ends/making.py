@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from aioshm.codec import Codec, get_codec, typed_codec
+from aioshm.codec.pickle5 import PickleCodec
 from aioshm.config import Options, SlowReader, check_bool, check_int, check_slow, check_timeout
-from aioshm.errors import AioshmError, HandleError
+from aioshm.errors import AioshmError, HandleError, UnsafePayload
 from aioshm.lifeline.address import check_ip
 from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.process.limits import naming_limits
@@ -21,7 +22,7 @@ from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.source import Source
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.handle import Handle, as_handle
-from aioshm.queue.local.audience import RingAudience
+from aioshm.queue.local.readers import LocalReaders
 from aioshm.queue.local.source import RingSource
 from aioshm.queue.names.registry import NamedWriters, check_name
 from aioshm.queue.ranks import extra_ranks
@@ -73,18 +74,17 @@ def writing_end(
     if not far:
         if identity is not None:
             raise ValueError("identity is for remote readers, and there are none: leave it out, or say name=")
-        audience = RingAudience(places[0], sizes, options, extra=places[1])
-        return WritingEnd(gate, n_reader, audience, None, own_codec, ip, name)
+        local_readers = LocalReaders(places[0], sizes, options, extra=places[1])
+        return WritingEnd(gate, n_reader, local_readers, None, own_codec, ip, name)
     with naming_limits("a writer"):  # which reading the files may reach; and who has local readers only needs no ZeroMQ
         from aioshm.queue.names.identity import Identity
-        from aioshm.queue.remote.audience import NetworkAudience
-        from aioshm.queue.remote.safety import check_safety
+        from aioshm.queue.remote.readers import RemoteReaders
     lasting = None if identity is None else Identity.of_file(identity, options)
-    ring: RingAudience | None = None
+    ring: LocalReaders | None = None
     try:
-        ring = RingAudience(places[0], sizes, options, None if lasting is None else lasting.token, places[1])
-        check_safety(own_codec, options.secure, options)
-        network = NetworkAudience(ring.queue_id, ring.token, far, ip, options, lasting, frozenset(extra))
+        ring = LocalReaders(places[0], sizes, options, None if lasting is None else lasting.token, places[1])
+        _check_safety(own_codec, options.secure, options)
+        network = RemoteReaders(ring.registry, ring.queue_id, ring.token, far, ip, options, lasting, places[1])
         return WritingEnd(gate, n_reader, ring, network, own_codec, ip, name)
     except BaseException:
         if ring is not None:
@@ -163,6 +163,7 @@ class ReaderArguments:
                 from aioshm.queue.remote.source import NetworkSource
 
             own_codec = _codec_for(handle, self.codec, self.message)
+            _check_safety(own_codec, remote.keys is not None, gate.options)
             source: Source = NetworkSource(
                 gate, handle, remote, self.number, own_codec, slow, self.history, patient=patient
             )
@@ -241,3 +242,12 @@ def _codec_for(handle: Handle, codec: str | Codec | None, message: Any) -> Codec
     if own.name != handle.codec:
         raise ValueError(f"codec must be {handle.codec!r}, as the handle says, not {own.name!r}")
     return own if message is None else typed_codec(own, message)
+
+
+def _check_safety(codec: Codec, encrypted: bool, options: Options) -> None:
+    """Refuse to pickle over connections that strangers can write to."""
+    if isinstance(codec, PickleCodec) and not encrypted and not options.allow_insecure_pickle:
+        raise UnsafePayload(
+            "options.secure is False, so any process that reaches the port could run code by what they send: "
+            "use codec='msgpack' or 'raw', or options.allow_insecure_pickle=True where nobody else does"
+        )

@@ -25,7 +25,7 @@ class Membership:
         deadline_after(timeout)
         self._writer = writer
         self._timeout = timeout
-        self._log = writer.ring.roster.new_log()
+        self._log = writer.registry.new_log()
 
     def __aiter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""What a writer does with one encoded message: see whether there is room, wait for it, publish to both audiences."""
+"""Sending one encoded message: wait for room, then publish it to the local and the remote readers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from aioshm.errors import MessageTooLarge
 from aioshm.queue.encoded import message_bytes, parts_of
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.lag import LagWatch
-from aioshm.queue.local.audience import RingAudience
 from aioshm.queue.local.loans import Extent, Placed
+from aioshm.queue.local.readers import LocalReaders
 from aioshm.queue.tracing import NO_TRACE, current_trace
 from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot, Slots
@@ -24,8 +24,8 @@ from aioshm.wait.line import settle
 from aioshm.wait.stall import Stall
 
 if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
-    from aioshm.queue.remote.audience import NetworkAudience
     from aioshm.queue.remote.outgoing import Outgoing
+    from aioshm.queue.remote.readers import RemoteReaders
 
 EVICT_POLL_S = 0.05
 """How often a full window looks whether a remote reader is too slow by now to be waited for."""
@@ -70,8 +70,8 @@ class Sender:
     def __init__(
         self,
         gate: Gate,
-        ring: RingAudience,
-        network: NetworkAudience | None,
+        ring: LocalReaders,
+        network: RemoteReaders | None,
         codec: Codec,
         report: Callable[[float], None],
         lag: LagWatch,
@@ -98,14 +98,14 @@ class Sender:
         if self._current_trace is not None:  # the core asks for no context itself, but encodes each message
             self.encode = _tracing(self.encode, weakref.WeakMethod(self._note_trace))
         as_it_is = isinstance(codec, RawCodec) and has_readers and self._current_trace is None
-        core.bind(self.encode, plain(codec.code), as_it_is, ring.roster.ring_bells)
+        core.bind(self.encode, plain(codec.code), as_it_is, ring.wake_readers)
         if network is None:
             core.bind_beside(
                 _filling(codec.code, ring.ring.slots), functools.partial(_checked_size, self._max_message_bytes)
             )
         self.send: Callable[[Any], Any] = core.send if network is None else functools.partial(self._send, network)
 
-    def _send(self, network: NetworkAudience, obj: Any) -> Any:
+    def _send(self, network: RemoteReaders, obj: Any) -> Any:
         if not self._core.passes():
             return False
         message = self.encode(obj)
@@ -188,7 +188,7 @@ class Sender:
         return network.flow.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size, self._trace())
 
     def put_placed(self, slot: Slot, extent: Extent, placed: Placed, outgoing: Outgoing | None) -> None:
-        """Publish a message that lies in its place, and what `pack` has returned; as `RingAudience.put_placed`."""
+        """Publish a message that lies in its place, and what `pack` has returned; as `LocalReaders.put_placed`."""
         network = self._network
         self._note_trace()
         try:
@@ -200,7 +200,7 @@ class Sender:
         if network is not None and outgoing is not None:
             network.flow.publish(outgoing)
 
-    def _publish(self, network: NetworkAudience, message: Encoded) -> bool:
+    def _publish(self, network: RemoteReaders, message: Encoded) -> bool:
         """Publish a message that the window has room for, or return False if the ring has none."""
         size = self.checked_size(message)
         if self._ring.ranks and not self._ring.free(*self.need([message])):  # without local readers there is room
@@ -247,7 +247,7 @@ class Sender:
         network = self._network
         return self._ring.claim(nbytes) if network is None or self._room_for_bytes(network, nbytes) else None
 
-    def _room_for_bytes(self, network: NetworkAudience, nbytes: int) -> bool:
+    def _room_for_bytes(self, network: RemoteReaders, nbytes: int) -> bool:
         room = network.flow.room_for_bytes
         return room(nbytes) or (network.evict_slow() and room(nbytes))
 
@@ -371,9 +371,7 @@ class Sender:
                 ring.want_nothing()
                 core.spin_ns = poller.inline_spin_ns
 
-    async def _wait_for_window(
-        self, network: NetworkAudience, look: Callable[[], bool], deadline: float | None
-    ) -> None:
+    async def _wait_for_window(self, network: RemoteReaders, look: Callable[[], bool], deadline: float | None) -> None:
         """Wait until the remote readers have finished with enough."""
         gate = self._gate
         stall = self._stall_of_writing(Need(1, ()))
@@ -411,7 +409,7 @@ class Sender:
         return self._stall
 
 
-def _room_for(network: NetworkAudience, *messages: Encoded) -> bool:
+def _room_for(network: RemoteReaders, *messages: Encoded) -> bool:
     """Return whether the window has room for messages, once no reader is waited for that is too slow."""
     room = network.flow.room_for
     return room(*messages) or (network.evict_slow() and room(*messages))

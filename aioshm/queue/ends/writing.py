@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from aioshm.arguments import check_int
 from aioshm.codec import Codec, Encoded
-from aioshm.errors import AioshmError, PeerClosed, PeerDied, QueueFull
+from aioshm.errors import AioshmError, PeerClosed, QueueFull
 from aioshm.process.limits import shortage
-from aioshm.queue.ends.audience import Audience
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.lag import LagWatch
 from aioshm.queue.ends.lending import Lender
 from aioshm.queue.ends.sending import Sender
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle, host_id
-from aioshm.queue.local.audience import RingAudience
-from aioshm.queue.local.roster import Roster
+from aioshm.queue.local.readers import LocalReaders
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.names.files import OwnFile
 from aioshm.queue.names.registry import register
+from aioshm.queue.registry import ReaderRegistry
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.atomics import Calls
 from aioshm.ring.layout import VERSION
@@ -36,15 +34,9 @@ from aioshm.wait.line import settle
 from aioshm.wait.stall import seconds
 
 if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
-    from aioshm.queue.remote.audience import NetworkAudience
-    from aioshm.queue.remote.places import RemotePlaces
+    from aioshm.queue.remote.readers import RemoteReaders
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
-
-Info = TypeVar("Info", bound=ReaderInfo)
-
-THERE = ("attached", "held")
-"""States of places that nobody else can have."""
 
 
 class WritingEnd:
@@ -63,6 +55,7 @@ class WritingEnd:
         gate: Whose this is, and whose turn.
         ring: The readers on this host.
         network: The others.
+        registry: Who has which rank, local and remote.
         send: As `Sender.send`.
         lender: Lends memory to be filled.
     """
@@ -71,8 +64,8 @@ class WritingEnd:
         self,
         gate: Gate,
         n_reader: int,
-        ring: RingAudience,
-        network: NetworkAudience | None,
+        ring: LocalReaders,
+        network: RemoteReaders | None,
         codec: Codec,
         connect_ip: str | None,
         name: str | None = None,
@@ -83,7 +76,8 @@ class WritingEnd:
         self._registration: OwnFile | None = None
         self.ring = ring
         self.network = network
-        self._audiences: list[Audience] = [ring] if network is None else [ring, network]
+        self.registry: ReaderRegistry = ring.registry
+        self._transports: list[LocalReaders | RemoteReaders] = [ring] if network is None else [ring, network]
         self._n_reader = n_reader
         self._codec = codec
         self._connect_ip = connect_ip
@@ -94,19 +88,10 @@ class WritingEnd:
         self._sender = Sender(gate, ring, network, codec, self._report_laggards, lag)
         self.send: Callable[[Any], Any] = self._sender.send
         self.lender: Lender = Lender(gate, ring, self._sender, codec)
-        if network is not None:
-            self._share_places(ring.roster, network.places)
         gate.core = ring.ring.core
         remote = set() if network is None else set(network.ranks).difference(ring.ranks)
         ring.ring.describe(name, codec.code, ring.ranks, len(remote))
         gate.enclose(self)
-
-    @staticmethod
-    def _share_places(here: Roster, there: RemotePlaces) -> None:
-        """Let the places that either kind of reader may have be had by one reader at a time."""
-        here.elsewhere, there.elsewhere = there.why_taken, here.why_taken
-        here.came_to, there.came = there.supplanted, here.supplanted
-        there.tell = here.tell
 
     def export_handle(self) -> Handle:
         """Return what readers need in order to attach."""
@@ -167,22 +152,23 @@ class WritingEnd:
         self.listen()
         stall = gate.stall(self._report_missing)
         try:
-            while not (self._complete() and self._all_there()):
-                if self._departed():
+            while not (self.registry.complete and self._all_there()):
+                if self.registry.departed():
                     self._check_left(replaceable)
-                    if self._complete():
+                    if self.registry.complete:
                         continue
                 await settle(gate.news(), deadline=deadline, stall=stall)
                 gate.check_usable()
         except TimeoutError:
-            missing = f"{gate!r}: not attached yet: {', '.join(self.missing())}"
-            raise self.ring.lacking or shortage(missing) or TimeoutError(missing) from None
+            missing = f"{gate!r}: not attached yet: {', '.join(self.registry.missing())}"
+            raise self.ring.listener.lacking or shortage(missing) or TimeoutError(missing) from None
         if not gate.ready:
             gate.ready = True
-            gate.new_poller(self.ring.ring, self.ring.roster.pids(), self.ring.bell)
-            for audience in self._audiences:
-                audience.go()
-            logger.debug("%r: %d readers", gate, self._alive())
+            gate.new_poller(self.ring.ring, self.ring.pids(), self.ring.listener.bell)
+            self.registry.going = True
+            for transport in self._transports:
+                transport.go()
+            logger.debug("%r: %d readers", gate, self.registry.alive)
             gate.reopen()
 
     def listen(self) -> None:
@@ -192,13 +178,15 @@ class WritingEnd:
         if not self._listening:
             self._listening = True
             self.ring.listener.hurry = self.gate.hurry
-            for audience in self._audiences:
-                audience.start(loop, self._changed)
+            self.registry.changed = self._changed
+            for transport in self._transports:
+                transport.start(loop)
 
     def _changed(self) -> None:
         """Look again at the readers and at the ring."""
-        gate, trouble = self.gate, self._trouble()
-        if trouble is None and not self._has_readers() and self._listening and self._n_reader and self._complete():
+        gate, registry = self.gate, self.registry
+        trouble = registry.trouble
+        if trouble is None and self._n_reader and self._listening and registry.complete and not registry.in_use:
             trouble = functools.partial(PeerClosed, f"queue {gate.name}: every reader has left")
         if self._refused is not None and trouble is not self._refused:
             gate.accept_again(self._refused)
@@ -209,57 +197,31 @@ class WritingEnd:
         else:
             gate.interrupt()
 
-    def _has_readers(self) -> bool:
-        return self._alive() > 0 or any(audience.held for audience in self._audiences)
+    def _look(self) -> None:
+        """Handle now what the loop would handle later: readers that have come, or gone."""
+        for transport in reversed(self._transports):
+            transport.look()
 
     def _check_usable(self) -> None:
         """Raise whatever forbids using this end; readers that come in the place of others may have ended that."""
         if self._refused is not None and self.gate.refusal is self._refused:
-            for audience in self._audiences:
-                audience.look()
+            self._look()
         self.gate.check_usable()
 
-    # The readers, wherever they are
-
-    def _complete(self) -> bool:
-        """Return whether no reader is waited for any more."""
-        return all(audience.complete for audience in self._audiences)
-
     def _all_there(self) -> bool:
-        """Return whether it is still so, if readers are asked that have gone since the loop has looked."""
-        for audience in reversed(self._audiences):
-            audience.look()
-        return self._complete()
-
-    def _alive(self) -> int:
-        """Return how many readers are attached."""
-        return sum(audience.alive for audience in self._audiences)
-
-    def missing(self) -> list[str]:
-        """Name the readers that are not attached yet."""
-        return [name for audience in self._audiences for name in audience.missing()]
-
-    def _departed(self) -> dict[int, str]:
-        """Return what became of the readers that were there before all were ready, and are not replaced."""
-        return {rank: what for audience in self._audiences for rank, what in audience.left.items()}
-
-    def _take_death(self) -> PeerDied | None:
-        """Return, once, who of them has died."""
-        return next((died for audience in self._audiences if (died := audience.take_death()) is not None), None)
-
-    def _trouble(self) -> Callable[[], AioshmError] | None:
-        """Return what makes the error that this end has to raise from now on, if any."""
-        return next((audience.trouble for audience in self._audiences if audience.trouble is not None), None)
+        """Return whether no reader is waited for, once those are counted that have gone since the loop has looked."""
+        self._look()
+        return self.registry.complete
 
     def _check_left(self, replaceable: bool) -> None:
         """Raise, once, if a reader has died before all were ready; and if one has left that nobody can replace."""
         self.ring.look()  # the reader that comes in its place may be at the door
-        died = self._take_death()
+        died = self.registry.pop_death()
         if died is not None:
             raise died
-        if self._departed() and not replaceable:
-            left = ", ".join(f"rank {rank} ({what})" for rank, what in self._departed().items())
-            raise PeerClosed(f"{self.gate!r}: not all will come: {left}")
+        left = self.registry.departed()
+        if left and not replaceable:
+            raise PeerClosed(f"{self.gate!r}: not all will come: {', '.join(left)}")
 
     # Membership
 
@@ -269,28 +231,14 @@ class WritingEnd:
             return ()
         self.gate.check_owner()
         if self._listening:
-            for audience in self._audiences:
-                audience.look()
-        return tuple(self._merged([audience.readers() for audience in self._audiences]))
-
-    def _merged(self, told: list[list[Info]]) -> list[Info]:
-        """Return what is known of each place; of one for either kind of reader, who has it, or had it last."""
-        if len(told) == 1:
-            return told[0]
-        everybody = sorted(itertools.chain(*told), key=lambda info: (info.state in THERE, info.joined_at))
-        latest = {info.rank: info for info in everybody}
-        return [latest[rank] for rank in sorted(latest)]
+            self._look()
+        return self.registry.readers()
 
     def dismiss(self, rank: int) -> None:
         """Wait for a reader no more, as `aioshm.MessageQueue.dismiss`."""
         check_int("rank", rank, minimum=0)
         self.gate.check_owner()
-        ranks = sorted({rank for audience in self._audiences for rank in audience.ranks})
-        if rank not in ranks:
-            raise ValueError(f"rank must be a reader's, one of {tuple(ranks)}, not {rank}")
-        for audience in self._audiences:
-            if rank in audience.ranks:
-                audience.dismiss(rank)
+        self.registry.dismiss(rank)
 
     # Sending
 
@@ -391,13 +339,14 @@ class WritingEnd:
 
     def tell_parked(self) -> None:
         """Wake the readers that are parked and can go on; may be interrupted, and then has to be called again."""
-        self.ring.roster.ring_bells()
+        self.ring.wake_readers()
 
     # Reporting
 
     def _report_missing(self, waited_s: float) -> None:
         waited = seconds(waited_s)
-        logger.warning("%r: waited %s for readers to attach: %s", self.gate, waited, ", ".join(self.missing()))
+        missing = ", ".join(self.registry.missing())
+        logger.warning("%r: waited %s for readers to attach: %s", self.gate, waited, missing)
 
     def _report_laggards(self, waited_s: float) -> None:
         logger.warning(
@@ -409,11 +358,11 @@ class WritingEnd:
         )
 
     def _report_lag(self, rank: int, held_s: float, waited_s: float) -> None:
-        told = next((told for audience in self._audiences if (told := audience.lag_of(rank)) is not None), None)
-        if told is not None:
-            who, behind = told
+        slot = self.registry.slots[rank]
+        if slot.in_use:
             text = "%r: held back for %s by %s, %d messages behind: %.0f%% of that time went by waiting for it"
-            logger.warning(text, self.gate, seconds(held_s), who, behind, 100 * waited_s / held_s)
+            behind, share = self.registry.lag(slot), 100 * waited_s / held_s
+            logger.warning(text, self.gate, seconds(held_s), slot.name, behind, share)
 
     def stats(self) -> QueueStats:
         """Return what this end has done so far, while everything is there."""
@@ -425,10 +374,10 @@ class WritingEnd:
             max_chunks=ring.ring.layout.max_chunks,
             slots=ring.ring.layout.slots,
             overflows=ring.ring.overflows_written(),
-            backlog=max(audience.backlog() for audience in self._audiences),
-            readers=self._alive(),
+            backlog=self.registry.backlog(),
+            readers=self.registry.alive,
             nbytes=ring.ring.bytes_written() + self._sender.bytes_beside,
-            per_reader=tuple(self._merged([audience.reader_stats() for audience in self._audiences])),
+            per_reader=self.registry.stats(),
         )
         if network is None:
             return stats
@@ -438,32 +387,27 @@ class WritingEnd:
 
     # Closing (see `closing.Inside`)
 
-    def _unread(self) -> dict[int, tuple[int, int]]:
-        """Return the ranks whose messages wait for a replacement: the process that had each, and the first message."""
-        held = {rank: one for audience in self._audiences for rank, one in audience.held.items()}
-        return {rank: (pid, first) for rank, (pid, first) in held.items() if first < self.ring.ring.seq}
-
     def lingers(self) -> bool:
         """Return whether a replacement may still come for messages that are kept for it."""
-        return self._listening and bool(self._unread())
+        return self._listening and bool(self.registry.unread())
 
     async def linger(self) -> None:
         """Wait for that, for ``options.linger_s`` at most."""
         gate, deadline = self.gate, monotonic() + self.gate.options.linger_s
-        for rank, (pid, first) in self._unread().items():
+        for slot, first in self.registry.unread():
             text = "%r: closing: waiting for a replacement of reader %d (pid %d), which had read %d messages"
-            logger.warning(text, gate, rank, pid, first)
+            logger.warning(text, gate, slot.rank, slot.pid, first)
         with suppress(TimeoutError):
-            while not self._parted and self._unread():
+            while not self._parted and self.registry.unread():
                 await settle(gate.news(), deadline=deadline)
 
     def say_goodbye(self) -> None:
         """Tell the readers that nothing more will come."""
-        for rank, (pid, first) in self._unread().items():
+        for slot, first in self.registry.unread():
             text = "%r: closed, and nobody came in the place of reader %d (pid %d): messages %d to %d are lost to it"
-            logger.warning(text, self.gate, rank, pid, first, self.ring.ring.seq - 1)
-        for audience in self._audiences:
-            audience.say_goodbye()
+            logger.warning(text, self.gate, slot.rank, slot.pid, first, self.ring.ring.seq - 1)
+        for transport in self._transports:
+            transport.say_goodbye()
         self._parted = True
         if self.gate.loop is not None and not self.gate.loop.is_closed():
             self.gate.interrupt()  # another call that closes may linger
@@ -478,7 +422,7 @@ class WritingEnd:
 
     def finished(self) -> bool:
         """Return whether there is nothing left to deliver."""
-        return self.ring.finished() and (self.network is None or not self.network.delivering)
+        return self.ring.overflow.finished() and (self.network is None or not self.network.delivering)
 
     async def finish(self) -> None:
         """Wait until the readers have received everything that is sent through sockets, or are gone."""
@@ -488,7 +432,7 @@ class WritingEnd:
 
     def abandon(self) -> None:
         """Let go, in a forked child, of what would hide the parent's death."""
-        self.ring.abandon()
+        self.ring.listener.abandon()
 
     def __repr__(self) -> str:
         return repr(self.gate)

@@ -34,6 +34,7 @@ from aioshm.ring.segment import OVERFLOW_LABEL, Segment
 
 if TYPE_CHECKING:  # who has segments needs no ZeroMQ
     from aioshm.queue.local.overflow_sockets import OverflowSubscriber
+    from aioshm.queue.local.readers import LocalReaders
 
 SECRET_BYTES = 16
 _MARKER = struct.Struct(f"<{SECRET_BYTES}sIQ")  # secret, number of the segment, bytes
@@ -161,11 +162,9 @@ class OverflowSegments:
         ring: Tells which messages every reader has finished with.
         queue_id: The queue's, by which the segments are listed.
         secret: What markers repeat.
-        hand_over: Passes a descriptor to every reader.
-        second_way: Makes, once, what sends messages for which no segment can be had; is told why.
+        readers: The readers, which are passed the segments' descriptors.
 
     Attributes:
-        hand_over: As above.
         segments: What there is, by number.
     """
 
@@ -174,15 +173,13 @@ class OverflowSegments:
         ring: RingWriter,
         queue_id: bytes,
         secret: bytes,
-        hand_over: Callable[[int], object],
-        second_way: Callable[[AioshmError], Overflow],
+        readers: LocalReaders,
     ) -> None:
         self._ring = ring
         self._label = OVERFLOW_LABEL + queue_id.hex()[:8]
         self._secret = secret
-        self._open_second_way = second_way
+        self._readers = readers
         self._second_way: Overflow | None = None
-        self.hand_over = hand_over
         self.segments: list[WrittenSegment] = []
         self._uses = 0
 
@@ -214,6 +211,11 @@ class OverflowSegments:
         written.seq, written.used = self._ring.seq, self._uses
         self._tidy()
         pack_marker(header, self._secret, self._ring.seq, number, size)
+
+    def hand_over(self, fd: int) -> None:
+        """Pass a descriptor to every reader."""
+        for peer in self._readers.peers():
+            peer.hand_over(fd)
 
     def expect_reader(self, peer: Peer) -> None:
         """Pass on the segments that there are, in the order of their numbers; some bodies may go over ZeroMQ."""
@@ -252,7 +254,7 @@ class OverflowSegments:
         """Send over ZeroMQ a message for which no segment can be had; the next one may find one again."""
         try:
             if self._second_way is None:
-                self._second_way = self._open_second_way(error)
+                self._second_way = self._readers.second_way(error)
             self._second_way.put(header, parts, buffers, size)
         except AioshmError as also:
             error.add_note(f"It could not be sent over ZeroMQ instead: {also}")

@@ -18,10 +18,11 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import ceil
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -43,6 +44,9 @@ from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Inbox, Pump
 from aioshm.zeromq.sockets import Sockets, can_share_memory, send_frames
 
+if TYPE_CHECKING:
+    from aioshm.queue.local.readers import LocalReaders
+
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 BACKLOG = 100
@@ -61,8 +65,7 @@ class OverflowPublisher:
         options: Its options: where the socket file is, and how long closing may take.
         ring: Tells which messages every reader has finished with.
         secret: What markers repeat, and subscriptions name.
-        readers: Tells the ranks of those who are attached.
-        n_reader: How many they can be.
+        readers: The readers that may subscribe.
 
     Raises:
         SharedMemoryError, EndpointError: The socket file cannot be had.
@@ -75,13 +78,13 @@ class OverflowPublisher:
         options: Options,
         ring: RingWriter,
         secret: bytes,
-        readers: Callable[[], Iterable[int]],
-        n_reader: int,
+        readers: LocalReaders,
     ) -> None:
         self._name = queue_id.hex()[:8]
         self._ring = ring
         self._secret = secret
         self._readers = readers
+        n_reader = len(readers.ranks)
         self._patience_s = options.remote_timeout
         self._outbox = Outbox()
         self._kept: deque[tuple[int, Outgoing]] = deque()  # with the sequence numbers
@@ -170,7 +173,7 @@ class OverflowPublisher:
         self._forget_finished()
         with self._lock:
             if self._kept:
-                self._awaited = set(self._readers()) - self._subscribed
+                self._awaited = {peer.rank for peer in self._readers.peers()} - self._subscribed
             self._closing = True
         os.write(self._wake, b"x")
 

@@ -20,7 +20,6 @@ from aioshm.queue.ends.source import SourceBlock, Waker
 from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.link import WriterLink
-from aioshm.queue.remote.safety import check_safety
 from aioshm.queue.remote.window import Missing
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import NO_TRACE, is_trace
@@ -50,7 +49,6 @@ class NetworkSource:
 
     Raises:
         HandleError: The handle is damaged, or not encrypted where these options demand it.
-        UnsafePayload: Pickle would come over a connection that strangers can write to.
     """
 
     ring: RingReader | None = None
@@ -69,7 +67,6 @@ class NetworkSource:
         patient: bool = False,
     ) -> None:
         self.link: WriterLink = WriterLink(gate, handle, remote, rank, slow, history, patient=patient)
-        check_safety(codec, remote.keys is not None, gate.options)
         self._window = self.link.window
         self._gate = gate
         self._codec = codec

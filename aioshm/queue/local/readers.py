@@ -1,0 +1,406 @@
+"""The readers on the writer's host: the ring, and the lifelines over which they attach and are woken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import secrets
+from collections.abc import Sequence
+from time import monotonic_ns
+from typing import Any
+
+from aioshm.codec import Encoded
+from aioshm.codec.frames import INLINE, OVERFLOW, PLACED, RAW, pack_header, pack_place, write_body
+from aioshm.config import SLOW_READER, Options
+from aioshm.errors import AioshmError, HandleError, PeerDied
+from aioshm.lifeline.address import new_address
+from aioshm.lifeline.listener import LifelineListener
+from aioshm.lifeline.peer import Peer
+from aioshm.lifeline.protocol import ANY_RANK, Hello, Welcome
+from aioshm.logs import LogLimiter
+from aioshm.process.limits import naming_limits
+from aioshm.process.state import is_dying, process_state
+from aioshm.queue.encoded import parts_of
+from aioshm.queue.local.loans import Extent, Loans, Placed
+from aioshm.queue.local.overflow import SECRET_BYTES, Overflow, OverflowSegments
+from aioshm.queue.registry import ReaderRegistry, ReaderSlot
+from aioshm.ring import RingWriter, ShmRingBuffer
+from aioshm.ring.layout import ATTACHED, DIED, DISMISSED, EVICTED, HELD, LEFT
+from aioshm.ring.slot import Slot
+
+logger: logging.Logger = logging.getLogger("aioshm.queue")
+
+TOKEN_BYTES = 32
+
+CLOSING_POLL_S = 0.005
+"""How often a closing writer checks whether its readers have received what it sent over ZeroMQ."""
+
+COMPLAINT_S = 10.0  # between two warnings of messages that are lost
+
+_STATES = {"left": LEFT, "died": DIED, "held": HELD}
+
+
+class LocalReaders:
+    """The transport of local readers; the `lifeline.peer.Host` of the listener.
+
+    Args:
+        ranks: The readers' ranks, in the order of the ring's flags.
+        sizes: The bytes of a chunk, how many chunks, and how many slots, None taking the default.
+        options: The queue's options.
+        token: The secret that readers must know; None: a new one.
+        extra: Ranks that nobody waits for before the queue is ready.
+
+    Raises:
+        SharedMemoryError: There is not enough memory, or no socket can be bound.
+        OutOfDescriptors: None is left.
+    """
+
+    kind = "local"
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        sizes: tuple[int, int, int | None],
+        options: Options,
+        token: bytes | None = None,
+        extra: frozenset[int] = frozenset(),
+    ) -> None:
+        self.ranks = ranks
+        self.token: bytes = secrets.token_bytes(TOKEN_BYTES) if token is None else token
+        self.secret: bytes = secrets.token_bytes(SECRET_BYTES)  # that markers of overflowing messages repeat
+        self._options = options
+        chunk_bytes, chunks, slots = sizes
+        self._chunk_bytes = chunk_bytes
+        with naming_limits("a writer"):
+            self.buffer: ShmRingBuffer = ShmRingBuffer(
+                len(ranks), chunk_bytes, chunks, backing=options.backing, slots=slots, traced=options.trace_context
+            )
+            try:
+                self.queue_id: bytes = self.buffer.queue_id
+                self.listener: LifelineListener = LifelineListener(
+                    new_address(options, self.queue_id, "lifeline"), self.queue_id, self.token, max(64, len(ranks))
+                )
+            except BaseException:
+                self.buffer.close()
+                raise
+        self.segment_name: str | None = self.buffer.name
+        self.buffer.prefault(options.prefault_bytes if ranks else 0, write=True)
+        self.ring: RingWriter = self.buffer.writer()
+        self.ring.set_writer_state(closed=False, pid=os.getpid())
+        self.registry: ReaderRegistry = ReaderRegistry(self.queue_id.hex()[:8], options.on_reader_death)
+        self.registry.add(self, ranks, extra)
+        self._index = {rank: index for index, rank in enumerate(ranks)}  # of the ring's flags
+        self._attached: tuple[tuple[int, Peer], ...] = ()  # with the flags' indices
+        self._lenient: dict[int, ReaderSlot] = {}  # readers that are not waited for, by the flags' indices
+        self._limiter = LogLimiter(COMPLAINT_S)
+        self._first = 0  # of the reader that is being admitted
+        for rank in extra:
+            self.ring.evict(self._index[rank])
+        segments = OverflowSegments(self.ring, self.queue_id, self.secret, self)
+        self.overflow: Overflow = segments
+        self.loans: Loans = Loans(self.buffer, None if options.overflow == "zmq" else segments)
+        if options.overflow == "zmq" and ranks:
+            try:
+                self.overflow = self._publisher()
+            except BaseException:
+                self.close()
+                raise
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to admit readers."""
+        self.listener.start(loop, self)
+
+    def look(self) -> None:
+        """Handle now what the loop would handle later: readers that have come, or gone."""
+        self.listener.look()
+
+    def go(self) -> None:
+        """Tell every reader that all are ready."""
+        self.buffer.unlink()  # all have it mapped; newcomers are passed its descriptor
+        for peer in self.peers():
+            peer.go()
+
+    def peers(self) -> list[Peer]:
+        """Return the readers that are attached."""
+        return [peer for _, peer in self._attached]
+
+    def pids(self) -> list[int]:
+        """Return the readers' process ids as this process sees them; 0 for one that it cannot see, or that is gone."""
+        attached = {peer.rank: peer.seen_pid for peer in self.peers()}
+        slots = self.registry.slots
+        return [attached.get(rank, 0) for rank in self.ranks if rank in attached or not slots[rank].extra]
+
+    def wake_readers(self) -> None:
+        """Wake the readers whose parked flags are up."""
+        parked = self.ring.readers_parked
+        for index, peer in self._attached:
+            if parked[index]:
+                parked[index] = 0  # one wake-up is enough, however many messages follow until it runs
+                try:
+                    peer.ring()
+                except BaseException:  # a signal's handler has interrupted this: the next call wakes it
+                    parked[index] = 1
+                    raise
+
+    # Large messages over ZeroMQ
+
+    def _publisher(self) -> Overflow:
+        with naming_limits("a writer"):  # which importing may reach; who has segments needs no ZeroMQ
+            from aioshm.queue.local.overflow_sockets import OverflowPublisher
+        return OverflowPublisher(self.queue_id, self._options, self.ring, self.secret, self)
+
+    def second_way(self, why: AioshmError) -> Overflow:
+        """Return another way for messages that no overflow segment can be had for."""
+        publisher = self._publisher()
+        for peer in self.peers():
+            publisher.expect_reader(peer)
+            peer.call_to_subscribe()
+        logger.warning(
+            "queue %s: there is no overflow segment to be had, so what does not fit a chunk goes over ZeroMQ, several "
+            "times slower, until there is: %s",
+            self.registry.name,
+            why,
+        )
+        return publisher
+
+    # Transport, for the registry
+
+    def progress(self, slot: ReaderSlot) -> tuple[int, int]:
+        written = self.ring.seq
+        return min(self.ring.messages_read(self._index[slot.rank]), written), written
+
+    def condition(self, slot: ReaderSlot) -> str:
+        return process_state(slot.reader.seen_pid)
+
+    def evidence(self, slot: ReaderSlot) -> str:
+        state = process_state(slot.reader.seen_pid)
+        if state in ("gone", "zombie", "dead"):
+            return f"does not live any more ({state}): something that it has left running keeps its connection open"
+        return f"lives ({state})" if slot.reader.seen_pid > 0 else f"is {state}"
+
+    def row(self, slot: ReaderSlot) -> dict[str, Any]:
+        row = self.ring.reader_row(self._index[slot.rank])
+        return {"bytes": row.bytes, "latency": row.latency}
+
+    def keep(self, slot: ReaderSlot) -> None:
+        index = self._index[slot.rank]
+        self._detach(index)
+        self.ring.set_reader_state(index, HELD, slot.pid)
+        self.ring.resume(index, copies=slot.slow != "block")  # what the reader had leased goes back
+
+    def drop(self, slot: ReaderSlot) -> None:
+        index = self._index[slot.rank]
+        self._detach(index)
+        if slot.state in _STATES:
+            self.ring.set_reader_state(index, _STATES[slot.state], slot.pid)
+        self._lenient.pop(index, None)
+        self.ring.evict(index)
+
+    def evict(self, slot: ReaderSlot, reader: Any, *, dismissed: bool) -> None:
+        index = self._index[slot.rank]
+        # First: the reader looks there when its messages are gone.
+        self.ring.set_reader_state(index, DISMISSED if dismissed else EVICTED, slot.pid)
+        slot.leaving = reader
+        self.drop(slot)
+        reader.evict()
+
+    def _detach(self, index: int) -> None:
+        self._attached = tuple(each for each in self._attached if each[0] != index)
+
+    # Host, for the lifelines
+
+    def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
+        if hello.slow not in SLOW_READER:
+            raise HandleError(f"this writer knows no slow={hello.slow!r}")
+        slot = self.registry.choose(hello.rank, self)
+        index = self._index[slot.rank]
+        if slot.held:
+            self._first = self.ring.resume(index, copies=slot.slow != "block" and hello.slow != "block")
+        else:
+            history = min(max(0, hello.history), self.ring.seq)
+            self._first = self.ring.admit(index, history, self.overflow.is_gone)
+        self.ring.give_way()
+        going = self.registry.going
+        by_descriptor = self.segment_name is None or going  # when all were ready, the memory has lost its name
+        welcome = Welcome(
+            os.getpid(),
+            self.secret,
+            by_descriptor,
+            self.listener.bell is not None,
+            slow=True,
+            rank=slot.rank,
+            first=self._first,
+            going=going,
+        )
+        return welcome, [self.buffer.fd] if by_descriptor else []
+
+    def awaits_end(self, hello: Hello) -> bool:
+        return any(hello.rank in (peer.rank, ANY_RANK) and is_dying(peer.seen_pid) for peer in self.peers())
+
+    def withdrawn(self, welcome: Welcome) -> None:
+        if not self.registry.slots[welcome.rank].held:
+            self.ring.evict(self._index[welcome.rank])
+
+    def missed(self, hello: Hello, said_goodbye: bool) -> None:
+        about = f"queue {self.registry.name}, before all readers were ready"
+        death = None if said_goodbye else PeerDied(hello.rank, hello.pid, "reader", about)
+        self.registry.missed(hello.rank, f"pid {hello.pid}", death)
+
+    def attached(self, peer: Peer) -> None:
+        index = self._index[peer.rank]
+        slot = self.registry.slots[peer.rank]
+        self._attached = tuple(sorted((*self._attached, (index, peer)), key=lambda each: each[0]))
+        self._lenient.pop(index, None)
+        self.ring.set_reader_state(index, ATTACHED, peer.pid)
+        self.overflow.expect_reader(peer)
+        if peer.slow != "block":
+            self._lenient[index] = slot
+        self.registry.attach(slot, self, peer, pid=peer.pid, host=platform.node(), slow=peer.slow, first=self._first)
+
+    def announce(self) -> None:
+        self.registry.changed()
+
+    def proven(self, peer: Peer) -> None:
+        slot = self.registry.slots[peer.rank]
+        waited_for = not slot.settled
+        if slot.reader is peer:
+            self.registry.proven(slot)
+        if waited_for:
+            self.registry.changed()
+
+    def gone(self, peer: Peer, said_goodbye: bool) -> None:
+        registry = self.registry
+        slot = registry.slots[peer.rank]
+        if slot.leaving is peer:
+            slot.leaving = None
+            return
+        if said_goodbye:
+            registry.left(slot)
+        else:
+            registry.died(slot)
+        if not registry.going or slot.trouble is not None or not self._attached:
+            registry.changed()  # now: else a call would continue in the room that this makes, as if all were well
+
+    def woken(self) -> None:
+        self.registry.changed()
+
+    # Room
+
+    def laggards(self, slots: int = 1, large: Sequence[int] = ()) -> list[str]:
+        """Name the readers that keep so many messages from being written, as `RingWriter.laggards`."""
+        return [self._slot(index).name for index in self.ring.laggards(slots, large)]
+
+    def slowest(self, slots: int = 1, large: Sequence[int] = ()) -> list[int]:
+        """Return the ranks of those among them that are furthest behind."""
+        read = {index: self.ring.messages_read(index) for index in self.ring.laggards(slots, large)}
+        least = min(read.values(), default=0)
+        return [self.ranks[index] for index, count in read.items() if count == least]
+
+    def free(self, slots: int = 1, large: Sequence[int] = ()) -> bool:
+        """Return whether there is room for so many messages, as `RingWriter.free`; lenient readers lose theirs."""
+        if self.ring.free(slots, large):
+            return True
+        if not self._lenient:
+            return False
+        self._make_room(slots, large)
+        return self.ring.free(slots, large)
+
+    def _make_room(self, slots: int, large: Sequence[int]) -> None:
+        """Let no reader that need not be waited for keep so many messages from being written."""
+        blocker = self.ring.core.blocker(slots, large)
+        for index, slot in list(self._lenient.items()):
+            if not self.ring.pass_over(index, blocker):
+                continue
+            if slot.slow == "evict":
+                self.registry.evict_slow(slot)
+            elif (held_back := self._limiter.admit()) is not None:
+                text = "queue %s: %s is too slow, %d messages behind, and loses some (and %d more warnings)"
+                logger.warning(text, self.registry.name, slot.name, self.registry.lag(slot), held_back)
+
+    def _slot(self, index: int) -> ReaderSlot:
+        return self.registry.slots[self.ranks[index]]
+
+    # Publishing
+
+    def claim(self, nbytes: int) -> Slot | None:
+        """Return the next slot for writing so many bytes, or None while there is no room."""
+        slot = self.ring.claim(nbytes)
+        if slot is None and self.free(1, self.ring.large(nbytes)):
+            slot = self.ring.claim(nbytes)
+        return slot
+
+    def put(self, message: Encoded, size: int, code: int) -> bool:
+        """Publish a message of a codec, or return False if there is no room. Sends to all readers or to none."""
+        fits = size <= self._chunk_bytes
+        slot = self.claim(size)
+        if slot is None:
+            return False
+        parts, buffers = parts_of(message)
+        kind = INLINE
+        if fits:
+            write_body(slot.body, parts, buffers)
+        else:
+            kind = OVERFLOW
+            self.overflow.put(slot.header, parts, buffers, size)
+        self.ring.core.copied += size
+        pack_header(slot.header, 0, kind, code, 0, len(buffers), self.ring.seq, monotonic_ns(), sum(map(len, parts)))
+        self._commit()
+        return True
+
+    def put_raw(self, slot: Slot, nbytes: int) -> None:
+        """Publish a claimed slot of which so many bytes have been filled."""
+        self.ring.core.claimed_bytes = nbytes
+        pack_header(slot.header, 0, RAW, 0, 0, 0, self.ring.seq, monotonic_ns(), nbytes)
+        self._commit()
+
+    def put_placed(self, slot: Slot, extent: Extent, placed: Placed, code: int) -> None:
+        """Publish a message that was written where it lies, for which the slot is claimed.
+
+        Raises:
+            SharedMemoryError: What the caller still holds of it could not be taken back. Nothing was sent.
+        """
+        ring, begin, kind, window = self.ring, slot.begin, INLINE, extent.window
+        assert window is not None
+        window.write(0, pack_place(placed.table))
+        window.write(placed.table, placed.tail)
+        del window
+        self.loans.take_back(extent)  # before anybody sees the message
+        if extent.is_segment:
+            assert isinstance(self.overflow, OverflowSegments)
+            kind = OVERFLOW
+            self.overflow.mark(slot.header, extent.number, placed.end)
+        ring.core.copied += placed.copied
+        ring.core.claimed_bytes = placed.end
+        header = kind, code, PLACED, placed.n_buffers, ring.seq, monotonic_ns(), placed.main_bytes
+        pack_header(ring.slots.bodies, begin, *header)
+        self._commit()
+
+    def _commit(self) -> None:
+        core = self.ring.core
+        core.published_ns = now = monotonic_ns()
+        core.turn = core.turn - 1 if now < core.turn_ends_ns else 0
+        if self.ring.commit():
+            self.wake_readers()
+
+    # Closing
+
+    def say_goodbye(self) -> None:
+        """Tell the readers that nothing more will come."""
+        self.listener.look_at_readers()  # nothing is delivered to those who have gone
+        self.ring.set_writer_state(closed=True, pid=os.getpid())
+        self.listener.close()
+
+    def close(self) -> None:
+        """Give everything back but what still has to be delivered. Idempotent."""
+        self.listener.close()
+        self.loans.close()
+        self.overflow.close()
+        self.ring.close()
+        self.buffer.close()
+
+    async def finish(self) -> None:
+        """Wait until the readers have received everything, or are gone."""
+        while not self.overflow.finished():  # noqa: ASYNC110 - a thread delivers, whatever becomes of the loop
+            await asyncio.sleep(CLOSING_POLL_S)
