@@ -47,6 +47,7 @@ async def withheld(n_reader: int = 1) -> AsyncIterator[tuple[Any, list[MessageQu
     async with attached(n_reader) as (writer, readers):
         queue: Any = writer
         held: list[int] = []
+        pass_on = queue.end.ring.overflow.hand_over
         queue.end.ring.overflow.hand_over = held.append
         for message in LARGE:
             await queue.enqueue(message)
@@ -54,7 +55,7 @@ async def withheld(n_reader: int = 1) -> AsyncIterator[tuple[Any, list[MessageQu
 
         def hand_over() -> None:
             for fd in held:
-                queue.end.ring.overflow.hand_over(fd)
+                pass_on(fd)
             held.clear()
 
         yield queue, readers, hand_over
@@ -125,11 +126,12 @@ async def test_messages_that_need_none_come_meanwhile() -> None:
     async with attached() as (writer, (reader,)):
         queue: Any = writer
         held: list[int] = []
+        pass_on = queue.end.ring.overflow.hand_over
         queue.end.ring.overflow.hand_over = held.append
         await queue.enqueue("small")
         await queue.enqueue(LARGE[0])
         with starving():
-            queue.end.ring.overflow.hand_over(held[0])
+            pass_on(held[0])
             assert await reader.dequeue(5) == "small"
             with pytest.raises(OutOfDescriptors):
                 await reader.dequeue(5)
@@ -261,12 +263,13 @@ def test_the_blocking_face(read: Callable[[blocking.MessageQueue, Callable[[], N
 
     with reading(run) as (writer, thread):
         held: list[int] = []
+        pass_on = writer.held.end.ring.overflow.hand_over
         writer.held.end.ring.overflow.hand_over = held.append
         for message in LARGE:
             writer.enqueue(message, 10)
         with starving() as lift:
             lifts.append(lift)
             for fd in held:
-                writer.held.end.ring.overflow.hand_over(fd)
+                pass_on(fd)
             starved.set()
             assert thread.result() == LARGE

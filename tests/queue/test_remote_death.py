@@ -95,7 +95,7 @@ async def test_an_evicted_reader_holds_nobody_up(caplog: pytest.LogCaptureFixtur
                 for survivor in (local, other):
                     await survivor.says("ready")
                     await survivor.says("100 then closed")
-    assert f"remote reader rank 1 (pid {victim.pid} on " in caplog.text
+    assert f"reader 1 (pid {victim.pid} on " in caplog.text
 
 
 async def test_when_every_reader_was_evicted_the_writer_is_told() -> None:

@@ -163,10 +163,10 @@ class ReaderArguments:
                 from aioshm.queue.remote.source import NetworkSource
 
             own_codec = _codec_for(handle, self.codec, self.message)
-            _check_safety(own_codec, remote.keys is not None, gate.options)
             source: Source = NetworkSource(
                 gate, handle, remote, self.number, own_codec, slow, self.history, patient=patient
             )
+            _check_safety(own_codec, remote.keys is not None, gate.options)
             return source, own_codec
         handle.check_local()
         if self.rank is not None or not handle.local_reader_ranks:
