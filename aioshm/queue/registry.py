@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from aioshm.config import OnReaderDeath
 from aioshm.errors import AioshmError, HandleError, NoPlaceVacant, PeerDied
 from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.queue.membership import (
@@ -123,7 +122,7 @@ class ReaderRegistry:
         changed: Called after every change that a waiting call may look for.
     """
 
-    def __init__(self, name: str, policy: OnReaderDeath) -> None:
+    def __init__(self, name: str, policy: str) -> None:
         self.name = name
         self._policy = policy
         self.slots: dict[int, ReaderSlot] = {}
