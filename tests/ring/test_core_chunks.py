@@ -253,6 +253,19 @@ class TestAllocating:
         assert calls == [(pool.start, pool.stride), (pool.start + pool.stride, 2 * pool.stride)]
         assert [pair.writer.put(LARGE) for _ in range(3)] == [True, False, False], "there are three slots"
 
+    def test_history_that_lies_in_free_chunks_is_not_overwritten(self, new_pair: NewPair) -> None:
+        pair = new_pair(2, 3, slots=8)
+        pair.writer.bind_allocate(lambda start, nbytes: None)
+        pair.writer.evict(1)
+        assert pair.writer.free(2, [17, 17])
+        assert pair.writer.put_many([LARGE, LARGE.lower()], 0) == 2
+        assert pair.reader.take_many(9) == [LARGE, LARGE.lower()]
+        assert pair.writer.free(3, [17] * 3), "which takes back the chunks of both messages"
+        assert pair.writer.admit(1, 8, None) == 0
+        assert pair.writer.put(b"N" * 17)
+        pair.readers[1].start_at(0)
+        assert pair.readers[1].take_many(9) == [LARGE, LARGE.lower(), b"N" * 17]
+
     def test_error_of_allocate_reaches_the_caller_of_free(self, new_pair: NewPair) -> None:
         pair = new_pair()
 
