@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Set
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from aioshm.engine.workers.channel import Channel
 from aioshm.engine.workers.inbox import Inbox, Waiter
 from aioshm.engine.workers.messages import (
     CALL,
@@ -27,9 +28,6 @@ from aioshm.errors import (
     OutOfDescriptors,
     PeerDied,
     QueueClosed,
-    QueueEmpty,
-    QueueFull,
-    RequestAborted,
     SharedMemoryError,
 )
 from aioshm.queue import MessageQueue
@@ -39,133 +37,6 @@ if TYPE_CHECKING:
 
 CODE_WITHIN_S = 1.0
 """How long a worker whose queue is closed may take to exit, before it is killed, or named without its exit code."""
-
-
-class WorkerStream(AsyncIterator[Any]):
-    """The items of a worker's generator, see `WorkerGroup.stream`.
-
-    A timeout ends nothing: the next item may be waited for again. Leaving the stream closes the generator: breaking off
-    and forgetting it, `aclose`, or being cancelled in it. Iterating on then raises `RequestAborted`.
-    """
-
-    def __init__(
-        self, calls: Calls, call: Call, request: Request, timeout: float | None, metering: AbstractContextManager[Any]
-    ) -> None:
-        self._calls = calls
-        self._call = call
-        self._request = request
-        self._timeout = timeout
-        self._metering = metering
-        self._count_item: Callable[[], None] | None = None  # None: before the beginning, and after the end
-        self._loop = asyncio.get_running_loop()
-        self._left = False
-        self._waiting = False
-
-    async def __anext__(self) -> Any:
-        call = self._call
-        if self._waiting:
-            raise RuntimeError(f"{call.method}: another task waits for an item of this stream")
-        if self._left:
-            raise self._aborted()
-        if self._count_item is None and not call.done:
-            self._count_item = self._metering.__enter__()
-        self._waiting = True
-        try:
-            item = await self._calls.next_item(call, self._request, self._timeout)
-        except TimeoutError:
-            raise
-        except BaseException as error:
-            self._end(None if isinstance(error, StopAsyncIteration) else error)
-            if self._left and not isinstance(error, asyncio.CancelledError):
-                raise self._aborted() from None
-            self._left = isinstance(error, asyncio.CancelledError)
-            raise
-        finally:
-            self._waiting = False
-        if self._count_item is not None:
-            self._count_item()
-        return item
-
-    def _aborted(self) -> RequestAborted:
-        call = self._call
-        text = f"{call.method}: the stream was left before its last item"
-        return RequestAborted(text, engine=call.rank, request_id=call.method)
-
-    def _end(self, error: BaseException | None) -> None:
-        self._calls.leave_call(self._call)
-        if self._count_item is not None:
-            self._count_item = None
-            self._metering.__exit__(None if error is None else type(error), error, None)
-
-    async def aclose(self) -> None:
-        """Close the generator unless it is finished. Idempotent."""
-        self._left = self._left or not self._call.done or bool(self._call.items)
-        self._end(GeneratorExit())
-        self._call.notify()
-
-    def __del__(self) -> None:
-        if self._count_item is not None and asyncio._get_running_loop() is self._loop:
-            self._end(GeneratorExit())
-
-
-class Channel:
-    """The two queues of one worker process: the calls of it alone, and all of its answers.
-
-    Attributes:
-        n_requests: How many calls it was sent.
-        after: The last call of all workers that was sent before it was there.
-        lost: Whether a queue has ended, and the exit of the process is not known yet.
-        closed: Whether the process is gone.
-    """
-
-    def __init__(self, rank: int, requests: MessageQueue, replies: MessageQueue, after: int) -> None:
-        self.rank = rank
-        self.requests = requests
-        self.replies = replies
-        self.n_requests = 0
-        self.after = after
-        self.lost = False
-        self.closed = False
-        self._posting: set[asyncio.Task[None]] = set()
-
-    async def send(self, message: Message) -> None:
-        """Send a call; raises PeerDied or QueueClosed where the worker is gone, which has not seen the call then."""
-        try:
-            self.requests.enqueue_nowait(message)  # in order with the calls of all, where there is room
-        except QueueFull:
-            await self.requests.enqueue(message)
-        self.n_requests += 1
-
-    def post(self, message: Message) -> None:
-        """Send a message without waiting: the ring can be full of calls that the worker has not come to."""
-        try:
-            self.requests.enqueue_nowait(message)
-        except QueueFull:
-            task = asyncio.get_running_loop().create_task(self._post_late(message))
-            self._posting.add(task)
-            task.add_done_callback(self._posting.discard)
-        except AioshmError:  # the worker is gone, and all its calls end
-            pass
-
-    async def _post_late(self, message: Message) -> None:
-        with suppress(AioshmError):
-            await self.requests.enqueue(message)
-
-    def rest(self) -> Iterable[Any]:
-        """Take the last messages of a worker that is gone, once nobody else reads them."""
-        with suppress(AioshmError, QueueEmpty):
-            while True:
-                yield self.replies.dequeue_nowait()
-
-    async def aclose(self) -> None:
-        """Close both queues. Idempotent."""
-        self.closed = True
-        for task in self._posting:
-            task.cancel()
-        try:
-            await self.requests.aclose()
-        finally:
-            await self.replies.aclose()
 
 
 class Calls:

@@ -12,11 +12,11 @@ from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.metering import StreamMeter, meter_of, metered
 from aioshm.engine.stats import WorkerGroupStats
-from aioshm.engine.workers.calls import WorkerStream
 from aioshm.engine.workers.messages import Request, method_name
 from aioshm.engine.workers.processes import Settings
 from aioshm.engine.workers.running import GroupExit, Running
 from aioshm.engine.workers.schedule import Call
+from aioshm.engine.workers.stream import WorkerStream
 from aioshm.engine.workers.worker import LoopFactory
 from aioshm.errors import AioshmError, EndClosed, QueueClosed, RoleError
 from aioshm.process.limits import naming_limits
@@ -147,8 +147,8 @@ class WorkerGroup(AsyncClosing):
         """Call a method of every worker; wait until all have answered.
 
         Calls of several tasks are served one after the other, in their order. A call that is cancelled, or takes too
-        long, goes on in the workers, and the next one is only begun when they are done with it; its answers are
-        nobody's. Results arrive as pickle has them; arrays and tensors of any size as copies of their own.
+        long, continues in the workers, and they begin the next one only then; its answers are dropped. Results arrive
+        as pickle has them; arrays and tensors of any size are copies of the caller's own.
 
         Args:
             method: The name of the method; or a function that pickle can find in the workers, called with the worker
@@ -225,7 +225,7 @@ class WorkerGroup(AsyncClosing):
     async def call_any(
         self, method: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
-        """Call a method of a worker that is idle: of the one that has been for the longest.
+        """Call a method on the worker that has been idle longest.
 
         Where none is, the call waits for one; those that wait are served first come, first served. A worker is idle
         when it has answered all calls, those of `broadcast` included, and has no stream; one that is being replaced is

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aioshm.config import Options
-from aioshm.engine.workers.control import ControlSocket
+from aioshm.engine.workers.channel import ControlSocket
 from aioshm.engine.workers.worker import LoopFactory, run_worker
 from aioshm.errors import RemoteFailure, WorkerDied
 from aioshm.lifeline.address import sweep_leftovers

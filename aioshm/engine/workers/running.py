@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from aioshm.engine.workers.calls import Calls
-from aioshm.engine.workers.control import Place
+from aioshm.engine.workers.channel import Place
 from aioshm.engine.workers.messages import MessageCodec, method_name
 from aioshm.engine.workers.processes import Making, Settings, WorkerProcess, WorkerProcesses
 from aioshm.engine.workers.replacing import Replacing

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from aioshm.config import Options
-from aioshm.engine.workers.control import ControlSocket, Place
+from aioshm.engine.workers.channel import ControlSocket, Place
 from aioshm.engine.workers.messages import MessageCodec, Request, failure_of
 from aioshm.engine.workers.serving import Serving
 from aioshm.errors import HandleError, PeerDied, QueueClosed, RemoteFailure

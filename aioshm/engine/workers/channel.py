@@ -1,4 +1,4 @@
-"""The socket between a group and one of its processes: how a process becomes a worker."""
+"""The connections between a group and one worker process: a socket that makes it a worker, and two queues."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import pickle
 import socket
 import struct
 import weakref
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from aioshm.queue import Handle
+from aioshm.engine.workers.messages import Message
+from aioshm.errors import AioshmError, QueueEmpty, QueueFull
+from aioshm.queue import Handle, MessageQueue
 
 _LENGTH = struct.Struct("!Q")
 
@@ -76,3 +80,63 @@ class ControlSocket:
                 loop.remove_reader(self._socket)
                 loop.remove_writer(self._socket)
             self._forgotten()
+
+
+class Channel:
+    """The two queues of one worker process: the calls of it alone, and all of its answers.
+
+    Attributes:
+        n_requests: How many calls it was sent.
+        after: The last call of all workers that was sent before it was there.
+        lost: Whether a queue has ended, and the exit of the process is not known yet.
+        closed: Whether the process is gone.
+    """
+
+    def __init__(self, rank: int, requests: MessageQueue, replies: MessageQueue, after: int) -> None:
+        self.rank = rank
+        self.requests = requests
+        self.replies = replies
+        self.n_requests = 0
+        self.after = after
+        self.lost = False
+        self.closed = False
+        self._posting: set[asyncio.Task[None]] = set()
+
+    async def send(self, message: Message) -> None:
+        """Send a call; raises PeerDied or QueueClosed where the worker is gone, which has not seen the call then."""
+        try:
+            self.requests.enqueue_nowait(message)  # in order with the calls of all, where there is room
+        except QueueFull:
+            await self.requests.enqueue(message)
+        self.n_requests += 1
+
+    def post(self, message: Message) -> None:
+        """Send a message without waiting: the ring can be full of calls that the worker has not come to."""
+        try:
+            self.requests.enqueue_nowait(message)
+        except QueueFull:
+            task = asyncio.get_running_loop().create_task(self._post_late(message))
+            self._posting.add(task)
+            task.add_done_callback(self._posting.discard)
+        except AioshmError:  # the worker is gone, and all its calls end
+            pass
+
+    async def _post_late(self, message: Message) -> None:
+        with suppress(AioshmError):
+            await self.requests.enqueue(message)
+
+    def rest(self) -> Iterable[Any]:
+        """Take the last messages of a worker that is gone, once nobody else reads them."""
+        with suppress(AioshmError, QueueEmpty):
+            while True:
+                yield self.replies.dequeue_nowait()
+
+    async def aclose(self) -> None:
+        """Close both queues. Idempotent."""
+        self.closed = True
+        for task in self._posting:
+            task.cancel()
+        try:
+            await self.requests.aclose()
+        finally:
+            await self.replies.aclose()
