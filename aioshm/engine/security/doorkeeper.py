@@ -14,6 +14,10 @@ from aioshm.zeromq.sockets import Socket, Sockets
 PATIENCE_S = 0.1
 """How long a connection may take to say something before the next one is let in."""
 
+UNKNOWN_S = 2.0
+"""How long a key may be unknown that may be known soon; after that ZeroMQ tries again when its handshake times out."""
+
+_LOOK_S = 0.05
 _DOMAIN = "aioshm-engines"
 _REQUEST_FRAMES = 8  # a peer, a delimiter, and the six of a request without credentials
 _VERSION, _ADMITTED, _TRY_AGAIN, _REFUSED = b"1.0", b"200", b"300", b"400"
@@ -72,12 +76,20 @@ class Doorkeeper:
             self._answer(
                 peer, number, domain.decode(errors="replace"), key[0] if mechanism == b"CURVE" and key else b""
             )
-        return True  # sending may swallow the sign that there is something to read
+        return True
 
-    def _answer(self, peer: bytes, request: bytes, domain: str, key: bytes) -> None:
+    def _answer(self, peer: bytes, request: bytes, domain: str, key: bytes, until: float = 0.0) -> None:
+        if self._pump.paused:
+            return
         user = "" if self._recognise is None else self._recognise(domain, key)
+        now = self._loop.time()
+        until = until or now + UNKNOWN_S
+        if user is None and self._retry and now < until:
+            self._loop.call_later(_LOOK_S, self._answer, peer, request, domain, key, until)
+            return
         refused = _TRY_AGAIN if self._retry else _REFUSED
         status = refused if user is None else _ADMITTED
         self._zap.send_multipart([peer, b"", _VERSION, request, status, b"", (user or "").encode(), b""], zmq.NOBLOCK)
+        self._pump.run_soon()  # sending may swallow the sign that there is something to read
         if self._one_by_one and user is not None:
             self._inside = self._loop.call_later(PATIENCE_S, self.heard)

@@ -13,17 +13,21 @@ from typing import Any
 
 import front_end_targets as targets
 import pytest
-from served_engine import ask, collected, stop, until
+from served_engine import Engine, ask, collected, stop, until
 from supervised import LOOPBACK, MANY, pids, serve
 
 from aioshm.engine import (
     APIServerProcessManager,
+    CoreEngine,
     EngineClient,
     EngineKeys,
+    EngineStartupCoordinator,
     EngineSupervisor,
     EngineZmqAddresses,
     Restart,
+    run_engine_core,
 )
+from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.errors import EngineDead, RoleError
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
@@ -240,3 +244,31 @@ async def test_each_is_told_how_one_has_died(secure: bool, tmp_path: Path) -> No
 async def test_one_that_was_given_another_address(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="membership_address needs on_engine_death='continue'"):
         EngineClient(EngineZmqAddresses(["ipc:///a"], ["ipc:///b"]), 1, membership_address="ipc:///c")
+
+
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
+async def test_engine_that_comes_before_its_front_end_knows_of_it_is_let_in_later(
+    late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = EngineKeys.generate()
+    addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
+    options: dict[str, Any] = {"keys": keys, "on_engine_death": "continue"}
+    with FrontEnds(LOOPBACK, [0], keys=keys) as front_ends:
+        async with (
+            EngineClient(addresses, 1, membership_address=front_ends.address, **options) as client,
+            EngineStartupCoordinator(LOOPBACK, [CoreEngine(0), CoreEngine(1)], addresses, keys=keys) as startup,
+        ):
+            place = startup.handshake_address
+            engines = (run_engine_core(Engine(), place, rank, keys=keys.for_engine(rank)) for rank in (0, 1))
+            running = [asyncio.ensure_future(each) for each in engines]
+            await startup.wait(30)
+            await client.wait_until_ready(30)
+            if late:
+                await until(lambda: "the keys were refused" in caplog.text)
+            assert list(client.ready) == [0]
+            front_ends.add_engine(1)
+            await until(lambda: 1 in client.ready)
+            assert len(await collected(client.submit(ask("r"), engine=1))) == 3
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
