@@ -41,10 +41,10 @@ class WriterControl(_Base):
     # Slots and trace contexts
 
     def claim(self, nbytes: int = 0, /) -> Slot | None:
-        """Return the next slot for writing so many bytes, or None while some reader still has it, or every such chunk.
+        """Return the next slot for writing so many bytes, or None while a reader still has it, or every such chunk.
 
-        A slot that was claimed and is never committed stays invisible and can be claimed again. Where the message is
-        larger than a chunk, it lies elsewhere, but takes one all the same, so that there are not too many of them.
+        A slot that was claimed and is never committed stays invisible and can be claimed again. A message that is
+        larger than a chunk lies elsewhere; it takes a chunk all the same, which bounds the number of such messages.
         """
         return self._slots[self.seq % self._layout.slots] if self.claim_slot(nbytes) else None
 
@@ -73,9 +73,9 @@ class WriterControl(_Base):
         return self.blocker(slots, large) < 0
 
     def blocker(self, slots: int = 1, large: Sequence[int] = (), /) -> int:
-        """Return which message has to be read by all before there is room for so many, or -1: there is room.
+        """Return the message that all readers have to read before there is room for so many, or -1: there is room.
 
-        Messages are read in order, so that one stands for all before it. The arguments are those of `free`.
+        Messages are read in order, so that message stands for all before it. The arguments are those of `free`.
 
         Raises:
             SharedMemoryError: A chunk of a named segment needs memory, and there is none.
@@ -96,7 +96,7 @@ class WriterControl(_Base):
         return blocker
 
     def _chunk_blocker(self, chunks: Chunks, wanted: int) -> int:
-        """Return which message has to be read by all before so many chunks are free, or -1: they are, with memory."""
+        """Return the message that all have to read before so many chunks are free, or -1: they are, and have memory."""
         pool = chunks.pool
         if wanted > pool.chunks:
             size = f"{pool.chunks} chunks of {pool.room} bytes"
@@ -158,7 +158,7 @@ class WriterControl(_Base):
         Args:
             reader: Which.
             history: How many of the latest messages come first, if the ring still has them all.
-            gone: Says of a message that lies elsewhere (see ``codec/frames.py``) whether it is not to be had any more.
+            gone: Returns whether a message that lies elsewhere (see ``codec/frames.py``) is no longer available.
         """
         self.check_unused()
         self._check_reader(reader)
@@ -182,14 +182,14 @@ class WriterControl(_Base):
             raise IndexError(f"there is no reader {reader}")
 
     def _oldest_of(self, history: int, gone: Callable[[int], object] | None) -> int:
-        """Return from which message on, of so many, slot and chunk still have each."""
+        """Return the oldest message from which on the ring still has every message, of at most so many."""
         first = self.seq
         while first > 0 and self.seq - first < min(history, self._layout.slots) and self._has(first - 1, gone):
             first -= 1
         return first
 
     def _has(self, seq: int, gone: Callable[[int], object] | None) -> bool:
-        """Return whether slot and chunk still have a message."""
+        """Return whether a message is still in its slot and its chunk."""
         index = seq % self._layout.slots
         kind, found, number = self._header(index)
         if self._slots.flags(index)[0] == 0 or found != seq:
