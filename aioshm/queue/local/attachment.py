@@ -20,15 +20,7 @@ if TYPE_CHECKING:  # who has segments needs no ZeroMQ
 
 
 class Attachment:
-    """Made by `make`; `close` gives everything back and says goodbye last.
-
-    Attributes:
-        lifeline: The connection to the writer; not started.
-        buffer: The ring's memory.
-        ring: The reader's cursor.
-        overflow: Where messages are that did not fit a chunk.
-        rank: Which reader this is.
-    """
+    """Made by `make`; `close` gives everything back and says goodbye last."""
 
     def __init__(
         self,
@@ -37,11 +29,12 @@ class Attachment:
         ring: RingReader,
         subscriber: Callable[[bytes, int], OverflowSubscriber],
     ) -> None:
-        self.lifeline = lifeline
+        self.lifeline = lifeline  # the connection to the writer; not started
         self.buffer = buffer
         self.ring = ring
         secret, rank = lifeline.welcome.secret, lifeline.welcome.rank
         self.rank: int = rank
+        # Where messages are that did not fit a chunk.
         self.overflow: PassedSegments = PassedSegments(
             secret, lifeline.look, lambda: lifeline.holds_back, lambda: subscriber(secret, rank)
         )
@@ -56,14 +49,6 @@ class Attachment:
         subscriber: Callable[[bytes, int], OverflowSubscriber],
     ) -> Attachment:
         """Wait until the writer has admitted this reader, then map the ring.
-
-        Args:
-            handle: The writer's.
-            hello: The greeting, which says which reader this is.
-            sock: What `dial` returned.
-            prefault_bytes: How much of the ring to touch beforehand.
-            subscriber: Makes the subscription to what comes over ZeroMQ, where any does; is told the queue's secret
-                and the rank.
 
         Raises:
             HandleError: The queue is gone, refused this reader, or is not what the handle says.

@@ -18,34 +18,18 @@ from aioshm.ring.copying import CopyingCore
 
 
 class Copied:
-    """A message in memory of the reader's own.
-
-    Attributes:
-        kind, how, n_buffers, size: As in a slot's header.
-        body: What lay in the slot, the chunk, or the overflow segment.
-    """
+    """A message in memory of the reader's own."""
 
     def __init__(self, kind: int, how: int, n_buffers: int, size: int, body: memoryview) -> None:
         self.kind = kind
         self.how = how
         self.n_buffers = n_buffers
         self.size = size
-        self.body = body
+        self.body = body  # what lay in the slot, the chunk, or the overflow segment
 
 
 class CopyingSlots:
-    """Copies messages out of slots, which the writer may take back at any moment; as `SlotReader`.
-
-    Args:
-        gate: The end's.
-        ring: The reader's cursor.
-        core: Its core.
-        codec: Makes objects of bytes.
-        overflow: Where messages are that did not fit a chunk.
-
-    Attributes:
-        overflows: How many messages did not fit a chunk.
-    """
+    """Copies messages out of slots, which the writer may take back at any moment; as `SlotReader`."""
 
     def __init__(self, gate: Gate, ring: RingReader, core: CopyingCore, codec: Codec, overflow: OverflowReader) -> None:
         self._gate = gate
@@ -54,7 +38,7 @@ class CopyingSlots:
         self._codec = codec
         self._view = view_of(codec)
         self._overflow = overflow
-        self.overflows: int = 0
+        self.overflows: int = 0  # how many messages did not fit a chunk
         core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), None)
 
     def take(self) -> Any:

@@ -28,16 +28,7 @@ half of that; exchanging what is still held for a copy takes several times as lo
 
 
 class Leases:
-    """Hands out views of chunks, and gives their slots back.
-
-    Args:
-        fd: The segment's descriptor.
-        layout: The segment's.
-        core: The reader's, which this releases slots of.
-        loop: Calls back when a respite is over.
-        writer_waits: Called when a slot went back and the writer is parked.
-        may_keep: Returns whether a call waits for a message, and the writer does not wait for room.
-    """
+    """Hands out views of chunks, and gives their slots back."""
 
     def __init__(
         self,
@@ -77,11 +68,6 @@ class Leases:
 
     def end(self, chunk: int, index: int, nbytes: int) -> None:
         """Give the next message's slot back, or soon.
-
-        Args:
-            chunk: What it was seen in.
-            index: The slot.
-            nbytes: How much of the chunk was shown.
 
         Raises:
             SharedMemoryError: Views of it are still held and there is no memory for a copy; the slot is kept.

@@ -35,21 +35,13 @@ MAIN_BYTES = 1024
 
 
 class Placed(NamedTuple):
-    """What of a message is to be written behind its buffers, which are in their places.
-
-    Attributes:
-        table: Where.
-        tail: The table, and the main part unless that is in its place, too.
-        main_bytes: Length of the main part.
-        n_buffers: How many buffers there are.
-        copied: How many bytes were not in their places.
-    """
+    """What of a message is to be written behind its buffers, which are in their places."""
 
     table: int
-    tail: bytes
-    main_bytes: int
+    tail: bytes  # the table, and the main part unless that is in its place, too
+    main_bytes: int  # length of the main part
     n_buffers: int
-    copied: int
+    copied: int  # how many bytes were not in their places
 
     @property
     def end(self) -> int:
@@ -59,17 +51,6 @@ class Placed(NamedTuple):
 
 class ArraySpec:
     """What array is asked for.
-
-    Args:
-        shape: Its shape, or its length.
-        dtype: The name of its type, or that of NumPy or torch itself.
-        like: Whose it is.
-
-    Attributes:
-        torch: Whether it is a tensor.
-        shape, dtype: Of the array.
-        nbytes: Its size.
-        new: Makes it of shape, type, memory and offset; None for a tensor.
 
     Raises:
         TypeError, ValueError: An argument is not what it has to be; the text names it.
@@ -87,7 +68,7 @@ class ArraySpec:
     def __init__(self, shape: int | Sequence[int], dtype: Any, like: Like) -> None:
         if like not in ("numpy", "torch"):
             raise ValueError(f"like must be 'numpy' or 'torch', not {shown(like)}")
-        self.torch: bool = like == "torch"
+        self.torch: bool = like == "torch"  # whether it is a tensor
         try:
             lengths: Sequence[Any] = (shape,) if isinstance(shape, int) else tuple(shape)
             if any(isinstance(length, bool) for length in lengths):
@@ -102,6 +83,7 @@ class ArraySpec:
         except ImportError as error:
             raise ImportError(f"like={like!r} needs {like}: pip install 'aioshm[torch]' ({error})") from error
         self.nbytes: int = prod(self.shape) * int(self.dtype.itemsize)
+        # Makes it of shape, type, memory and offset; None for a tensor.
         self.new: Any = None if self.torch else sys.modules["numpy"].ndarray
 
     def fits(self, array: Any) -> bool:
@@ -164,23 +146,13 @@ def _torch_dtype(dtype: Any) -> Any:
 
 
 class Extent:
-    """Memory for one message.
-
-    Args:
-        window: What the memory is seen through; None: everything lent is in the process's own.
-        number: That of the chunk, or of the overflow segment.
-        is_segment: Whether it is a segment.
-
-    Attributes:
-        window, number, is_segment: As above.
-        end: Where what was lent ends.
-    """
+    """Memory for one message."""
 
     def __init__(self, window: LentWindow | None = None, number: int = 0, *, is_segment: bool = False) -> None:
         self.window = window
         self.number = number
         self.is_segment = is_segment
-        self.end: int = ALIGNMENT
+        self.end: int = ALIGNMENT  # where what was lent ends
 
     def lend(self, spec: ArraySpec) -> Any:
         """Return an array to fill; in its place, if there is room, and if that pays."""
@@ -250,12 +222,7 @@ class Extent:
 
 
 class Loans:
-    """The windows through which a writer lends memory.
-
-    Args:
-        buffer: The ring's memory.
-        segments: Where what does not fit a chunk lies; None: it goes over ZeroMQ, and is copied.
-    """
+    """The windows through which a writer lends memory."""
 
     def __init__(self, buffer: ShmRingBuffer, segments: OverflowSegments | None) -> None:
         self._buffer = buffer

@@ -61,12 +61,6 @@ class Overflow(Protocol):
     ) -> None:
         """Send the body of the message that the claimed slot is for, and mark the slot.
 
-        Args:
-            header: The slot's; the marker goes behind its fields.
-            parts: The main part in pieces.
-            buffers: The out-of-band buffers.
-            size: Of the body that `write_body` makes of them.
-
         Raises:
             SharedMemoryError: There is not enough memory; nothing was sent.
         """
@@ -134,19 +128,13 @@ def _checksum(header: memoryview, seq: int) -> int:
 
 
 class WrittenSegment:
-    """One overflow segment, as its writer sees it.
-
-    Attributes:
-        segment: Its memory.
-        passed_fd: What readers are passed: a descriptor that only reads.
-        seq: The message that it was last used for.
-        used: When that was, counted in messages that overflowed; 0 once its pages were given back.
-    """
+    """One overflow segment, as its writer sees it."""
 
     def __init__(self, segment: Segment) -> None:
-        self.passed_fd: int = segment.readonly_fd()
+        self.passed_fd: int = segment.readonly_fd()  # what readers are passed: a descriptor that only reads
         self.segment = segment
-        self.seq = 0
+        self.seq = 0  # the message that it was last used for
+        # When that was, counted in messages that overflowed; 0 once its pages were given back.
         self.used = 0
 
     def close(self) -> None:
@@ -156,17 +144,7 @@ class WrittenSegment:
 
 
 class OverflowSegments:
-    """The writer's overflow segments.
-
-    Args:
-        ring: Tells which messages every reader has finished with.
-        queue_id: The queue's, by which the segments are listed.
-        secret: What markers repeat.
-        readers: The readers, which are passed the segments' descriptors.
-
-    Attributes:
-        segments: What there is, by number.
-    """
+    """The writer's overflow segments."""
 
     def __init__(
         self,
@@ -180,7 +158,7 @@ class OverflowSegments:
         self._secret = secret
         self._readers = readers
         self._second_way: Overflow | None = None
-        self.segments: list[WrittenSegment] = []
+        self.segments: list[WrittenSegment] = []  # what there is, by number
         self._uses = 0
 
     def put(
@@ -295,18 +273,7 @@ class OverflowSegments:
 
 
 class PassedSegments:
-    """The overflow segments that a reader has been passed, and its subscription to what comes over ZeroMQ instead.
-
-    Args:
-        secret: What markers repeat.
-        look: Takes over what has been passed by now.
-        holds_back: Says whether there is a descriptor that this process has no room for.
-        subscriber: Makes the subscription.
-
-    Attributes:
-        segments: What there is, by number; None: one that could not be taken over.
-        subscription: The subscription, once there is one.
-    """
+    """The overflow segments that a reader has been passed, and its subscription to what comes over ZeroMQ instead."""
 
     def __init__(
         self,
@@ -319,6 +286,7 @@ class PassedSegments:
         self._look = look
         self._holds_back = holds_back
         self._subscriber = subscriber
+        # What there is, by number; None: one that could not be taken over.
         self.segments: list[PassedSegment | None] = []
         self.subscription: OverflowSubscriber | None = None
 
@@ -417,17 +385,11 @@ class PassedSegments:
 
 
 class PassedSegment:
-    """One overflow segment, as a reader sees it: mapped when it is first needed, and anew when it has grown.
-
-    Attributes:
-        fd: Its descriptor.
-        size: How large it was when this was last found out.
-        mapping: What is mapped of it, if anything.
-    """
+    """One overflow segment, as a reader sees it: mapped when it is first needed, and anew when it has grown."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.size: int = 0
+        self.size: int = 0  # how large it was when this was last found out
         self.mapping: mmap.mmap | None = None
 
     def has(self, size: int) -> bool:

@@ -60,13 +60,6 @@ _NUMBERS = BY_ZEROMQ - 1  # what of a number is in a marker
 class OverflowPublisher:
     """The writer's XPUB socket, and the thread that serves those who subscribe.
 
-    Args:
-        queue_id: The queue.
-        options: Its options: where the socket file is, and how long closing may take.
-        ring: Tells which messages every reader has finished with.
-        secret: What markers repeat, and subscriptions name.
-        readers: The readers that may subscribe.
-
     Raises:
         SharedMemoryError, EndpointError: The socket file cannot be had.
         OutOfDescriptors, OutOfThreads: This process cannot have what this needs.
@@ -245,13 +238,6 @@ class OverflowPublisher:
 
 class OverflowSubscriber:
     """A local reader's SUB socket, and the bodies that have arrived; made on the running loop.
-
-    Args:
-        endpoint: The writer's XPUB.
-        secret: What to subscribe to.
-        rank: Which reader this is.
-        patience_s: How long after the writer's end to wait for what it sent last.
-        changed: Called when a body has arrived that `body` did not find.
 
     Raises:
         EndpointError: The socket cannot be had.

@@ -35,19 +35,7 @@ Header: TypeAlias = tuple[int, int, int, int, int, int, int]
 
 
 class SlotReader:
-    """Takes messages out of slots, and gives the slots back.
-
-    Args:
-        gate: The end's.
-        ring: The reader's cursor.
-        codec: Makes objects of bytes.
-        overflow: Where messages are that did not fit a chunk.
-        waker: Told when a slot went back and the writer is parked.
-        make_leases: Makes what leased messages are seen through, which takes a descriptor.
-
-    Attributes:
-        overflows: How many messages did not fit a chunk.
-    """
+    """Takes messages out of slots, and gives the slots back."""
 
     def __init__(
         self,
@@ -71,7 +59,7 @@ class SlotReader:
         self._make_leases = make_leases
         self._leases: Leases | None = None
         self._shown: tuple[int, int, int] | None = None  # chunk, slot and bytes of what a lease sees where it lies
-        self.overflows: int = 0
+        self.overflows: int = 0  # how many messages did not fit a chunk
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), waker.slot_is_free)
         self._core.bind_beside(self._decode_beside)
 

@@ -47,19 +47,6 @@ logger: logging.Logger = logging.getLogger("aioshm.queue")
 class RingSource:
     """The ring of a writer on this host; see `Source` for what each method does.
 
-    Args:
-        gate: The end's.
-        handle: The writer's.
-        rank: Which reader this is; `ANY_RANK`: the writer says which.
-        codec: Makes objects of bytes.
-        slow: What becomes of it when it is too slow.
-        history: How many of the latest messages to begin with.
-        failed: Is told what has kept this from attaching; None: every call is refused with that.
-
-    Attributes:
-        attachment: What this holds of the queue, once it is attached.
-        waker: Wakes the writer; None until then.
-
     Raises:
         HandleError: The queue is gone, or is another host's or user's.
         OutOfDescriptors: None is left.
@@ -94,7 +81,7 @@ class RingSource:
         self.gone: Callable[[], AioshmError] | None = None
         self.ring: RingReader | None = None
         self._closed = False
-        self.attachment: Attachment | None = None
+        self.attachment: Attachment | None = None  # what this holds of the queue, once it is attached
         self.waker: WriterWaker | None = None
         self._attaching: asyncio.Task[None] | None = None
         self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid(), slow, history)

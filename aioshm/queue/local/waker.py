@@ -14,17 +14,6 @@ class WriterWaker:
 
     Within one turn of the loop it is woken once, or when half of what lies between the message that it waits for and
     the latest has become free: half of the ring, or half of the chunks of one size.
-
-    Args:
-        gate: The end's.
-        ring: The reader's cursor.
-        lifeline: What the writer is woken by.
-        loop: Calls back after its turn.
-
-    Attributes:
-        pending: Whether the loop is to wake the writer after its turn.
-        due: From which message on that is not waited for.
-        closed: Whether the ring is unmapped; its reader may live on, with another writer's.
     """
 
     def __init__(self, gate: Gate, ring: RingReader, lifeline: Lifeline, loop: asyncio.AbstractEventLoop) -> None:
@@ -32,8 +21,9 @@ class WriterWaker:
         self._ring = ring
         self._lifeline = lifeline
         self._loop = loop
-        self.pending: bool = False
-        self.due: int = 0
+        self.pending: bool = False  # whether the loop is to wake the writer after its turn
+        self.due: int = 0  # from which message on that is not waited for
+        # Whether the ring is unmapped; its reader may live on, with another writer's.
         self.closed: bool = False
 
     def slot_is_free(self) -> None:

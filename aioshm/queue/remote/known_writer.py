@@ -19,34 +19,19 @@ logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 
 class KnownWriter:
-    """The writer, as far as it is known.
-
-    Args:
-        gate: The reader's.
-        handle: The writer's.
-        remote: Where it is.
-        rank: Which reader this is.
-
-    Attributes:
-        welcome: How it has introduced itself, if it has.
-        sockets: The connections, once there are any.
-        proven: Whether data has come from it.
-        heard: When it said something last, by the monotonic clock.
-        asked: When it was last asked whether it is there.
-        why_not_yet: Why it has not admitted this reader yet, if it has said so.
-    """
+    """The writer, as far as it is known."""
 
     def __init__(self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int) -> None:
         self._gate = gate
         self._handle = handle
         self._remote = remote
         self._rank = rank
-        self.welcome: wire.Welcome | None = None
+        self.welcome: wire.Welcome | None = None  # how it has introduced itself, if it has
         self.sockets: ReaderSockets | None = None
-        self.proven = False
-        self.heard: float = 0.0
-        self.asked: float = 0.0
-        self.why_not_yet: str = ""
+        self.proven = False  # whether data has come from it
+        self.heard: float = 0.0  # when it said something last, by the monotonic clock
+        self.asked: float = 0.0  # when it was last asked whether it is there
+        self.why_not_yet: str = ""  # why it has not admitted this reader yet, if it has said so
 
     @property
     def reachable(self) -> bool:

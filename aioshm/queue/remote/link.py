@@ -50,24 +50,6 @@ COMPLAINT_S = 10.0  # between two warnings of bad messages
 class WriterLink:
     """Connects when it is first awaited, and puts what arrives in its window.
 
-    Args:
-        gate: The end's.
-        handle: The writer's.
-        remote: Where it is.
-        rank: Which reader this is; `ANY_RANK`: the writer says which.
-        slow: What becomes of it when it is too slow.
-        history: How many of the latest messages to begin with.
-        patient: Whether to wait for a writer that is not there, however long that takes.
-
-    Attributes:
-        rank: Which reader this is.
-        window: What has arrived, in order.
-        writer: What is known of it.
-        sockets: The connections, once there are any.
-        gone: Once the writer is gone: makes the error that comes when everything has been read.
-        left_behind: Whether the writer has closed the queue, and what is not here will not come.
-        twice: How many messages came again.
-
     Raises:
         HandleError: The handle is damaged, or not encrypted where these options demand it.
     """
@@ -98,9 +80,11 @@ class WriterLink:
         )
         self._assembly = Assembly(max(options.max_message_bytes, handle.max_chunk_bytes))
         self.sockets: ReaderSockets | None = None
+        # Once the writer is gone: makes the error that comes when everything has been read.
         self.gone: Callable[[], AioshmError] | None = None
+        # Whether the writer has closed the queue, and what is not here will not come.
         self.left_behind: bool = False
-        self.twice: int = 0
+        self.twice: int = 0  # how many messages came again
         self.writer: KnownWriter = KnownWriter(gate, handle, remote, rank)
         self._goodbye: asyncio.Future[None] | None = None
         self._released = False  # whether the writer waits for this end no more

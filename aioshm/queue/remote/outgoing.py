@@ -27,21 +27,15 @@ IDLE_BYTES = 64 << 20
 
 
 class Outgoing:
-    """One message.
-
-    Attributes:
-        head: The first frame, without whom it is for.
-        body: The second frame, if there is one.
-        nbytes: Of both.
-    """
+    """One message."""
 
     __slots__ = ("body", "head", "memory", "nbytes", "trackers")
 
     def __init__(self, head: bytes, body: bytes | memoryview | None, memory: mmap.mmap | None) -> None:
-        self.head: bytes = head
-        self.body: bytes | memoryview | None = body
+        self.head: bytes = head  # the first frame, without whom it is for
+        self.body: bytes | memoryview | None = body  # the second frame, if there is one
         self.memory: mmap.mmap | None = memory
-        self.nbytes: int = ADDRESS_BYTES + len(head) + (0 if body is None else len(body))
+        self.nbytes: int = ADDRESS_BYTES + len(head) + (0 if body is None else len(body))  # of both
         self.trackers: list[zmq.MessageTracker] = []
 
     def used(self) -> bool:
@@ -52,16 +46,12 @@ class Outgoing:
 
 
 class Outbox:
-    """Makes messages, and takes their memory back.
-
-    Attributes:
-        nbytes: Size of those that were let go of while ZeroMQ still reads them.
-    """
+    """Makes messages, and takes their memory back."""
 
     def __init__(self) -> None:
         self._idle: list[mmap.mmap] = []
         self._used: list[Outgoing] = []
-        self.nbytes: int = 0
+        self.nbytes: int = 0  # size of those that were let go of while ZeroMQ still reads them
 
     def pack(
         self,
@@ -73,17 +63,7 @@ class Outbox:
         size: int,
         trace: bytes = b"",
     ) -> Outgoing:
-        """Return a message with a copy of all that the caller may change.
-
-        Args:
-            kind: For its header.
-            codec: For its header.
-            seq: Its sequence number.
-            parts: The main part in pieces.
-            buffers: The out-of-band buffers.
-            size: Of the body that `write_body` makes of them.
-            trace: Its trace context, if it has one.
-        """
+        """Return a message with a copy of all that the caller may change."""
         apart = size > ONE_FRAME_BYTES
         main_bytes, flags = sum(map(len, parts)), (BODY_APART if apart else 0) | (TRACED if trace else 0)
         header = HEADER.pack(kind, codec, flags, len(buffers), seq, monotonic_ns(), main_bytes) + trace

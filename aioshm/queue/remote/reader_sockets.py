@@ -36,16 +36,6 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C librar
 class ReaderSockets:
     """SUB and DEALER, connected to a writer's; made on the loop that they belong to.
 
-    Args:
-        loop: Calls back.
-        data: The endpoint of the writer's data socket.
-        control: The endpoint of its control socket.
-        keys: What lets this reader in.
-        options: For how long peers may be silent.
-        on_data: A data message came: its first frame, and its second.
-        on_message: A control message came.
-        on_change: A connection came up or went down.
-
     Raises:
         OSError: The endpoints are malformed.
     """
@@ -157,21 +147,15 @@ class ReaderSockets:
 
 
 class Connection:
-    """Whether a connecting socket has its connection, and since when not.
-
-    Attributes:
-        up: Whether it has it.
-        down_since: Since when not, by the monotonic clock; None while it has it.
-        refused: Whether the latest handshake failed because this end is not let in.
-        connections: How many connections there were.
-    """
+    """Whether a connecting socket has its connection, and since when not."""
 
     def __init__(self, sock: Socket) -> None:
         self._monitor = Monitor(sock)
         self.up: bool = False
+        # Since when not, by the monotonic clock; None while it has it.
         self.down_since: float | None = monotonic()
-        self.refused: bool = False
-        self.connections: int = 0
+        self.refused: bool = False  # whether the latest handshake failed because this end is not let in
+        self.connections: int = 0  # how many connections there were
 
     @property
     def pair(self) -> Socket:
@@ -211,9 +195,6 @@ class Assembly:
     """Puts the parts of a message together, which come in their order.
 
     What a connection did not deliver to its end comes again from its beginning, over the next one.
-
-    Args:
-        max_bytes: The largest message that a writer may send.
     """
 
     def __init__(self, max_bytes: int) -> None:

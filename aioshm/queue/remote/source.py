@@ -34,19 +34,6 @@ COPY_BYTES = 16 * 1024
 class NetworkSource:
     """The connection to a writer on another host; see `Source` for what each method does.
 
-    Args:
-        gate: The end's.
-        handle: The writer's.
-        remote: Where it is.
-        rank: Which reader this is; `ANY_RANK`: the writer says which.
-        codec: Makes objects of bytes.
-        slow: What becomes of it when it is too slow.
-        history: How many of the latest messages to begin with.
-        patient: Whether to wait for a writer that is not there, however long that takes.
-
-    Attributes:
-        link: The connection.
-
     Raises:
         HandleError: The handle is damaged, or not encrypted where these options demand it.
     """

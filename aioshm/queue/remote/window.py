@@ -32,19 +32,7 @@ M = TypeVar("M")
 
 
 class SendWindow(Generic[K]):
-    """The writer's side: what was sent and not yet consumed by every remote reader.
-
-    Args:
-        max_messages: Most messages in it.
-        max_bytes: Most bytes in it; a message of more goes alone.
-        history: How many messages to keep for newcomers, though every reader has finished with them; of as many bytes
-            at most.
-
-    Attributes:
-        seq: Sequence number of the next message.
-        nbytes: Bytes in it.
-        readers: How many messages each reader has finished with, by rank.
-    """
+    """The writer's side: what was sent and not yet consumed by every remote reader."""
 
     def __init__(self, max_messages: int, max_bytes: int, history: int = 0) -> None:
         self._max_messages = max_messages
@@ -53,9 +41,9 @@ class SendWindow(Generic[K]):
         self._kept: deque[K] = deque()
         self._past: deque[K] = deque()  # what comes before those, which nobody waits for
         self._past_bytes = 0
-        self.seq: int = 0
+        self.seq: int = 0  # sequence number of the next message
         self.nbytes: int = 0
-        self.readers: dict[int, int] = {}
+        self.readers: dict[int, int] = {}  # how many messages each reader has finished with, by rank
         self._again: dict[int, set[int]] = {}  # what each reader was sent again over its present connection
 
     def __len__(self) -> int:
@@ -67,13 +55,7 @@ class SendWindow(Generic[K]):
         return self.seq - len(self._kept)
 
     def room(self, messages: int, nbytes: int, elsewhere: int = 0) -> bool:
-        """Return whether so much more may be sent.
-
-        Args:
-            messages: How many messages.
-            nbytes: How many bytes in all.
-            elsewhere: Bytes of older messages that, though not in the window any more, still take memory.
-        """
+        """Return whether so much more may be sent."""
         if not self.readers:
             return True
         if not self._kept and not elsewhere:
@@ -108,13 +90,7 @@ class SendWindow(Generic[K]):
         self.seq += 1
 
     def join(self, rank: int, history: int = 0) -> int:
-        """Count on a reader from now on; return the number of its first message.
-
-        Args:
-            rank: The reader's.
-            history: How many of the latest messages it is to get first: fewer, if they are not kept any more, or would
-                not leave the window its bounds.
-        """
+        """Count on a reader from now on; return the number of its first message."""
         while self._past and len(self._kept) < min(history, self._max_messages):
             nbytes = self._past[-1].nbytes
             if self._kept and self.nbytes + nbytes > self._max_bytes:
@@ -214,28 +190,18 @@ class Missing:
 
 @dataclass(slots=True)
 class ReceiveWindow(Generic[M]):
-    """The reader's side: puts messages in order, knows what to ask for and when to acknowledge.
-
-    Attributes:
-        max_messages: The writer's window.
-        max_bytes: The writer's window.
-        skips: Whether what has arrived counts as finished with, for the writer, and of what is not read no more is kept
-            here than that window; the oldest are lost.
-        held: Whether the first message in line is in use.
-        next: Sequence number of the first message that has not been received.
-        taken: Sequence number of the first message that has not been finished with.
-        ready: What can be read, in order, each with its size.
-        end: Where the writer said that the stream ends.
-    """
+    """The reader's side: puts messages in order, knows what to ask for and when to acknowledge."""
 
     max_messages: int
     max_bytes: int
+    # Messages count as finished with when they arrive; no more unread ones are kept than the window holds.
     skips: bool = False
-    held: bool = False
-    next: int = 0
-    taken: int = 0
+    held: bool = False  # whether the first message in line is in use
+    next: int = 0  # sequence number of the first message that has not been received
+    taken: int = 0  # sequence number of the first message that has not been finished with
+    # What can be read, in order, each with its size.
     ready: deque[tuple[M | Missing, int]] = field(default_factory=deque)
-    end: int | None = None
+    end: int | None = None  # where the writer said that the stream ends
     _early: dict[int, tuple[M, int]] = field(default_factory=dict)  # behind a gap
     _lost: list[tuple[int, int]] = field(default_factory=list)
     _known: int = 0  # everything below is there, or will not come by itself

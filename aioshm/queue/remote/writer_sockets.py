@@ -35,18 +35,6 @@ _ZAP = "inproc://zeromq.zap.01"
 class WriterSockets:
     """XPUB and ROUTER, bound to ports that the system chose, for this writer or one before it.
 
-    Args:
-        ip: From `check_ip`; None: this host's own address.
-        secret: What data messages begin with.
-        options: For how long peers may be silent, and whether to encrypt.
-        readers: How many are expected; each takes two descriptors.
-        identity: Says which ports and keys; None: the system chooses, and there are new ones.
-
-    Attributes:
-        data: The endpoint of the data socket.
-        control: The endpoint of the control socket.
-        keys: What a reader needs to be let in; None where nothing is encrypted.
-
     Raises:
         ValueError: The address is not this host's.
         SharedMemoryError: The sockets cannot be had.
@@ -61,6 +49,7 @@ class WriterSockets:
         context = self._sockets.context
         self._pumps: list[Pump] = []
         server: CurveKeys | None = None
+        # What a reader needs to be let in; None where nothing is encrypted.
         self.keys: CurveKeys | None = None
         try:
             if options.secure:
@@ -158,13 +147,7 @@ class WriterSockets:
         on_subscribed: Callable[[int], None],
         on_message: Callable[[bytes, bytes], None],
     ) -> None:
-        """Begin to report.
-
-        Args:
-            loop: Where.
-            on_subscribed: A reader of this rank has a new data connection, over which it gets what is published next.
-            on_message: A control message came, from this identity.
-        """
+        """Begin to report."""
         self._on_subscribed, self._on_message = on_subscribed, on_message
         receive = partial(self._xpub.recv, zmq.NOBLOCK)
         self._subscriptions = Pump.of_messages(loop, self._xpub, self._take_subscription, receive)
