@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from aioshm.errors import CodecError
-from aioshm.process.interrupts import chain_of, find_raised
 
 if TYPE_CHECKING:  # the defaults are for type checkers: a queue, or a codec, of no type in particular is one of Any
     from typing_extensions import TypeVar
@@ -21,6 +20,9 @@ else:
     S = TypeVar("S")
     T = TypeVar("T")
     T_co = TypeVar("T_co", covariant=True)
+
+TRIES = 3
+"""An error of encoding or decoding counts as the message's fault if it comes so often."""
 
 Encoded: TypeAlias = bytes | tuple[Sequence[bytes | memoryview], Sequence[memoryview]]
 
@@ -114,19 +116,38 @@ def cannot_decode(error: Exception, codec: str = "pickle") -> CodecError:
     The frames that ``error`` came through are cleared: otherwise the views in them would live as long as the error
     does, and the memory could not be unmapped. A caller that was given views lets go of them itself.
 
-    Raises:
-        BaseException: A signal's handler raised it, while the message was decoded: that says nothing about the message.
-
     Args:
         error: What `Codec.decode`'s own means, or `Loads.loads`, raised.
         codec: The name of the codec, for the text.
     """
-    raised = find_raised(error)
-    if raised is not None:
-        raise raised from raised.__cause__
-    for link in chain_of(error):
-        traceback.clear_frames(link.__traceback__)
+    _clear_frames(error)
     what = "unpickle a message" if codec == "pickle" else f"decode a {codec} message"
     result = CodecError(f"cannot {what}: {type(error).__name__}: {error}")
     result.__cause__ = error
     return result
+
+
+def check_again(error: Exception, call: Callable[..., object], *arguments: Any) -> None:
+    """Raise an error of encoding or decoding as it is if it does not come again.
+
+    Then a signal's handler has raised it, in the middle of the call, and nothing is wrong with the message.
+    """
+    for _ in range(TRIES - 1):
+        try:
+            call(*arguments)
+        except Exception:
+            continue
+        _clear_frames(error)
+        raise error
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the frames that an error, its causes and its contexts came through."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            waiting += link.__cause__, link.__context__

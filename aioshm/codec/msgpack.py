@@ -25,13 +25,11 @@ from msgspec.msgpack import Ext
 
 from aioshm.arguments import check_plain, shown
 from aioshm.codec.array_messages import is_array, load_packers, packers, unpack
-from aioshm.codec.base import Encoded, T, cannot_decode
+from aioshm.codec.base import Encoded, T, cannot_decode, check_again
 from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
 from aioshm.codec.walk import find_refused, substitute
 from aioshm.errors import CodecError
-from aioshm.process.guard import built
-from aioshm.process.interrupts import find_raised
 
 _BYTES, _ARRAY, _TENSOR = 101, 102, 103
 _INDEX = struct.Struct("<I")
@@ -95,10 +93,10 @@ class MsgpackCodec(Generic[T]):
         self._enc_hook = check_plain("enc_hook", enc_hook)
         self._dec_hook = check_plain("dec_hook", dec_hook)
         self._pack = msgspec.msgpack.Encoder(enc_hook=self._stand_in).encode
-        self._unpack = built(lambda: msgspec.msgpack.Decoder(ext_hook=self._arrive)).decode
+        self._unpack = msgspec.msgpack.Decoder(ext_hook=self._arrive).decode
         self.loads: Callable[[bytes | memoryview], T] = self._unpack
         if type is not None:
-            self.loads = built(lambda: msgspec.msgpack.Decoder(type, ext_hook=self._arrive, dec_hook=dec_hook)).decode
+            self.loads = msgspec.msgpack.Decoder(type, ext_hook=self._arrive, dec_hook=dec_hook).decode
         self._leaving: list[memoryview] = []
         self._arriving: list[memoryview | None] = []
         self._show = False
@@ -165,9 +163,9 @@ class MsgpackCodec(Generic[T]):
             CodecError: This is damaged, or not of the type that this codec decodes.
         """
         try:
-            own = bytes(main)  # what msgspec returns may point into it
-            return self._decode_all(own, buffers, show=False) if buffers else self.loads(own)
+            return self._decoded(main, buffers)
         except Exception as error:
+            check_again(error, self._decoded, main, buffers)
             del main, buffers  # the error shall not keep them alive, nor the memory that they show
             raise cannot_decode(error, self.name) from error
 
@@ -182,10 +180,18 @@ class MsgpackCodec(Generic[T]):
             CodecError: This is damaged, or not of the type that this codec decodes.
         """
         try:
-            return self._decode_all(main, buffers, show=True) if buffers else self.loads(main.toreadonly())
+            return self._seen(main, buffers)
         except Exception as error:
+            check_again(error, self._seen, main, buffers)
             del main, buffers
             raise cannot_decode(error, self.name) from error
+
+    def _decoded(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> T:
+        own = bytes(main)  # what msgspec returns may point into it
+        return self._decode_all(own, buffers, show=False) if buffers else self.loads(own)
+
+    def _seen(self, main: memoryview, buffers: Sequence[memoryview]) -> Any:
+        return self._decode_all(main, buffers, show=True) if buffers else self.loads(main.toreadonly())
 
     def _decode_all(self, main: bytes | memoryview, buffers: Sequence[memoryview], *, show: bool) -> Any:
         if is_array(main):
@@ -285,9 +291,10 @@ class MsgpackCodec(Generic[T]):
     def _refusal(self, obj: Any, error: Exception) -> CodecError:
         """Return the error that names the part of an object that cannot be encoded."""
         self._leaving.clear()
-        raised = find_raised(error)
-        if raised is not None:  # by a signal's handler: nothing is wrong with the object
-            raise raised from raised.__cause__
+        try:
+            check_again(error, self._pack, obj)
+        finally:
+            self._leaving.clear()
         found = None
         with suppress(Exception):  # whatever a property or a hook raises now, the first error is the one to tell
             found = find_refused(obj, self._pack)

@@ -9,13 +9,12 @@ import msgspec
 import numpy as np
 
 from aioshm.codec.arrays import PLAIN_DTYPE, Array, Memory, memory_of
-from aioshm.process.guard import built
 
 Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # NumPy gives -1 a meaning of its own
 
 # element type, shape, whether column-major
 _encode_head = msgspec.msgpack.Encoder().encode
-_decode_head = built(lambda: msgspec.msgpack.Decoder(tuple[Any, tuple[Length, ...], bool])).decode
+_decode_head = msgspec.msgpack.Decoder(tuple[Any, tuple[Length, ...], bool]).decode
 
 
 def pack_array(array: Array) -> tuple[bytes, Memory]:

@@ -11,11 +11,10 @@ import torch
 from aioshm.codec.arrays import Memory, memory_of
 from aioshm.codec.msgpack_arrays import Length
 from aioshm.codec.tensors import array_of, rebuild_tensor
-from aioshm.process.guard import built
 
 # dtype, shape, whether column-major, requires_grad, whether a Parameter, device or "" for the CPU
 _encode_head = msgspec.msgpack.Encoder().encode
-_decode_head = built(lambda: msgspec.msgpack.Decoder(tuple[str, tuple[Length, ...], bool, bool, bool, str])).decode
+_decode_head = msgspec.msgpack.Decoder(tuple[str, tuple[Length, ...], bool, bool, bool, str]).decode
 
 
 def pack_tensor(tensor: torch.Tensor) -> tuple[bytes, Memory]:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from aioshm.codec.array_messages import is_array, load_packers, packers, unpack
-from aioshm.codec.base import Encoded, cannot_decode
+from aioshm.codec.base import Encoded, cannot_decode, check_again
 from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
 from aioshm.errors import CodecError
-from aioshm.process.interrupts import find_raised
 
 _modules = sys.modules
 _loads = pickle.loads
@@ -45,12 +44,9 @@ class PickleCodec:
             CodecError: Pickle, or code that the message made it run, raised an error; it is the cause.
         """
         try:
-            if not buffers:
-                return _loads(main)
-            if is_array(main):
-                return unpack(main, buffers, show=False)
-            return _with_buffers(main, [own_copy(view) for view in buffers], _loads)
+            return _decoded(main, buffers)
         except Exception as error:
+            check_again(error, _decoded, main, buffers)
             del main, buffers  # the error shall not keep them alive, nor the memory that they show
             raise cannot_decode(error) from error
 
@@ -64,14 +60,27 @@ class PickleCodec:
             CodecError: Pickle, or code that the message made it run, raised an error; it is the cause.
         """
         try:
-            if not buffers:
-                return _loads(main)
-            if is_array(main):
-                return unpack(main, buffers, show=True)
-            return _with_buffers(main, buffers, _loads_lent)
+            return _seen(main, buffers)
         except Exception as error:
+            check_again(error, _seen, main, buffers)
             del main, buffers
             raise cannot_decode(error) from error
+
+
+def _decoded(main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+    if not buffers:
+        return _loads(main)
+    if is_array(main):
+        return unpack(main, buffers, show=False)
+    return _with_buffers(main, [own_copy(view) for view in buffers], _loads)
+
+
+def _seen(main: memoryview, buffers: Sequence[memoryview]) -> Any:
+    if not buffers:
+        return _loads(main)
+    if is_array(main):
+        return unpack(main, buffers, show=True)
+    return _with_buffers(main, buffers, _loads_lent)
 
 
 def _find_reducers() -> int:
@@ -162,16 +171,16 @@ def _new_encode() -> Callable[[Any], Encoded]:
             forget()
             main = take_chunk()
         except BaseException as error:
-            chunks.clear()
-            buffers.clear()
-            dump, forget = new_pickler()
-            busy = False
-            raised = find_raised(error)
-            if raised is not None:  # by a signal's handler: nothing is wrong with the object
-                raise raised from raised.__cause__
-            if isinstance(error, Exception):
+            try:
+                if not isinstance(error, Exception):
+                    raise
+                check_again(error, lambda: new_pickler()[0](obj))  # each remembers what it has seen
                 raise CodecError(f"cannot pickle {type(obj).__qualname__}: {error}") from error
-            raise
+            finally:
+                chunks.clear()
+                buffers.clear()
+                dump, forget = new_pickler()
+                busy = False
         if chunks or buffers:
             # Pickle writes a large bytes or str apart from what stands around it.
             parts, beside = (*chunks, main), tuple(buffers)

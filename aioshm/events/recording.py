@@ -12,7 +12,6 @@ from typing import BinaryIO
 import msgspec
 
 from aioshm.errors import CodecError
-from aioshm.process.guard import built
 
 MAGIC = b"aioshm events 1\n"
 _LENGTH_BYTES = 4
@@ -60,7 +59,7 @@ def read_records(file: BinaryIO) -> Iterator[Record]:
     """
     if file.read(len(MAGIC)) != MAGIC:
         raise CodecError("not a recording of events: the first line is missing")
-    decode = built(lambda: msgspec.msgpack.Decoder(Record)).decode
+    decode = msgspec.msgpack.Decoder(Record).decode
     number = 0
     while header := file.read(_LENGTH_BYTES):
         size = int.from_bytes(header, "big")

@@ -26,7 +26,6 @@ import struct
 import msgspec
 
 from aioshm.errors import HandleError, NoPlaceVacant, PeerClosed
-from aioshm.process.guard import built
 
 MAX_GREETING_BYTES = 4096
 
@@ -105,8 +104,8 @@ CLOSED = Refusal("the writer has closed the queue", closed=True)
 
 
 _encode = msgspec.msgpack.encode
-_hello_decoder = built(lambda: msgspec.msgpack.Decoder(Hello))
-_answer_decoder: msgspec.msgpack.Decoder[Welcome | Refusal] = built(lambda: msgspec.msgpack.Decoder(Welcome | Refusal))
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+_answer_decoder: msgspec.msgpack.Decoder[Welcome | Refusal] = msgspec.msgpack.Decoder(Welcome | Refusal)
 
 # What msgspec raises on arbitrary bytes: besides its own errors, those of UTF-8 and of nesting without end.
 _GARBAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

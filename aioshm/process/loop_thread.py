@@ -1,24 +1,42 @@
-"""An event loop in a thread of its own, for callers that block."""
+"""An event loop in a thread of its own, for callers that block; one of them is shared by the whole process.
+
+The shared loop has the `Turn` of the process while it runs callbacks, and gives it back while it sleeps. So a thread
+that has the turn may use what belongs to that loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import os
+import selectors
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from contextvars import Context, copy_context
+from threading import get_ident
+from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from aioshm.arguments import check_plain
 from aioshm.errors import EndClosed, QueueClosed, RoleError
+from aioshm.process.limits import check_descriptors, naming_limits
 from aioshm.process.threads import start_thread
+from aioshm.process.turn import Turn
 
 LOOK_S = 1.0
 """How late it may be noticed that the thread has ended."""
+PATIENCE_S = 1.0
+"""After so long, what a handler raises once more is raised at once: a user who presses Ctrl-C again wants to leave."""
 END_S = 10.0
 """How long the thread may take to end; more, and a callback is stuck in it."""
+
+LOOP_DESCRIPTORS = 5  # an epoll, a pair of sockets, a pipe
+
+turn: Turn = Turn(recheck_s=0.01)
+"""Held by the shared loop while it runs callbacks, and by other threads for short pieces of their calls."""
 
 T = TypeVar("T")
 
@@ -39,14 +57,18 @@ class LoopThread:
 
     def __init__(self, owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
         check_plain("loop_factory", loop_factory)
-        self._owner, self._pid = owner, os.getpid()
-        self._gate = threading.RLock()  # a signal handler or the garbage collector may call while this thread does
+        self._owner = owner
+        self._pid = os.getpid()
         self._ended = False
-        self.loop: asyncio.AbstractEventLoop = (loop_factory or asyncio.new_event_loop)()
+        check_descriptors(owner, LOOP_DESCRIPTORS)  # a loop that is made in part only is not given back
+        with naming_limits(owner):
+            self.loop: asyncio.AbstractEventLoop = (loop_factory or asyncio.new_event_loop)()
+            self._inbox = _Inbox()
         try:
-            self._thread = start_thread(_host, self.loop, name="aioshm-engine-client", what=owner)
+            self._thread = start_thread(_host, self.loop, self._inbox, name="aioshm-loop", what=owner)
         except BaseException:
             self.loop.close()
+            self._inbox.close()
             raise
         _running.add(self)
 
@@ -68,7 +90,7 @@ class LoopThread:
         """
         if self.elsewhere:
             raise RoleError(f"{self._owner} belongs to process {self._pid}, not to its child {os.getpid()}")
-        if threading.get_ident() == self._thread.ident:
+        if get_ident() == self._thread.ident:
             raise RoleError(f"{self._owner} was called in its own thread, which would wait for itself")
 
     def do(self, function: Callable[[], T]) -> T:
@@ -104,46 +126,60 @@ class LoopThread:
         except (QueueClosed, RoleError):
             raise
         except BaseException:
-            if self.post(errand.cancel):
-                self._wait_for(errand)
+            errand.dropped = True
+            try:  # handlers of other signals may raise before each of these has begun
+                try:
+                    self._cancel(errand)
+                finally:
+                    self._cancel(errand)
+            finally:
+                self._cancel(errand)
             raise
         return errand.outcome()
 
-    def post(self, function: Callable[[], object]) -> bool:
-        """Have a function run in the thread, and do not wait; return whether it will be. Interrupts wait, too."""
-        while True:
+    def _cancel(self, errand: _Errand[Any]) -> None:
+        """Cancel a coroutine, and wait until it has ended; what handlers raise meanwhile is dropped for a while."""
+        until = monotonic() + PATIENCE_S
+        ended = False
+        while not ended:
             try:
-                self._post(function)
-                return True
-            except (QueueClosed, RoleError):
-                return False
-            except Exception:
-                raise
-            except BaseException:  # another interrupt: one is told already
-                continue
+                if self.post(errand.cancel):
+                    self._wait_for(errand)
+                ended = True
+            except QueueClosed:
+                ended = True
+            except BaseException:
+                if monotonic() > until:
+                    raise
+
+    def post(self, function: Callable[[], object]) -> bool:
+        """Have a function run in the thread, and do not wait; return whether it will be."""
+        try:
+            self._post(function)
+        except (QueueClosed, RoleError):
+            return False
+        return True
 
     def end(self) -> None:
         """Cancel what still runs, and end the thread. Idempotent; may be called in any thread but its own."""
         if self.elsewhere:
             return
-        with self._gate:
-            if not self._ended:
-                self._ended = True
-                self._tell(self.loop.stop)
-        if threading.get_ident() != self._thread.ident:
+        if not self._ended:
+            self._ended = True
+            self._tell(self.loop.stop)
+        if get_ident() != self._thread.ident:
             self._thread.join(END_S)
         _running.discard(self)
 
     def abandon(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Have a coroutine run, which stops the loop, and wait for nothing; for who is forgotten, in any thread."""
-        with self._gate:
-            if not self._ended:
-                self._ended = True
-                self._tell(lambda: self.loop.create_task(last()))
+        if not self._ended:
+            self._ended = True
+            self._tell(lambda: self.loop.create_task(last()))
 
     def _tell(self, function: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the thread has ended by itself, and closed the loop
-            self.loop.call_soon_threadsafe(function)
+        with suppress(EndClosed):  # the thread has ended by itself, and closed the loop
+            self._inbox.put(function)
 
     def _wait_for(self, errand: _Errand[Any]) -> None:
         while not errand.wait(LOOK_S):
@@ -152,16 +188,50 @@ class LoopThread:
 
     def _post(self, function: Callable[[], object]) -> None:
         self.check()
-        with self._gate:  # what is posted before `end` is run before the loop stops
-            if self._ended or self.loop.is_closed():
-                raise EndClosed(f"{self._owner} was closed")
-            self.loop.call_soon_threadsafe(function)
+        if self._ended or self.loop.is_closed():
+            raise EndClosed(f"{self._owner} was closed")
+        self._inbox.put(function)
+
+
+class _Inbox:
+    """Functions for the loop. `loop.call_soon_threadsafe` swallows any OSError that a signal handler raises in it."""
+
+    def __init__(self) -> None:
+        self._functions: deque[tuple[Callable[[], object], Context]] = deque()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    def put(self, function: Callable[[], object]) -> None:
+        """Have a function run in the loop's thread, in this context."""
+        if self._write < 0:
+            raise EndClosed("the thread of this event loop has ended")
+        self._functions.append((function, copy_context()))
+        with suppress(BlockingIOError):  # the loop is awake, or about to be
+            os.write(self._write, b"\0")
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let the loop, which is this thread's, run the functions."""
+        loop.add_reader(self._read, self._run, loop)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._read, 4096)
+        while self._functions:
+            function, context = self._functions.popleft()
+            loop.call_soon(function, context=context)
+
+    def close(self) -> None:
+        read, write = self._read, self._write
+        self._read = self._write = -1
+        os.close(read)
+        os.close(write)
 
 
 class _Errand(Generic[T]):
     """Something to do in the thread, and what came out."""
 
-    __slots__ = ("_done", "_dropped", "_error", "_task", "_value")
+    __slots__ = ("_done", "_error", "_task", "_value", "dropped")
 
     def __init__(self) -> None:
         self._done = threading.Lock()
@@ -169,7 +239,7 @@ class _Errand(Generic[T]):
         self._value: Any = None
         self._error: BaseException | None = None
         self._task: asyncio.Task[T] | None = None
-        self._dropped = False
+        self.dropped: bool = False
 
     def wait(self, timeout: float) -> bool:
         if not self._done.acquire(timeout=timeout):
@@ -200,12 +270,17 @@ class _Errand(Generic[T]):
         self._value = self._error = None
 
     def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        if not self._dropped:
-            self._task = asyncio.get_running_loop().create_task(work())
+        if not self.dropped:
+            self._task = asyncio.get_running_loop().create_task(self._begin(work))
             self._task.add_done_callback(self._take)
 
+    async def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if self.dropped:  # its caller has been interrupted
+            raise asyncio.CancelledError
+        return await work()
+
     def cancel(self) -> None:
-        self._dropped = True
+        self.dropped = True
         if self._task is not None:
             self._task.cancel()
         elif self._done.locked():  # it was interrupted before it was posted
@@ -222,7 +297,63 @@ class _Errand(Generic[T]):
         self._done.release()
 
 
+class _TurnSelector(selectors.BaseSelector):
+    """Gives the process' turn back while the loop sleeps.
+
+    It polls: an epoll is shared with a forked child, which would take its descriptors out of it for the parent, too.
+    """
+
+    def __init__(self) -> None:
+        self._selector = selectors.PollSelector()
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._selector.register(fileobj, events, data)
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._selector.unregister(fileobj)
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._selector.modify(fileobj, events, data)
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._selector.get_map()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._give()
+        try:
+            return self._selector.select(timeout)
+        finally:
+            turn.inherit()
+
+    def close(self) -> None:
+        self._give()
+        self._selector.close()
+
+    def _give(self) -> None:
+        if turn.user == get_ident():
+            turn.give()
+
+
 _running: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+_shared: LoopThread | None = None
+_starting = threading.RLock()  # a signal handler may start it, too
+_inherited: list[LoopThread] = []
+"""The parents' of a forked child: a loop that is collected warns."""
+
+
+def shared_loop() -> LoopThread:
+    """Return the background loop of this process; start it if there is none.
+
+    Raises:
+        OutOfDescriptors, OutOfThreads: It cannot be started.
+    """
+    global _shared
+    if _shared is None:
+        with _starting:
+            if _shared is None:
+                owner = "the background loop"
+                _shared = LoopThread(owner, lambda: asyncio.SelectorEventLoop(_TurnSelector()))
+    return _shared
 
 
 def _end_all() -> None:
@@ -230,11 +361,24 @@ def _end_all() -> None:
         thread.end()
 
 
+def _forget_the_parents() -> None:
+    global _shared, _starting
+    if _shared is not None:
+        _inherited.append(_shared)
+        _running.discard(_shared)
+        _shared = None
+    _starting = threading.RLock()
+    turn.user = turn.heir = 0
+    turn.waiting.clear()
+
+
 atexit.register(_end_all)
+os.register_at_fork(after_in_child=_forget_the_parents)
 
 
-def _host(loop: asyncio.AbstractEventLoop) -> None:
+def _host(loop: asyncio.AbstractEventLoop, inbox: _Inbox) -> None:
     asyncio.set_event_loop(loop)
+    inbox.open(loop)
     try:
         loop.run_forever()
         left = asyncio.all_tasks(loop)
@@ -246,3 +390,4 @@ def _host(loop: asyncio.AbstractEventLoop) -> None:
     finally:
         asyncio.set_event_loop(None)
         loop.close()
+        inbox.close()

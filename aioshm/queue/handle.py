@@ -11,7 +11,6 @@ import msgspec
 
 from aioshm.config import Options
 from aioshm.errors import HandleError
-from aioshm.process.guard import built
 from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors
 from aioshm.queue.inquiry import Answers
 from aioshm.ring.layout import VERSION, Layout
@@ -201,7 +200,7 @@ def refuse_to_pickle(queue: object, *, writes: bool) -> NoReturn:
 
 
 # Made once: msgspec 0.22 was seen to crash where several threads made the first one for a type at the same time.
-_decoder = built(lambda: msgspec.json.Decoder(Handle))
+_decoder = msgspec.json.Decoder(Handle)
 
 
 def as_handle(handle: Handle | str | bytes) -> Handle:

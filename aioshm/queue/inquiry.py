@@ -9,8 +9,8 @@ from typing import Literal
 from aioshm.process.state import SUSPECT_STATES
 from aioshm.wait.stall import seconds
 
-Answers = Literal["always", "in calls", "unknown"]
-"""When a writer answers whether its event loop runs: while it does, while a blocking call waits, or perhaps never."""
+Answers = Literal["always", "by a thread", "unknown"]
+"""Whether a writer answers that its event loop runs: always, also while the program hangs, or perhaps never."""
 
 ANSWER_S, MIN_ANSWER_S = 1.0, 0.25
 """How long a writer may take to answer; less only where reports are wanted sooner."""
@@ -56,18 +56,18 @@ def findings(who: str, state: str, silent_s: float | None, answers: Answers) -> 
         who: Names the writer.
         state: What the operating system says of its process; empty where it cannot be asked.
         silent_s: For how many seconds it owes an answer; None: it owes none.
-        answers: When it answers.
+        answers: Whether it answers.
     """
     is_ = f" is {state}" if state else ""
     if state in SUSPECT_STATES:
         return logging.WARNING, f"{who}{is_}"
     also = f"{is_} and" if state else ""
+    if silent_s is None and answers == "by a thread":
+        text = "answers by a thread of its own: whether the program that uses the queue hangs is not known here"
+        return logging.WARNING, f"{who}{also} {text}"
     if silent_s is None:
         return logging.INFO, f"{who}{also} answers: its event loop runs, and there is nothing to read"
-    if answers == "always":
+    if answers != "unknown":
         text = f"its event loop has not answered for {seconds(silent_s)}: it is blocked, or busy without a pause"
         return logging.WARNING, f"{who}{is_}, but {text}" if state else f"{who}: {text}"
-    if answers == "in calls":
-        text = "answers only while one of its blocking calls waits, and none does: whether it hangs is not known here"
-        return logging.WARNING, f"{who}{also} {text}"
     return logging.WARNING, f"{who}{also} has not answered whether its event loop runs; older releases never do"

@@ -13,7 +13,6 @@ that are slow.
 from __future__ import annotations
 
 import struct
-from threading import get_ident
 from typing import Any
 
 from aioshm.ring import layout as at
@@ -31,7 +30,6 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
     """A reader's end that copies; `ELSEWHERE` also means that the next message is lost, which `lose` finds out."""
 
     copies = True
-    user: int
 
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, reader: int, /) -> None:
         super().__init__(layout, view, slots, reader)
@@ -85,16 +83,8 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
         return NOTHING if obj is reference.NOTHING else ELSEWHERE if obj is reference.ELSEWHERE else obj
 
     def receive(self) -> Any:
-        me = get_ident()
-        if not self._lets_pass(me):
-            return NOTHING
-        before, self.user = self.user, me
-        try:
-            if not self._may_go_on() and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
-                return NOTHING
-            return self.take()
-        finally:
-            self.user = before
+        obj = super().receive()
+        return NOTHING if obj is reference.NOTHING else obj
 
     def close(self) -> None:
         super().close()

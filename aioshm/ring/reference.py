@@ -5,8 +5,8 @@ comparisons of a slice with constant bytes (whatever the number of readers), and
 
 **Who may use an end.** An end belongs to one thread and one event loop, which other tasks share. `send` and `receive`,
 the two calls that a message normally costs, pass only while the end is ``open`` and some of the ``turn`` is left, on
-the thread that called `belong`, while its ``runs()`` is true. An end whose calls block belongs to whichever thread uses
-it: they pass on any thread while no other one is the ``user``. All other methods leave that to their caller.
+the thread that called `belong`, while its ``runs()`` is true. An end whose calls block belongs to no thread: the
+threads that use it exclude each other. All other methods leave that to their caller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import Any, Final, NoReturn, Self
 
-from aioshm.process.interrupts import from_handler
 from aioshm.ring import layout as at
 from aioshm.ring.book import NO_MESSAGE, ReaderBook, WriterBook
 from aioshm.ring.layout import Pool, Sizes, chunk_at
@@ -31,6 +30,9 @@ NOTHING: Final[Any] = object()
 
 ELSEWHERE: Final[Any] = object()
 """There is a message, but not an ordinary one: the caller has to look at the slot."""
+
+DECODINGS = 3
+"""A message that cannot be decoded so often is damaged."""
 
 COPY_MAX = 65536
 """Larger messages are no ordinary ones: they are decoded in place."""
@@ -75,15 +77,11 @@ class _End(ABC):
         open: Whether the gate is open.
         turn: Messages that may still pass before the event loop has to have its turn.
         turn_ends_ns: When that is at the latest.
-        user: The thread that is using an end that any thread may use, 0 if none is; see ``queue/blocking/turns.py``.
-        quiet: Whether `send` and `receive` set ``owes`` instead of telling a parked end, which a signal's handler could
-            interrupt halfway.
-        owes: Whether the other end has to be told that it may go on.
-        due: Before which message that is not set: the other end is to be told later anyway.
         spin_ns: How long `send` and `receive` spin where they cannot go on at once.
         spin_yields: Whether a spin hands its CPU on between its looks.
         in_use: How many calls run code of others with the memory in their hands.
         kept: Whether a slot was skipped and has not been given back (of a reader).
+        damaged: Whether the message that could not be decoded was finished with (of a reader).
         spins, hits, spun_ns: How often this end spun, with success, and for how long in all.
         copied: Bytes that were copied into messages (of a writer), or out of those that were leased (of a reader).
         claimed_bytes: Bytes of the message that the latest claimed slot is for (of a writer), which `commit` counts.
@@ -108,7 +106,6 @@ class _End(ABC):
         self.spun_ns: int = 0
         self.copied: int = 0
         self._thread = -1
-        self.user: int = 0
         self._runs: Callable[[], object] | None = bool
         self._code: Callable[[Any], Any] = bytes
         self._what = 0
@@ -132,10 +129,6 @@ class _End(ABC):
             self._count = words[at.COUNT : at.COUNT + 1]
         self._own = view[line : line + at.LINE]
         self.in_use: int = 0
-        self.quiet: bool = False
-        self._hushed = False
-        self.owes: bool = False
-        self.due: int = 0
 
     def bind(self, code: Callable[[Any], Any], what: int, raw: bool, on_parked: Callable[[], object] | None, /) -> None:
         """Say how messages are coded, and whom to tell that the other end sleeps.
@@ -164,7 +157,7 @@ class _End(ABC):
 
     def belong(self, runs: Callable[[], object] | None, /) -> None:
         """Belong to this thread, while ``runs()`` is true; None: to whichever uses it, which at first is this one."""
-        self._thread = self.user = get_ident()
+        self._thread = get_ident()
         self._runs = runs
 
     def passes(self) -> bool:
@@ -174,9 +167,7 @@ class _End(ABC):
     def _lets_pass(self, me: int) -> bool:
         if not (self.open and self.turn > 0 and not self.in_use):
             return False
-        if self._runs is None:
-            return self.user in (0, me)
-        return me == self._thread and bool(self._runs())
+        return self._runs is None or (me == self._thread and bool(self._runs()))
 
     def spin(self, budget_ns: int, /) -> bool:
         """Spin for at most so many nanoseconds; return whether this end may go on. A long one releases the GIL."""
@@ -250,9 +241,6 @@ class _End(ABC):
         self.turn = self.turn - messages if now_ns < self.turn_ends_ns and messages < self.turn else 0
 
     def _notify(self) -> None:
-        if self._hushed:
-            self.owes = self.owes or self.seq >= self.due
-            return
         if self._on_parked is None:
             return
         try:
@@ -310,12 +298,14 @@ class WriterBase(_End):
         fence.release()
         return self._readers_parked()
 
-    def put(self, message: bytes, /) -> bool:
-        """Publish an encoded message that fits the ring; return False if it does not, or while there is no room."""
+    def put(self, message: Any, /) -> bool:
+        """Publish what encoding has returned; return False if it is no ordinary message, or while there is no room."""
         if self.in_use or self._closed:
             self.check_unused()
         if type(message) is not bytes:
-            raise TypeError("put() takes bytes")
+            if self._beside is None:
+                raise TypeError("put() takes bytes")
+            return self._put_beside(message)
         size = len(message)
         if size > self._room or not (self._claim(size) or (self._spin_for_room(size) and self._claim(size))):
             return False
@@ -362,18 +352,12 @@ class WriterBase(_End):
             False: The gate is shut; nothing was done.
             Anything else: What encoding it returned; there is no slot, or it is no ordinary message.
         """
-        me = get_ident()
-        if not self._lets_pass(me):
+        if not self._lets_pass(get_ident()):
             return False
-        before, self.user = self.user, me  # without a call since it passed: other threads run only where one is
-        self._hushed = self.quiet
-        try:
-            message = obj if self._raw and type(obj) is bytes else self._code(obj)
-            sent = self.put(message) if type(message) is bytes else self._put_beside(message)
-            return None if sent else message
-        finally:
-            self.user: int = before
-            self._hushed = False
+        message = obj if self._raw and type(obj) is bytes else self._code(obj)
+        if type(message) is not bytes and self._beside is None:
+            return message
+        return None if self.put(message) else message
 
     def _put_beside(self, message: Any) -> bool:
         """Publish a message that is not bytes; return False if it is no ordinary one, or while no slot is free."""
@@ -522,7 +506,7 @@ class ReaderBase(_End):
         self.kept: bool = False
         self.garbled: int = 0
         self._copy_max = min(COPY_MAX, sizes.max_chunk_bytes)
-        self._undelivered: list[Any] | None = None
+        self.damaged: bool = False
         self._rushes = False  # whether messages come in quick succession, so that not each one's latency is counted
         self._finished_ns = 0
         with view[histogram : histogram + 8 * at.LATENCY_BUCKETS] as part:
@@ -564,18 +548,21 @@ class ReaderBase(_End):
         """Return the next message, `NOTHING`, or `ELSEWHERE`.
 
         It is finished with once it is decoded, or cannot be: the next call returns the one behind it. But where
-        decoding was interrupted by a signal's handler, or by what is no `Exception`, the next call returns it.
+        decoding was interrupted, by what is no `Exception` or does not come again, the next call returns it.
         """
         self.check_unused()
         if not self._may_go_on():
             return NOTHING
         try:
             obj = self._decode()
-        except Exception as error:
-            if not from_handler(error):
-                if self.was_evicted():
-                    return NOTHING
-                self._finish_and_tell()
+        except Exception:
+            self.damaged = False
+            if not self._fails_again():
+                raise
+            if self.was_evicted():
+                return NOTHING
+            self.damaged = True
+            self._finish_and_tell()
             raise
         if obj is ELSEWHERE:
             return obj
@@ -583,6 +570,16 @@ class ReaderBase(_End):
             return NOTHING
         self._finish_and_tell(took=True)
         return obj
+
+    def _fails_again(self) -> bool:
+        """Return whether the next message cannot be decoded: what a signal's handler raises does not come again."""
+        for _ in range(DECODINGS - 1):
+            try:
+                self._decode()
+            except Exception:
+                continue
+            return False
+        return True
 
     def was_evicted(self) -> bool:
         """Return whether the writer goes on without this reader: it may have filled the slot again that was read."""
@@ -635,48 +632,31 @@ class ReaderBase(_End):
         finally:
             self.in_use -= 1
 
-    @property
-    def next(self) -> Any:
-        """What `receive` returns; the native core's is taken without a call, so that nothing comes in between.
-
-        `ELSEWHERE` if there are undelivered messages; see `bind_undelivered`.
-        """
-        undelivered = self._undelivered
-        if undelivered:
-            return ELSEWHERE
-        obj = self.receive()
-        if not self.owes or undelivered is None or obj is NOTHING or obj is ELSEWHERE:
-            return obj
-        undelivered.append(obj)
-        return ELSEWHERE
-
-    def bind_undelivered(self, undelivered: list[Any], /) -> None:
-        """Say where messages are that were received, but that no call has returned yet.
-
-        They come first, so `next` takes none while there are some; and where the other end has to be told before a
-        message is returned, `next` puts it there, so that telling may be interrupted.
-
-        Raises:
-            TypeError: Not a list.
-        """
-        if type(undelivered) is not list:
-            raise TypeError("what was not delivered is in a list")
-        self._undelivered = undelivered
-
     def receive(self) -> Any:
-        """Take the next message, if the gate lets this thread pass; else `NOTHING`."""
-        me = get_ident()
-        if self.kept or not self._lets_pass(me):  # slots go back in order
+        """Take the next message, if this thread may receive now; else `NOTHING`."""
+        if not self._lets_pass(get_ident()):
             return NOTHING
-        before, self.user = self.user, me  # as in `send`
-        self._hushed = self.quiet
-        try:
-            if not self._may_go_on() and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
-                return NOTHING
-            return self.take()
-        finally:
-            self.user: int = before
-            self._hushed = False
+        return self._take_if_there()
+
+    def receive_into(self, messages: list[Any], /) -> Any:
+        """Append the next message to a list, whoever may receive; return None, `NOTHING` or `ELSEWHERE`.
+
+        The native one is a single call, in which no handler of a signal runs once the message is taken.
+        """
+        if type(messages) is not list:
+            raise TypeError("receive_into() takes a list")
+        self.check_unused()
+        obj = self._take_if_there()
+        if obj is NOTHING or obj is ELSEWHERE:
+            return obj
+        messages.append(obj)
+        return None
+
+    def _take_if_there(self) -> Any:
+        # Slots go back in order.
+        if self.kept or (not self._may_go_on() and (self.spin_ns <= 0 or not self.spin(self.spin_ns))):
+            return NOTHING
+        return self.take()
 
     def take_many(self, most: int, /) -> list[Any]:
         """Return the next messages with one fence: at most so many, at most for the rest of the turn.
@@ -696,10 +676,13 @@ class ReaderBase(_End):
                 try:
                     obj = message if self._raw else self._code(message)
                 except BaseException as error:
-                    if isinstance(error, Exception) and (batch or self.was_evicted()):
+                    if isinstance(error, Exception) and batch:
                         break  # it is the next call's, which meets the same message again
+                    self.damaged = isinstance(error, Exception) and self._fails_again()
+                    if self.damaged and self.was_evicted():
+                        break
                     failure = error
-                    if not batch and isinstance(error, Exception) and not from_handler(error):
+                    if self.damaged:
                         self._finish()
                     break
                 if self.was_evicted():

@@ -17,13 +17,11 @@ from typing import Protocol
 
 from aioshm.config import Wait
 from aioshm.errors import QueueCancelled
-from aioshm.lifeline.bell import Bell
 from aioshm.ring.atomics import FULL_FENCE, RECHECK_S, memory_fence
 from aioshm.wait.alarm import Alarm
 from aioshm.wait.apart import move_away
 from aioshm.wait.calibration import SHORT_SLEEP_NS, calibration
 from aioshm.wait.costs import LOOP_NS
-from aioshm.wait.in_place import MOST_S, InPlace
 from aioshm.wait.predictor import NAPS, Predictor
 from aioshm.wait.rhythm import Plan
 from aioshm.wait.stall import Stall
@@ -116,13 +114,10 @@ class Poller:
         spin: Spins for at most so many nanoseconds, holding the loop; returns whether what is waited for is there.
         told: Returns what the writer has told of what waiting costs here, for an end that has not measured it.
         tell: Tells it to others: the writer's.
-        bells: What the other ends wake this one by, if it is that: then the loop can be slept for (see `InPlace`).
-        crowded: Whether there are more ends than CPUs: a spin then hands its CPU on, ``spin`` after each look, and does
-            without the loop where that has nobody else to serve.
+        crowded: Whether there are more ends than CPUs: a spin then hands its CPU on, ``spin`` after each look.
 
     Attributes:
         inline_spin_ns: How long a caller that finds nothing should spin before it comes here; 0 if not at all.
-        linger_ns: How long after that it should look again and again, with the CPU handed on after each look.
     """
 
     def __init__(
@@ -134,11 +129,9 @@ class Poller:
         spin: Callable[[int], bool],
         told: Callable[[], Sequence[int]] | None = None,
         tell: Callable[[Sequence[int]], None] | None = None,
-        bells: Sequence[Bell] = (),
         crowded: bool = False,
     ) -> None:
         self._loop = loop
-        self._in_place = InPlace.of(loop, bells)
         self._parked = parked
         self._predictor = predictor
         self._mode = mode
@@ -156,7 +149,6 @@ class Poller:
         self._unpaid: tuple[int, int, int, bool] | None = None
         self._first_slice_ns = INLINE_SPIN_NS
         self.inline_spin_ns = INLINE_SPIN_NS if mode == "spin" else 0
-        self.linger_ns = 0
         self.stats: WaitStats = WaitStats()
 
     def wake(self) -> None:
@@ -293,8 +285,7 @@ class Poller:
                 if now >= until_ns:
                     missed = True
                     return False
-                if not (self.crowded and self._in_place is not None and self._in_place.alone()):
-                    slice_ns = await self._between_slices(now)
+                slice_ns = await self._between_slices(now)
                 turned = monotonic_ns()
                 os.sched_yield()  # the other end may be waiting for this very CPU
                 now = monotonic_ns()
@@ -341,46 +332,11 @@ class Poller:
             nap_ns *= 2
         return False
 
-    def _sleep_in_place(self, in_place: InPlace, wait: Waiting, until_ns: int) -> bool | None:
-        """Sleep without the loop; return as `_sleep`, or None where that goes on in the loop."""
-        slept = False
-        now = monotonic()
-        most = now + MOST_S
-        if until_ns:
-            self._alarm.arm(until_ns)
-        try:
-            while True:
-                if until_ns and monotonic_ns() >= until_ns:
-                    return False
-                self._parked[0] = 1
-                memory_fence()
-                if wait.look():
-                    if slept:
-                        self._slept = int(now * 1e9), monotonic_ns()
-                    return True
-                now = monotonic()
-                wait.check(now)
-                due = wait.due(now)
-                slept = True
-                self.stats.parks += 1
-                if not in_place.sleep(most if due is None else min(most, due), self._alarm):
-                    if wait.look():
-                        return True
-                    self.stats.parks -= 1  # it goes on in the loop
-                    return None
-                self._yielded = True  # nobody else had anything to do
-        finally:
-            self._parked[0] = 0
-
     async def _sleep(self, wait: Waiting, until_ns: int = 0) -> bool:
         """Sleep until what is waited for is there, or until a time; return whether it is there.
 
         Once the time has come it does not look: the window, for which it wakes, begins with a look.
         """
-        if self._in_place is not None and self._in_place.alone():
-            there = self._sleep_in_place(self._in_place, wait, until_ns)
-            if there is not None:
-                return there
         if wait.cancel is not None and wait.watcher is None:
             wait.watcher = self._loop.create_task(wait.cancel.wait())
             wait.watcher.add_done_callback(lambda _: self.wake())

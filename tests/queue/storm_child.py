@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from aioshm import Options, QueueClosed, QueueEmpty, QueueFull, register_codec
-from aioshm.blocking import MessageQueue
+from aioshm.blocking import MessageQueue, merge
+from aioshm.codec import get_codec
 
 
 class Alarm(Exception):
@@ -39,9 +40,15 @@ class Slow:
 register_codec("slow", Slow)
 
 
+wide = False
+"""Whether messages have 64 KiB, and chunks twice that."""
+
+
 def message(number: int, codec: str) -> Any:
     head = b"%08d" % number
     size = 9000 if number % 29 == 7 else number % 40
+    if wide:
+        size = 200_000 if number % 29 == 7 else 65_536
     if codec in ("raw", "slow"):
         return head + bytes(size)
     return {"n": number, "body": bytes(size), **({"a": np.full(300, number % 100)} if number % 5 == 0 else {})}
@@ -84,10 +91,19 @@ def handle(number: int, _frame: object) -> None:
 
 def main(end: str, how: str, codec: str, remote: str, signals: str) -> None:
     over, ready = threading.Event(), threading.Event()
+    global wide
+    wide = remote == "wide"
     options = Options(remote_window=8) if remote == "remote" else Options()
     n_local = 0 if remote == "remote" else 1
     writer = MessageQueue(
-        1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096, max_chunks=8, slots=8, codec=codec, options=options
+        1,
+        n_local,
+        connect_ip="127.0.0.1",
+        max_chunk_bytes=131_072 if wide else 4096,
+        max_chunks=8,
+        slots=8,
+        codec=codec,
+        options=options,
     )
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     result: list[Any] = []
@@ -124,6 +140,9 @@ def main(end: str, how: str, codec: str, remote: str, signals: str) -> None:
     (reader if end == "reader" else writer).wait_until_ready(20)
     ready.wait(20)
 
+    warm = get_codec(codec)
+    encoded = warm.encode(message(35, codec))  # imports what it needs: an import that is interrupted is Python's affair
+    warm.decode(encoded, []) if isinstance(encoded, bytes) else warm.decode(b"".join(encoded[0]), list(encoded[1]))
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
         signal.signal(number, handle)
     storming = threading.Thread(
@@ -143,6 +162,7 @@ def reading(reader: MessageQueue, how: str, codec: str, over: threading.Event) -
     expected = 0
     choose = random.Random(5)
     kinds = ("dequeue", "many", "nowait", "lease", "read", "broadcast", "next")
+    merged = merge({0: reader})
     while True:
         kind = choose.choice(kinds) if how == "mixed" else how
         obj = batch = None
@@ -156,6 +176,8 @@ def reading(reader: MessageQueue, how: str, codec: str, over: threading.Event) -
                 obj = reader.dequeue_nowait()
             elif kind == "many":
                 batch = reader.dequeue_many(5, 20)
+            elif kind == "merge":
+                _, obj = next(merged)
             elif kind == "next":
                 for obj in reader:  # noqa: B007
                     break
@@ -172,7 +194,7 @@ def reading(reader: MessageQueue, how: str, codec: str, over: threading.Event) -
         except (KeyboardInterrupt, Alarm):
             armed = False
             interrupts += 1
-        except QueueClosed:
+        except (QueueClosed, StopIteration):
             armed = False
             break
         else:

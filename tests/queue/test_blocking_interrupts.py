@@ -15,6 +15,9 @@ from faces import Thread, make_writer
 
 from aioshm import blocking
 
+# A block that is dropped while one exception is on its way calls back; what the next handler raises there is lost.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 
 
@@ -145,7 +148,7 @@ def read_interrupted(how: str, numbers: tuple[signal.Signals, ...], more: int = 
                 assert view[0] == received % 256, f"interrupted at place {place}"
             view = None
             received += 1
-            assert (reader.messages, reader.held.gate.core.user) == (received, 0), f"interrupted at place {place}"
+            assert (reader.messages, reader.held.turn.user) == (received, 0), f"interrupted at place {place}"
         assert place > 50
 
 
@@ -171,7 +174,7 @@ def write_interrupted(numbers: tuple[signal.Signals, ...], more: int = 0) -> Non
             with writer.acquire_write(20) as chunk:
                 chunk[0] = 2
             chunk = None
-            assert writer.held.gate.core.user == 0, f"interrupted at place {place}"
+            assert writer.held.turn.user == 0, f"interrupted at place {place}"
             received = [reader.dequeue(20)[0] for _ in range(writer.messages - before)]
             assert received in ([1, 2], [2]), f"interrupted at place {place}"
         assert received == [1, 2]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +16,6 @@ from support import eventually
 
 from aioshm import CodecError, Options, PeerDied, RoleError, blocking
 from aioshm.blocking import Merged, MessageQueue, merge
-from aioshm.queue.ends import waiting
 
 
 @contextmanager
@@ -52,7 +49,7 @@ def take(merged: Merged, count: int) -> list[tuple[int, Any]]:
 
 def asleep(readers: dict[int, MessageQueue]) -> None:
     """Return once all of them are waited for."""
-    eventually(lambda: all(reader.held.turns.lasting for reader in readers.values()), "a sleep")
+    eventually(lambda: all(reader.held.turn.user for reader in readers.values()), "a sleep")
 
 
 @pytest.mark.parametrize("ready", [True, False])
@@ -224,77 +221,3 @@ def test_arguments() -> None:
     assert blocking.merge is merge
     assert threading.active_count() >= 1
     assert Options().wait == "adaptive"
-
-
-def test_a_message_that_another_thread_takes_first_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other threads run where a call is made: here inside of the last one before a message is returned."""
-    with queues(1) as (writers, readers), merge(readers) as merged:
-        held, taken, clock = readers[0].held, [], time.monotonic
-
-        def another_thread_takes_it() -> float:
-            if held.kept and not taken:
-                taken.append(held.kept.pop())
-            return clock()
-
-        writers[0].enqueue("first")
-        writers[0].enqueue("second")
-        monkeypatch.setattr(sys.modules[Merged.__module__], "monotonic", another_thread_takes_it)
-        assert (next(merged), taken) == ((0, "second"), ["first"])
-
-
-@pytest.mark.parametrize("n_local", [1, 0])
-@pytest.mark.parametrize("sends", [True, False])
-def test_merge_sees_what_its_reader_has_read_from_sockets_since_it_polled(n_local: int, sends: bool) -> None:
-    """The private loop may read from its sockets after the last poll, and then nothing wakes a sleep."""
-    with queues(n_local, 1 - n_local) as (writers, readers):
-        merged = merge(readers)
-        place = merged._round.running[0]
-        poll = place._look
-
-        async def poll_too_early() -> None:
-            await poll()
-            place._look = poll  # type: ignore[method-assign]
-            done = Thread(writers[0].enqueue, "sent", 20) if sends else Thread(writers[0].close)
-            while done.running or not place.reader.may_go_on():
-                await asyncio.sleep(0.001)
-            done.result()
-
-        place._look = poll_too_early  # type: ignore[method-assign]
-        if sends:
-            assert Thread(next, merged).result() == (0, "sent")
-        else:
-            assert Thread(list, merged).result() == []
-
-
-def test_end_that_becomes_ready_while_threads_make_others_loses_nothing() -> None:
-    """Ends whose calls block know of each other, across threads."""
-    stopping = threading.Event()
-
-    class Owner:
-        """Another thread's end: making real ones is too slow to meet the moment."""
-
-    def make_ends() -> None:
-        while not stopping.is_set():
-            owners = [Owner() for _ in range(300)]
-            for owner in owners:
-                waiting._others[owner] = set()
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    making = Thread(make_ends)
-    try:
-        for _ in range(60):
-            with queues(4, ready=False) as (writers, readers):
-                sending = [Thread(send_and_close, writer) for writer in writers]
-                assert sorted(merge(readers)) == [(rank, number) for rank in range(4) for number in range(3)]
-                for thread in sending:
-                    thread.result()
-    finally:
-        sys.setswitchinterval(interval)
-        stopping.set()
-        making.result()
-
-
-def send_and_close(writer: MessageQueue) -> None:
-    with writer:
-        writer.enqueue_many(range(3))

@@ -69,3 +69,18 @@ def test_storms_while_writing(how: str, native: bool) -> None:
 @pytest.mark.parametrize("end", ["reader", "writer"])
 def test_storms_with_every_codec(end: str, where: str, codec: str) -> None:
     weather(end, "mixed", codec, where, 300)
+
+
+BUSY = [("reader", "dequeue"), ("reader", "lease"), ("reader", "merge"), ("writer", "enqueue")]
+
+
+@pytest.mark.parametrize(("end", "how"), BUSY)
+def test_interrupts_in_a_busy_stream_lose_nothing(end: str, how: str) -> None:
+    weather(end, how, "pickle", "local", 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["local", "wide"])
+@pytest.mark.parametrize(("end", "how"), BUSY)
+def test_two_thousand_interrupts_in_a_busy_stream_lose_nothing(end: str, how: str, where: str) -> None:
+    weather(end, how, "pickle", where, 2000)

@@ -53,7 +53,7 @@ def fill(writer: blocking.MessageQueue) -> int:
 
 
 def until_it_waits(end: blocking.MessageQueue) -> None:
-    eventually(lambda: end.held.loop.private is not None and end.held.loop.private.is_running(), "the call to wait")
+    eventually(lambda: end.held.turn.user, "the call to wait")
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -178,7 +178,7 @@ def test_closing_waits_for_no_block(elsewhere: bool) -> None:
                     Thread(end.close).result() if elsewhere else end.close()
                 chunk[:3] = b"not"
         assert obj == "leased"
-        assert (reader.held.loop.closed, writer.held.loop.closed) == (True, True)
+        assert (reader.held.closed, writer.held.closed) == (True, True)
         assert writer.stats().messages == 1
 
 
@@ -201,24 +201,6 @@ def test_a_second_thread_waits_for_its_turn() -> None:
             reader.dequeue_nowait()
         writer.enqueue("last")
         assert waiting.result() == "last"
-
-
-def test_what_is_sent_after_another_threads_turn_wakes_the_reader() -> None:
-    """Its sender finds the end in use, waits for its turn, and then has no need of the loop."""
-    with pair() as (writer, reader):
-        writer.enqueue("first")
-        assert reader.dequeue(20) == "first"
-        waiting = Thread(reader.dequeue)
-        taken, over = threading.Event(), threading.Event()
-        turn = Thread(writer.held.do, lambda: (taken.set(), over.wait(20)))
-        assert taken.wait(20)
-        sending = Thread(writer.enqueue, "second", 60)
-        eventually(lambda: writer.held.turns._waiting, "the wait for the turn")
-        eventually(lambda: writer.held.end.ring.ring.readers_parked[0], "the reader to sleep")  # type: ignore[union-attr]
-        over.set()
-        assert waiting.result() == "second"
-        turn.result()
-        sending.result()
 
 
 def test_a_second_thread_waits_for_a_block() -> None:
@@ -284,6 +266,6 @@ def test_closing_in_a_signal_handler(end: str) -> None:
             with pytest.raises(QueueClosed, match="this end was closed"):
                 reader.dequeue() if end == "reader" else writer.enqueue("x")
             interrupting.result()
-            assert closed.held.loop.closed
+            assert closed.held.closed
         finally:
             signal.signal(signal.SIGUSR1, before)

@@ -12,12 +12,12 @@ import pytest
 
 from aioshm import MessageQueue, Options
 from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
+from aioshm.process.loop_thread import turn
 from aioshm.queue.ends import waiting
 from aioshm.queue.ends.waiting import new_poller
 from aioshm.ring import RingReader, RingWriter, ShmRingBuffer
 from aioshm.ring import layout as at
 from aioshm.wait import poller as poller_module
-from aioshm.wait.blocking import BlockingLoop
 from aioshm.wait.calibration import Calibration
 from aioshm.wait.costs import TIMER_BOUNDS_NS, TYPICAL, WAKE_UP_BOUNDS_NS, YIELD_BOUNDS_NS, Costs
 
@@ -62,12 +62,18 @@ def wait(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wai
 
     def once(cursor: RingWriter | RingReader) -> None:
         blocks = request.param == "blocking"
-        loop: Any = BlockingLoop() if blocks else asyncio.new_event_loop()
+        loop = asyncio.new_event_loop()
         bell = Bell.create() if blocks and HAVE_EVENTFD else None
-        poller = new_poller(cursor, loop, Options(), cursor, [os.getppid()], lambda _: True, bell)
+        poller = new_poller(loop, Options(), cursor, [os.getppid()], lambda _: True, bell, bool if blocks else None)
         looks = iter([False])
+        waiting_once = poller.wait(lambda: next(looks, True), 0, 0)
         try:
-            loop.run_until_complete(poller.wait(lambda: next(looks, True), 0, 0))
+            if blocks:
+                with pytest.raises(StopIteration):
+                    waiting_once.send(None)
+                turn.user = 0
+            else:
+                loop.run_until_complete(waiting_once)
         finally:
             poller.close()
             loop.close()
@@ -113,7 +119,7 @@ class TestWaits:
     def test_a_writer_whose_process_knows_tells_before_it_waits(self, ends: Any, wait: Wait, process: Any) -> None:
         writer, reader, _ = ends
         process(WRITERS).costs()
-        poller = new_poller(writer, asyncio.new_event_loop(), Options(), writer, [os.getppid()], lambda _: True, None)
+        poller = new_poller(asyncio.new_event_loop(), Options(), writer, [os.getppid()], lambda _: True, None, None)
         poller._loop.close()
         poller.close()
         assert reader.costs() == (5_000, 3_000, 300)

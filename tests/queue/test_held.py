@@ -207,9 +207,9 @@ class TestClosing:
                 doomed.process.send_signal(signal.SIGSTOP)  # before it reads what is to be kept for its successor
                 eventually(lambda: process_state(doomed.pid) == "stopped", "its stop")
                 writer.enqueue_many([0, 1], 20)
+                changes = writer.membership(20)
                 doomed.process.kill()
                 doomed.process.wait(20)
-            changes = writer.membership(20)
             while not isinstance(next(changes), ReaderDied):
                 pass
             closing = Thread(writer.close)

@@ -136,7 +136,7 @@ def test_the_blocking_face_in_either_order() -> None:
         writer.enqueue(2, 20)
         handle = writer.export_handle()
     assert early.result() == [1, 2]
-    assert handle.answers == "in calls"
+    assert handle.answers == "by a thread"
     with blocking.MessageQueue(1, 1, name="steps") as writer:
         late = Thread(read)
         writer.enqueue(3, 20)

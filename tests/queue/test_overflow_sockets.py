@@ -22,7 +22,7 @@ from pairs import attached
 from remotes import ready_ends
 from support import eventually
 
-from aioshm import CorruptSlot, MessageQueue, MessagesLost, Options, PeerDied, SharedMemoryError, blocking, merge
+from aioshm import CorruptSlot, MessageQueue, Options, PeerDied, SharedMemoryError, blocking, merge
 from aioshm.queue.local import overflow, overflow_sockets
 from aioshm.queue.remote import wire
 
@@ -146,29 +146,6 @@ class TestBySelf:
                     writer.enqueue(bytes([number]) * BIG, 10)
             begin.set()
             assert thread.result() == [b"1" * BIG, [b"2" * BIG], b"3" * BIG]
-
-    def test_closing_gives_up_a_reader_that_makes_no_call(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        closed = threading.Event()
-
-        def run(reader: blocking.MessageQueue) -> str:
-            assert closed.wait(20)
-            with pytest.raises(MessagesLost):
-                reader.dequeue(10)
-            return "told"
-
-        with reading(run, remote_timeout=0.2) as (writer, thread):
-            with monkeypatch.context() as patch:
-                no_memory(patch)
-                writer.enqueue(b"x" * BIG, 10)
-            writer.close()
-            eventually(
-                lambda: "aioshm-overflow" not in {each.name for each in threading.enumerate()}, "the sockets' end"
-            )
-            closed.set()
-            assert thread.result() == "told"
-        assert "readers have not received all" in warnings_in(caplog)[-1]
 
 
 class TestSubscribing:

@@ -216,9 +216,9 @@ def test_plain_threads() -> None:
         with reader.lease(20):
             got += heard(reader)
         got.append(reader.last_trace_context.traceparent)
-        reader.held.kept.append("of a call that a signal's handler ended")
+        reader.held.undelivered.append("of a call that a signal's handler ended")
         got += heard(reader, 2)
-        reader.held.kept.clear()
+        reader.held.undelivered.clear()
         return got
 
     with reading(read, trace_context=True) as (writer, thread):

@@ -172,24 +172,31 @@ class TestTake:
         assert pair.reader.take() == b"1"
         assert pair.reader.take() is pair.cores.module.NOTHING
 
-    @pytest.mark.parametrize("way", ["take", "receive", "next"])
+    @pytest.mark.parametrize("way", ["take", "receive", "receive_into", "take_many"])
     @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError])
     def test_what_interrupts_decoding_takes_nothing(
         self, new_pair: NewPair, way: str, error: type[BaseException]
     ) -> None:
         pair = new_pair()
         pair.writer.put(b"1")
+        decoded: list[bytes] = []
 
         def handle(_number: int, _frame: object) -> None:
             raise error
 
         def code(message: bytes) -> object:
-            signal.raise_signal(signal.SIGUSR1)
+            decoded.append(message)
+            if len(decoded) == 1:
+                signal.raise_signal(signal.SIGUSR1)
             return message
 
         def receive() -> object:
-            got = getattr(pair.reader, way)
-            return got if way == "next" else got()
+            decoded.clear()
+            if way == "receive_into":
+                received: list[Any] = []
+                pair.reader.receive_into(received)
+                return received[0]
+            return pair.reader.take_many(1)[0] if way == "take_many" else getattr(pair.reader, way)()
 
         before = signal.signal(signal.SIGUSR1, handle)
         try:
@@ -198,32 +205,31 @@ class TestTake:
                 with pytest.raises(error):
                     receive()
                 assert pair.reader.seq == 0
+                assert not pair.reader.damaged
         finally:
             signal.signal(signal.SIGUSR1, before)
         pair.reader.bind(decode, PLAIN, True, None)
         assert receive() == b"1"
 
-    def test_a_quiet_core_owes(self, new_pair: NewPair) -> None:
-        pair, notes = new_pair(1, 4), Notes()
-        pair.ring.view[128] = pair.ring.view[192] = 1
-        for core in (pair.writer, pair.reader):
-            core.bind(bytes, PLAIN, True, notes.noting("parked"))
-            core.quiet = True
-        assert pair.writer.send(b"1") is None
-        assert pair.reader.next == b"1"
-        assert (pair.writer.owes, pair.reader.owes, notes) == (True, True, [])
-        assert pair.writer.put(b"2")
-        assert pair.reader.take() == b"2"
-        assert notes == ["parked"] * 2, "these are for who is asked to wait, and tells at once"
+    def test_receive_into_appends_whatever_the_gate_says(self, new_pair: NewPair) -> None:
+        pair, received = new_pair(1, 4), [b"earlier"]
+        pair.reader.open = False
+        assert pair.reader.receive_into(received) is pair.cores.module.NOTHING
+        pair.writer.put(b"1")
+        assert pair.reader.receive_into(received) is None
+        assert (received, pair.reader.seq) == ([b"earlier", b"1"], 1)
+        for wrong in (None, (), "x"):
+            with pytest.raises(TypeError):
+                pair.reader.receive_into(wrong)
 
-    def test_it_owes_nothing_before_what_is_told_later_is_due(self, new_pair: NewPair) -> None:
-        pair = new_pair(1, 4)
-        pair.ring.view[128] = 1
-        pair.reader.quiet, pair.reader.due = True, 2
-        for owes in (False, True):
-            pair.writer.put(b"x")
-            assert pair.reader.next == b"x"
-            assert pair.reader.owes is owes
+    def test_damage_is_told(self, new_pair: NewPair) -> None:
+        pair = new_pair(raw=False)
+        pair.writer.put(b"\xff")
+        assert not pair.reader.damaged
+        with pytest.raises(UnicodeDecodeError):
+            pair.reader.receive_into([])
+        assert pair.reader.damaged
+        assert pair.reader.seq == 1
 
     def test_a_copy_of_its_own(self, new_pair: NewPair) -> None:
         pair = new_pair()

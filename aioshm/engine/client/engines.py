@@ -14,12 +14,11 @@ from aioshm.engine.protocol.balance import LoadBalancer
 from aioshm.engine.protocol.messages import EngineCoreRequestType, EnvelopeDecoder, decode_single
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.errors import EngineDead
-from aioshm.process.guard import built
 
 MAX_REGISTRATION_BYTES = 1 << 20
 
 _ADD = EngineCoreRequestType.ADD.value
-_map: msgspec.msgpack.Decoder[dict[str, Any]] = built(lambda: msgspec.msgpack.Decoder(dict[str, Any]))
+_map: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 class Engines:

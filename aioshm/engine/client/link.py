@@ -34,7 +34,6 @@ from aioshm.errors import CodecError, EndClosed, EngineDead, RoleError
 from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
 from aioshm.process.background import notify
-from aioshm.process.guard import built
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -46,7 +45,7 @@ OnEngineDeath: TypeAlias = Literal["fail", "continue"]
 Resubmit: TypeAlias = Literal["unstarted"]
 
 _encode_plain = msgspec.msgpack.Encoder().encode
-_decode_counts = built(lambda: msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bool])).decode
+_decode_counts = msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bool]).decode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,6 @@ from aioshm.engine.protocol.addresses import (
 )
 from aioshm.engine.protocol.messages import decode_single
 from aioshm.errors import HandshakeError
-from aioshm.process.guard import built
 
 MAX_PAYLOAD_BYTES = 1 << 20
 """Of an engine's message, which is some hundred bytes."""
@@ -62,7 +61,7 @@ class _FromEngine(msgspec.Struct):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_map_decoder: msgspec.msgpack.Decoder[dict[str, Any]] = built(lambda: msgspec.msgpack.Decoder(dict[str, Any]))
+_map_decoder: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 class FrontEndHandshake:

@@ -9,7 +9,6 @@ import msgspec
 
 from aioshm.engine.protocol.addresses import MAX_INDEX
 from aioshm.engine.protocol.messages import decode_single
-from aioshm.process.guard import built
 
 MAX_MEMBERSHIP_BYTES = 16 << 20
 """Above what is said of all engines that there can be."""
@@ -51,8 +50,8 @@ class Progress(msgspec.Struct, array_like=True, frozen=True):
     busy: list[_Rank] = []  # the ranks of those that leave which have something of its to finish
 
 
-_membership = built(lambda: msgspec.msgpack.Decoder(Membership))
-_progress = built(lambda: msgspec.msgpack.Decoder(Progress))
+_membership = msgspec.msgpack.Decoder(Membership)
+_progress = msgspec.msgpack.Decoder(Progress)
 encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
 

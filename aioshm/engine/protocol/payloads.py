@@ -18,7 +18,6 @@ from msgspec.msgpack import Ext
 from aioshm.codec.buffers import is_loaded, own_copy
 from aioshm.codec.walk import count_values
 from aioshm.errors import CodecError, MessageTooLarge
-from aioshm.process.guard import built
 
 Frame: TypeAlias = "bytes | memoryview"
 
@@ -112,12 +111,8 @@ class PayloadDecoder:
     """
 
     def __init__(self, type: Any = None) -> None:  # noqa: A002  # the name that msgspec gives it
-        self._typed = built(
-            lambda: built(
-                lambda: msgspec.msgpack.Decoder(
-                    Any if type is None else type, ext_hook=self._arrive, dec_hook=self._rebuild_as
-                )
-            )
+        self._typed = msgspec.msgpack.Decoder(
+            Any if type is None else type, ext_hook=self._arrive, dec_hook=self._rebuild_as
         ).decode
         self._frames: Sequence[Frame] = ()
         self._taken: set[int] = set()

@@ -9,7 +9,6 @@ import msgspec
 
 from aioshm.engine.protocol.addresses import MAX_INDEX
 from aioshm.engine.protocol.messages import EngineCoreRequestType, SchedulerStats, StartWave, decode_single
-from aioshm.process.guard import built
 
 UNSUBSCRIBED = b"\x00"
 """What the end of a subscription to everything looks like to an XPUB socket."""
@@ -54,9 +53,9 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
     incarnation: int = 0  # the first of its incarnations whose keys are not void
 
 
-_report = built(lambda: msgspec.msgpack.Decoder(Report))
-_front_end = built(lambda: msgspec.msgpack.Decoder(tuple[Any, _Number]))
-decode_notice: Callable[[bytes], Notice] = built(lambda: msgspec.msgpack.Decoder(Notice)).decode
+_report = msgspec.msgpack.Decoder(Report)
+_front_end = msgspec.msgpack.Decoder(tuple[Any, _Number])
+decode_notice: Callable[[bytes], Notice] = msgspec.msgpack.Decoder(Notice).decode
 encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode  # a `Notice`, a `Published`
 
 

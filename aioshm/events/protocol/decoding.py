@@ -34,7 +34,6 @@ from aioshm.events.protocol.messages import (
     derived,
 )
 from aioshm.events.protocol.wire import Encoding
-from aioshm.process.guard import built
 
 # Default bound of a payload that a subscriber takes.
 MAX_PAYLOAD_BYTES = 1 << 24
@@ -67,7 +66,7 @@ _public: dict[type, type[KnownEvent]] = {}
 
 
 def _decoder(kind: Any) -> _Decoder:
-    return built(lambda: msgspec.msgpack.Decoder(kind))
+    return msgspec.msgpack.Decoder(kind)
 
 
 def _events(maps: bool, replaced: dict[str, tuple[Any, Any]]) -> Any:

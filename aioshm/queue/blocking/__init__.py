@@ -1,5 +1,5 @@
 """The same queue for plain threads: every call blocks instead of being awaited."""
 
-from aioshm.queue.blocking.face import MessageQueue
+from aioshm.queue.blocking.queue import MessageQueue
 
 __all__ = ["MessageQueue"]

@@ -2,103 +2,223 @@
 
 from __future__ import annotations
 
-import dis
-import sys
+import threading
+import weakref
+from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import FrameType, TracebackType
-from typing import Any, Protocol
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from threading import get_ident
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
 
-_BEFORE_WITH = dis.opmap.get("BEFORE_WITH", -1)
-
-
-class Owner(Protocol):
-    """The end, as its blocks use it."""
-
-    def enter_block(self, block: Block) -> None:
-        """Wait for the slot; sets what the block shows."""
-
-    def undo_block(self, block: Block) -> None:
-        """Leave a block that was never entered."""
-
-    def leave_block(self, block: Block, *error: Any) -> bool | None:
-        """Leave the block. Does nothing once done."""
+from aioshm.errors import QueueClosed
+from aioshm.process.loop_thread import turn
+from aioshm.queue.blocking.end import BlockingEnd, deadline_of
+from aioshm.queue.encoded import body_of
+from aioshm.queue.ends.leasing import ReadBlock
+from aioshm.queue.local.leases import VIEW_BYTES
+from aioshm.ring.reader_core import ReaderCore
 
 
 class Block(AbstractContextManager[Any]):
-    """One block. What a signal's handler raises on the way in or out leaves no slot behind.
+    """One block. It has the end's turn until it is left, or dropped: then a handler has raised around ``with``.
 
-    Python calls ``__enter__`` and ``__exit__`` without looking for signals on the way back, so one that returns has
-    been entered. On the way to ``__exit__`` it does look: `gone` finds out that this will not be called any more.
+    The background loop enters and leaves the end's own block, so that no signal handler comes in the middle of that.
 
-    Attributes:
-        open_block: Waits for the slot.
-        value: What ``as`` gets, until that has it.
-        opened: The block of the end that has the slot; None while there is none.
-        undone: Whether it was never entered: what it was to show is to stay where it is.
-        lost: Whether nobody will leave it.
-        frame: That of the ``with`` statement; None where it is entered in another way.
+    Args:
+        end: The end.
+        timeout: For the wait for the slot.
     """
 
-    def __init__(self, owner: Owner, open_block: Callable[[], Any]) -> None:
-        self._owner = owner
-        self.open_block = open_block
-        self.value: Any = None
-        self.opened: Any = None
-        self.undone: bool = False
-        self.lost: bool = False
-        self.frame: FrameType | None = None
-        self._at = -1
+    def __init__(self, end: BlockingEnd, timeout: float | None) -> None:
+        self._end = end
+        self._timeout = timeout
+        self._value: Any = None
 
     def __enter__(self) -> Any:
-        self.frame = frame = sys._getframe(1)
-        self._at = frame.f_lasti
+        end = self._end
+        deadline = deadline_of(self._timeout)
+        end.begin(deadline)
+        entered = False
         try:
-            self._owner.enter_block(self)
-        except BaseException:
-            # First, and without a call: where the next handler raises in the one below, the next call of the end does
-            # what is left to do.
-            self.lost = self.undone = True
-            if self.opened is not None:
-                self._owner.undo_block(self)
-            self.value = None
-            raise
+            end.block = weakref.ref(self, end.block_dropped)
+            self._enter(deadline)
+            entered = True
+        finally:  # without a call, until the turn is over
+            if not entered:
+                end.undelivered[:0] = end.taken
+                if end.inner is not None:
+                    end.left += [(end.inner, self._value, True)]
+                    end.inner = None
+                self._value = None
+                end.drop_block()
         # The value keeps no name here: a lease would take that for a holder.
-        value, self.value = self.value, None
+        value, self._value = self._value, None
+        if end.taken:
+            end.taken[0] = None
         return value
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
+        end = self._end
+        if end.block is None or end.block() is not self:
+            return
+
+        async def leave() -> None:
+            inner, end.inner = end.inner, None
+            await inner.__aexit__(exc_type, exc, traceback)
+
         try:
-            return self._owner.leave_block(self, exc_type, exc, traceback)
-        except BaseException:
-            self.lost = True
-            if self.opened is not None:  # interrupted before it had begun
-                self._owner.leave_block(self, exc_type, exc, traceback)
-            raise
+            if end.inner is not None:
+                end.run(leave)
+        finally:
+            end.drop_block()
 
-    def gone(self) -> bool:
-        """Return whether the ``with`` statement has ended, though nobody was told: something was raised on the way."""
-        frame, at = self.frame, self._at
-        if self.lost or frame is None or at < 0 or frame.f_code.co_code[at] != _BEFORE_WITH:
-            return self.lost  # where it was entered in another way, nobody knows
-        inside, here = _handler(frame, at + 2), _handler(frame, frame.f_lasti)
-        return inside is not None and inside not in _handlers_around(frame, here)
+    @abstractmethod
+    def _enter(self, deadline: float | None) -> None:
+        """Wait for the slot; sets ``_value``, and ``inner`` or ``taken`` of the end."""
 
 
-def _handler(frame: FrameType, at: int) -> int | None:
-    """Return where an instruction's exceptions are handled."""
-    for entry in dis._parse_exception_table(frame.f_code):  # type: ignore[attr-defined]
-        if entry.start <= at < entry.end:
-            return int(entry.target)
-    return None
+class WriteBlock(Block):
+    """A block of `acquire_write`, or a loan.
+
+    Args:
+        end: The end.
+        make: Makes the end's own block, whose timeout is the rest of this one's.
+        timeout: For the wait for room.
+    """
+
+    def __init__(
+        self,
+        end: BlockingEnd,
+        make: Callable[[float | None], AbstractAsyncContextManager[Any]],
+        timeout: float | None,
+    ) -> None:
+        super().__init__(end, timeout)
+        self._make = make
+
+    def _enter(self, deadline: float | None) -> None:
+        async def enter() -> None:
+            inner = self._make(None if deadline is None else max(0.0, deadline - monotonic()))
+            self._value = await inner.__aenter__()
+            self._end.inner = inner
+
+        self._end.run(enter)
 
 
-def _handlers_around(frame: FrameType, target: int | None) -> set[int]:
-    """Return the handlers around a place, from the innermost outwards."""
-    found: set[int] = set()
-    while target is not None and target not in found:
-        found.add(target)
-        target = _handler(frame, target)
-    return found
+class LeaseBlock(Block):
+    """A block of `lease` or `acquire_read`.
+
+    Args:
+        end: The end.
+        timeout, cancel, indefinite: For the wait for the message.
+        decoded: Whether this is a lease.
+    """
+
+    def __init__(
+        self,
+        end: BlockingEnd,
+        timeout: float | None,
+        cancel: threading.Event | None,
+        indefinite: bool,
+        *,
+        decoded: bool,
+    ) -> None:
+        super().__init__(end, timeout)
+        deadline_of(timeout, cancel, indefinite)
+        self._cancel = cancel
+        self._indefinite = indefinite
+        self._decoded = decoded
+
+    def _enter(self, deadline: float | None) -> None:
+        end = self._end
+        while end.inner is None:
+            if end.undelivered:
+                pass
+            elif not end.gate.ready or end.reader.has_news or end.failure is not None:
+                end.receive_once(deadline, self._cancel, self._indefinite, 0)
+            elif end.reader.source.ring is None or not self._wait_for_small(deadline):
+                end.run_cancellable(lambda event: self._enter_on_loop(deadline, event), self._cancel)
+            if end.undelivered:
+                end.taken = end.undelivered[:1]
+                del end.undelivered[:1]
+                break
+        if end.taken:
+            end.gate.in_line = 1  # as while any block is open
+            end.gate.core.open = False
+            value = end.taken[0]
+            self._value = value if self._decoded else body_of(end.reader.encode(value))
+
+    def _wait_for_small(self, deadline: float | None) -> bool:
+        """Wait for a message; take it as `dequeue` does if that costs less than a view; return False if it does not."""
+        end = self._end
+        if not end.wait_for_message(deadline, self._cancel, self._indefinite):
+            return True  # the writer is gone, and another one awaited
+        core, ring = end.gate.core, end.reader.source.ring
+        if not self._decoded or type(core) is not ReaderCore or ring is None:
+            return False
+        me = get_ident()
+        try:
+            turn.take(me)
+            small = ring.slots.size(ring.slots.begin(core.seq % len(ring.slots))) < VIEW_BYTES
+        finally:
+            if turn.user == me:
+                turn.user = turn.heir
+            if turn.waiting:
+                turn.wake()
+        return small and end.take(1)
+
+    async def _enter_on_loop(self, deadline: float | None, cancel: Any) -> None:
+        left = None if deadline is None else max(0.0, deadline - monotonic())
+        inner = ReadBlock(self._end.reader, left, cancel, self._indefinite, decoded=self._decoded)
+        self._value = await inner.__aenter__()
+        self._end.inner = inner
+
+
+class EachLeased:
+    """Leases messages one after the other, until the writer closes.
+
+    Args:
+        lend: Returns the block of the next lease.
+    """
+
+    def __init__(self, lend: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._lend = lend
+        self._block: AbstractContextManager[Any] | None = None
+        self._leasing = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        self._begin()
+        try:
+            self._leave()
+            block = self._lend()
+            message = block.__enter__()
+            self._block = block
+            return message
+        except QueueClosed:
+            raise StopIteration from None
+        finally:
+            self._leasing = False
+
+    def close(self) -> None:
+        """End the lease of the latest message."""
+        self._begin()
+        try:
+            self._leave()
+        finally:
+            self._leasing = False
+
+    def _begin(self) -> None:
+        if self._leasing:
+            raise RuntimeError("the next message is being leased already")
+        self._leasing = True
+
+    def _leave(self) -> None:
+        block, self._block = self._block, None
+        if block is not None:
+            block.__exit__(None, None, None)

@@ -40,6 +40,9 @@ class Inside(Protocol):
 class Whole(Inside, Protocol):
     """The end as a whole."""
 
+    def wake_peers(self) -> None:
+        """Wake the other ends that are parked and can go on; may be interrupted, and then has to be called again."""
+
     def lingers(self) -> bool:
         """Return whether `linger` has something to wait for."""
 
@@ -153,6 +156,9 @@ class ClosingOrder:
 
     def discard(self) -> None:
         """Close an end that nobody has used, outside of any loop."""
+        if self._inherited:
+            self.begun = True
+            return
         self._begin()
         self._part()
         self.dismantle_unless_used()

@@ -11,9 +11,6 @@ class Core(Protocol):
     """The part of a ring's core that a gate opens and shuts; see ``ring/reference.py`` for what each name means."""
 
     open: bool
-    user: int
-    owes: bool
-    quiet: bool
     turn: int
     turn_ends_ns: int
     published_ns: int
@@ -37,8 +34,7 @@ class NoRing:
 
     def __init__(self) -> None:
         self.open = False
-        self.user: int = 0
-        self.owes = self.quiet = self.spin_yields = False
+        self.spin_yields: bool = False
         self.turn = self.turn_ends_ns = self.published_ns = self.spin_ns = self.spins = self.hits = self.spun_ns = 0
         self.copied: int = 0
         self.garbled: int = 0
@@ -53,7 +49,7 @@ class NoRing:
 
     def belong(self, runs: Callable[[], object] | None, /) -> None:
         """Belong to this thread, while ``runs()`` is true; None: to whichever uses it."""
-        self._thread = self.user = get_ident()
+        self._thread = get_ident()
         self._runs = runs
 
     def spin(self, _budget_ns: int, /) -> bool:

@@ -7,6 +7,7 @@ healthy and nobody waits in line. Whatever is wrong shuts it, and the slow path 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,13 +36,8 @@ TURN_NS = 1_000_000
 SHORT_TURN_MESSAGES = 16
 """The same where a reader that attaches waits for the loop."""
 
-BLOCKING_TURN_MESSAGES = 1024
-BLOCKING_TURN_NS = 10_000_000
-"""The same for an end whose loop has nobody else to serve."""
-
-LOCAL_TURN_NS = 250_000_000
-"""The same where that loop has no network either, and only tells what became of other ends: between messages that are
-milliseconds apart, running it takes as long as all the rest of sending one."""
+NO_TURNS = 1 << 62
+"""The same for an end whose calls block: the background loop has its turn between any two of them."""
 
 
 class Gate:
@@ -50,30 +46,32 @@ class Gate:
     Args:
         what: Names the end, for people: "writer", "local reader".
         options: The end's.
-        networked: Whether its loop has a network to serve, too.
 
     Attributes:
         name: The queue's name, for messages.
         options: The end's.
         core: What the hot calls pass.
         loop: Whose the end is; None until it is first awaited.
-        blocks: Whether its loop runs only while a call waits.
+        blocks: Whether threads use the end, which belongs to the background loop; each has the process' turn.
+        owed: Of an end whose calls block: not empty where another end sleeps though it can go on; see `pay`.
         in_line: How many calls have entered, or wait to.
         ready: Whether every end of the queue is there.
         refusal: Makes the error that every call raises, if any.
-        networked: Whether its loop has a network to serve, too.
         poller: What a call waits with, once the other ends are known.
         shut_while: Keeps the fast path shut while it is true, if there is such a thing.
         on_interrupt: Is told, too, that every waiting call is to look again.
+        watcher: Called whenever a waiting call would look again; a merge's.
         rates: Of what the end sends or receives.
     """
 
-    def __init__(self, what: str, options: Options, *, networked: bool) -> None:
+    def __init__(self, what: str, options: Options) -> None:
         self.name = ""
         self.options = options
         self.core: Core = NoRing()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.blocks: bool = False
+        self.owed: list[None] = []
+        self.owe: Callable[[], None] = functools.partial(self.owed.append, None)
         self.ready: bool = False
         self.refusal: Callable[[], AioshmError] | None = None
         self.in_line: int = 0
@@ -84,18 +82,18 @@ class Gate:
         self.shut_while: Callable[[], object] | None = None
         self.on_interrupt: Callable[[], object] | None = None
         self._what = what
-        self.networked = networked
         self._closing = ClosingOrder(self)
         self._thread = -1
         self._loop_runs: Callable[[], bool] = bool  # False, until there is a loop
         self._line = Line()
         self._holder: object = None  # whose block has a slot
-        self._watcher: Callable[[], None] | None = None
+        self.watcher: Callable[[], object] | None = None
         self._news: asyncio.Future[None] | None = None
         self.rates: Rates = Rates(monotonic())
 
     def enclose(self, inside: Whole) -> None:
         """Take over the closing of an end, which is complete by now."""
+        self._inside = inside
         self._closing.enclose(inside)
 
     # Whose the end is
@@ -105,8 +103,7 @@ class Gate:
         loop = asyncio.get_running_loop()
         if self.loop is None and self.refusal is None:
             self.loop, self._thread = loop, get_ident()
-            if not self.blocks:
-                self._loop_runs = loop.is_running
+            self._loop_runs = loop.is_running
             self.use(self.core)
         self.check_usable()
         return loop
@@ -132,14 +129,23 @@ class Gate:
         self.shut_while = shut_while
 
     def block(self) -> None:
-        """Belong to threads, one at a time, whose loop runs only while a call waits; said before anything else."""
+        """Be used by threads, one at a time; called before anything else.
+
+        A core's wake-up must not run Python code in such a thread: what a handler raises there would be lost.
+        """
         self.blocks = True
-        self._loop_runs = _always
+        self.core.belong(None)
+
+    def pay(self) -> None:
+        """Wake the other ends that sleep though they can go on; may be interrupted, and then has to be called again."""
+        if self.owed:
+            self._inside.wake_peers()
+            self.owed.clear()
 
     @property
     def on_its_thread(self) -> bool:
-        """Whether this is the thread whose loop the end belongs to; any, where calls block."""
-        return self.blocks or get_ident() == self._thread
+        """Whether this is the thread whose loop the end belongs to."""
+        return get_ident() == self._thread
 
     def check_refusal(self) -> None:
         """Raise whatever forbids using the end at all."""
@@ -189,17 +195,17 @@ class Gate:
     def new_turn(self, now_ns: int = 0) -> None:
         """Count from here, or from a time: the other tasks of the loop have just had theirs."""
         core = self.core
-        if self.blocks:  # the loop only has to learn now and then what became of the others
-            core.turn, turn_ns = BLOCKING_TURN_MESSAGES, BLOCKING_TURN_NS if self.networked else LOCAL_TURN_NS
-        else:
-            core.turn, turn_ns = TURN_MESSAGES, TURN_NS
-        if self._hurried:
-            self._hurried = False
-            core.turn = SHORT_TURN_MESSAGES
-        core.turn_ends_ns = (now_ns or monotonic_ns()) + turn_ns
+        if self.blocks:
+            core.turn = core.turn_ends_ns = NO_TURNS
+            return
+        core.turn = SHORT_TURN_MESSAGES if self._hurried else TURN_MESSAGES
+        self._hurried = False
+        core.turn_ends_ns = (now_ns or monotonic_ns()) + TURN_NS
 
     def hurry(self) -> None:
         """Let the loop have its next turn soon: a task that never has to wait yields after a few more messages."""
+        if self.blocks:
+            return
         self._hurried = True
         self.core.turn = min(self.core.turn, SHORT_TURN_MESSAGES)
 
@@ -257,12 +263,8 @@ class Gate:
 
     @property
     def waits(self) -> bool:
-        """Whether a call has entered, or is about to, and no block has a slot; asked on the loop.
-
-        The loop of an end whose calls block runs in calls only.
-        """
-        called = self.blocks or self.in_line + self._yielding > 0
-        return called and self._holder is None
+        """Whether a call has entered, or is about to, and no block has a slot; asked on the loop."""
+        return self.in_line + self._yielding > 0 and self._holder is None
 
     def leave(self) -> None:
         """End this task's turn."""
@@ -276,21 +278,19 @@ class Gate:
         Raises:
             RoleError: Another merge watches.
         """
-        if self._watcher is not None:
+        if self.watcher is not None:
             raise RoleError(f"{self!r}: another merge is waiting for it")
-        self._watcher = watcher
+        self.watcher = watcher
 
     def unwatch(self) -> None:
         """Call back no more."""
-        self._watcher = None
+        self.watcher = None
 
     def _caller(self) -> object:
-        """Return what cannot wait for itself: a reference to the task; where calls block, all are one thread's.
+        """Return what cannot wait for itself: a reference to the task.
 
         A weak reference: a lease may end by nobody referring to its task, which refers to the lease, any more.
         """
-        if self.blocks:
-            return True
         task = asyncio.current_task()
         return None if task is None else weakref.ref(task)
 
@@ -302,24 +302,27 @@ class Gate:
             self._closing.dismantle_unless_used()
         else:
             self.reopen()
-        if self._watcher is not None:
-            self._watcher()
+        if self.watcher is not None:
+            self.watcher()
 
     # Waiting
 
     def new_poller(self, cursor: RingWriter | RingReader, others: Sequence[int], bell: Bell | None) -> None:
         """Make what calls wait with; the arguments are those of `waiting.new_poller`."""
         assert self.loop is not None
-        self.poller = new_poller(self, self.loop, self.options, cursor, others, self.core.spin, bell)
-        self.core.spin_yields = self.poller.crowded
+        pay = self.pay if self.blocks else None
+        self.poller = new_poller(self.loop, self.options, cursor, others, self.core.spin, bell, pay)
+        self.core.spin_yields = self.poller.crowded and not self.blocks
+        if self.blocks:
+            self.new_turn()
         self._gives_way = cursor.gives_way
 
     def wake(self) -> None:
         """Let a call that waits for messages, or for slots, look again."""
         if self.poller is not None:
             self.poller.wake()
-        if self._watcher is not None:
-            self._watcher()
+        if self.watcher is not None:
+            self.watcher()
 
     def news(self) -> asyncio.Future[None]:
         """Return what is done at the next `interrupt`."""
@@ -433,7 +436,3 @@ class Gate:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "ready" if self.ready else "not ready"
         return f"<{self._what} of queue {self.name}, {state}>"
-
-
-def _always() -> bool:
-    return True

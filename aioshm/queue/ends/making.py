@@ -70,7 +70,7 @@ def writing_end(
     extra = extra_ranks((*local, *remote), options.max_readers, own_rank)
     places = (*local, *extra), frozenset(extra)
     far = (*remote, *extra) if remote or (extra and connect_ip is not None) else ()
-    gate = Gate("writer", options, networked=bool(far))
+    gate = Gate("writer", options)
     if not far:
         if identity is not None:
             raise ValueError("identity is for remote readers, and there are none: leave it out, or say name=")
@@ -157,8 +157,8 @@ class ReaderArguments:
         slow = self.slow
         slow = handle.options.slow_reader if slow is None else check_slow("slow", slow, handle.options.overflow)
         gate.options = handle.options if self.options is None else self.options
-        remote, gate.networked = handle.remote, self.is_remote(handle)
-        if remote is not None and gate.networked:
+        remote = handle.remote
+        if remote is not None and self.is_remote(handle):
             with naming_limits("a reader"):  # as above
                 from aioshm.queue.remote.source import NetworkSource
 
@@ -183,7 +183,7 @@ def reading_end(handle: Handle | str | bytes, reader: ReaderArguments, *, reconn
     far = reader.is_remote(handle)
     if check_bool("reconnect", reconnect):
         _check_may_reconnect(handle, far)
-    gate = Gate("remote reader" if far else "local reader", handle.options, networked=far)
+    gate = Gate("remote reader" if far else "local reader", handle.options)
     gate.name = handle.label
     source, own_codec = reader.connect(gate, handle, patient=reconnect)
     following = None
@@ -209,7 +209,7 @@ def named_end(name: str, reader: ReaderArguments, *, timeout: float | None, reco
     patience = check_timeout("timeout", timeout)
     check_bool("reconnect", reconnect)
     options = Options.from_env() if reader.options is None else reader.options
-    gate = Gate("reader", options, networked=False)
+    gate = Gate("reader", options)
     gate.name = name
     connect = functools.partial(reader.connect, gate)
     writers = NamedWriters(name, options.runtime_dir)

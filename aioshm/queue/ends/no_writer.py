@@ -163,7 +163,7 @@ class NoWriter:
     def other_ends(self) -> list[int]:
         return []
 
-    def tell_parked(self) -> None: ...
+    def wake_writer(self) -> None: ...
 
     # Closing
 

@@ -24,7 +24,6 @@ from aioshm.queue.tracing import TraceContext, unpack_trace
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, Calls
 from aioshm.ring.layout import TRAIL
 from aioshm.ring.reader_core import ReaderCore
-from aioshm.wait.blocking import BlockingPoller
 from aioshm.wait.line import settle
 from aioshm.wait.stall import Stall
 
@@ -43,9 +42,7 @@ class ReadingEnd:
     Attributes:
         gate, source, handle, rank: As above.
         receive: What is `Source.receive`, once a call has found the end ready.
-        linger_ns: How long a blocking call that finds nothing should go on looking before it waits.
         calls: What callers of the awaited face call; asks the ring's core first, once a call has found the end ready.
-        leaves: Whether the call that waits leaves the loop when a message is due (see `WindowBegins`).
     """
 
     def __init__(
@@ -69,8 +66,6 @@ class ReadingEnd:
         self.receive: Callable[[], Any] = _nothing
         self.calls: Calls = Calls(self.dequeue, self.receive_or_wait, self.fail)
         self._iterating = Calls(_next_of(self.dequeue), _next_of(self.receive_or_wait), self.fail)
-        self.linger_ns: int = 0
-        self.leaves: bool = False
         self._stall: Stall | None = None
         self._stalled_at = -1
         gate.enclose(self)
@@ -78,7 +73,7 @@ class ReadingEnd:
     def _use(self, source: Source, handle: Handle | None, codec: Codec | None) -> None:
         """Receive from another source from now on."""
         self.source, self.handle, self._codec = source, handle, codec
-        self.receive, self.linger_ns, self._stall = _nothing, 0, None
+        self.receive, self._stall = _nothing, None
         self.calls.core = self._iterating.core = None
 
     # Attaching
@@ -297,23 +292,26 @@ class ReadingEnd:
 
     async def next(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
         """Wait for the next message, and leave it where it is."""
+        while not await self.next_of_writer(deadline, cancel, indefinite):
+            await self.wait_until_ready(deadline, cancel)
+
+    async def next_of_writer(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> bool:
+        """Wait as `next`; return False if the writer is gone, and another one awaited. Waits for the poller only."""
         gate = self.gate
         while True:
             gate.check_usable()
-            if not gate.ready:  # the writer is gone, and another one awaited
-                await self.wait_until_ready(deadline, cancel)
+            if not gate.ready:
+                return False
             source, poller, core = self.source, gate.poller, gate.core
             assert poller is not None
             gone = source.gone  # before looking: what was published before the writer went is then seen
             if source.look():
-                return
+                return True
             if gone is not None:
                 self.go_on_after(gone())
                 continue
             progress = source.progress
             stall = None if indefinite else self._stall_of_reading(progress)
-            if isinstance(poller, BlockingPoller):
-                poller.leaves = self.leaves
             there = False
             try:
                 if await poller.wait(
@@ -323,13 +321,13 @@ class ReadingEnd:
                 # Not by way of the loop's beginning: after a wait that code is cold, which single messages feel.
                 there = gate.refusal is None and gate.ready and self.source.look()
                 if there:
-                    return
+                    return True
             except TimeoutError:
                 raise TimeoutError(f"{gate!r}: message {progress} did not come in time") from None
             finally:
                 if stall is not None and not there:
                     stall.pause()
-                core.spin_ns, self.linger_ns = poller.inline_spin_ns, poller.linger_ns
+                core.spin_ns = poller.inline_spin_ns
 
     async def rest(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
         """Wait for the rest of the next message, or for any other news."""
@@ -352,8 +350,10 @@ class ReadingEnd:
             CodecError: The ring's core could not decode a message; it mostly does that with the codec's bare function.
             AioshmError: The network's source has said itself what is wrong.
         """
-        if self.source.ring is None or isinstance(error, CodecError):
+        ring = self.source.ring
+        if ring is None or isinstance(error, CodecError) or not ring.core.damaged:
             raise error
+        ring.core.damaged = False
         raise cannot_decode(error, self.codec_name) from error
 
     # Reporting
@@ -399,9 +399,13 @@ class ReadingEnd:
         assert self._codec is not None
         return self._codec.encode(obj)
 
-    def tell_parked(self) -> None:
+    def block(self) -> None:
+        """Be used by threads; see `Gate.block`."""
+        self.gate.block()
+
+    def wake_peers(self) -> None:
         """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""
-        self.source.tell_parked()
+        self.source.wake_writer()
 
     def stats(self) -> QueueStats:
         """Return what this end has done so far, while everything is there."""

@@ -97,13 +97,17 @@ class Sender:
         self._current_trace = current_trace() if gate.options.trace_context else None
         if self._current_trace is not None:  # the core asks for no context itself, but encodes each message
             self.encode = _tracing(self.encode, weakref.WeakMethod(self._note_trace))
-        as_it_is = isinstance(codec, RawCodec) and has_readers and self._current_trace is None
-        core.bind(self.encode, plain(codec.code), as_it_is, ring.wake_readers)
+        self._as_it_is = isinstance(codec, RawCodec) and has_readers and self._current_trace is None
+        self.bind(ring.wake_readers)
         if network is None:
             core.bind_beside(
                 _filling(codec.code, ring.ring.slots), functools.partial(_checked_size, self._max_message_bytes)
             )
         self.send: Callable[[Any], Any] = core.send if network is None else functools.partial(self._send, network)
+
+    def bind(self, on_parked: Callable[[], object]) -> None:
+        """Let the core encode, and call back when it has sent and a reader sleeps."""
+        self._core.bind(self.encode, plain(self._code), self._as_it_is, on_parked)
 
     def _send(self, network: RemoteReaders, obj: Any) -> Any:
         if not self._core.passes():

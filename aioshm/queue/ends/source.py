@@ -151,5 +151,5 @@ class Source(Inside, Protocol):
     def other_ends(self) -> list[int]:
         """Return the process of each other end that this one shares CPUs with, 0 where that is not known."""
 
-    def tell_parked(self) -> None:
+    def wake_writer(self) -> None:
         """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""

@@ -4,80 +4,62 @@ from __future__ import annotations
 
 import asyncio
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Protocol
 
 from aioshm.config import Options, check_bool, check_timeout, shown
 from aioshm.lifeline.bell import Bell
 from aioshm.ring import RingReader, RingWriter
-from aioshm.wait.blocking import BlockingLoop, BlockingPoller
 from aioshm.wait.cpus import usable_cpus
 from aioshm.wait.poller import Poller
 from aioshm.wait.predictor import Predictor
-
-
-class _Owner(Protocol):
-    """What a poller waits for: anything that is hashed by identity, and lives as long as its poller is needed."""
-
-
-_others: weakref.WeakKeyDictionary[_Owner, set[int]] = weakref.WeakKeyDictionary()
-"""The processes at the other ends of this process' queues, of those whose calls block."""
+from aioshm.wait.threads import ThreadPoller
 
 
 def new_poller(
-    owner: _Owner,
     loop: asyncio.AbstractEventLoop,
     options: Options,
     cursor: RingWriter | RingReader,
     others: Sequence[int],
     spin: Callable[[int], bool],
     bell: Bell | None,
+    pay: Callable[[], object] | None,
 ) -> Poller:
     """Make what an end of a ring waits with, now that the other ends are known.
 
     Args:
-        owner: Lives as long as the end.
         loop: The end's.
         options: The end's.
         cursor: Its cursor.
         others: The process of each other end that it has to do with, 0 where that is not known.
         spin: As for `Poller`.
-        bell: What they wake it by, if it is that.
+        bell: The eventfd that they wake it by, if there is one.
+        pay: `Gate.pay`, for an end whose calls block; else None.
     """
     told = cursor.costs if isinstance(cursor, RingReader) else None
     tell = cursor.set_costs if isinstance(cursor, RingWriter) else None
-    if not isinstance(loop, BlockingLoop):
-        predictor, bells = predictor_among(others, options), () if bell is None else (bell,)
-        return Poller(loop, cursor.parked, predictor, options.wait, spin, told, tell, bells, crowded=predictor.crowded)
-    # Its spins are for an answer, whichever end that comes to: every other end that is under way needs a CPU too.
-    _others[owner] = {pid for pid in others if pid > 0}
-    # By references: other threads add ends meanwhile, which would end an iteration over the values with an error.
-    owners = [owner for reference in _others.keyrefs() if (owner := reference()) is not None]
-    processes = {*others}.union(*(_others.get(owner, ()) for owner in owners))
-    predictor = predictor_among(others, options, ends=1 + len(processes), yields=True)
-    return BlockingPoller(
-        loop, cursor.parked, predictor, options.wait, spin, bell, crowded=predictor.crowded, told=told, tell=tell
-    )
+    if pay is None:
+        predictor = predictor_among(others, options)
+        return Poller(loop, cursor.parked, predictor, options.wait, spin, told, tell, crowded=predictor.crowded)
+    predictor, bells = predictor_among(others, options, yields=True), () if bell is None else (bell,)
+    if bell is not None:
+        loop.remove_reader(bell.fd)  # the thread that waits polls it
+    return ThreadPoller(loop, cursor.parked, predictor, options.wait, spin, bells, pay, told, tell)
 
 
-def predictor_among(
-    others: Sequence[int], options: Options, *, ends: int | None = None, yields: bool = False
-) -> Predictor:
+def predictor_among(others: Sequence[int], options: Options, *, yields: bool = False) -> Predictor:
     """Return what decides how an end waits for others.
 
     Args:
         others: The process of each, 0 where that is not known.
         options: The end's.
-        ends: How many want a CPU, this end included; None: this end and the others.
         yields: Whether it hands its CPU on while it spins.
     """
     # Ends of one process hand over to each other through its event loop, or its GIL: spinning would keep both.
     apart, cpus = _apart(others), _cpus_of(others)
     return Predictor(
         may_spin=apart and cpus > 1,
-        crowded=apart and (1 + len(others) if ends is None else ends) > cpus,
+        crowded=apart and 1 + len(others) > cpus,
         yields=yields,
         crowd=0 if yields else 1 + len(others),
         max_spin_cpu=options.max_spin_cpu,

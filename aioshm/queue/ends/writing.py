@@ -114,7 +114,7 @@ class WritingEnd:
             connect_ip=self._connect_ip,
             remote=None if self.network is None else self.network.address,
             options=self.gate.options,
-            answers="in calls" if self.gate.blocks else "always",
+            answers="by a thread" if self.gate.blocks else "always",
             name=self._name,
         )
 
@@ -262,17 +262,41 @@ class WritingEnd:
         if message is False:
             await self.prepare(deadline)
             message = self._sender.encode(obj)
+        await self.send_one(message, deadline)
+
+    async def send_one(self, message: Encoded, deadline: float | None) -> None:
+        """Send an encoded object, of an end that is ready."""
         core = self.gate.core
         if not (core.open and self._sender.put(message)):
             await self._put_waiting([message], deadline)
 
+    async def wait_for_room(self, message: Encoded, deadline: float | None) -> bool:
+        """Wait for room in the ring, or for news; return False if there is room. Waits for the poller only."""
+        need = self._sender.need([message])
+        if self._sender.has_room([message], need):
+            return False
+        await self._sender.wait_for_room([message], need, deadline)
+        return True
+
+    def block(self) -> None:
+        """Be used by threads; see `Gate.block`."""
+        self.gate.block()
+        self._sender.bind(self.gate.owe)
+
+    def encode(self, obj: Any) -> Encoded:
+        """Encode an object that is to be sent."""
+        return self._sender.encode(obj)
+
     async def enqueue_many(self, objs: Iterable[Any], timeout: float | None) -> None:
         """Send objects, as `aioshm.MessageQueue.enqueue_many`."""
         deadline = deadline_after(timeout)
-        sender, core = self._sender, self.gate.core
-        if not core.passes():
+        if not self.gate.core.passes():
             await self.prepare(deadline)
-        messages = list(map(sender.encode, objs))
+        await self.send_many(list(map(self._sender.encode, objs)), deadline)
+
+    async def send_many(self, messages: list[Encoded], deadline: float | None) -> None:
+        """Send encoded objects, of an end that is ready."""
+        sender, core = self._sender, self.gate.core
         need = sender.need(messages)
         parts = sender.parts(messages, need)
         if core.passes() and len(parts) == 1 and sender.has_room(messages, need):
@@ -283,10 +307,21 @@ class WritingEnd:
 
     def enqueue_nowait(self, obj: Any) -> None:
         """Send an object now, as `aioshm.MessageQueue.enqueue_nowait`."""
+        self.check_sending()
+        self.send_now(self._sender.encode(obj))
+
+    def check_sending(self) -> None:
+        """Raise whatever forbids to send an object now."""
         if self.gate.ready:
             self._check_usable()
         self.gate.check_ready()
-        message = self._sender.encode(obj)
+
+    def send_now(self, message: Encoded) -> None:
+        """Send an encoded object now, of an end that is ready.
+
+        Raises:
+            QueueFull: There is no room.
+        """
         if self.gate.in_line or not self._sender.put(message):
             raise QueueFull(f"{self.gate!r}: {self._sender.why_full(message)}")
 
@@ -337,7 +372,7 @@ class WritingEnd:
         finally:
             gate.leave()
 
-    def tell_parked(self) -> None:
+    def wake_peers(self) -> None:
         """Wake the readers that are parked and can go on; may be interrupted, and then has to be called again."""
         self.ring.wake_readers()
 

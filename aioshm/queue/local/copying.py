@@ -15,6 +15,7 @@ from aioshm.queue.local.overflow import OverflowReader
 from aioshm.ring import RingReader
 from aioshm.ring.atomics import ELSEWHERE
 from aioshm.ring.copying import CopyingCore
+from aioshm.ring.reader_core import ReaderCore
 
 
 class Copied:
@@ -46,6 +47,8 @@ class CopyingSlots:
         try:
             obj = self._core.take()
         except Exception as error:
+            if not was_damaged(self._core):
+                raise
             raise cannot_decode(error, self._codec.name) from error
         if obj is not ELSEWHERE:
             return obj
@@ -63,6 +66,8 @@ class CopyingSlots:
         try:
             return self._core.take_many(most)
         except Exception as error:
+            if not was_damaged(self._core):
+                raise
             raise cannot_decode(error, self._codec.name) from error
 
     def open_block(self, *, decoded: bool) -> CopiedBlock | None:
@@ -176,3 +181,9 @@ class CopiedBlock:
     def close(self, *, undo: bool) -> None:
         if not undo:
             self._slots.finished()
+
+
+def was_damaged(core: ReaderCore | CopyingCore) -> bool:
+    """Return, once, whether the core has finished with the message that it has just failed to decode."""
+    damaged, core.damaged = core.damaged, False
+    return damaged

@@ -23,7 +23,7 @@ from aioshm.codec.raw import RawCodec
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryError
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock, TakenMessage
-from aioshm.queue.local.copying import eviction
+from aioshm.queue.local.copying import eviction, was_damaged
 from aioshm.queue.local.leases import VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.local.waker import WriterWaker
@@ -60,7 +60,8 @@ class SlotReader:
         self._leases: Leases | None = None
         self._shown: tuple[int, int, int] | None = None  # chunk, slot and bytes of what a lease sees where it lies
         self.overflows: int = 0  # how many messages did not fit a chunk
-        self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), waker.slot_is_free)
+        on_parked = gate.owe if gate.blocks else waker.slot_is_free
+        self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), on_parked)
         self._core.bind_beside(self._decode_beside)
 
     def take(self) -> Any:
@@ -70,6 +71,8 @@ class SlotReader:
         except CodecError:
             raise
         except Exception as error:
+            if not was_damaged(self._core):
+                raise
             raise cannot_decode(error, self._codec.name) from error
         if obj is not NOTHING and obj is not ELSEWHERE:
             return obj
@@ -95,6 +98,8 @@ class SlotReader:
         try:
             return self._core.take_many(min(most, sys.maxsize))
         except Exception as error:
+            if not was_damaged(self._core):
+                raise
             raise cannot_decode(error, self._codec.name) from error
 
     def _decode_beside(self, begin: int) -> Any:

@@ -229,7 +229,7 @@ class RingSource:
     def traces(self, most: int) -> list[bytes]:
         return [] if self.attachment is None else self._cursor.core.traces(most)
 
-    def tell_parked(self) -> None:
+    def wake_writer(self) -> None:
         if self.waker is not None:
             self.waker.slot_is_free()
 
@@ -258,6 +258,10 @@ class RingSource:
             return "the writer does not answer: does its event loop run, in wait_until_ready()?"
         return "other readers are missing"
 
+    def _answers(self) -> bool:
+        lifeline = self._lifeline
+        return lifeline.silent_s is None and process_state(lifeline.writer_pid) not in SUSPECT_STATES
+
     def _findings(self) -> tuple[int, str]:
         """Return at which level to log what is known of the writer, and the words."""
         lifeline = self._lifeline
@@ -272,7 +276,8 @@ class RingSource:
         what, ring = "message", self._cursor
         if ring.ready():
             level, what = logging.WARNING, "the body of message"  # which was sent before
-        elif level < logging.WARNING and ring.writer_parked[0] and (others := ring.laggards()):
+        elif self._answers() and ring.writer_parked[0] and (others := ring.laggards()):
+            about = f"the writer (pid {self._lifeline.welcome.pid}) answers, and there is nothing to read"
             level, about = logging.WARNING, f"{about}, because the writer waits for {self._named(others)}"
         logger.log(
             level,

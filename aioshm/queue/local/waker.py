@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from aioshm.lifeline.dialer import Lifeline
+from aioshm.process.loop_thread import shared_loop
 from aioshm.queue.ends.gate import Gate
 from aioshm.ring import RingReader
 
@@ -31,16 +32,17 @@ class WriterWaker:
         seq = self._ring.core.seq
         if not self.pending:
             self.due = max(0, seq - 1 + self._ring.messages_wanted() // 2)
-            self._loop.call_soon(self.wake)
+            if self._gate.on_its_thread:
+                self._loop.call_soon(self.wake)
+            else:  # a thread has received the message
+                shared_loop().post(self.wake)
             self.pending = True  # last: a signal's handler may interrupt this
-            self._ring.core.due = self.due
         if seq >= self.due:
             self.wake()
 
     def wake(self) -> None:
         """Wake the writer if it can go on."""
-        self._ring.core.due = 0  # first: as above
-        self.pending = False
+        self.pending = False  # first: as above
         if not self.closed and not self._gate.dismantled and self._ring.writer_can_go_on():
             self._ring.writer_parked[0] = 0  # one ring is enough until it wakes
             try:

@@ -1,42 +1,45 @@
-"""One stream out of many queues whose calls block: round robin, and one sleep on what all of their loops watch."""
+"""One stream out of many queues whose calls block: round robin, and one sleep in the calling thread for all of them.
+
+While it sleeps, a merge has the turn of every reader. The background loop looks after attaching, deaths and messages
+that are not ordinary.
+"""
 
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf
-from selectors import EVENT_READ, EVENT_WRITE
+from itertools import repeat
+from threading import get_ident
 from time import monotonic
 from typing import Any, Self
 
 from aioshm.closing import Closing
 from aioshm.codec import T
 from aioshm.config import Options
-from aioshm.errors import (
-    AioshmError,
-    HandleError,
-    MessagesLost,
-    PeerDied,
-    QueueClosed,
-    QueueEmpty,
-    ReaderEvicted,
-    RoleError,
-)
-from aioshm.process.guard import Guard
-from aioshm.queue.blocking.face import MessageQueue
+from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerDied, QueueClosed, ReaderEvicted, RoleError
+from aioshm.process.loop_thread import shared_loop, turn
+from aioshm.process.turn import Turn
+from aioshm.queue.blocking.end import BlockingEnd
+from aioshm.queue.blocking.queue import MessageQueue
 from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.waiting import predictor_among
 from aioshm.queue.ends.writing import WritingEnd
-from aioshm.queue.merge.blocking_places import BlockingPlace
-from aioshm.queue.merge.places import check_rank, checked_reader, checked_readers
+from aioshm.queue.merge.places import SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
-from aioshm.ring.atomics import ELSEWHERE, NOTHING, memory_fence
+from aioshm.ring import RingReader
+from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.wait.predictor import Predictor
+from aioshm.wait.stall import Stall
+from aioshm.wait.threads import ThreadPoller
 
-LINGER_S = 100e-6
-"""How long a call looks again and again before it sleeps, if a message came within `HOT_S`."""
+TAKEN_S = 0.01
+"""How often to look after a reader that another thread uses."""
 
-HOT_S = 1e-3
-TAKEN_S = 0.01  # how often to look after a reader that another thread uses
+OTHERS_S = 0.1
+"""How often a thread looks whether there is anything for it while another one waits for all queues."""
+
+LOOK_EVERY = 256
+"""After so many messages, queues are looked after that had none."""
 
 
 def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -> Merged[T]:
@@ -57,7 +60,67 @@ def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -
     """
     check_errors(errors)
     ends = checked_readers(readers, MessageQueue, _KIND, _end_of)
-    return Merged([BlockingPlace(rank, readers[rank].held, end) for rank, end in ends.items()], errors)
+    return Merged([_Place(rank, readers[rank].held, end) for rank, end in ends.items()], errors)
+
+
+class _Place:
+    """One reader's place in the round.
+
+    Attributes:
+        rank: What its messages come with.
+        held: The reader's end, as threads use it.
+        reader: The same as the loop uses it.
+        late: Whether its next message has not arrived completely.
+        running: Whether the queue has not ended.
+    """
+
+    __slots__ = ("held", "late", "rank", "reader", "running")
+
+    def __init__(self, rank: int, held: BlockingEnd, reader: ReadingEnd) -> None:
+        self.rank = rank
+        self.held = held
+        self.reader = reader
+        self.late: bool = False
+        self.running: bool = True
+
+    @property
+    def ring(self) -> RingReader | None:
+        """The ring that it reads, if it reads one by now."""
+        return None if self.reader.gate.dismantled else self.reader.source.ring
+
+    def look(self) -> None:
+        """Receive a message that is there; called on the loop.
+
+        Raises:
+            AioshmError: There is something wrong with it, or with the queue.
+        """
+        reader, gate = self.reader, self.reader.gate
+        gate.check_refusal()
+        if not gate.ready:
+            reader.start_attaching()
+            gate.check_refusal()
+        news = reader.tell()
+        if news is not None:
+            raise news
+        source = reader.source
+        gone = source.gone  # before looking: what was published before the writer went is then seen
+        obj = reader.poll() if gate.ready else NOTHING
+        self.late = obj is ELSEWHERE
+        if obj is not NOTHING and not self.late:
+            self.held.undelivered.append(obj)
+        elif gone is not None:
+            error = source.lost() if self.late else gone()
+            self.late = False
+            reader.go_on_after(error)
+
+    # For the round
+
+    def reserve(self) -> bool:
+        """Return whether this thread has the reader's turn."""
+        return self.held.turn.user == get_ident()
+
+    def release(self) -> None:
+        """Do nothing: the merge has the turn until it wakes."""
 
 
 class Merged(Closing, Iterator[tuple[int, T | Any]]):
@@ -79,12 +142,19 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         failed: The errors of the queues that have ended with one, by rank.
     """
 
-    def __init__(self, places: Sequence[BlockingPlace], errors: Errors = "raise") -> None:
+    def __init__(self, places: Sequence[_Place], errors: Errors = "raise") -> None:
         self._raises = errors == "raise"
-        after_s = places[0].held.gate.options.stall_warning_s if places else Options().stall_warning_s
-        self._round = Round(places, after_s, monotonic())
+        self._options = places[0].reader.gate.options if places else Options()
+        self._round = Round(places, self._options.stall_warning_s, monotonic())
         self.failed: dict[int, AioshmError] = self._round.failed
-        self._latest = 0.0  # when a message was returned
+        self._shared = SharedSleep()
+        self._poller: ThreadPoller | None = None
+        self._slept_for: list[RingReader] = []  # what the poller was made for
+        self._turn = Turn(OTHERS_S)  # of the threads that wait
+        self._news = False  # whether anything has happened since the loop has looked
+        self._found: list[tuple[_Place, AioshmError]] = []  # errors to be told
+        self._budget = LOOK_EVERY
+        self._pid = os.getpid()
 
     # Changing what is merged
 
@@ -103,14 +173,13 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         """
         check_rank("rank must be an int", rank)
         end = checked_reader("reader", reader, MessageQueue, _KIND, _end_of)
-        self._round.add(BlockingPlace(rank, reader.held, end), monotonic())
+        self._round.add(_Place(rank, reader.held, end), monotonic())
         self._wake()
 
     def remove(self, rank: int) -> None:
         """Leave a queue out from now on, from any thread, also while one waits here.
 
-        Its reader stays open, and receives what was not received here: the message alone that another thread is just
-        being given comes still. The iteration ends if it was the last.
+        Its reader stays open, and receives what was not received here. The iteration ends if it was the last.
 
         Args:
             rank: That of the queue; one that has ended is forgotten, with its error.
@@ -118,9 +187,8 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         Raises:
             ValueError: There is no such rank.
         """
-        place = self._round.remove(rank)
-        if place is not None:
-            place.held.loop.call_soon(_nothing)  # a thread that sleeps here has the reader's turn until it wakes
+        self._round.remove(rank)
+        self._wake()
 
     def __iter__(self) -> Self:
         return self
@@ -136,157 +204,193 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
                 reader belongs to another process.
         """
         around = self._round
-        if self._latest >= around.look_at and (found := self._check_silence()) is not None:
-            return found
         while running := around.running:
-            place, left = running[-1], len(running)
-            for place in around.order:
-                held = place.held
-                if not held.kept:
+            if self._found:
+                return self._tell(*self._found.pop())
+            self._budget -= 1
+            left = len(running) if self._budget > 0 else 0
+            for place in around.order if left else ():
+                undelivered = place.held.undelivered
+                if not undelivered:
                     try:
-                        obj = held.reading.next
-                    except Exception as failure:
-                        return self._tell(place, place.damage(failure))
-                    if obj is not NOTHING and obj is not ELSEWHERE:
-                        held.kept.append(obj)  # what comes until it is returned may be interrupted
-                        obj = None
-                if held.kept:
-                    if held.gate.core.owes:
-                        held.tell()
-                    self._latest = monotonic()
-                    kept = held.kept  # from here on no call: a handler, or another thread, could run in it
-                    if kept:
-                        obj = kept[0]
-                        del kept[0]
-                        return place.rank, obj
+                        place.held.receive_now(1)
+                    except AioshmError as error:
+                        return self._tell(place, error)
+                if undelivered:
+                    # No call between this and the return: see `MessageQueue.dequeue`.
+                    obj = undelivered[0]
+                    del undelivered[0]
+                    return place.rank, obj
                 left -= 1
                 if not left:
                     break
-            if self._linger(running):
-                continue
-            found_any = False
-            for other in around.behind(place):
-                error = self._look(other)
-                if error is not None:
-                    around.begin_behind(other)
-                    return self._tell(other, error)
-                found_any = found_any or bool(other.held.kept)
-            if not found_any and running is around.running:
-                if monotonic() >= around.look_at and (found := self._check_silence()) is not None:
-                    return found
-                self._sleep(running)
+            self._budget = LOOK_EVERY
+            self._wait(running)
         raise StopIteration
 
-    def _tell(self, place: BlockingPlace, error: AioshmError) -> tuple[int, Any]:
+    def _tell(self, place: _Place, error: AioshmError) -> tuple[int, Any]:
         """Return an error as an item, or raise it."""
-        self._latest = monotonic()
+        error = error.with_traceback(None)
         if self._raises:
             raise ranked(error, place.rank)
         return place.rank, error
 
-    def _look(self, place: BlockingPlace) -> AioshmError | None:
-        """Let a queue's loop have a turn, and take what is there; return what is wrong with it, if anything."""
-        if not place.running:
-            return None
-        try:
-            place.poll()
-        except QueueEmpty:
-            return None
-        except RoleError:
-            raise
-        except QueueClosed:
-            self._round.drop(place)
-            return None
-        except AioshmError as error:
-            own = isinstance(error, MessagesLost) and place.ring is not None and not place.ring.copies
-            if own or isinstance(error, (PeerDied, HandleError, ReaderEvicted)):
-                self._round.fail(place, error)
-            return error.with_traceback(None)
-        return None
-
     # Waiting
 
-    def _linger(self, running: list[BlockingPlace]) -> bool:
-        now = monotonic()
-        if now - self._latest > HOT_S:
-            return False
-        cores: list[Any] = [place.held.reading for place in running if place.held.reading is place.held.gate.core]
-        while cores and monotonic() - now < LINGER_S:
-            if any(core.open and core.turn > 0 and core.ready() for core in cores):
-                return True
-            os.sched_yield()
-        return False
-
-    def _sleep(self, running: list[BlockingPlace]) -> None:
-        """Sleep until there may be something to do for one of the queues, or for its loop."""
-        guard, poll, parked = Guard(), select.poll(), []
-        taken: list[BlockingPlace] = []
-        now = monotonic()
-        due = [] if self._round.look_at == inf else [self._round.look_at]
-        try:
-            guard.begin()
-            guard.on_error = self._wake
-            for place in running:
-                loop = place.held.loop.private
-                if loop is None or not place.held.turns.take_now():
-                    due.append(now + TAKEN_S)
-                    continue
-                taken.append(place)
-                if loop.busy:
-                    return
-                for fd, events in loop.watched():
-                    poll.register(
-                        fd,
-                        (select.POLLIN if events & EVENT_READ else 0) | (select.POLLOUT if events & EVENT_WRITE else 0),
-                    )
-                timer = loop.due(now)
-                if timer is not None:
-                    due.append(timer)
-                ring = place.ring
-                if ring is not None and not place.late:
-                    parked.append(ring)
-            for ring in parked:
-                ring.parked[0] = 1
-            memory_fence()
-            unchanged = guard.error is None and running is self._round.running
-            if unchanged and not any(place.may_go_on() for place in taken):
-                poll.poll(max(0.0, min(due) - now) * 1000 + 1 if due else None)
-        finally:
-            for ring in parked:
-                ring.parked[0] = 0
-            for place in taken:
-                place.held.end_turn()
+    def _wait(self, running: list[_Place]) -> None:
+        """Let the loop look after the queues; sleep if there is nothing to do for any of them."""
+        me, mine = get_ident(), self._turn
+        running[0].held.loop()  # refuses a thread that has an event loop
+        if mine.user == me:
+            raise RoleError(
+                f"{self!r}: called by a signal handler that has interrupted it, and so would wait for itself"
+            )
+        if mine.take(me, monotonic() + OTHERS_S):
             try:
-                guard.end()
+                self._wait_in_turn(running, me)
             finally:
-                if guard.error is not None:
-                    raise guard.error
+                mine.user = 0
+                if mine.waiting:
+                    mine.wake()
 
-    def _wake(self) -> None:
+    def _wait_in_turn(self, running: list[_Place], me: int) -> None:
+        turns: list[Any] = []
+        gates: list[Any] = []
+        taken: list[_Place] = []
+        # Consumed without a call, so that no handler comes in between.
+        end_turns = map(setattr, turns, repeat("user"), repeat(0))
+        leave = map(setattr, gates, repeat("in_line"), repeat(0))
+        unwatch = map(setattr, gates, repeat("watcher"), repeat(None))
+        loop = running[0].held.loop()
+        for place in running:
+            place.held.loop()
+        try:
+            for place in running:
+                mine = place.held.turn
+                mine.user = (before := mine.user) or me
+                if before == me:
+                    raise RoleError(
+                        f"{place.reader!r}: called inside of a block that has its slot, and so would wait for itself"
+                    )
+                if not before:
+                    turns += [mine]
+                    taken.append(place)
+                    place.reader.gate.watcher = self._woken
+                    gates += [place.reader.gate]
+            self._news = False
+            loop.do(lambda: self._look(taken))
+            idle = running is self._round.running and not any(place.held.undelivered for place in running)
+            if idle and not self._found:
+                self._sleep(running, taken, gates, me)
+        finally:
+            _ = [*leave, *unwatch, *end_turns]
+            if turn.user == me:
+                turn.user = turn.heir
+            for place in taken:
+                place.held.finished()
+
+    def _look(self, taken: list[_Place]) -> None:
+        """Receive what is there, and find errors; called on the loop."""
+        around = self._round
+        for place in [place for place in around.in_turn() if place in taken]:
+            if place.held.undelivered or not place.running:
+                continue
+            try:
+                place.look()
+            except RoleError:
+                raise
+            except QueueClosed:
+                around.drop(place)
+            except AioshmError as error:
+                own = isinstance(error, MessagesLost) and place.ring is not None and not place.ring.copies
+                if own or isinstance(error, (PeerDied, HandleError, ReaderEvicted)):
+                    around.fail(place, error)
+                else:
+                    around.begin_behind(place)
+                self._found.append((place, error))
+                return
+            place.held.gate.pay()
+
+    def _sleep(self, running: list[_Place], taken: list[_Place], gates: list[Any], me: int) -> None:
+        rings = [place.ring for place in taken if place.running and place.ring is not None]
+        poller = self._poller
+        if poller is None or rings != self._slept_for:
+            poller = self._new_poller(taken, rings)
+        turn.take(me)
+        for gate in gates:
+            gate.in_line = 1
+            gate.core.open = False
+        waiting = [(place, place.ring) for place in taken if place.running and not place.late]
+        self._shared.rings = watched = [ring for _, ring in waiting if ring is not None]
+        looks = [ring.ready for ring in watched]
+        around = self._round
+
+        def may_go_on() -> bool:
+            return self._news or running is not around.running or any(look() for look in looks)
+
+        stall = Stall(max(0.0, around.look_at - monotonic()), self._tell_silence)
+        deadline = monotonic() + TAKEN_S if len(taken) < len(running) else None
+        count = sum(ring.seq for ring in rings)
+        newest_ns = max((ring.core.published_ns for ring in rings), default=0)
+        try:
+            if not may_go_on():
+                poller.wait(may_go_on, count, newest_ns, deadline=deadline, stall=stall).send(None)
+        except StopIteration:
+            pass
+        except TimeoutError:
+            pass  # another thread may be done with its reader
+        finally:
+            self._shared.rings = ()
+
+    def _new_poller(self, taken: list[_Place], rings: list[RingReader]) -> ThreadPoller:
+        if self._poller is not None:
+            self._poller.close()
+        places = [place for place in taken if place.running and place.ring is not None]
+        others = [pid for place in places for pid in place.reader.source.other_ends()]
+        bells = [bell for place in places if (bell := place.reader.source.bell) is not None]
+        loop = shared_loop().loop
+        predictor = predictor_among(others, self._options, yields=True) if others else Predictor(may_spin=False)
+        self._shared.yields = predictor.crowded
+        self._poller = ThreadPoller(
+            loop,
+            self._shared,
+            predictor,
+            self._options.wait if others else "park",
+            self._shared.spin,
+            bells,
+            self._pay,
+            self._shared.told,
+        )
+        self._slept_for = rings
+        return self._poller
+
+    def _pay(self) -> None:
         for place in self._round.running:
-            place.held.loop.call_soon(_nothing)
+            place.held.gate.pay()
 
-    def _check_silence(self) -> tuple[int, AioshmError] | None:
-        """Tell of silent queues, if it is due; return what is found to be wrong with one on the way."""
-        around, now = self._round, monotonic()
-        if not around.silence_due(now):
-            return None
-        for place in around.asked:
-            if (error := self._look(place)) is not None:  # its loop finds the answer, if there is one
-                return self._tell(place, error)
-        around.tell_silence(now)
-        return None
+    def _woken(self) -> None:
+        self._news = True
+        if self._poller is not None:
+            self._poller.wake()
+
+    _wake = _woken
+
+    def _tell_silence(self, _waited_s: float) -> float:
+        return self._round.tell_silence(monotonic())
 
     # Closing
 
     def close(self) -> None:
         """End the iteration, one that waits in another thread too. The readers stay open. Idempotent."""
-        running = self._round.running
         self._round.close()
-        for place in running:
-            place.held.loop.call_soon(_nothing)
+        self._wake()
 
     aclose = close
+
+    def __del__(self) -> None:
+        poller = getattr(self, "_poller", None)
+        if poller is not None and self._pid == os.getpid():
+            poller.close()
 
     def __repr__(self) -> str:
         return f"<blocking {type(self).__name__} of {len(self._round.running)} queues>"
@@ -297,6 +401,3 @@ _KIND = "an aioshm.blocking.MessageQueue"
 
 def _end_of(reader: MessageQueue[Any]) -> ReadingEnd | WritingEnd:
     return reader.held.end
-
-
-def _nothing() -> None: ...

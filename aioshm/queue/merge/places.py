@@ -209,6 +209,9 @@ class Place:
         """Return what is wrong with a message that could not be received."""
         if self.ring is None and isinstance(error, AioshmError):
             return error.with_traceback(None)
+        if self.ring is None or not self.ring.core.damaged:
+            raise error
+        self.ring.core.damaged = False
         assert error.__traceback__ is not None
         error.__traceback__ = error.__traceback__.tb_next  # without the frame that is to refer to what is made of it
         return cannot_decode(error, self.reader.codec_name)

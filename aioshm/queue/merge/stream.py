@@ -18,7 +18,6 @@ from aioshm.closing import AsyncClosing
 from aioshm.codec import T
 from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, QueueClosed, RoleError
-from aioshm.lifeline.bell import Bell
 from aioshm.queue.api import MessageQueue
 from aioshm.queue.ends.gate import TURN_MESSAGES, TURN_NS
 from aioshm.queue.ends.reading import ReadingEnd
@@ -296,20 +295,15 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     def _new_poller(self, loop: asyncio.AbstractEventLoop) -> Poller:
         options = self._options
         others: list[int] = []
-        bells: list[Bell] = []
         for place in self._round.running:
             if place.ring is not None:
                 others += place.reader.source.other_ends()
-                if (bell := place.reader.source.bell) is not None:
-                    bells.append(bell)
         if not others:  # what comes through sockets cannot be spun for
             return Poller(loop, self._shared, Predictor(may_spin=False), "park", self._shared.spin)
         processes = [*{pid for pid in others if pid}, *(pid for pid in others if not pid)]
         predictor, shared = predictor_among(processes, options), self._shared
         shared.yields = predictor.crowded
-        return Poller(
-            loop, shared, predictor, options.wait, shared.spin, shared.told, bells=bells, crowded=shared.yields
-        )
+        return Poller(loop, shared, predictor, options.wait, shared.spin, shared.told, crowded=shared.yields)
 
     def _may_go_on(self) -> bool:
         for place in self._round.running:

@@ -13,7 +13,6 @@ import zmq
 from aioshm.arguments import shown
 from aioshm.config import Options
 from aioshm.errors import IdentityError, NameTaken, OutOfDescriptors, SharedMemoryError
-from aioshm.process.guard import built
 from aioshm.process.limits import naming_limits
 from aioshm.process.state import process_state
 from aioshm.queue.names import files
@@ -47,7 +46,7 @@ class _Content(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm-identity",
     pid: int = 0
 
 
-_decoder = built(lambda: msgspec.json.Decoder(_Content))
+_decoder = msgspec.json.Decoder(_Content)
 
 
 class Identity:

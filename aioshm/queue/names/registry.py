@@ -15,7 +15,6 @@ import msgspec
 from aioshm.arguments import shown
 from aioshm.errors import HandleError, NameTaken, OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline.address import secure_directory, sockaddr
-from aioshm.process.guard import built
 from aioshm.process.limits import naming_limits
 from aioshm.queue.handle import Handle
 from aioshm.queue.names import files
@@ -47,7 +46,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm-name")
     handle: msgspec.Raw
 
 
-_decoder = built(lambda: msgspec.json.Decoder(Registration))
+_decoder = msgspec.json.Decoder(Registration)
 
 
 def check_name(name: object) -> str:

@@ -236,7 +236,7 @@ class NetworkSource:
     def other_ends(self) -> list[int]:
         return []
 
-    def tell_parked(self) -> None:
+    def wake_writer(self) -> None:
         """Do nothing: acknowledgements tell the writer."""
 
     def stats(self) -> QueueStats:

@@ -37,7 +37,6 @@ import msgspec
 
 from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, RAW
 from aioshm.lifeline.protocol import ANY_RANK
-from aioshm.process.guard import built
 from aioshm.ring.layout import TRACE_BYTES, VERSION
 
 SECRET_BYTES = 16
@@ -343,8 +342,8 @@ FromReader = Hello | Proven | Acknowledge | Resend | Finished | Leave
 FromWriter = Welcome | Wait | Refused | Renewed | Go | Tick | Lost | Left | Closing
 
 _encoder = msgspec.msgpack.Encoder()
-_from_reader: msgspec.msgpack.Decoder[FromReader] = built(lambda: msgspec.msgpack.Decoder(FromReader))
-_from_writer: msgspec.msgpack.Decoder[FromWriter] = built(lambda: msgspec.msgpack.Decoder(FromWriter))
+_from_reader: msgspec.msgpack.Decoder[FromReader] = msgspec.msgpack.Decoder(FromReader)
+_from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)
 _T = TypeVar("_T")
 
 
@@ -354,7 +353,7 @@ class _AnyHello(msgspec.Struct, array_like=True, tag="Hello"):
     version: int
 
 
-_any_hello: msgspec.msgpack.Decoder[_AnyHello] = built(lambda: msgspec.msgpack.Decoder(_AnyHello))
+_any_hello: msgspec.msgpack.Decoder[_AnyHello] = msgspec.msgpack.Decoder(_AnyHello)
 
 
 def parse_from_reader(data: bytes) -> FromReader:

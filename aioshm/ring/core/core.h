@@ -28,6 +28,7 @@
 #endif
 
 #define MAX_POOLS 4
+#define DECODINGS 3           /* a message that cannot be decoded so often is damaged */
 #define NONE UINT64_MAX       /* no message has this number */
 #define READER_AHEAD 4        /* slots: so far ahead a reader fetches lines, which the writer's CPU has had last */
 
@@ -82,12 +83,8 @@ typedef struct {
     /* Who may use this end, and for how long */
     char open;
     long long turn, turn_ends_ns;
-    unsigned long thread;     /* the thread that this end belongs to; where any thread may use it, see `user` */
-    unsigned long user;       /* the thread that is using it just now, 0: none */
-    PyObject *runs;
-    char quiet;               /* whether send and receive leave it to their caller to tell a parked end */
-    char hushed, owes;        /* whether one of them is under way; whether there is somebody to be told */
-    unsigned long long due;   /* from which message on: before it, the other end is to be told later anyway */
+    unsigned long thread;     /* the thread that this end belongs to */
+    PyObject *runs;           /* None: any thread may use it, and they exclude each other themselves */
     /* Spinning, and figures */
     long long spin_ns;
     char spin_yields;
@@ -111,8 +108,8 @@ typedef struct {
     bool rushes;              /* whether messages come in quick succession, so that not each one's latency is counted */
     uint64_t finished_ns;     /* when the latest message was finished with */
     char kept;
+    char damaged;             /* whether the message that could not be decoded was finished with */
     unsigned long long garbled;
-    PyObject *undelivered;    /* a list, where calls block, or NULL: see bind_undelivered */
 } ReaderEnd;
 
 typedef struct {
@@ -251,7 +248,7 @@ static inline bool lets_in(const End *end)
 {
     unsigned long me = PyThread_get_thread_ident();
     return end->open && end->turn > 0 && !end->in_use
-           && (end->runs == Py_None ? end->user == 0 || end->user == me : end->thread == me);
+           && (end->runs == Py_None || end->thread == me);
 }
 
 /* Whether this thread may send or receive here: 1, 0, or -1 with an error. */
@@ -268,21 +265,6 @@ static inline int passes(const End *end)
         Py_DECREF(answer);
     }
     return truth > 0 && check_usable(end) < 0 ? -1 : truth;
-}
-
-/* Keep the other threads out, where any thread may use this end, while code of others may run; return what to restore. */
-static inline unsigned long begin_use(End *end)
-{
-    unsigned long before = end->user;
-    end->user = PyThread_get_thread_ident();
-    end->hushed = end->quiet;
-    return before;
-}
-
-static inline void end_use(End *end, unsigned long before)
-{
-    end->user = before;
-    end->hushed = 0;
 }
 
 static inline void count_turn(End *end, Py_ssize_t messages, uint64_t now)
@@ -342,10 +324,6 @@ PyObject *end_close(End *end, PyObject *ignored);
     {"open", T_BOOL, offsetof(End, open), 0, "Whether send and receive may pass at all."},                         \
     {"turn", T_LONGLONG, offsetof(End, turn), 0, "Messages that may still pass before the loop runs."},            \
     {"turn_ends_ns", T_LONGLONG, offsetof(End, turn_ends_ns), 0, "When the turn ends at the latest."},             \
-    {"user", T_ULONG, offsetof(End, user), 0, "The thread that uses this end, if any thread may; 0: none."},       \
-    {"quiet", T_BOOL, offsetof(End, quiet), 0, "Whether send and receive set `owes` instead of waking."},          \
-    {"owes", T_BOOL, offsetof(End, owes), 0, "Whether the other end has to be woken."},                            \
-    {"due", T_ULONGLONG, offsetof(End, due), 0, "Before this message `owes` is not set."},                         \
     {"spin_ns", T_LONGLONG, offsetof(End, spin_ns), 0, "How long send and receive spin where they cannot go on."}, \
     {"spin_yields", T_BOOL, offsetof(End, spin_yields), 0, "Whether a spin yields its CPU between its looks."},    \
     {"spins", T_ULONGLONG, offsetof(End, spins), READONLY, "Spins so far."},                                       \

@@ -193,7 +193,6 @@ int writer_traverse(WriterEnd *self, visitproc visit, void *arg)
 
 int reader_traverse(ReaderEnd *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->undelivered);
     return end_traverse(&self->end, visit, arg);
 }
 
@@ -216,7 +215,6 @@ int writer_clear(WriterEnd *self)
 
 int reader_clear(ReaderEnd *self)
 {
-    Py_CLEAR(self->undelivered);
     return end_clear(&self->end);
 }
 

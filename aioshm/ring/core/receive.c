@@ -132,27 +132,6 @@ static PyObject *copy_plain(End *end)
     return PyBytes_FromStringAndSize((const char *)body, (Py_ssize_t)size);
 }
 
-/* Whether the error that decoding ended in says nothing about the message: a signal's handler raised it. */
-static bool interrupted(void)
-{
-    if (!PyErr_ExceptionMatches(PyExc_Exception))
-        return true;
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (traceback != NULL)
-        PyException_SetTraceback(error, traceback);
-    PyObject *module = PyImport_ImportModule("aioshm.process.interrupts"), *answer = NULL;
-    if (module != NULL)
-        answer = PyObject_CallMethod(module, "from_handler", "O", error);
-    Py_XDECREF(module);
-    bool yes = answer == NULL || answer == Py_True;  /* where that cannot be said, another one has just interrupted it */
-    PyErr_Clear();
-    Py_XDECREF(answer);
-    PyErr_Restore(type, error, traceback);
-    return yes;
-}
-
 /* Decode the next message, which is there and stays where it is; `elsewhere` if it is no ordinary one. */
 static PyObject *decode(ReaderEnd *self)
 {
@@ -177,6 +156,33 @@ static PyObject *decode(ReaderEnd *self)
     return obj;
 }
 
+/* Whether decoding failed because of the message, with the error set: it fails again. What a signal's handler raises
+ * does not, as a rule; it says nothing about the message, and is raised as it is. */
+static bool is_damaged(ReaderEnd *self)
+{
+    PyObject *type, *error, *traceback, *obj = NULL;
+    self->damaged = 0;
+    if (!PyErr_ExceptionMatches(PyExc_Exception))
+        return false;
+    PyErr_Fetch(&type, &error, &traceback);
+    for (int tries = 1; tries < DECODINGS && obj == NULL; tries++) {
+        PyErr_Clear();
+        obj = decode(self);
+        if (obj == NULL && !PyErr_ExceptionMatches(PyExc_Exception))
+            break;
+    }
+    self->damaged = obj == NULL && PyErr_ExceptionMatches(PyExc_Exception);
+    if (obj != NULL || self->damaged) {
+        PyErr_Restore(type, error, traceback);
+    } else {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+    }
+    Py_XDECREF(obj);
+    return self->damaged;
+}
+
 /* Whether the writer goes on without this reader: then it may have filled the slot again while that was read. */
 static inline bool was_evicted(const ReaderEnd *self)
 {
@@ -194,14 +200,22 @@ static PyObject *dropped(ReaderEnd *self, PyObject *obj)
     return Py_NewRef(end->nothing);
 }
 
-static PyObject *take(ReaderEnd *self)
+/* Take the next message, which is there: return it, or None if it is appended to a list. */
+static PyObject *take(ReaderEnd *self, PyObject *list)
 {
     End *end = &self->end;
     PyObject *obj = decode(self);
-    if (obj == end->elsewhere || (obj == NULL && interrupted()))
+    if (obj == end->elsewhere || (obj == NULL && !is_damaged(self)))
         return obj;  /* interrupted: the next call returns the same message */
     if (was_evicted(self))
         return dropped(self, obj);
+    if (obj != NULL && list != NULL) {
+        int failed = PyList_Append(list, obj);
+        Py_DECREF(obj);
+        if (failed < 0)
+            return NULL;
+        obj = Py_NewRef(Py_None);
+    }
     finish_and_tell(self, obj != NULL);
     return obj;
 }
@@ -211,7 +225,7 @@ static PyObject *reader_take(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
     End *end = &self->end;
     if (check_unused(end) < 0)
         return NULL;
-    return is_ready(end, end->index) ? take(self) : Py_NewRef(end->nothing);
+    return is_ready(end, end->index) ? take(self, NULL) : Py_NewRef(end->nothing);
 }
 
 /* Whether the next message is there: 1, 0, or -1 with an error; spins for it if that is worth it. */
@@ -229,11 +243,10 @@ static int message_is_there(ReaderEnd *self)
     return is_ready(end, end->index);
 }
 
-static PyObject *receive_passed(ReaderEnd *self)
+static PyObject *take_if_there(ReaderEnd *self, PyObject *list)
 {
-    End *end = &self->end;
     int there = message_is_there(self);
-    return there > 0 ? take(self) : there < 0 ? NULL : Py_NewRef(end->nothing);
+    return there > 0 ? take(self, list) : there < 0 ? NULL : Py_NewRef(self->end.nothing);
 }
 
 PyObject *reader_receive(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
@@ -242,28 +255,20 @@ PyObject *reader_receive(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
     int passed = self->kept ? 0 : passes(end);  /* slots go back in order */
     if (passed <= 0)
         return passed < 0 ? NULL : Py_NewRef(end->nothing);
-    unsigned long before = begin_use(end);
-    PyObject *answer = receive_passed(self);
-    end_use(end, before);
-    return answer;
+    return take_if_there(self, NULL);
 }
 
-static PyObject *reader_bind_undelivered(ReaderEnd *self, PyObject *arg)
+/* Append the next message to a list, whoever may receive: one call, in which no signal's handler runs between the
+ * append and the slot's release. */
+static PyObject *reader_receive_into(ReaderEnd *self, PyObject *list)
 {
-    if (!PyList_CheckExact(arg)) {
-        PyErr_SetString(PyExc_TypeError, "what was not delivered is in a list");
+    if (!PyList_CheckExact(list)) {
+        PyErr_SetString(PyExc_TypeError, "receive_into() takes a list");
         return NULL;
     }
-    PyObject *old = self->undelivered;
-    self->undelivered = Py_NewRef(arg);
-    Py_XDECREF(old);
-    Py_RETURN_NONE;
-}
-
-/* Whether there is a message that no call has returned yet: it comes before those in the ring. */
-static inline bool has_undelivered(const ReaderEnd *self)
-{
-    return self->undelivered != NULL && PyList_Size(self->undelivered) > 0;
+    if (check_unused(&self->end) < 0)
+        return NULL;
+    return self->kept ? Py_NewRef(self->end.nothing) : take_if_there(self, list);
 }
 
 static PyObject *reader_take_many(ReaderEnd *self, PyObject *arg)
@@ -287,12 +292,12 @@ static PyObject *reader_take_many(ReaderEnd *self, PyObject *arg)
             obj = call(end->code, message);
             Py_DECREF(message);
             if (obj == NULL) {
-                if (was_evicted(self) && !interrupted()) {
-                    PyErr_Clear();
-                    break;
+                if (n == 0 && is_damaged(self)) {
+                    if (was_evicted(self))
+                        PyErr_Clear();
+                    else
+                        finish(self);  /* the next call returns the message behind it */
                 }
-                if (n == 0 && !interrupted())
-                    finish(self);  /* the next call returns the message behind it */
                 break;
             }
         }
@@ -333,23 +338,6 @@ static PyObject *reader_take_many(ReaderEnd *self, PyObject *arg)
     }
     return batch;
 }
-
-static PyObject *reader_next(ReaderEnd *self, void *Py_UNUSED(closure))
-{
-    End *end = &self->end;
-    if (has_undelivered(self))
-        return Py_NewRef(end->elsewhere);
-    PyObject *obj = reader_receive(self, NULL);
-    if (!end->owes || self->undelivered == NULL || obj == NULL || obj == end->nothing || obj == end->elsewhere)
-        return obj;
-    if (PyList_Append(self->undelivered, obj) < 0) {  /* told at the next call, then */
-        PyErr_Clear();
-        return obj;
-    }
-    Py_DECREF(obj);
-    return Py_NewRef(end->elsewhere);
-}
-
 
 static PyObject *reader_ready(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
 {
@@ -424,19 +412,15 @@ static PyMethodDef methods[] = {
     {"taken", CALL reader_taken, METH_O, "Note when the message was published that was taken just now."},
     {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},
     {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
-    {"bind_undelivered", CALL reader_bind_undelivered, METH_O, "Say where messages are that no call has returned yet."},
+    {"receive_into", CALL reader_receive_into, METH_O, "Append the next message to a list, whoever may receive."},
     {"receive", CALL reader_receive, METH_NOARGS, "Take the next message, if this thread may receive now."},
     {"note_trace", CALL reader_note_trace, METH_NOARGS, "Note the trace context of the next message."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef attributes[] = {
-    {"next", (getter)reader_next, NULL, "What receive() returns, taken without a call; see bind_undelivered().", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
 static PyMemberDef members[] = {
     END_MEMBERS,
+    {"damaged", T_BOOL, offsetof(ReaderEnd, damaged), 0, "Whether what could not be decoded was finished with."},
     {"kept", T_BOOL, offsetof(ReaderEnd, kept), 0, "Whether a slot was skipped and not given back."},
     {"garbled", T_ULONGLONG, offsetof(ReaderEnd, garbled), READONLY, "Messages whose trace context was none."},
     {NULL, 0, 0, 0, NULL},
@@ -449,7 +433,6 @@ static PyType_Slot slots[] = {
     {Py_tp_traverse, reader_traverse},
     {Py_tp_clear, reader_clear},
     {Py_tp_methods, methods},
-    {Py_tp_getset, attributes},
     {Py_tp_members, members},
     {0, NULL},
 };

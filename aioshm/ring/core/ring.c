@@ -8,11 +8,6 @@
 
 void notify(End *end)
 {
-    if (end->hushed) {
-        if (end->seq >= end->due)
-            end->owes = 1;
-        return;
-    }
     if (end->on_parked == Py_None)
         return;
     PyObject *on_parked = Py_XNewRef(end->on_parked), *done = call(on_parked, NULL);
@@ -90,7 +85,7 @@ PyObject *end_belong(End *end, PyObject *runs)
 {
     PyObject *old = end->runs;
     end->runs = Py_NewRef(runs);
-    end->thread = end->user = PyThread_get_thread_ident();
+    end->thread = PyThread_get_thread_ident();
     Py_XDECREF(old);
     Py_RETURN_NONE;
 }

@@ -216,17 +216,6 @@ static bool put(WriterEnd *self, const char *bytes, size_t size)
     return true;
 }
 
-static PyObject *writer_put(WriterEnd *self, PyObject *message)
-{
-    if (check_unused(&self->end) < 0)
-        return NULL;
-    if (!PyBytes_CheckExact(message)) {
-        PyErr_SetString(PyExc_TypeError, "put() takes bytes");
-        return NULL;
-    }
-    return PyBool_FromLong(put(self, PyBytes_AsString(message), (size_t)PyBytes_Size(message)));
-}
-
 static PyObject *writer_put_many(WriterEnd *self, PyObject *const *args, Py_ssize_t nargs)
 {
     End *end = &self->end;
@@ -311,6 +300,24 @@ static PyObject *send_beside(WriterEnd *self, PyObject *message)
     Py_RETURN_NONE;
 }
 
+/* Publish what encoding has returned, whoever may send; return whether that was done. */
+static PyObject *writer_put(WriterEnd *self, PyObject *message)
+{
+    if (check_unused(&self->end) < 0)
+        return NULL;
+    if (PyBytes_CheckExact(message))
+        return PyBool_FromLong(put(self, PyBytes_AsString(message), (size_t)PyBytes_Size(message)));
+    if (self->end.beside == NULL || self->end.beside == Py_None) {
+        PyErr_SetString(PyExc_TypeError, "put() takes bytes");
+        return NULL;
+    }
+    PyObject *answer = send_beside(self, message);
+    if (answer == NULL)
+        return NULL;
+    Py_DECREF(answer);
+    return PyBool_FromLong(answer == Py_None);
+}
+
 static PyObject *send_passed(WriterEnd *self, PyObject *obj)
 {
     End *end = &self->end;
@@ -345,10 +352,7 @@ PyObject *writer_send(WriterEnd *self, PyObject *obj)
     int passed = passes(&self->end);
     if (passed <= 0)
         return passed < 0 ? NULL : Py_NewRef(Py_False);
-    unsigned long before = begin_use(&self->end);
-    PyObject *answer = send_passed(self, obj);
-    end_use(&self->end, before);
-    return answer;
+    return send_passed(self, obj);
 }
 
 /* The type */
@@ -371,7 +375,7 @@ static PyMethodDef methods[] = {
     {"finished", CALL writer_finished, METH_O, "Return whether all have read a message, or its slot has another one."},
     {"claim_slot", CALL writer_claim_slot, METH_O, "Claim the next slot for so many bytes; return whether it is free."},
     {"commit", CALL writer_commit, METH_NOARGS, "Publish the claimed slot; return whether a reader is parked."},
-    {"put", CALL writer_put, METH_O, "Publish an encoded message; return whether there was room for it."},
+    {"put", CALL writer_put, METH_O, "Publish what encoding returned; return whether that was done."},
     {"put_many", FAST writer_put_many, METH_FASTCALL, "Publish messages of a list, from one on; return how many."},
     {"send", CALL writer_send, METH_O, "Encode and publish: None, or False if shut, or what was encoded."},
     {NULL, NULL, 0, NULL},

@@ -1,56 +1,60 @@
 """The same queue for plain threads: every call blocks instead of being awaited.
 
-Each end has an event loop of its own, which runs only while a call has to wait: there it parks, its lifeline is
-watched, large messages arrive. Whatever need not wait never comes near it. Writers and readers of one queue may mix
-this face with the other one. Threads that use the same end take turns; see ``turns.py``.
+Writers and readers of one queue may mix this API with the awaited one. `BlockingEnd` has what the calls are made of.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from time import monotonic
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, overload
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast, overload
 
 from aioshm.closing import Closing
 from aioshm.codec import Codec, S, T
 from aioshm.config import Options, SlowReader, check_int
 from aioshm.errors import QueueClosed, QueueEmpty, QueueFull, RoleError
+from aioshm.process.loop_thread import turn
 from aioshm.queue.base import QueueBase
-from aioshm.queue.blocking.calls import called, made
-from aioshm.queue.blocking.held import Held
-from aioshm.queue.blocking.leasing import EachLeased, Leases
-from aioshm.queue.blocking.lingering import linger, watch
-from aioshm.queue.blocking.membership import BlockingMembership
-from aioshm.queue.encoded import body_of
-from aioshm.queue.ends.leasing import ReadBlock
+from aioshm.queue.blocking.blocks import EachLeased, LeaseBlock, WriteBlock
+from aioshm.queue.blocking.end import BlockingEnd, deadline_of, made
 from aioshm.queue.ends.lending import Message
+from aioshm.queue.ends.membership import Membership
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.groups.making import GroupCall
 from aioshm.queue.handle import Handle, refuse_to_pickle
 from aioshm.queue.local.loans import ArraySpec, Like
-from aioshm.queue.membership import ReaderInfo
+from aioshm.queue.membership import Change, ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext
-from aioshm.ring.atomics import ELSEWHERE, NOTHING
-from aioshm.wait.blocking import WindowBegins
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from aioshm.queue.groups.process_group import ObjectGroup
 
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Leases(Protocol[T_co]):
+    """Messages to iterate over, each leased until the next one is asked for."""
+
+    def __iter__(self) -> Self: ...
+
+    def __next__(self) -> T_co: ...
+
+    def close(self) -> None:
+        """End the lease of the latest message."""
+
 
 class MessageQueue(QueueBase[T], Closing):
     """A queue from one writer to many readers, for threads without an event loop.
 
     The arguments, the results and the errors are those of `aioshm.MessageQueue`, and the names are, too. While a call
-    waits, other threads run. An end notices what happens to the other ends only inside of calls.
+    waits, other threads run. A background thread of the process attaches ends, and notices what happens to the others,
+    from the first call on.
 
     **Signals.** What the handler of a signal raises, such as Ctrl-C's KeyboardInterrupt or an alarm's exception, ends a
     call that waits, and comes out of it. A call that receives has lost nothing then: the next one returns the same
@@ -63,26 +67,19 @@ class MessageQueue(QueueBase[T], Closing):
             if mq.messages == before:
                 ...  # nothing was sent
 
-    A `QueueRestarted` that what a handler raises comes in the way of is in that one's ``__context__``.
+    A message that a call has returned is the caller's, also if a handler raises before it is assigned. A block that is
+    interrupted on the way in was never entered; one that is interrupted on the way out ends when the exception is let
+    go of, and what it was to send is not sent.
 
-    A block that is interrupted on the way in was never entered; on the way out it ends, at the latest with the next
-    call of this end, and what it was to send is not sent. That much holds where a Python function calls the end
-    directly. Under a trace function, a debugger or any other evaluator of frames than Python's own (``torch.compile``
-    sets one), through ``map()``, a ``functools.partial`` or, before Python 3.12, a call with ``*args``, and where a
-    list is made of an end, what had been received for a call can be lost.
-
-    Any thread of the process that made it may use an end, one at a time: a call waits while another thread is in a call
-    of the same end, or in a block that has its slot, and its ``timeout`` counts meanwhile. Messages are sent whole and
-    in the order in which the calls had their turns; several threads that receive get different messages. A call inside
-    of a block of the same thread, and in a signal handler that interrupts one, is refused with `RoleError` instead of
-    waiting for itself; but see `close`.
-
-    Two ends of one queue in one thread never meet: attaching takes a call of each that waits. Give one to another
-    thread, or take `aioshm.MessageQueue`, whose ``async with`` begins to attach.
+    Any thread of the process that made it may use an end, one at a time: a call waits while another thread waits in a
+    call of the same end, or is in a block that has its slot, and its ``timeout`` counts meanwhile. Messages are sent
+    whole and in the order in which the calls had their turns; several threads that receive get different messages. A
+    call inside of a block of the same thread, and in a signal handler that interrupts one, is refused with `RoleError`
+    instead of waiting for itself; but see `close`. Codecs must not wait for other threads that use blocking queues.
     """
 
     def _hold(self, end: WritingEnd | ReadingEnd) -> None:
-        self.held: Held = Held(end)
+        self.held: BlockingEnd = BlockingEnd(end)
         self._writer = end if isinstance(end, WritingEnd) else None
         self._reader = end if isinstance(end, ReadingEnd) else None
 
@@ -200,7 +197,7 @@ class MessageQueue(QueueBase[T], Closing):
     ) -> MessageQueue[S]:
         """Make a queue from one rank of a process group to all the others; every rank calls this.
 
-        As `aioshm.MessageQueue.create_from_process_group`; the ranks may use either face. What a signal's handler
+        As `aioshm.MessageQueue.create_from_process_group`; the ranks may use either API. What a signal's handler
         raises takes effect as cancelling that does.
         """
         call = GroupCall(pg, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type)
@@ -244,58 +241,84 @@ class MessageQueue(QueueBase[T], Closing):
 
     def export_handle(self) -> Handle:
         """Return what readers need in order to attach."""
-        writer = self._writer or self._wrong_end("export_handle", "writer")
+        writer = self._writer_of("export_handle")
         return writer.export_handle()
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every reader is attached; every end calls this."""
-        self.held.run(lambda left: self.held.end.wait_until_ready(deadline_after(left)), timeout)
+        held, end = self.held, self.held.end
+        deadline = deadline_of(timeout)
+        held.begin(deadline)
+        try:
+            held.run(lambda: end.wait_until_ready(deadline))
+        finally:
+            held.turn.user = 0
+            held.finished()
 
     # Sending
 
     def enqueue(self, obj: T, timeout: float | None = None) -> None:
         """Send an object to every reader, waiting for a free slot."""
-        held = self.held
-        core = held.sending
-        try:
-            message = core.send(obj)
-            if message is None:
-                if core.owes:
-                    held.tell()
-                return
-        except BaseException:
-            if core.owes:  # it was sent
-                held.tell()
-            raise
-        self._enqueue_slowly(obj, message, timeout)
-
-    def _enqueue_slowly(self, obj: Any, message: Any, timeout: float | None) -> None:
-        writer, held = self._writer or self._wrong_end("enqueue", "writer"), self.held
-        answers = [message]
-
-        def send() -> bool:
-            if message is False and held.gate.ready:
-                answers[0] = writer.send(obj)
-            return answers[0] is None
-
-        held.run(lambda left: writer.enqueue(obj, answers[0], left), timeout, first=send)
+        # As `BlockingEnd.send_now`: a call costs as much as sending half of a small message.
+        held, me = self.held, get_ident()
+        turn.user = (before := turn.user) or me
+        if turn.user == me:
+            try:
+                message = held.sending.send(obj)
+                if held.owed:
+                    held.gate.pay()
+            except BaseException as error:
+                held.interrupted(error)
+            finally:
+                turn.user = before or turn.heir
+            if turn.waiting:
+                turn.wake()
+        else:
+            message = False
+        if message is not None:
+            self._writer_of("enqueue")
+            held.send(obj, message, deadline_of(timeout))
 
     def enqueue_many(self, objs: Iterable[T], timeout: float | None = None) -> None:
         """Send objects, in order and one right after the other: all or none."""
-        writer = self._writer or self._wrong_end("enqueue_many", "writer")
-        self.held.run(lambda left: writer.enqueue_many(objs, left), timeout)
+        writer, held = self._writer_of("enqueue_many"), self.held
+        deadline = deadline_of(timeout)
+        held.begin(deadline)
+        try:
+            held.run(lambda: writer.prepare(deadline))
+            messages = [writer.encode(obj) for obj in objs]
+            held.run(lambda: writer.send_many(messages, deadline))
+        finally:
+            held.turn.user = 0
+            held.finished()
 
     def enqueue_nowait(self, obj: T) -> None:
         """Send an object to every reader now."""
-        writer = self._writer or self._wrong_end("enqueue_nowait", "writer")
-        self.held.run(lambda _: called(writer.enqueue_nowait, obj), busy=QueueFull)
+        writer, held = self._writer_of("enqueue_nowait"), self.held
+        message = self.held.send_now(obj)
+        if message is None:
+            return
+
+        async def send() -> None:
+            writer.check_sending()
+            writer.send_now(message)
+
+        held.begin(None, QueueFull)
+        try:
+            if message is False:
+                held.loop().do(writer.check_sending)
+                message = writer.encode(obj)
+            held.run(send)
+        finally:
+            held.turn.user = 0
+            held.finished()
 
     def acquire_write(
         self, timeout: float | None = None, *, nbytes: int | None = None
     ) -> AbstractContextManager[memoryview]:
         """Give so many writable bytes of the ring to the block to fill."""
-        writer = self._writer or self._wrong_end("acquire_write", "writer")
-        return self.held.new_block(lambda _, left: writer.acquire_write(left, nbytes), timeout)
+        writer = self._writer_of("acquire_write")
+        return WriteBlock(self.held, lambda left: writer.acquire_write(left, nbytes), timeout)
 
     def loan(
         self,
@@ -305,19 +328,19 @@ class MessageQueue(QueueBase[T], Closing):
         timeout: float | None = None,
     ) -> AbstractContextManager[Any]:
         """Lend an array to the block, to be filled where readers will see it, and send it when the block ends."""
-        writer = self._writer or self._wrong_end("loan", "writer")
+        writer = self._writer_of("loan")
         spec = ArraySpec.of(shape, dtype, like)
-        return self.held.new_block(lambda _, left: writer.lender.loan(writer.prepare, spec, left), timeout)
+        return WriteBlock(self.held, lambda left: writer.lender.loan(writer.prepare, spec, left), timeout)
 
     def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractContextManager[memoryview]:
         """Lend so many writable bytes to the block, as `loan` does an array."""
-        writer = self._writer or self._wrong_end("loan_bytes", "writer")
-        return self.held.new_block(lambda _, left: writer.lender.loan_bytes(writer.prepare, nbytes, left), timeout)
+        writer = self._writer_of("loan_bytes")
+        return WriteBlock(self.held, lambda left: writer.lender.loan_bytes(writer.prepare, nbytes, left), timeout)
 
     def build(self, nbytes: int | None = None, timeout: float | None = None) -> AbstractContextManager[Message]:
         """Lend a message to the block that can have arrays inside, to be filled where readers will see them."""
-        writer = self._writer or self._wrong_end("build", "writer")
-        return self.held.new_block(lambda _, left: writer.lender.build(writer.prepare, nbytes, left), timeout)
+        writer = self._writer_of("build")
+        return WriteBlock(self.held, lambda left: writer.lender.build(writer.prepare, nbytes, left), timeout)
 
     # Receiving
 
@@ -325,71 +348,36 @@ class MessageQueue(QueueBase[T], Closing):
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
     ) -> T:
         """Receive the next message; ``cancel``, a `threading.Event`, ends the wait within `CANCEL_POLL_S`."""
-        try:
-            obj = self.held.reading.next
-        except Exception as error:
-            self._reading_end("dequeue").fail(error)
-        if obj is NOTHING or obj is ELSEWHERE:
-            return self._dequeue_slowly(obj, timeout, cancel, indefinite)
-        return obj  # type: ignore[no-any-return]  # what the codec has decoded
-
-    def _dequeue_slowly(self, obj: Any, timeout: float | None, cancel: threading.Event | None, indefinite: bool) -> T:
-        """Receive the next message: the core has just answered that there is none, or none that it can return."""
-        held, gate = self.held, self.held.gate
-        answered, looked = True, False  # once more
-        while True:
-            kept = held.kept
-            if kept:
-                if gate.core.owes:
-                    held.tell()
-                if kept:  # from here on no call: a handler, or another thread, could run in it
-                    obj = kept[0]
-                    del kept[0]
-                    return obj  # type: ignore[no-any-return]
-            core = held.reading
-            if not answered:
+        held, me = self.held, get_ident()
+        undelivered = held.undelivered
+        if not undelivered:  # as `BlockingEnd.receive_now`
+            turn.user = (before := turn.user) or me
+            if turn.user == me:
                 try:
-                    obj = core.next
-                except Exception as error:
-                    self._reading_end("dequeue").fail(error)
-            answered = False
-            if obj is NOTHING and not looked and timeout != 0:
-                looked = True
-                if core is not gate.core or not self._reading_end("dequeue").linger_ns:
-                    # Before the way to sleep, which takes a tenth of a millisecond and more where it is seldom gone:
-                    # whom this thread has just answered may be waiting for this CPU.
-                    os.sched_yield()
-                    continue
-                if linger(self._reading_end("dequeue"), timeout):
-                    continue
-            if obj is not NOTHING and obj is not ELSEWHERE:
+                    if held.receiving.open:
+                        held.receiving.receive_into(undelivered)
+                        if held.owed:
+                            held.gate.pay()
+                except BaseException as error:
+                    held.interrupted(error)
+                finally:
+                    turn.user = before or turn.heir
+                if turn.waiting:
+                    turn.wake()
+        # From a look at this list to the return no call is made: handlers and other threads run in calls only, and what
+        # was taken off the list would be lost.
+        if undelivered:
+            obj = undelivered[0]
+            del undelivered[0]
+            return obj  # type: ignore[no-any-return]  # what the codec has decoded
+        self._reader_of("dequeue")
+        deadline = deadline_of(timeout, cancel, indefinite)
+        while True:
+            held.receive(deadline, cancel, indefinite)
+            if undelivered:
+                obj = undelivered[0]
+                del undelivered[0]
                 return obj  # type: ignore[no-any-return]
-            if held.kept:
-                continue
-            began = monotonic()
-            try:
-                self._wait_for_message(timeout, cancel, indefinite)
-            except WindowBegins:
-                if timeout is not None:
-                    timeout = max(0.0, timeout - (monotonic() - began))
-                watch(self._reading_end("dequeue"), timeout)
-
-    def _wait_for_message(self, timeout: float | None, cancel: threading.Event | None, indefinite: bool) -> None:
-        """Receive the next message, for the next look at what is kept.
-
-        Raises:
-            WindowBegins: It is about to come; the loop was left for that.
-        """
-        reader, held = self._reading_end("dequeue"), self.held
-
-        async def dequeue(left: float | None, event: asyncio.Event | None) -> Any:
-            reader.leaves = cancel is None and held.reading is held.gate.core
-            try:
-                return await reader.dequeue(left, event, indefinite)
-            finally:
-                reader.leaves = False
-
-        held.receive(lambda event, left: dequeue(left, event), timeout, cancel)
 
     def dequeue_many(
         self,
@@ -399,64 +387,70 @@ class MessageQueue(QueueBase[T], Closing):
         indefinite: bool = False,
     ) -> list[T]:
         """Wait for a message and return it with those behind it that are there."""
-        reader, held = self._reading_end("dequeue_many"), self.held
-        if max_items != 1 or not held.kept:
-            check_int("max_items", max_items, minimum=1)
+        self._reader_of("dequeue_many")
+        check_int("max_items", max_items, minimum=1)
+        held = self.held
+        undelivered = held.undelivered
+        deadline = deadline_of(timeout, cancel, indefinite)
+        held.loop()  # or this would block an event loop
+        held.receive_now(max_items)
         while True:
-            kept = held.kept
-            if kept:
-                batch = kept[:max_items]
-                del kept[:max_items]
+            if undelivered:
+                batch = undelivered[:max_items]
+                del undelivered[:max_items]
                 return batch
-            held.receive(
-                lambda event, left: reader.dequeue_many(max_items, left, event, indefinite), timeout, cancel, many=True
-            )
+            held.receive(deadline, cancel, indefinite, max_items)
 
     def dequeue_nowait(self) -> T:
         """Receive the next message if it is there."""
-        reader, held = self._reading_end("dequeue_nowait"), self.held
+        reader, held = self._reader_of("dequeue_nowait"), self.held
+        undelivered = held.undelivered
+
+        async def receive() -> None:
+            undelivered.append(reader.dequeue_nowait())
+
+        held.loop()  # as above
+        held.receive_now(1)
         while True:
-            kept = held.kept
-            if kept:
-                obj = kept[0]
-                del kept[0]
-                return obj  # type: ignore[no-any-return]  # what the codec has decoded
-            held.run(lambda _: held.keep(lambda: called(reader.dequeue_nowait)), busy=QueueEmpty)
+            if undelivered:
+                obj = undelivered[0]
+                del undelivered[0]
+                return obj  # type: ignore[no-any-return]
+            held.begin(None, QueueEmpty)
+            try:
+                held.raise_failure()
+                held.run(receive)
+            finally:
+                held.turn.user = 0
+                held.finished()
 
     def acquire_read(
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
     ) -> AbstractContextManager[memoryview]:
         """Give the next message's bytes, undecoded and read-only, to the block."""
-        reader = self._reading_end("acquire_read")
-        return self.held.new_block(
-            lambda event, left: ReadBlock(reader, left, event, indefinite, decoded=False),
-            timeout,
-            cancel,
-            lambda obj: body_of(reader.encode(obj)),
-        )
+        self._reader_of("acquire_read")
+        return LeaseBlock(self.held, timeout, cancel, indefinite, decoded=False)
 
     def lease(
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
     ) -> AbstractContextManager[T]:
-        """Give the next message to the block, decoded where it lies.
-
-        Where a large message is still held when the block ends, its slot goes back at the latest with the next call.
-        """
-        reader = self._reading_end("lease")
-        return self.held.new_block(
-            lambda event, left: ReadBlock(reader, left, event, indefinite), timeout, cancel, lambda obj: obj
-        )
+        """Give the next message to the block, decoded where it lies."""
+        self._reader_of("lease")
+        return LeaseBlock(self.held, timeout, cancel, indefinite, decoded=True)
 
     def leases(self) -> Leases[T]:
-        """Return what iterates over messages, each leased until the next one is asked for; until the writer closes.
+        """Return an iterator over messages, each leased until the next one is asked for; until the writer closes.
 
         A loop that is left ends its last lease, unless the iterator has a name: then its ``close()`` does, or its end.
         """
-        self._reading_end("leases")
-        return EachLeased(self.lease)  # which keeps this queue while the loop lasts
+        self._reader_of("leases")
+        return EachLeased(self.lease)
 
-    def _reading_end(self, call: str) -> ReadingEnd:
+    def _reader_of(self, call: str) -> ReadingEnd:
         return self._reader or self._wrong_end(call, "reader")
+
+    def _writer_of(self, call: str) -> WritingEnd:
+        return self._writer or self._wrong_end(call, "writer")
 
     def _wrong_end(self, call: str, end: str) -> NoReturn:
         side = "reader" if self._writer is None else "writer"
@@ -488,29 +482,27 @@ class MessageQueue(QueueBase[T], Closing):
 
     def trace_contexts(self, count: int) -> list[TraceContext | None]:
         """Return the trace contexts of the last messages that this end's calls have returned, in their order."""
-        return self._reading_end("trace_contexts").trace_contexts(count, len(self.held.kept))
+        return self._reader_of("trace_contexts").trace_contexts(count, len(self.held.undelivered))
 
     @property
     def readers(self) -> tuple[ReaderInfo, ...]:
         """Who reads; as that of `aioshm.MessageQueue`."""
-        writer = self._writer or self._wrong_end("readers", "writer")
-        found: list[tuple[ReaderInfo, ...]] = []
-        self.held.do(lambda: found.append(writer.readers()))
-        return found[0] if found else ()
+        writer = self._writer_of("readers")
+        return () if self.held.gate.closed else self.held.loop().do(writer.readers)
 
-    def membership(self, timeout: float | None = None) -> BlockingMembership:
+    def membership(self, timeout: float | None = None) -> Iterator[Change]:
         """Iterate over what becomes of readers from now on, until this end is closed.
 
-        As that of `aioshm.MessageQueue`. Each step is a call that waits: other threads' calls wait for its end, for at
-        most ``timeout`` seconds, after which it raises ``TimeoutError`` and the next one goes on.
+        As that of `aioshm.MessageQueue`; a step that has waited for ``timeout`` seconds raises ``TimeoutError``, and
+        the next one goes on.
         """
-        writer = self._writer or self._wrong_end("membership", "writer")
-        return BlockingMembership(self.held, writer, timeout)
+        writer = self._writer_of("membership")
+        return _Changes(self.held, self.held.loop().do(lambda: Membership(writer, timeout)), timeout)
 
     def dismiss(self, rank: int) -> None:
         """Go on without a reader, also while another thread's call waits for it."""
-        writer = self._writer or self._wrong_end("dismiss", "writer")
-        self.held.do(lambda: writer.dismiss(rank))
+        writer = self._writer_of("dismiss")
+        self.held.loop().do(lambda: writer.dismiss(rank))
 
     def stats(self) -> QueueStats:
         """Return what this end has done so far."""
@@ -519,13 +511,13 @@ class MessageQueue(QueueBase[T], Closing):
     @property
     def messages(self) -> int:
         """How many messages this end has sent, or its calls have returned: tells what became of an interrupted call."""
-        return self.stats().messages - len(self.held.kept)
+        return self.stats().messages - len(self.held.undelivered)
 
     def __reduce__(self) -> NoReturn:
         refuse_to_pickle(self, writes=self._writer is not None)
 
     def __repr__(self) -> str:
-        return f"<blocking {self.held.end!r}>"
+        return repr(self.held)
 
     def close(self) -> None:
         """Close this end: the other side is told. Idempotent, and from any thread.
@@ -541,4 +533,29 @@ class MessageQueue(QueueBase[T], Closing):
 
     def __del__(self) -> None:
         if hasattr(self, "held"):
-            self.held.loop.close()  # the end itself warns
+            self.held.forget()
+
+
+class _Changes(Iterator[Change]):
+    """The changes from when this was made on."""
+
+    def __init__(self, held: BlockingEnd, changes: Membership, timeout: float | None) -> None:
+        self._held = held
+        self._changes = changes
+        self._timeout = timeout
+        self._kept: list[Change] = []  # a call that a signal's handler ends leaves them to the next one
+
+    def __next__(self) -> Change:
+        if not self._kept:
+            try:
+                self._held.run(self._next)
+            except QueueClosed:
+                raise StopIteration from None
+        if not self._kept:
+            raise StopIteration
+        return self._kept.pop()
+
+    async def _next(self) -> None:
+        change = await self._changes.next(self._timeout)
+        if change is not None:
+            self._kept.append(change)

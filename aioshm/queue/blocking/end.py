@@ -1,0 +1,546 @@
+"""An end of a queue as threads use it, one at a time; the end itself belongs to the background loop.
+
+Messages pass in the native core, in the calling thread. A thread waits for the next message or slot of a local ring by
+itself (`ThreadPoller`). Everything else runs as a coroutine on the background loop, and the thread waits for that.
+
+An exception of a signal's handler may come out of any call that is made here. What must not be torn is therefore done
+by one call of the core, by the loop's thread, where no handler runs, or by statements without a call between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from threading import get_ident
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from aioshm.closing import warn_not_closed
+from aioshm.config import check_bool, check_timeout, shown
+from aioshm.errors import AioshmError, QueueClosed, RoleError
+from aioshm.process.loop_thread import LoopThread, shared_loop, turn
+from aioshm.process.turn import Turn
+from aioshm.queue.ends.leasing import ReadBlock
+from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.writing import WritingEnd
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, native_core
+from aioshm.ring.reader_core import ReaderCore
+from aioshm.wait.threads import CANCEL_POLL_S
+
+if TYPE_CHECKING:
+    from aioshm.queue.blocking.blocks import Block
+
+T = TypeVar("T")
+
+
+class SlowCore:
+    """Stands for the core of an end whose calls have to do more than to ask the core."""
+
+    open = False
+
+    @staticmethod
+    def send(_obj: Any) -> bool:
+        """Send nothing."""
+        return False
+
+    @staticmethod
+    def receive_into(_messages: list[Any]) -> Any:
+        """Receive nothing."""
+        return NOTHING
+
+
+class BlockingEnd:
+    """One end, its undelivered messages, and whose call it is.
+
+    Args:
+        end: The end, which no loop has used.
+
+    Attributes:
+        undelivered: Messages that were received, but that no call has returned yet; always the same list.
+        failure: An error that comes after them.
+        sending, receiving: Asked by each call first: the native core of an end that is ready, else a `SlowCore`.
+        turn: Held by the thread that waits in a call, or is in a block.
+        block: The block that is open; `inner` and `taken` are its: the end's own block, or the message that it has.
+        left: Blocks that nobody will leave: the end's own block, what it shows, and whether that was not seen.
+        closed: Whether everything was given back.
+    """
+
+    def __init__(self, end: WritingEnd | ReadingEnd) -> None:
+        self.end = end
+        self.gate = end.gate
+        end.block()
+        self.undelivered: list[Any] = []
+        self.failure: AioshmError | None = None
+        self.sending: Any = SlowCore
+        self.receiving: Any = SlowCore
+        self.owed: list[None] = end.gate.owed
+        self.turn: Turn = Turn(recheck_s=0.1)
+        self.block: weakref.ref[Block] | None = None
+        self.inner: Any = None
+        self.taken: list[Any] = []
+        self.left: list[tuple[Any, Any, bool]] = []
+        self.closed: bool = False
+        self._closes_later = False
+        self._loop: LoopThread | None = None
+
+    # Running on the background loop
+
+    def loop(self) -> LoopThread:
+        """Return the background loop, for a thread that may wait for it.
+
+        Raises:
+            RoleError: The thread runs an event loop, or code inside of another call.
+        """
+        if asyncio._get_running_loop() is not None:
+            raise RoleError(f"{self!r} would block this thread's event loop: use aioshm.MessageQueue there")
+        if turn.user == get_ident():
+            raise RoleError(
+                f"{self!r}: a codec or a signal handler called inside of another call, and would wait for it"
+            )
+        if self._loop is None:
+            self._loop = shared_loop()
+        return self._loop
+
+    def run(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine of the end on the background loop; what a handler raises cancels it."""
+
+        async def called() -> T:
+            try:
+                return await call()
+            finally:
+                self.gate.pay()
+
+        return self.loop().run(called)
+
+    def run_cancellable(
+        self, call: Callable[[asyncio.Event | None], Coroutine[Any, Any, T]], cancel: threading.Event | None
+    ) -> T:
+        """Run a coroutine that a thread's event cancels; it gets one of the loop's for that."""
+        if cancel is None:
+            return self.run(lambda: call(None))
+        set_by_thread = cancel
+
+        async def called() -> T:
+            event = asyncio.Event()
+
+            async def watch() -> None:
+                while not set_by_thread.is_set():  # noqa: ASYNC110 - nothing else tells a loop of a thread's event
+                    await asyncio.sleep(CANCEL_POLL_S)
+                event.set()
+
+            if set_by_thread.is_set():
+                event.set()
+            watching = asyncio.ensure_future(watch())
+            try:
+                return await call(event)
+            finally:
+                watching.cancel()
+
+        return self.run(called)
+
+    # Whose call it is
+
+    def begin(self, deadline: float | None, busy: type[AioshmError] | None = None) -> None:
+        """Wait until no other thread waits in a call or is in a block; ``turn.user = 0`` and `finished` end that.
+
+        Args:
+            deadline: When to give up, by ``time.monotonic()``.
+            busy: Raised instead of waiting.
+
+        Raises:
+            RoleError: This thread is in a block, or a signal handler has interrupted its call.
+            TimeoutError: The deadline has passed.
+            AioshmError: The end refuses every call.
+        """
+        if self._loop is not None and self._loop.elsewhere:
+            self.gate.check_refusal()
+        self.loop()
+        me, mine = get_ident(), self.turn
+        if mine.user == me and self.block is not None and self.block() is None:
+            self.drop_block()
+        if mine.user == me:
+            self.gate.check_refusal()
+            raise RoleError(f"{self!r}: called inside of a block that has its slot, and so would wait for itself")
+        while not mine.take(me, monotonic() + (0 if busy is not None else 0.1)):
+            self.gate.check_refusal()
+            if busy is not None:
+                raise busy(f"{self!r}: another thread waits here, or is in a block that has a slot")
+            if deadline is not None and monotonic() >= deadline:
+                raise TimeoutError(f"{self!r}: another thread's call, or its block, did not end in time")
+        if self.left:
+            try:
+                self.run(self._leave_blocks)
+            except BaseException:
+                mine.user = 0
+                raise
+
+    def finished(self) -> None:
+        """Let other threads go on after a call, reopen the fast path, and close the end if that was asked for."""
+        if self.turn.waiting:
+            self.turn.wake()
+        if self._closes_later:
+            self.close()
+        gate, core, me = self.gate, self.gate.core, get_ident()
+        if gate.ready and not core.open:
+            try:
+                turn.take(me)  # or the loop might refuse calls just now
+                gate.reopen()
+            finally:
+                if turn.user == me:
+                    turn.user = turn.heir
+                if turn.waiting:
+                    turn.wake()
+        whole: Any = SlowCore
+        if native_core and gate.ready and self.failure is None and _is_whole(self.end):
+            whole = core
+        if isinstance(self.end, WritingEnd):
+            self.sending = whole
+        else:
+            self.receiving = whole
+
+    # Receiving
+
+    def receive_now(self, most: int) -> None:
+        """Let the core append messages to those that are undelivered, until there are so many."""
+        me = get_ident()
+        turn.user = (before := turn.user) or me
+        if turn.user != me:
+            return
+        try:
+            core, undelivered = self.receiving, self.undelivered
+            while core.open and len(undelivered) < most and core.receive_into(undelivered) is None:
+                pass
+            if self.gate.owed:
+                self.gate.pay()
+        except BaseException as error:
+            self.interrupted(error)
+        finally:
+            turn.user = before or turn.heir
+        if turn.waiting:
+            turn.wake()
+
+    def interrupted(self, error: BaseException) -> None:
+        """Raise what has come out of the core, or of waking other ends; the loop does the rest of that.
+
+        What the core could not decode comes after the messages before it.
+        """
+        if self.gate.owed and self._loop is not None:
+            self._loop.post(self.gate.pay)
+        if isinstance(error, Exception) and isinstance(self.end, ReadingEnd):
+            self.fail(error)
+        else:
+            raise error
+
+    def receive(self, deadline: float | None, cancel: threading.Event | None, indefinite: bool, most: int = 1) -> None:
+        """Wait until there is an undelivered message, for which this thread may be too late."""
+        self.begin(deadline)
+        try:
+            while not self.undelivered:
+                self.receive_once(deadline, cancel, indefinite, most)
+        finally:
+            self.turn.user = 0
+            self.finished()
+
+    def receive_once(
+        self, deadline: float | None, cancel: threading.Event | None, indefinite: bool, most: int = 1
+    ) -> None:
+        """Wait for a message, or for something that was in its way."""
+        self.raise_failure()
+        reader = self.reader
+        if not self.gate.ready or reader.has_news or reader.source.ring is None:
+            self.run_cancellable(lambda event: self._receive_on_loop(deadline, event, indefinite, most), cancel)
+        elif self.wait_for_message(deadline, cancel, indefinite) and not self.take(most):
+            self.run_cancellable(lambda event: self._take_unusual(deadline, event, indefinite), cancel)
+
+    def raise_failure(self) -> None:
+        """Raise, once, the error that comes after the messages that were delivered."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def wait_for_message(self, deadline: float | None, cancel: Any, indefinite: bool) -> bool:
+        """Wait in this thread for a message of the ring; return False if the writer is gone and another one awaited."""
+        me, gate = get_ident(), self.gate
+        core = gate.core
+        try:
+            turn.take(me)
+            gate.in_line = 1  # so that nothing is given back; no call between this and `finally` sets it otherwise
+            core.open = False
+            self.reader.next_of_writer(deadline, cancel, indefinite).send(None)
+        except StopIteration as done:
+            return bool(done.value)
+        finally:
+            gate.in_line = 0
+            if turn.user == me:
+                turn.user = turn.heir
+            if turn.waiting:
+                turn.wake()
+        raise AssertionError("a call that blocks has suspended")
+
+    def take(self, most: int) -> bool:
+        """Take up to so many messages in this thread; return False if the next one is no ordinary one."""
+        me, core = get_ident(), self.gate.core
+        if type(core) is not ReaderCore or not native_core:
+            return False
+        try:
+            turn.take(me)
+            answer = None
+            while answer is None and len(self.undelivered) < most:
+                answer = core.receive_into(self.undelivered)
+            self.gate.pay()
+        except Exception as error:
+            self.fail(error)
+        finally:
+            if turn.user == me:
+                turn.user = turn.heir
+            if turn.waiting:
+                turn.wake()
+        return bool(self.undelivered)
+
+    def fail(self, error: Exception) -> None:
+        """Raise what the core has raised, or keep it until the messages before it are delivered."""
+        try:
+            self.reader.fail(error)
+        except AioshmError as failure:
+            if not self.undelivered:
+                raise
+            self.failure, self.receiving = failure, SlowCore
+
+    async def _receive_on_loop(
+        self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool, most: int
+    ) -> None:
+        reader = self.reader
+        if not self.gate.ready or reader.has_news:
+            await reader.wait_until_ready(deadline, cancel)
+        if reader.source.ring is None and not self.undelivered:
+            left = None if deadline is None else max(0.0, deadline - monotonic())
+            if most > 1:
+                self.undelivered += await reader.dequeue_many(most, left, cancel, indefinite)
+            else:
+                self.undelivered.append(await reader.dequeue(left, cancel, indefinite))
+
+    async def _take_unusual(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
+        """Take the next message, which the core cannot take in one call, or wait for the rest of it."""
+        reader = self.reader
+        source = reader.source
+        source.settle()
+        if self.undelivered or not source.look():
+            return
+        obj = source.take()
+        if obj is ELSEWHERE:
+            await reader.rest(deadline, cancel, indefinite)
+        else:
+            self.undelivered.append(obj)
+
+    @property
+    def reader(self) -> ReadingEnd:
+        """The end, which is a reader's."""
+        assert isinstance(self.end, ReadingEnd)
+        return self.end
+
+    # Sending
+
+    def send_now(self, obj: Any) -> Any:
+        """Ask the core to send an object; return what it answers: None, False, or the encoded object."""
+        me = get_ident()
+        turn.user = (before := turn.user) or me
+        if turn.user != me:
+            return False
+        try:
+            message = self.sending.send(obj)
+            if self.gate.owed:
+                self.gate.pay()
+        except BaseException as error:
+            self.interrupted(error)
+        finally:
+            turn.user = before or turn.heir
+        if turn.waiting:
+            turn.wake()
+        return message
+
+    def send(self, obj: Any, message: Any, deadline: float | None) -> None:
+        """Send an object, waiting for room.
+
+        Args:
+            obj: The object.
+            message: What the core has answered: the encoded message, or False.
+            deadline: When to give up.
+        """
+        writer = self.end
+        assert isinstance(writer, WritingEnd)
+        self.begin(deadline)
+        try:
+            if message is False:
+                self.run(lambda: writer.prepare(deadline))
+                message = writer.encode(obj)
+            if writer.network is not None or not native_core or not self._put(writer, message, deadline):
+                self.run(lambda: writer.send_one(message, deadline))
+        finally:
+            self.turn.user = 0
+            self.finished()
+
+    def _put(self, writer: WritingEnd, message: Any, deadline: float | None) -> bool:
+        """Send a message in this thread once there is room; return False if it is no ordinary one."""
+        me, gate = get_ident(), self.gate
+        core: Any = gate.core
+        try:
+            turn.take(me)
+            gate.in_line = 1
+            core.open = False
+            gate.check_usable()
+            while not core.put(message):
+                try:
+                    writer.wait_for_room(message, deadline).send(None)
+                except StopIteration as done:
+                    if not done.value:
+                        return False
+                gate.check_usable()
+            gate.pay()
+            return True
+        finally:
+            gate.in_line = 0
+            if turn.user == me:
+                turn.user = turn.heir
+            if turn.waiting:
+                turn.wake()
+            if gate.owed and self._loop is not None:
+                self._loop.post(gate.pay)
+
+    # Blocks
+
+    def drop_block(self) -> None:
+        """End the turn of the block that is open; the loop leaves the end's own if nobody has."""
+        if self.inner is not None:
+            self.left += [(self.inner, None, False)]
+            self.inner = None
+        elif self.taken:
+            self.gate.in_line = 0
+        self.taken = []
+        self.block = None
+        self.turn.user = 0
+        self.finished()
+        if self.left:
+            self.leave_soon()
+
+    def block_dropped(self, block: weakref.ref[Block]) -> None:
+        """End the turn of a block that is no more, though nobody has left it."""
+        if self.block is block:
+            self.drop_block()
+
+    def leave_soon(self) -> None:
+        """Let the loop leave the blocks that nobody will leave; at the latest the next call does."""
+        if self._loop is not None:
+            self._loop.post(lambda: _start(self._leave_blocks()))
+
+    async def _leave_blocks(self) -> None:
+        while self.left:
+            inner, value, undo = self.left.pop(0)
+            if not isinstance(inner, ReadBlock):
+                with suppress(Exception):  # nobody would see it
+                    await inner.__aexit__(QueueClosed, QueueClosed("a block was never left"), None)
+                continue
+            if undo and inner.taken:
+                self.undelivered.insert(0, value)
+            inner.leave_now(undo=undo)
+
+    # Closing
+
+    def close(self) -> None:
+        """Close the end from any thread, now or when what uses it ends."""
+        if self.closed or (self._loop is not None and self._loop.elsewhere):
+            return
+        me, mine, gate = get_ident(), self.turn, self.gate
+        if turn.user == me:  # a codec or a handler has called this inside of another call
+            self._closes_later = True
+            gate.refuse_closed()
+            return
+        self._do(gate.refuse_closed)
+        if mine.user == me or self.block is not None:
+            self._closes_later = True
+            return
+        while not mine.take(me, monotonic() + 0.1):
+            if self.block is not None:
+                self._closes_later = True
+                return
+        self._closes_later = False
+        try:
+            if not self.closed:
+                if gate.loop is None:
+                    self._do(gate.discard)
+                else:
+                    self.run(gate.aclose)
+                self.closed = True
+        finally:
+            mine.user = 0
+            if mine.waiting:
+                mine.wake()
+
+    def _do(self, function: Callable[[], object]) -> None:
+        """Do something that does not wait, on the loop if the end belongs to one."""
+        if self.gate.loop is not None:
+            self.loop().do(function)
+        else:
+            function()
+
+    def forget(self) -> None:
+        """Close an end that is dropped; called by ``__del__``, in any thread."""
+        gate, loop = self.gate, self._loop
+        if self.closed or gate.closed or gate.loop is None or loop is None or loop.elsewhere or loop.ended:
+            return  # an end that was never used warns itself
+        try:
+            warn_not_closed(gate, "use `with`, or call close()")
+        finally:
+            loop.post(lambda: _start(gate.aclose()))
+
+    def __repr__(self) -> str:
+        return f"<blocking {self.end!r}>"
+
+
+def deadline_of(timeout: float | None, cancel: object = None, indefinite: bool = False) -> float | None:
+    """Return the deadline of a wait, by ``time.monotonic()``, whose arguments are checked.
+
+    Raises:
+        TypeError, ValueError: One of them is not what it has to be; the text names it.
+    """
+    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
+        raise TypeError(f"cancel must be a threading.Event or None, not {shown(cancel)}")
+    check_bool("indefinite", indefinite)
+    seconds = check_timeout("timeout", timeout)
+    return None if seconds is None else monotonic() + seconds
+
+
+def made(make: Callable[[], Coroutine[Any, Any, T]], end_of: Callable[[T], WritingEnd | ReadingEnd]) -> T:
+    """Return what a coroutine makes on the background loop; close it if a signal's handler raises."""
+    kept: list[T] = []
+
+    async def keep() -> None:
+        kept.append(await make())
+
+    loop = shared_loop()
+    try:
+        loop.run(keep)
+        return kept[0]
+    except BaseException:
+        if kept:
+            loop.run(end_of(kept[0]).gate.aclose)
+        raise
+
+
+def _start(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine on the loop, which keeps tasks weakly."""
+    task = asyncio.ensure_future(coroutine)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+
+
+_tasks: set[asyncio.Future[None]] = set()
+
+
+def _is_whole(end: WritingEnd | ReadingEnd) -> bool:
+    """Return whether a call of the end's core is all that a message usually takes."""
+    if isinstance(end, WritingEnd):
+        return end.network is None
+    return type(end.gate.core) is ReaderCore and not end.has_news
