@@ -106,11 +106,6 @@ class Costs:
         return min(HOT_GAP_NS, 2 * self.wake_up_ns + ends * ANSWERING_NS)
 
     @property
-    def linger_ns(self) -> int:
-        """How long a call that blocks looks again and again before it runs its loop, which then spins."""
-        return self.yielding_spin_ns // 2
-
-    @property
     def jitter_ns(self) -> int:
         """Every process is this late now and then: no surprise in a rhythm, and what a window has to spare."""
         return self.wake_up_ns // 4

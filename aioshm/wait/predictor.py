@@ -85,7 +85,6 @@ class Predictor:
         self._rhythm = Rhythm(max_spin_cpu, costs) if self._spins and not self._crowd and max_spin_cpu > 0 else None
         self._gap_ns = 0.0
         self._period_ns = 0.0  # gap between messages, pauses included: believed slowly, doubted at once
-        self._since_ns = 0  # when the end began to look for a message, if before it came to wait for it
         self._began_ns = 0  # when the first wait for the next message did
         self._waited_ns = inf  # running mean of such waits
         self._count = 0
@@ -136,8 +135,7 @@ class Predictor:
                     rhythm.beat(passed, count, self._at_ns, at_ns)
                 if self._yields and passed == 1:
                     self._see_wait(at_ns - self._began_ns)
-            self._count, self._at_ns, self._began_ns = count, at_ns, self._since_ns or now_ns
-        self._since_ns = 0
+            self._count, self._at_ns, self._began_ns = count, at_ns, now_ns
         if self.crowded and 0 < self._gap_ns < self._nap_gap_ns and self._failures < FAILURES:
             return self._nap
         if not self._spins:
@@ -181,10 +179,6 @@ class Predictor:
         """How long a wait for an answer may be, on average, to be worth a spin that hands its CPU on."""
         least = self._least_patience_ns
         return least if self._crowd else max(least, self._period_ns / ANSWER_SHARE)
-
-    def looked(self, since_ns: int) -> None:
-        """Learn that the end had been looking for a message since then, in vain, when its next wait begins."""
-        self._since_ns = since_ns
 
     def spun(self, hit: bool) -> None:
         """Learn whether the spin or the naps that `plan` asked for ended with a message."""
