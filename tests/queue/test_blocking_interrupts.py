@@ -15,9 +15,6 @@ from faces import Thread, make_writer
 
 from aioshm import blocking
 
-# A block that is dropped while one exception is on its way calls back; what the next handler raises there is lost.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 
 
@@ -98,11 +95,15 @@ def interrupter() -> Iterator[Interrupter]:
             raise _Interrupted
 
     before = [signal.signal(number, handle) for number in SIGNALS]
+    # A block that is dropped while one exception is on its way calls back; Python reports what the next handler raises
+    # there. Not by a function in Python, which would be interrupted itself.
+    report, sys.unraisablehook = sys.unraisablehook, id
     try:
         yield interrupter
         assert [signal.getsignal(number) for number in SIGNALS] == [handle] * len(SIGNALS)
     finally:
         interrupter.disarm()
+        sys.unraisablehook = report
         for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
 
