@@ -15,9 +15,15 @@ typedef struct {
 
 PyObject *new_call(Calls *calls, CallKind kind, PyObject *const *args)
 {
-    Call *made = PyObject_GC_New(Call, calls->call);
-    if (made == NULL)
-        return NULL;
+    Call *made = calls->spare;
+    if (made != NULL) {
+        calls->spare = NULL;
+        PyObject_Init((PyObject *)made, calls->call);
+    } else {
+        made = PyObject_GC_New(Call, calls->call);
+        if (made == NULL)
+            return NULL;
+    }
     made->calls = (Calls *)Py_NewRef((PyObject *)calls);
     for (int n = 0; n < 3; n++)
         made->args[n] = Py_XNewRef(args[n]);
@@ -289,7 +295,10 @@ static void call_dealloc(Call *self)
     }
     call_clear(self);
     self->calls = NULL;
-    PyObject_GC_Del(self);
+    if (calls->spare == NULL)
+        calls->spare = self;
+    else
+        PyObject_GC_Del(self);
     Py_DECREF((PyObject *)calls);
     Py_DECREF(type);
 }

@@ -100,6 +100,8 @@ static void calls_dealloc(Calls *self)
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     PyObject_GC_UnTrack(self);
     calls_clear(self);
+    if (self->spare != NULL)
+        PyObject_GC_Del(self->spare);
     Py_CLEAR(self->writer);
     Py_CLEAR(self->reader);
     Py_CLEAR(self->call);

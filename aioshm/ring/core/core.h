@@ -122,6 +122,7 @@ typedef struct {
     End *core;                /* the core that is asked first, or NULL */
     bool sends;               /* whether that is a writer's */
     PyObject *rest, *whole, *fail;
+    void *spare;              /* the memory of a call that has ended: 7% of a message of 64 bytes */
     PyTypeObject *writer, *reader, *call;
 } Calls;
 
