@@ -101,6 +101,11 @@ class ReaderSlot:
             return f"rank {self.rank} ({self.process}{condition and f', {condition}'})"
         return f"rank {self.rank} ({self.process} is gone)" if self.pid else f"rank {self.rank}"
 
+    def is_vacant(self, transport: Transport) -> bool:
+        """Return whether a reader of a transport can have this slot; asks the system nothing, as `why_taken` does."""
+        free = self.reader is None and self.leaving is None
+        return free and (not self.held or self.transport is transport)
+
     def why_taken(self, transport: Transport) -> str:
         """Return why a reader of a transport cannot have this slot; empty: it can."""
         if self.leaving is not None:
@@ -247,7 +252,7 @@ class ReaderRegistry:
         slots = [slot for slot in self.slots.values() if transport in slot.transports]
         if rank == ANY_RANK:
             for slot in slots:
-                if not slot.why_taken(transport):
+                if slot.is_vacant(transport):
                     return slot
             who = ", ".join(f"rank {slot.rank}{slot.why_taken(transport)}" for slot in slots)
             raise NoPlaceVacant(f"no place is vacant: {who or 'the queue has none'}")

@@ -121,7 +121,7 @@ BUGS = (
     Bug(
         "two-in-one",
         _REGISTRY,
-        "                if not slot.why_taken(transport):\n",
+        "                if slot.is_vacant(transport):\n",
         "                if True:\n",
         "two readers have one place",
     ),
