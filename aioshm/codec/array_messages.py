@@ -38,11 +38,7 @@ def is_array(main: bytes | memoryview) -> bool:
 
 
 def unpack(main: bytes | memoryview, buffers: Sequence[memoryview], *, show: bool) -> Any:
-    """Return the array of a message: a copy, or for ``show`` a read-only view of the buffer.
-
-    Raises:
-        CodecError: The head is damaged, or the buffer has another size.
-    """
+    """Return the array of a message: a copy, or for ``show`` a read-only view of the buffer."""
     kind = _parse(bytes(main))
     if len(buffers) != 1 or buffers[0].nbytes != kind.nbytes:
         raise CodecError(f"damaged array: {kind.nbytes} bytes announced, {[each.nbytes for each in buffers]} there")

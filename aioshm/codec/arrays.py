@@ -26,11 +26,7 @@ PLAIN_DTYPE = re.compile(r"[<>|=][biufcSUVmM]\d{1,9}(\[\w{1,20}\])?")
 
 
 def memory_of(array: Array) -> tuple[Memory, Order]:
-    """Return the buffer that pickle stores of an array without objects in it, and the order of its elements.
-
-    Only the elements that the array shows, however large the memory is that it is a view of. A large array that is
-    contiguous in either order is not copied.
-    """
+    """Return the buffer that pickle stores of an array's elements, and their order."""
     flags = array.flags
     order: Order = "F" if flags.fnc else "C"
     if array.nbytes < OUT_OF_BAND_BYTES:
@@ -126,11 +122,7 @@ def _head(dtype: np.dtype[Any], shape: tuple[int, ...], order: Order) -> bytes |
 
 
 def kind_of(shape: tuple[int, ...], dtype: str, order: Order) -> ArrayKind:
-    """Return the size of such an array, and the function that lays it over memory.
-
-    Raises:
-        CodecError: There is no such array.
-    """
+    """Return the array's size, and the function that lays the array over memory."""
     if not PLAIN_DTYPE.fullmatch(dtype):
         raise CodecError(f"damaged array: no dtype {dtype!r}")
     try:

@@ -128,10 +128,7 @@ def cannot_decode(error: Exception, codec: str = "pickle") -> CodecError:
 
 
 def check_again(error: Exception, call: Callable[..., object], *arguments: Any) -> None:
-    """Raise an error of encoding or decoding as it is if it does not come again.
-
-    Then a signal's handler has raised it, in the middle of the call, and nothing is wrong with the message.
-    """
+    """Raise a codec's error if it recurs; a signal handler raised an error that does not."""
     for _ in range(TRIES - 1):
         try:
             call(*arguments)

@@ -14,10 +14,7 @@ HUGE_PAGE_BYTES = 4 * 1024 * 1024
 
 
 def is_loaded(name: str) -> bool:
-    """Return whether the program has finished importing the module.
-
-    One that is still being imported, perhaps by another thread, does not count: importing it too would wait for that.
-    """
+    """Return whether the program has finished importing the module."""
     module = sys.modules.get(name)
     return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
@@ -27,12 +24,7 @@ class OwnMemory:
 
 
 def own_copy(view: memoryview) -> bytearray | memoryview:
-    """Copy a buffer into writable memory of its own; a buffer that is most of its `OwnMemory` stays there.
-
-    Where messages are dropped about as fast as they come, malloc hands out warm memory, and a ``bytearray`` is as fast
-    as anything. Where they pile up, and always beyond malloc's greatest mmap threshold of 32 MiB, each page is touched
-    for the first time, at many times the cost of the copy; NumPy's huge pages make that 3 to 5 times cheaper.
-    """
+    """Copy a buffer into writable memory; a buffer that is most of its `OwnMemory` stays there."""
     if view.nbytes < HUGE_PAGE_BYTES or not is_loaded("numpy"):
         return bytearray(view)
     if isinstance(view.obj, OwnMemory) and not view.readonly and 2 * view.nbytes >= memoryview(view.obj).nbytes:
@@ -45,11 +37,7 @@ def own_copy(view: memoryview) -> bytearray | memoryview:
 
 
 def flat(obj: Any) -> memoryview:
-    """Return a view of C-contiguous memory, of any shape and type, as plain bytes.
-
-    A memoryview is cast, not exported: CPython (3.11 at least) crashes when its collector frees a cycle in which one
-    memoryview exports to another, and a message on its way may well hang in the cycle of an error and its frames.
-    """
+    """Return C-contiguous memory as plain bytes, by a cast (platform notes: garbage collector)."""
     try:
         return memoryview(obj).cast("B")
     except TypeError:  # cast refuses structured formats and empty shapes; a PickleBuffer shows both

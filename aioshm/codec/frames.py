@@ -96,13 +96,7 @@ def body_bytes_of_one(main_bytes: int, buffer_bytes: int) -> int:
 def write_body(
     target: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[bytes | bytearray | memoryview]
 ) -> int:
-    """Write a message's main part and buffers into memory; return the bytes of the main part.
-
-    Args:
-        target: At least `body_bytes` long, one-dimensional, of format ``B``; what lies behind the body is left alone.
-        parts: The main part in pieces; one-dimensional, of format ``B``, as are all buffers.
-        buffers: At most `MAX_BUFFERS`.
-    """
+    """Write a message's main part and buffers into memory; return the bytes of the main part."""
     main = 0
     if len(buffers) == 1:  # the same as below, in less time
         _LENGTH.pack_into(target, 0, len(buffers[0]))
@@ -124,18 +118,7 @@ def write_body(
 
 
 def split_body(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[memoryview, list[memoryview]]:
-    """Return views of the main part and of each buffer; nothing is copied.
-
-    No number is trusted: all bounds are checked before anything is allocated in proportion to them.
-
-    Args:
-        body: One-dimensional, of format ``B``; may be longer than the message.
-        n_buffers: As the header has it.
-        main_bytes: As the header has it.
-
-    Raises:
-        CodecError: A part would reach beyond the body.
-    """
+    """Return views of the main part and each buffer; check all bounds before allocating."""
     if n_buffers == 0:
         if not 0 <= main_bytes <= len(body):
             raise CodecError(f"damaged message: {main_bytes} bytes announced, {len(body)} there")
@@ -169,12 +152,7 @@ def placed_bytes(n_buffers: int, main_bytes: int) -> int:
 
 
 def pack_table(main: int, places: Sequence[int]) -> bytes:
-    """Return the table of a placed body.
-
-    Args:
-        main: Where the main part is.
-        places: Offset and length of each buffer, one after the other.
-    """
+    """Return a placed body's table; ``places``: offset and length of each buffer, in turn."""
     return struct.pack(f"<{1 + len(places)}Q", main, *places)
 
 
@@ -184,11 +162,7 @@ def pack_place(table: int) -> bytes:
 
 
 def placed_end(body: memoryview, n_buffers: int, main_bytes: int) -> int:
-    """Return where a placed body ends.
-
-    Raises:
-        CodecError: That would be beyond what is there.
-    """
+    """Return the end of a placed body, after checking that the end is inside of the memory."""
     if 0 <= n_buffers <= MAX_BUFFERS and main_bytes >= 0 and len(body) >= _LENGTH_BYTES:
         (table,) = _LENGTH.unpack_from(body)
         end = table + placed_bytes(n_buffers, 0)
@@ -201,11 +175,7 @@ def placed_end(body: memoryview, n_buffers: int, main_bytes: int) -> int:
 
 
 def split_placed(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[memoryview, list[memoryview]]:
-    """Return views of the main part and of each buffer of a placed body, as `split_body` does of others.
-
-    Raises:
-        CodecError: A part would reach beyond the body.
-    """
+    """Return views of the main part and each buffer of a placed body; check all bounds first."""
     if n_buffers == 1 and main_bytes >= 0 and (length := len(body)) >= _LENGTH_BYTES:  # the same, in half of the time
         (table,) = _LENGTH.unpack_from(body)
         if table + _ONE.size <= length:
@@ -259,11 +229,7 @@ def pack_array_head(library: int, order: Order, shape: tuple[int, ...], dtype: s
 
 
 def split_array_head(head: bytes) -> tuple[int, Order, tuple[int, ...], str]:
-    """Return library, order, shape and dtype.
-
-    Raises:
-        CodecError: The head is damaged.
-    """
+    """Return library, order, shape and dtype."""
     try:
         _, library, order, dimensions = _ARRAY_HEAD.unpack_from(head)
         shape = struct.unpack_from(f"<{dimensions}Q", head, _ARRAY_HEAD.size)

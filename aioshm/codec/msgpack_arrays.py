@@ -18,12 +18,7 @@ _decode_head = msgspec.msgpack.Decoder(tuple[Any, tuple[Length, ...], bool]).dec
 
 
 def pack_array(array: Array) -> tuple[bytes, Memory]:
-    """Return an array's description (dtype, shape, order), and its memory.
-
-    Raises:
-        TypeError: The elements hold Python objects, or nothing at all.
-        ValueError: The elements overlap or are out of order in a way that has no description.
-    """
+    """Return an array's description (dtype, shape, order), and its memory."""
     dtype = array.dtype
     if dtype.hasobject or not dtype.itemsize:
         raise TypeError(f"arrays of dtype {dtype} cannot travel")

@@ -18,11 +18,7 @@ _decode_head = msgspec.msgpack.Decoder(tuple[str, tuple[Length, ...], bool, bool
 
 
 def pack_tensor(tensor: torch.Tensor) -> tuple[bytes, Memory]:
-    """Return a tensor's description, and its memory, which is a copy if it is on another device.
-
-    Raises:
-        TypeError: This is no dense tensor, or one without memory.
-    """
+    """Return a tensor's description, and its memory: a copy for a tensor on another device."""
     device = ""
     found = array_of(tensor)
     if found is None and not tensor.is_meta and not tensor.is_cpu:

@@ -1,10 +1,9 @@
-"""Torch tensors on the wire, as arrays of the same elements. Imports torch, so import this only where it is.
+"""Torch tensors on the wire, as arrays of their elements; this module imports torch.
 
-Only what a tensor shows is sent, never the storage behind it, and it arrives contiguous (in row- or column-major order)
-in memory of its own. Kept are dtype, shape, ``requires_grad``, being a ``Parameter``, and Python attributes. As with
-torch's own pickling, hooks and ``.grad`` stay behind, and a tensor from the middle of an autograd graph arrives as a
-leaf. Whatever is not a dense CPU tensor, and every subclass, is left to its own reduction; the dense tensors of which
-such a one consists then come here again.
+Sent are the visible elements, dtype, shape, ``requires_grad``, being a ``Parameter``, and Python
+attributes. Hooks and ``.grad`` stay behind, and a tensor inside an autograd graph arrives as a
+leaf. Subclasses and tensors that are not dense CPU tensors use their own reduction, which may
+contain dense tensors.
 """
 
 from __future__ import annotations
@@ -86,10 +85,7 @@ def reduce_parameter(parameter: torch.nn.Parameter) -> Any:
 
 
 def array_of(tensor: torch.Tensor) -> tuple[str, Array] | None:
-    """Return the name of the dtype and an array over the tensor's own memory; None if it is not a dense CPU tensor.
-
-    Only a conjugate or negative view is copied: its memory holds something else than its values.
-    """
+    """Return dtype name and array over the tensor's memory; None if it is no dense CPU tensor."""
     outgoing = _OUTGOING.get(tensor.dtype)
     if outgoing is None or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
         return None
@@ -116,11 +112,7 @@ def _with_attributes(
 def rebuild_tensor(
     memory: Any, name: str, shape: tuple[int, ...], order: Order = "C", requires_grad: bool = False
 ) -> torch.Tensor:
-    """Return a tensor over memory, without a copy.
-
-    Raises:
-        KeyError: No dtype is called that.
-    """
+    """Return a tensor over memory, without a copy."""
     carrier, dtype = _ARRIVING[name]
     tensor = torch.from_numpy(array_for_torch(shape, carrier, memory, order))
     if dtype is not None:
@@ -158,11 +150,7 @@ def _head(order: Order, shape: tuple[int, ...], dtype: str) -> bytes:
 
 
 def kind_of(shape: tuple[int, ...], dtype: str, order: Order) -> ArrayKind:
-    """Return the size of such a tensor, and the function that lays it over memory.
-
-    Raises:
-        CodecError: There is no such tensor.
-    """
+    """Return the tensor's size, and the function that lays the tensor over memory."""
     found = _ARRIVING.get(dtype)
     if found is None:
         raise CodecError(f"damaged tensor: no dtype {dtype!r}")

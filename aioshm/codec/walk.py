@@ -17,13 +17,7 @@ _LABELS_SHOWN = 20  # of the path to a part that is deep down
 
 
 def substitute(obj: Any, stand_in: Callable[[Any], Any]) -> Any:
-    """Replace large bytes-like objects, wherever they are, by what ``stand_in`` makes of them.
-
-    Only what has one inside is copied; what has none is returned as it is.
-
-    Raises:
-        RecursionError: The object is too deep, or contains itself.
-    """
+    """Replace large bytes-like objects by ``stand_in``'s results; copy only their containers."""
     kind = type(obj)
     if kind in _ATOMS:
         return obj
@@ -74,10 +68,7 @@ def _with_fields(
 
 
 def find_refused(obj: Any, encode: Callable[[Any], object]) -> tuple[str, Any, str] | None:
-    """Find the first part that cannot be encoded: its path from ``$``, the part itself, and why.
-
-    Not recursive, so that it can also explore what is too deep to encode.
-    """
+    """Find the first part that cannot be encoded: path from ``$``, part, reason. Not recursive."""
     above = {id(obj)}
     stack: list[tuple[str, Any, Iterator[tuple[str, Any]]]] = [("$", obj, _parts(obj))]
     has_parts = False
@@ -133,12 +124,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def count_values(data: bytes | memoryview, most: int) -> int:
-    """Count the values that MessagePack encodes, those in arrays and maps too, without decoding any.
-
-    Args:
-        data: Whole values, as msgspec takes them for `Raw`. Other bytes make a number that means nothing.
-        most: Counting ends at one more than this.
-    """
+    """Count MessagePack values, nested ones too, without decoding; stop at ``most`` + 1."""
     at, count, end = 0, 0, len(data)
     while at < end and count <= most:
         count += 1

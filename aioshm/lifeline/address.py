@@ -26,11 +26,7 @@ WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]", "::", "[*]")
 
 
 def new_address(options: Options, queue_id: bytes, kind: str) -> str:
-    """Return the address of one of a queue's sockets: ``@name`` for an abstract one, else a path.
-
-    Raises:
-        SharedMemoryError: ``runtime_dir`` is unusable: another user's, open to others, or too long a path.
-    """
+    """Return an address for a queue's socket: ``@name`` for an abstract one, else a path."""
     global _uses_segments
     _uses_segments = _uses_segments or options.backing == "named"
     if options.lifeline == "abstract":
@@ -91,11 +87,7 @@ def is_own_address(host: str) -> bool:
 
 
 def connectable(endpoint: str) -> str:
-    """Return the form of a bound endpoint that can be passed on to those who connect.
-
-    Where all addresses of this host are bound (``tcp://*:5557``, ``tcp://0.0.0.0:5557``, ``tcp://[::]:5557``), that is
-    the host's own address with the same port; any other endpoint is returned as it is.
-    """
+    """Return a bound endpoint with a wildcard host replaced by this host's own address."""
     transport, _, rest = endpoint.partition("://")
     host, _, port = rest.rpartition(":")
     if transport != "tcp" or host not in WILDCARD_HOSTS:
@@ -105,11 +97,7 @@ def connectable(endpoint: str) -> str:
 
 
 def check_ip(address: object) -> str | None:
-    """Return an address that readers are to connect to, or None.
-
-    Raises:
-        TypeError, ValueError: It is neither None, nor an IP address, nor ``"*"``.
-    """
+    """Return an address for readers to connect to, or None, after checking it."""
     if address is None:
         return None
     if not isinstance(address, str):
@@ -133,11 +121,7 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 def secure_directory(directory: Path) -> None:
-    """Make the directory for what has a file, unless it is there, and refuse one that others reach.
-
-    Raises:
-        SharedMemoryError: It cannot be made, is another user's, or open to others.
-    """
+    """Create the directory for socket files; refuse one that other users can write to."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()
@@ -163,10 +147,7 @@ def _sweep(directory: Path) -> None:
 
 
 def sweep_leftovers() -> None:
-    """Remove files and segments of dead processes, where this process had queues or sockets; call it after a stop.
-
-    It is called when Python ends, too: an interrupt may have kept this process' own ends from being closed.
-    """
+    """Remove dead processes' files and segments; runs after a stop, and when Python ends."""
     for directory in _directories:
         with suppress(OSError):
             _sweep(directory)
@@ -181,13 +162,7 @@ util.Finalize(None, sweep_leftovers, exitpriority=-1)  # below 0: after multipro
 
 
 def _is_bound(path: Path) -> bool:
-    """Return whether a socket of any process is bound to a socket file, be it before it listens.
-
-    The kernel refuses to connect a datagram socket with ECONNREFUSED where there is none, and else, before it looks
-    whether that listens, with EPROTOTYPE (unix(7), Linux' unix_find_bsd, XNU's unp_connect). Where that is not so, the
-    stream socket finds what listens. No clock is asked, which may jump, and a file that was listed has its socket: both
-    appear while the directory is locked.
-    """
+    """Return whether any process has bound a socket file (platform notes: socket files)."""
     for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):
         with socket.socket(socket.AF_UNIX, kind) as probe:
             probe.setblocking(False)

@@ -8,11 +8,7 @@ HAVE_EVENTFD = hasattr(os, "eventfd")
 
 
 class Bell:
-    """An eventfd. Rings do not pile up: however many came, one `drain` takes them all.
-
-    Args:
-        fd: An eventfd, which this takes over.
-    """
+    """An eventfd, which this takes over. One `drain` takes all rings."""
 
     def __init__(self, fd: int) -> None:
         self.fd: int = fd

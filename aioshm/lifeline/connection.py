@@ -1,7 +1,4 @@
-"""One connection to a writer: what greets, is admitted or refused, signals, and ends, each in steps.
-
-See `aioshm.lifeline.listener`, which does a step in a turn of the loop.
-"""
+"""One connection to a writer: greeting, admission, signals, end, each in short steps."""
 
 from __future__ import annotations
 
@@ -28,15 +25,7 @@ ASK_S = 0.005
 
 
 class Connection:
-    """One accepted connection: a stranger until its greeting was accepted, a peer from then on.
-
-    Its steps: the greeting is read and checked; those who may have its place are looked at; it is admitted and told so;
-    the writer is told. And when it ends: the end is seen; the host is told; it is closed.
-
-    Attributes:
-        peer: The reader, once it is admitted.
-        since: When it was accepted, by the loop's clock.
-    """
+    """One accepted connection: a stranger until its greeting is accepted, then a peer."""
 
     def __init__(
         self,

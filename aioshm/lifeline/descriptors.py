@@ -17,11 +17,7 @@ _PEEKS = sys.platform == "linux"  # whether MSG_PEEK hands out descriptors, too,
 
 
 def receive_next(sock: socket.socket) -> tuple[bytes, list[int], bool]:
-    """Return what came: bytes, descriptors, and whether one that this process has no room for is next.
-
-    That one stays in the socket. The kernel drops those that it has no room for (unix(7)), but not when they are only
-    looked at; and a look hands out those that it has room for.
-    """
+    """Return bytes, descriptors, and whether the next descriptor waits in the socket for room."""
     if not _PEEKS:
         data, fds, _ = receive(sock)
         return data, fds, False

@@ -23,13 +23,7 @@ _ROOM_PAUSE_S = 0.05  # between looks whether there is room for a descriptor
 
 
 class Lifeline:
-    """A reader's connection to its writer. Made by `attach`.
-
-    Attributes:
-        welcome: The writer's answer.
-        said_goodbye: Whether the writer has announced that it closes the queue.
-        writer_pid: The writer's pid in this process' pid namespace, or 0 where it cannot be seen.
-    """
+    """A reader's connection to its writer. Made by `attach`."""
 
     def __init__(
         self,
@@ -44,6 +38,7 @@ class Lifeline:
         self._sock = sock
         self._early = early
         self.welcome = welcome
+        # The pid in this process' pid namespace; 0 where invisible.
         self.writer_pid = writer_pid
         self.said_goodbye: bool = False
         self._asked: float | None = None  # since when an answer is owed
@@ -64,18 +59,7 @@ class Lifeline:
         on_subscribe: Callable[[], None],
         on_evicted: Callable[[], None],
     ) -> None:
-        """Begin to report.
-
-        Args:
-            on_go: Every reader is ready.
-            on_wake: The writer rang.
-            on_gone: The writer left; True: it said goodbye.
-            on_descriptor: The writer passed a descriptor, which is the callee's from here on; None: one that is lost,
-                because this process has too many open files, where the system cannot keep it in the socket.
-            on_held_back: There is a descriptor that this process has no room for; see `holds_back`.
-            on_subscribe: Messages begin to come over ZeroMQ, too.
-            on_evicted: The queue goes on without this reader.
-        """
+        """Start reporting; ``on_descriptor`` owns a descriptor, ``on_gone(True)``: after a goodbye."""
         self._on_go, self._on_wake, self._on_gone, self._on_descriptor = on_go, on_wake, on_gone, on_descriptor
         self._on_held_back, self._on_subscribe, self._on_evicted = on_held_back, on_subscribe, on_evicted
         self._loop.add_reader(self._sock.fileno(), self._readable)
@@ -223,15 +207,7 @@ class Lifeline:
 
 
 def dial(address: str, hello: Hello) -> socket.socket | None:
-    """Connect to a queue's writer and greet it, without waiting; None while too many others are doing so.
-
-    The writer need not run its loop yet: the greeting waits in the socket.
-
-    Raises:
-        QueueGone: Nobody listens there any more.
-        HandleError: It is another user's process.
-        OutOfDescriptors: There is none left.
-    """
+    """Connect to a queue's writer and send the greeting; None while the backlog is full."""
     with naming_limits(f"a reader of the queue at {address}"):
         sock = QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -275,19 +251,7 @@ def _has_answered(sock: socket.socket) -> bool:
 
 
 async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Lifeline:
-    """Wait until the writer has admitted this reader. Cancelling it closes everything.
-
-    Args:
-        address: Where the writer listens.
-        hello: The greeting.
-        sock: What `dial` returned, which this takes over.
-
-    Raises:
-        PeerClosed: The writer has closed the queue.
-        HandleError: The queue is gone, or the writer refused this reader.
-        OutOfDescriptors: This process has no room for those that the writer sends.
-        PeerDied: The writer died while this was waiting for its answer.
-    """
+    """Wait for the writer's admission; takes over ``sock``. Cancelling closes everything."""
     loop = asyncio.get_running_loop()
     while sock is None:
         await asyncio.sleep(_RETRY_S)

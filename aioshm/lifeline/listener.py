@@ -1,10 +1,8 @@
 """The writer's side of the lifelines: listen, admit readers, notice their signals and their death.
 
-The end of a connection is how death is noticed: at once, without a timer, and across pid namespaces, because the
-kernel closes a dead process' sockets.
-
-A writer that is busy stands still while a reader comes or goes. So either is done in steps, each short, of which a turn
-of the loop does one: the writer's calls go on in between. `LifelineListener.look` does all steps at once.
+The kernel closes a dead process' sockets, so a death is noticed immediately. Admission and
+departure take several short steps, one per turn of the loop, so that the writer's calls continue.
+`LifelineListener.look` does all steps.
 """
 
 from __future__ import annotations
@@ -38,25 +36,7 @@ _ACCEPT_PAUSE_S = 0.2  # after a failed accept, where the socket stays readable
 
 
 class LifelineListener:
-    """Accepts a queue's readers.
-
-    Binding needs no event loop, so that a handle can exist before any loop runs; `start` begins to answer.
-
-    Args:
-        address: Where to listen, from `new_address`.
-        queue_id: The queue.
-        token: What a reader must know.
-        backlog: How many readers may be waiting to be accepted.
-
-    Attributes:
-        bell: What readers ring, where there are eventfds.
-        lacking: Why the last reader could not be admitted, if that was for want of a descriptor here.
-        hurry: Called when there is a step to do in the loop's next turn, which is to come soon.
-
-    Raises:
-        SharedMemoryError: The socket cannot be bound.
-        OutOfDescriptors: There are not enough.
-    """
+    """Accepts a queue's readers. Binding needs no event loop; `start` begins to answer."""
 
     def __init__(self, address: str, queue_id: bytes, token: bytes, backlog: int) -> None:
         self.address = address
@@ -69,7 +49,9 @@ class LifelineListener:
         self._resume: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None  # when the oldest stranger has to have greeted, or before
         self._spare = -1  # lets one more reader in when there are no descriptors left, to tell it so
+        # Why the last reader was not admitted, if a descriptor was missing here.
         self.lacking: OutOfDescriptors | None = None
+        # Called when there is a step to do in the loop's next turn.
         self.hurry: Callable[[], None] = _nothing
         self.bell: Bell | None = None
         with naming_limits(f"a writer that listens on {address}"):

@@ -50,14 +50,7 @@ class Host(Protocol):
 
 
 class Peer:
-    """An admitted reader.
-
-    Attributes:
-        rank: Its rank in the handle.
-        pid: Its process id as it saw itself.
-        slow: What becomes of it when it is too slow.
-        seen_pid: Its process id in this process' pid namespace, or 0 where it cannot be seen.
-    """
+    """An admitted reader."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, hello: Hello, seen_pid: int, bell: Bell | None

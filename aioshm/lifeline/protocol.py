@@ -40,60 +40,41 @@ _LENGTH = struct.Struct("!I")
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """What a reader says first.
+    """A reader's greeting."""
 
-    Attributes:
-        version: Of the segment's layout, as the reader's code has it.
-        queue_id: Which queue it wants.
-        token: The secret from the handle.
-        rank: Which of the handle's local reader ranks it is; `ANY_RANK`: one that no reader has.
-        pid: Its process id as it sees itself.
-        slow: What becomes of it when it is too slow, as `Options.slow_reader`.
-        history: How many of the latest messages it wants first.
-    """
-
+    # Of the segment's layout.
     version: int
     queue_id: bytes
     token: bytes
+    # `ANY_RANK`: any free one.
     rank: int
     pid: int
     slow: str = "block"
+    # How many of the latest messages to receive first.
     history: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """What an admitted reader is told.
-
-    Attributes:
-        pid: The writer's process id as it sees itself.
-        secret: What the header of a message that did not fit its chunk repeats, so that no damaged one is taken for it,
-            and what to subscribe to where such messages come over ZeroMQ.
-        segment: Whether the first descriptor that comes along is the segment.
-        bells: Whether the next two are eventfds: the reader's and the writer's.
-        slow: Whether it heeds `Hello.slow`.
-        rank: Which reader this is.
-        first: The number of its first message.
-        going: Whether all readers that are waited for are there: there will be no `GO`.
-    """
+    """The writer's answer to an admitted reader."""
 
     pid: int
+    # Overflow messages repeat it in their header; also the topic of overflow over ZeroMQ.
     secret: bytes
+    # Whether the first descriptor is the segment.
     segment: bool
+    # Whether the next two descriptors are eventfds: the reader's and the writer's.
     bells: bool
+    # Whether the writer heeds `Hello.slow`.
     slow: bool = False
     rank: int = ANY_RANK
+    # The number of the reader's first message.
     first: int = 0
+    # Whether all expected readers are attached; no `GO` follows then.
     going: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """Why a reader is not admitted.
-
-    Attributes:
-        reason: In words.
-        closed: Whether that is because the writer has closed the queue.
-        full: Whether it is because all places have readers.
-    """
+    """The writer's reason for not admitting a reader."""
 
     reason: str
     closed: bool = False
@@ -118,11 +99,7 @@ def pack(greeting: Hello | Welcome | Refusal) -> bytes:
 
 
 def take_frame(received: bytearray) -> bytes | None:
-    """Remove one greeting's body from the front of what was received; None while it is incomplete.
-
-    Raises:
-        HandleError: It claims to be longer than any greeting is.
-    """
+    """Remove one greeting's body from the front of the received bytes; None while incomplete."""
     if len(received) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack_from(received)
@@ -137,11 +114,7 @@ def take_frame(received: bytearray) -> bytes | None:
 
 
 def unpack_hello(body: bytes) -> Hello:
-    """Decode a reader's greeting.
-
-    Raises:
-        HandleError: It is none.
-    """
+    """Decode a reader's greeting."""
     try:
         return _hello_decoder.decode(body)
     except _GARBAGE as error:
@@ -149,13 +122,7 @@ def unpack_hello(body: bytes) -> Hello:
 
 
 def unpack_answer(body: bytes) -> Welcome:
-    """Decode the writer's answer.
-
-    Raises:
-        PeerClosed: The writer has closed the queue.
-        NoPlaceVacant: All places have readers.
-        HandleError: It is another refusal, or no answer at all.
-    """
+    """Decode the writer's answer; raise the error for a refusal."""
     try:
         answer = _answer_decoder.decode(body)
     except _GARBAGE as error:
@@ -170,11 +137,7 @@ def unpack_answer(body: bytes) -> Welcome:
 
 
 def check_hello(hello: Hello, version: int, queue_id: bytes, token: bytes) -> None:
-    """Admit a greeting or say why not.
-
-    Raises:
-        HandleError: Another version or queue, or not the handle's token.
-    """
+    """Raise `HandleError` for a greeting of another version or queue, or with a wrong token."""
     if hello.version != version:
         raise HandleError(f"the reader has layout version {hello.version}, the writer {version}")
     if hello.queue_id != queue_id:

@@ -7,10 +7,7 @@ from typing import Any
 
 
 class QuietSocket(socket.socket):
-    """A socket of an end of a queue.
-
-    An end that is forgotten says so when it is collected, and closes its sockets. These may be collected first.
-    """
+    """A socket without a `ResourceWarning`: the end that owns the socket gives the warning."""
 
     def accept(self) -> tuple[QuietSocket, Any]:
         """Do what `socket.socket.accept` does, without asking the kernel what the new socket is: a stream, as this."""

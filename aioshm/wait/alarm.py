@@ -1,7 +1,4 @@
-"""A timer that an event loop can be woken by, to the microsecond as far as the kernel can.
-
-The timers of asyncio and uvloop are of milliseconds; a timerfd (timerfd_create(2)) is as exact as the kernel's own.
-"""
+"""A timer for event loops, exact to microseconds where the kernel has timerfd_create(2)."""
 
 from __future__ import annotations
 
@@ -14,14 +11,7 @@ from aioshm.wait.timerfd import HAVE_TIMERFD, timerfd_create, timerfd_settime
 
 
 class Alarm:
-    """Calls back once, at a given time. Only a hint: late by tens of microseconds at least, never early.
-
-    Takes no descriptor before it is first armed; where there is none to have, the loop's own timer does.
-
-    Args:
-        loop: Calls back from this loop.
-        callback: What is called.
-    """
+    """Calls back once, never early; uses the loop's timer if no descriptor is left."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
         self._loop = loop

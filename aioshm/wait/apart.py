@@ -10,12 +10,7 @@ _sched_getcpu = getattr(ctypes.CDLL(None), "sched_getcpu", None) if sys.platform
 
 
 def move_away() -> bool:
-    """Move this thread to another of its CPUs, if it has one; return whether it did.
-
-    Schedulers pack processes that mostly sleep onto one CPU (in guests that save virtual CPUs always, elsewhere often).
-    An end that spins there for the other's message keeps it from being sent, although the next CPU is idle. Which
-    CPUs the thread may use is the same afterwards as before.
-    """
+    """Move this thread to another of its CPUs; return whether it moved. Its affinity stays."""
     if _sched_getcpu is None:
         return False
     allowed = os.sched_getaffinity(0)

@@ -1,10 +1,7 @@
-"""What a wake-up, a timer and a `sched_yield` cost on this machine: measured when an end first waits, then learned.
+"""The costs of waking on this machine: measured at the first wait, then learned.
 
-Measured are timers, not wake-ups by another process, which would need one: the kernel does about the same for both.
-What differs, and what the event loop adds, the waits themselves tell: a message says when it was published, and the end
-that was parked for it knows when it looked.
-
-The writer of a ring puts its figures in the ring's header: a reader's process that has none begins with those.
+Timers are measured, since a wake-up by a process costs about the same. Parked ends learn the rest
+from messages. The writer publishes its figures in the ring's header for processes without figures.
 """
 
 from __future__ import annotations
@@ -37,11 +34,7 @@ _POLL_MS = 20
 
 
 class Calibration:
-    """The figures of the machine as one process knows them.
-
-    Args:
-        measure: Measures them.
-    """
+    """The figures of the machine as one process knows them."""
 
     def __init__(self, measure: Callable[[], Costs] | None = None) -> None:
         self._measure = measure or measured
@@ -54,13 +47,7 @@ class Calibration:
         return self._costs
 
     def costs(self, told: Callable[[], Sequence[int]] | None = None) -> Costs:
-        """Return the figures, the same object until they change.
-
-        The first call takes some hundred microseconds, unless another process has told what it knows.
-
-        Args:
-            told: Returns what it told, which is not to be trusted; see `Costs.told`. Asked by the first call only.
-        """
+        """Return the figures, the same object until they change; ``told`` is not trusted."""
         if self._costs is None:
             costs = None if told is None else Costs.told(told())
             if costs is None:
@@ -82,10 +69,7 @@ class Calibration:
 
 
 def measured(timers: int = TIMERS, yields: int = YIELDS) -> Costs:
-    """Measure; whatever comes out, as in `Costs.within_bounds`, no end spins for ever because of it, or never.
-
-    The second best of each counts: the best may be luck, and whatever else runs only ever makes them worse.
-    """
+    """Measure, within `Costs.within_bounds`; use the second best, since the best may be luck."""
     timer_ns = _second(timer_lateness(timers))
     return Costs(timer_ns + LOOP_NS, timer_ns, _second(yield_times(yields)))
 

@@ -1,8 +1,4 @@
-"""What it costs on a machine to be woken, and how long spins, naps and windows last because of it. Arithmetic only.
-
-What stands for the machine is measured and learned (see ``calibration.py``); what stands here beside it are times of
-Python's own, which a fast machine has about as many of, and what an end may cost in any case.
-"""
+"""The costs of waking on a machine, and the lengths of spins, naps and windows. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -33,16 +29,13 @@ YIELD_BOUNDS_NS = (100, 10_000)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A machine's figures, each in nanoseconds.
+    """A machine's figures, each in nanoseconds."""
 
-    Attributes:
-        wake_up_ns: From a message to the look of an end that was parked for it, its event loop's turn included.
-        timer_ns: How late a timer wakes a thread, the loop not included.
-        yield_ns: A `sched_yield` that finds nobody else to run.
-    """
-
+    # From a message until the parked end looks, the event loop's turn included.
     wake_up_ns: int
+    # How late a timer wakes a thread, without the loop.
     timer_ns: int
+    # A `sched_yield` with nobody else to run.
     yield_ns: int
 
     def within_bounds(self) -> Costs:
@@ -72,10 +65,7 @@ class Costs:
 
     @property
     def hot_gap_ns(self) -> int:
-        """Messages further apart are not worth a spin; in a rhythm, closer ones belong to the same beat.
-
-        Two ends that answer each other and both park see each other's messages two wake-ups and two answers apart.
-        """
+        """The greatest gap between messages that is worth a spin: two wake-ups and two answers."""
         return min(HOT_GAP_NS, max(4 * self.wake_up_ns, 2 * (self.wake_up_ns + ANSWERING_NS)))
 
     @property
@@ -99,10 +89,7 @@ class Costs:
         return 4 * self.yielding_spin_ns
 
     def crowd_spin_ns(self, ends: int) -> int:
-        """One spin at most where that many ends share fewer CPUs, one of which it hands on after each look.
-
-        Long enough for each of them to have its turn and to answer, whichever of them has to be woken.
-        """
+        """The longest spin of ends that share fewer CPUs: each has a turn and answers."""
         return min(HOT_GAP_NS, 2 * self.wake_up_ns + ends * ANSWERING_NS)
 
     @property

@@ -19,14 +19,7 @@ _latest: tuple[float, tuple[float, ...]] = (float("-inf"), ())
 
 
 def usable_cpus(cgroup: Path = _CGROUP, *, places: Path = _PLACES, pids: Iterable[int] = ()) -> int:
-    """Return the number of whole CPUs that affinity and cgroup quota leave, at least 1.
-
-    Args:
-        cgroup: Where the cgroups' files are.
-        places: Which of the cgroups this process is in.
-        pids: Other processes, whose CPUs count too: ends that are pinned to one CPU each still have several together.
-            Those that cannot be seen from here do not count.
-    """
+    """Return the whole CPUs that affinity (``pids`` too) and cgroup quotas leave, at least 1."""
     try:
         together = set(os.sched_getaffinity(0))
         for pid in pids:
@@ -49,11 +42,7 @@ def _recent_quotas() -> tuple[float, ...]:
 
 
 def _quotas(cgroup: Path, places: Path) -> Iterator[float]:
-    """Yield the CPUs that each cgroup grants which this process is in: its own ones, and those that they are in.
-
-    In a container's cgroup namespace, or its mount of the v1 hierarchies, the own one is the root. Elsewhere, as under
-    systemd, it lies below, and any level may have a quota (cgroups(7)).
-    """
+    """Yield the CPUs that each cgroup of this process grants, parents included (cgroups(7))."""
     for root, place, quota_of in _own_cgroups(str(cgroup), str(places)):
         folder = f"{root}/{place}" if place else root
         while True:

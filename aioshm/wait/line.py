@@ -19,18 +19,7 @@ async def settle(
     cancel: asyncio.Event | None = None,
     stall: Stall | None = None,
 ) -> None:
-    """Wait until one of some futures is done; they go on whatever becomes of this wait.
-
-    Args:
-        futures: What is waited for.
-        deadline: When to give up, by ``time.monotonic()``.
-        cancel: Ends the wait once set.
-        stall: What to report when the wait lasts long.
-
-    Raises:
-        TimeoutError: The deadline has passed.
-        QueueCancelled: ``cancel`` is set.
-    """
+    """Wait until a future is done, ``deadline`` or ``cancel``; the futures are not cancelled."""
     if cancel is not None and cancel.is_set() and not any(future.done() for future in futures):
         raise QueueCancelled("the cancel event is set")
     watcher = None if cancel is None else asyncio.ensure_future(cancel.wait())
@@ -54,22 +43,14 @@ async def settle(
 
 
 class Line:
-    """First come, first served: the tasks that wait at one end of a queue.
-
-    Unlike a lock it can be left at a deadline or when a cancel event is set, without losing the turn for the others.
-    """
+    """First come, first served; a task that gives up does not lose the others' turns."""
 
     def __init__(self) -> None:
         self._taken = False
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def join(self, deadline: float | None, cancel: asyncio.Event | None) -> None:
-        """Return when it is this task's turn, which lasts until `leave`.
-
-        Raises:
-            TimeoutError: The deadline has passed.
-            QueueCancelled: ``cancel`` is set.
-        """
+        """Return when it is this task's turn, which lasts until `leave`."""
         if not self._taken:
             self._taken = True
             return

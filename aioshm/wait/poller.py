@@ -1,9 +1,8 @@
-"""How an event loop waits for a byte in shared memory to change: look, spin, yield, nap, park.
+"""Waits on an event loop for a byte in shared memory to change: look, spin, yield, nap, park.
 
-Parking cannot lose a wake-up: the end raises its parked flag, fences, and looks once more before it sleeps; the other
-end publishes, fences, and then looks at the flag (see ``ring/buffer.py``). What wakes a parked end is only a hint:
-it looks at the ring again, and infers nothing from how often it was woken. An alarm set for an earlier wait is
-such a hint too, so nobody takes the trouble of taking it back.
+Parking cannot lose a wake-up: the end raises its parked flag, fences, and looks once more before
+it sleeps; the peer publishes, fences, and then looks at the flag. A wake-up is only a hint to look
+again, as is an alarm of an earlier wait.
 """
 
 from __future__ import annotations
@@ -41,24 +40,18 @@ SPIN_ROUND_NS = 1_000_000_000
 
 @dataclass(slots=True)
 class WaitStats:
-    """What waiting has cost so far.
-
-    Attributes:
-        spins: Times the end spun, windows included.
-        hits: Spins that ended with what was waited for.
-        spin_ns: Time spent spinning, other tasks' turns included; the latest hit's is added by the next wait.
-        parks: Times the end went to sleep.
-        windows: Times it spun because a message was expected, being in a steady rhythm.
-        window_hits: Of these, those that the message came in.
-        naps: Times it slept for a moment, without a signal from the other end.
-    """
+    """The counts and times of waiting so far."""
 
     spins: int = 0
+    # Spins that ended with a message or with room.
     hits: int = 0
+    # Other tasks' turns included; the next wait adds the latest hit's.
     spin_ns: int = 0
     parks: int = 0
+    # Spins in a steady rhythm, shortly before the expected message.
     windows: int = 0
     window_hits: int = 0
+    # Short sleeps without a signal from the peer.
     naps: int = 0
 
 
@@ -104,21 +97,7 @@ class Waiting:
 
 
 class Poller:
-    """Waits for one end of a ring.
-
-    Args:
-        loop: The end's event loop.
-        parked: This end's parked flag; its item 0 is set. One that stands for several ends sets all of theirs.
-        predictor: Decides between spinning, napping and parking.
-        mode: ``"adaptive"``, ``"spin"`` or ``"park"``.
-        spin: Spins for at most so many nanoseconds, holding the loop; returns whether what is waited for is there.
-        told: Returns what the writer has told of what waiting costs here, for an end that has not measured it.
-        tell: Tells it to others: the writer's.
-        crowded: Whether there are more ends than CPUs: a spin then hands its CPU on, ``spin`` after each look.
-
-    Attributes:
-        inline_spin_ns: How long a caller that finds nothing should spin before it comes here; 0 if not at all.
-    """
+    """Waits for one end of a ring."""
 
     def __init__(
         self,
@@ -141,6 +120,7 @@ class Poller:
         self.crowded: bool = crowded
         self._yielded = False
         self._costs = predictor.costs
+        # `told` returns the writer's figures for an end without any; `tell` publishes them.
         self._told, self._tell = told, tell
         if tell is not None and calibration.known is not None:
             tell(calibration.known.to_tell())
@@ -148,6 +128,7 @@ class Poller:
         self._slept: tuple[int, int] | None = None  # since when it had been parked, and when it had its message
         self._unpaid: tuple[int, int, int, bool] | None = None
         self._first_slice_ns = INLINE_SPIN_NS
+        # How long a caller spins before it calls `wait`.
         self.inline_spin_ns = INLINE_SPIN_NS if mode == "spin" else 0
         self.stats: WaitStats = WaitStats()
 
@@ -174,22 +155,7 @@ class Poller:
         cancel: asyncio.Event | None = None,
         stall: Stall | None = None,
     ) -> bool:
-        """Return as soon as ``look()`` is true: whether the loop's other tasks have run meanwhile.
-
-        One wait at a time; cancelling it leaves nothing behind.
-
-        Args:
-            look: Cheap, without side effects.
-            count: Messages that have passed so far (for the predictor).
-            at_ns: When the latest of them was published.
-            deadline: When to give up, by ``time.monotonic()``.
-            cancel: Ends the wait once set.
-            stall: What to report when the wait lasts long.
-
-        Raises:
-            TimeoutError: The deadline has passed.
-            QueueCancelled: ``cancel`` is set.
-        """
+        """Return once ``look()`` is true: whether other tasks have run meanwhile."""
         self._yielded = False
         if look():
             return False
@@ -259,11 +225,7 @@ class Poller:
         self._predictor.woke(monotonic_ns() - due_ns)
 
     async def _spin(self, wait: Waiting, until_ns: int, *, window: bool = False) -> bool:
-        """Return whether what is waited for came before a time; lets other tasks run in between.
-
-        In a window, the end has just woken and may have to move apart from the other end; one that has been spinning
-        for longer is moved by the kernel.
-        """
+        """Spin until a time, with turns for other tasks; return whether ``look()`` succeeded."""
         look, spin, stats = wait.look, self._spin_natively, self.stats
         began = now = monotonic_ns()
         slice_ns, shared_cpu_ns = self._first_slice_ns, self._costs.shared_cpu_ns
@@ -333,10 +295,7 @@ class Poller:
         return False
 
     async def _sleep(self, wait: Waiting, until_ns: int = 0) -> bool:
-        """Sleep until what is waited for is there, or until a time; return whether it is there.
-
-        Once the time has come it does not look: the window, for which it wakes, begins with a look.
-        """
+        """Sleep until a wake-up or a time; return whether ``look()`` succeeded before that time."""
         if wait.cancel is not None and wait.watcher is None:
             wait.watcher = self._loop.create_task(wait.cancel.wait())
             wait.watcher.add_done_callback(lambda _: self.wake())

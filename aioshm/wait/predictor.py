@@ -1,17 +1,12 @@
-"""When will the next message come, and what is the cheapest way to be there? Arithmetic only: no clock, no loop.
+"""Predicts the next message and chooses the cheapest way to wait. No clock, no loop.
 
-A sleep costs a kernel wake-up, a few microseconds or some tens, as the machine is (`Costs`); a spin costs the core for
-as long as it lasts. So, wait by wait:
-
-* Messages faster than about two wake-ups apart (hot): spin. Two ends that answer each other and both park see each
-  other two wake-ups apart for ever, although spinning they would be far closer: so the first waits always try a spin,
-  only spins that keep failing switch it off, and even then a few go on.
-* Messages in a steady rhythm: sleep until shortly before the next one, spin through the window in which it comes.
-* Messages in a stream, and more ends than CPUs: nap, so that one wake-up finds many of them.
-* Answers that come soon, and more ends than CPUs: spin, but hand the CPU on after each look to who is to answer.
+* Messages less than about two wake-ups apart (hot): spin, unless spins keep failing.
+* A steady rhythm: sleep until shortly before the next message, then spin.
+* A stream, and more ends than CPUs: nap, so that one wake-up finds many messages.
+* Early answers, and more ends than CPUs: spin, and yield the CPU after each look.
 * Otherwise: park.
 
-Everything is learned from when messages were published, not from when this end noticed.
+It learns from the times at which messages were published; see docs/explanation/waiting.md.
 """
 
 from __future__ import annotations
@@ -50,23 +45,7 @@ _STREAM = Plan(spin_ns=STREAM_SPIN_NS)
 
 
 class Predictor:
-    """Decides for one end, wait by wait, how it waits.
-
-    Args:
-        may_spin: False where spinning would take the core from the other end: a single CPU. Only naps are left then.
-        crowded: Whether there are more ends than CPUs: naps take the place of all spinning.
-        yields: Whether a spin hands its CPU on after each look, as it does where calls block. Then it may last longer,
-            also where it is crowded, and there only streams are worth naps.
-        crowd: Where it is crowded: how many ends there are, this one included, if a spin hands its CPU on although it
-            keeps the event loop; then it lasts while all of them answer. 0: nothing spins there.
-        max_spin_cpu: The share of a core that spinning for a steady rhythm may take.
-        costs: What waking costs, until `adjust` tells better.
-
-    Attributes:
-        hot: Whether the latest wait was worth a spin.
-        crowded: As the argument.
-        weighs: Whether anything depends on what waking costs: where nothing may spin or nap, every wait parks.
-    """
+    """Decides for one end, wait by wait, how it waits."""
 
     def __init__(
         self,
@@ -78,8 +57,10 @@ class Predictor:
         max_spin_cpu: float = 0.10,
         costs: Costs = TYPICAL,
     ) -> None:
+        # How many ends share the CPUs, if spins yield; 0: nothing spins there.
         self._crowd = crowd if crowded else 0
         self._spins = may_spin and (yields or not crowded or crowd > 0)
+        # A spin yields its CPU after each look, as where calls block; it may last longer.
         self._yields = yields or self._crowd > 0
         self.crowded: bool = crowded
         self._rhythm = Rhythm(max_spin_cpu, costs) if self._spins and not self._crowd and max_spin_cpu > 0 else None
@@ -91,7 +72,9 @@ class Predictor:
         self._at_ns = 0
         self._failures = 0
         self._waits = 0
+        # Whether the latest wait was worth a spin.
         self.hot: bool = False
+        # Where nothing may spin or nap, every wait parks, whatever waking costs.
         self.weighs: bool = self._spins or self.crowded
         self.adjust(costs)
 
@@ -110,13 +93,7 @@ class Predictor:
             self._rhythm.adjust(costs)
 
     def plan(self, count: int, at_ns: int, now_ns: int) -> Plan:
-        """Return what this wait should do. Called once at its beginning.
-
-        Args:
-            count: Messages that have passed so far.
-            at_ns: When the latest of them was published (CLOCK_MONOTONIC, from its slot).
-            now_ns: What time it is, by the same clock.
-        """
+        """Plan the wait that begins now; the times are of CLOCK_MONOTONIC."""
         rhythm = self._rhythm
         passed = count - self._count
         if passed > 0:

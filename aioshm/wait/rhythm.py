@@ -1,8 +1,7 @@
-"""What an end has learned of the rhythm in which its messages come. Arithmetic only.
+"""The rhythm of an end's messages, learned from their times. Arithmetic only.
 
-A rhythm is a gap, or a repeating pattern of a few, that the next beat is expected after; a beat is a message, or a
-burst of them. From it follow a window in which the next beat is likely, and an account of what spinning through
-windows has cost.
+A beat is a message or a burst. A rhythm is a gap, or a repeating pattern of gaps, that predicts
+the window of the next beat; spinning through windows is accounted for.
 """
 
 from __future__ import annotations
@@ -38,17 +37,12 @@ _MAX_LATE_NS = 1_000_000.0  # of one timer; more is a busy loop
 
 
 class Plan(msgspec.Struct, frozen=True, gc=False):
-    """What one wait does, in this order; zero means that it does not.
-
-    Attributes:
-        spin_ns: How long it spins at once.
-        wake_at_ns: Until when it sleeps, unless it is woken, before it spins through the window.
-        until_ns: When the window ends.
-        nap_ns: How long its first nap lasts.
-    """
+    """The steps of one wait, in this order; zero: skipped."""
 
     spin_ns: int = 0
+    # Sleep until then, unless woken, before the window.
     wake_at_ns: int = 0
+    # The window's end.
     until_ns: int = 0
     nap_ns: int = 0
 
@@ -138,21 +132,12 @@ class Lag:
 
 
 class Rhythm:
-    """The beats of a stream, each a message or a burst of them, and the account of what spinning for them costs.
-
-    Args:
-        share: Of a core, that spinning may take.
-        costs: What waking costs, until `adjust` tells better.
-
-    Attributes:
-        size: Messages in the beat before the latest one.
-        begun: Messages that came before that one.
-        best: What expects the gaps best; None while messages are not steady.
-    """
+    """The beats of a stream, and the account of the CPU time that spinning for them costs."""
 
     def __init__(self, share: float, costs: Costs = TYPICAL) -> None:
         self._share = share
         self._lags = [Lag(length) for length in _LAGS]
+        # None while messages are not steady.
         self.best: Lag | None = None
         self._gap = 0.0  # running mean
         self._beat_ns = 0  # when the latest one began
@@ -171,14 +156,7 @@ class Rhythm:
             self._late, self._late_deviation = float(costs.timer_late_ns), 0.3 * costs.timer_late_ns
 
     def beat(self, passed: int, count: int, since_ns: int, at_ns: int) -> None:
-        """Learn that a beat has begun.
-
-        Args:
-            passed: Messages since the last one this knew of.
-            count: Messages in all.
-            since_ns: When that one was published.
-            at_ns: When the newest one was.
-        """
+        """Learn that a beat began ``passed`` messages after the last known one."""
         gap = float(at_ns - self._beat_ns)
         best = self.best
         if passed > 1 and best is not None:

@@ -10,22 +10,11 @@ MIN_PAUSE_S = 0.1
 
 
 class Stall:
-    """A report that is due when a wait has lasted for ``after_s`` seconds, and whenever so much has passed again.
-
-    Waits for the same thing that follow each other count as one: who calls again and again with a timeout waits, too.
-
-    Args:
-        after_s: In seconds.
-        report: Is told for how many seconds the wait has lasted; returns in how many it is to be called again, None:
-            in ``after_s``.
-
-    Attributes:
-        at: When it is due next, by ``time.monotonic()``.
-        reported: Whether it was due before.
-    """
+    """Reports long waits, again and again; consecutive waits for one thing count as one."""
 
     def __init__(self, after_s: float, report: Callable[[float], float | None]) -> None:
         self._after_s = after_s
+        # Gets the seconds waited; returns the seconds until the next report, None: `after_s`.
         self._report = report
         self._began = self._paused = monotonic()
         self.at: float = self._began + after_s

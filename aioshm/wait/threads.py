@@ -1,11 +1,8 @@
-"""How a calling thread waits for a ring: by the policy of `Poller`, on poll(2) instead of an event loop.
+"""Waits for a ring in the calling thread: the policy of `Poller`, on poll(2).
 
-In a calling thread, a coroutine that waits for nothing but a `ThreadPoller` never suspends: ``send(None)`` runs it to
-its end, which is a StopIteration. No function stands around that: what a handler raises before the coroutine has begun
-would leave one that was never awaited.
-
-The end belongs to the background loop, which has the process' `Turn` while it runs callbacks. A thread that waits has
-given its turn back; it takes the turn for each look.
+A coroutine that awaits only a `ThreadPoller` never suspends: ``send(None)`` runs it to its
+StopIteration. The end belongs to the background loop, which has the process' `Turn` while it runs
+callbacks; a waiting thread takes the turn for each look.
 """
 
 from __future__ import annotations
@@ -34,15 +31,7 @@ CANCEL_POLL_S = 0.02
 
 
 class ThreadPoller(Poller):
-    """Waits for one end of a ring, or for several, in the calling thread; coroutines on the loop may wait, too.
-
-    Args:
-        loop: The background loop.
-        parked, predictor, mode, spin: As `Poller`.
-        bells: The eventfds that the other ends write to; the loop watches them only while a coroutine waits.
-        wake_peers: Called before each wait: wakes the other ends that sleep though they can go on.
-        told, tell: As `Poller`.
-    """
+    """Waits for one end of a ring or several, in the calling thread or on the loop."""
 
     def __init__(
         self,
