@@ -128,7 +128,7 @@ def cannot_decode(error: Exception, codec: str = "pickle") -> CodecError:
 
 
 def check_again(error: Exception, call: Callable[..., object], *arguments: Any) -> None:
-    """Raise a codec's error if it recurs; a signal handler raised an error that does not."""
+    """Raise the error if it does not recur: a signal handler raised it, the message is sound."""
     for _ in range(TRIES - 1):
         try:
             call(*arguments)

@@ -89,7 +89,7 @@ def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
 
 
 def body_bytes_of_one(main_bytes: int, buffer_bytes: int) -> int:
-    """Return what `body_bytes` does for one buffer, in less time."""
+    """Do as `body_bytes` for one buffer, in less time."""
     return ((2 * ALIGNMENT - 1 + main_bytes) & -ALIGNMENT) + buffer_bytes
 
 
@@ -157,7 +157,7 @@ def pack_table(main: int, places: Sequence[int]) -> bytes:
 
 
 def pack_place(table: int) -> bytes:
-    """Return what a placed body begins with: where its table is."""
+    """Return the beginning of a placed body: the offset of its table."""
     return _LENGTH.pack(table)
 
 
@@ -196,7 +196,7 @@ def split_placed(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[mem
 
 
 def split(body: memoryview, how: int, n_buffers: int, main_bytes: int) -> tuple[memoryview, list[memoryview]]:
-    """Return what `split_placed` or `split_body` does, as the header's third field says."""
+    """Call `split_placed` or `split_body`, as the header's third field says."""
     return (split_placed if how else split_body)(body, n_buffers, main_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Where lifelines are bound, and who may be at their other end."""
+"""The addresses of lifelines, and the check of the peer's user id."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def socket_file(options: Options, queue_id: bytes, kind: str) -> str:
 
 
 def sockaddr(address: str) -> str:
-    """Return what ``socket.bind`` and ``connect`` take for an address."""
+    """Return the form of an address that ``socket.bind`` and ``connect`` take."""
     return "\0" + address[1:] if address.startswith("@") else address
 
 

@@ -1,4 +1,4 @@
-"""What wakes a parked end: an eventfd, where there is one (eventfd(2)); elsewhere a byte on the lifeline does it."""
+"""The doorbell of a parked end: an eventfd(2); without one, a byte on the lifeline wakes it."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Connection:
 
     @property
     def has_step(self) -> bool:
-        """Whether there is something to do that was put off."""
+        """True while a step was put off."""
         return self._next is not None
 
     def step(self) -> None:
@@ -228,7 +228,7 @@ class Connection:
             self._put_off(self._announce)
 
     def _announce(self) -> None:
-        """Let a new reader be known to those who wait for it, and listen to it."""
+        """Notify those who wait for readers, and listen to the new reader."""
         assert self.peer is not None
         self._watch()
         self._host.announce()

@@ -31,7 +31,7 @@ def receive_next(sock: socket.socket) -> tuple[bytes, list[int], bool]:
 
 
 def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
-    """Return what came: bytes, descriptors, and whether there were more of these than this process may have."""
+    """Return bytes, descriptors, and whether the kernel dropped descriptors for want of room."""
     # socket.recv_fds ignores its flags (seen in CPython 3.11), and would hand out inheritable descriptors.
     data, ancillary, flags, _address = sock.recvmsg(
         MAX_GREETING_BYTES, socket.CMSG_SPACE(_MAX_FDS * 4), _RECV_FLAGS | flags

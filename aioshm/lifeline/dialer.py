@@ -70,7 +70,7 @@ class Lifeline:
 
     @property
     def bell(self) -> Bell | None:
-        """What the writer wakes this end by; None where that is a byte on the connection."""
+        """The eventfd that the writer writes to; None where it sends a byte over the lifeline."""
         return self._own_bell
 
     def take_segment(self) -> int:
@@ -80,7 +80,7 @@ class Lifeline:
         return fd
 
     def prove(self) -> None:
-        """Tell the writer that the ring is mapped here."""
+        """Report to the writer that the ring is mapped here."""
         self._send(PROVEN)
 
     def has_closed(self) -> bool:
@@ -111,11 +111,11 @@ class Lifeline:
 
     @property
     def holds_back(self) -> bool:
-        """Whether a descriptor waits in the socket, with all signals behind it, until this process has room for it."""
+        """True while a descriptor, and every signal behind it, waits in the socket for room."""
         return self._held_back is not None
 
     def close(self) -> None:
-        """Say goodbye and hang up. Idempotent."""
+        """Send the goodbye and hang up. Idempotent."""
         self._hang_up(goodbye=True)
         if self._segment_fd is not None:
             os.close(self.take_segment())
@@ -235,7 +235,7 @@ def dial(address: str, hello: Hello) -> socket.socket | None:
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Say goodbye and close what `dial` returned; the writer counts on a reader that leaves like this no more."""
+    """Send a goodbye and close a dialed socket; the writer stops waiting for the reader."""
     try:
         sock.send(BYE)
     except OSError:

@@ -81,7 +81,7 @@ class LifelineListener:
             loop.add_reader(self.bell.fd, self._rung)
 
     def close(self) -> None:
-        """Say goodbye to every reader, those that wait to be admitted too, and stop listening. Idempotent."""
+        """Send a goodbye to every reader, stop listening. Idempotent."""
         for connection in list(self._connections.values()):
             connection.close(goodbye=True)
         for timer in (self._resume, self._deadline):
@@ -100,7 +100,7 @@ class LifelineListener:
         self._close_spare()
 
     def _turn_away(self) -> None:
-        """Tell the readers that nobody has accepted yet that the queue is closed, not that its writer has died."""
+        """Report a closed queue, not a dead writer, to readers that nobody has accepted yet."""
         self._close_spare()  # which leaves a descriptor for them, one after the other
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # so that none comes after the last one: connect() fails from here on
@@ -208,7 +208,7 @@ class LifelineListener:
                 self.hurry()
 
     def _refuse_one(self, error: OSError) -> bool:
-        """Tell the next reader that there is no descriptor for it, by means of the one that is kept for that."""
+        """Refuse the next reader for want of a descriptor, with the spare descriptor."""
         if self._spare < 0:
             return False
         self._close_spare()

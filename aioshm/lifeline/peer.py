@@ -1,4 +1,4 @@
-"""What the writer has of a reader that was admitted, and what it is told of readers."""
+"""An admitted reader as the writer knows it, and the writer's interface to lifelines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAUSE_S = 0.01  # after that
 
 
 class Host(Protocol):
-    """What the writer answers and is told. Called on its loop."""
+    """The writer's answers and callbacks. Called on its loop."""
 
     def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
         """Return the answer to a checked greeting with the descriptors that go along, or raise `HandleError`."""
@@ -34,7 +34,7 @@ class Host(Protocol):
         """Note that a reader was admitted and has been told so."""
 
     def announce(self) -> None:
-        """Let those who wait for readers, or for their end, know of it; called a turn of the loop later."""
+        """Notify those who wait for readers, or for their end; called a turn of the loop later."""
 
     def withdrawn(self, welcome: Welcome) -> None:
         """Note that a reader was admitted but could not be told so."""
@@ -72,11 +72,11 @@ class Peer:
             self.send(WAKE)
 
     def go(self) -> None:
-        """Tell the reader that every reader is ready."""
+        """Notify the reader that every reader is ready."""
         self.send(GO)
 
     def evict(self) -> None:
-        """Tell the reader that the queue goes on without it; one that has not looked for long finds the end of file."""
+        """Notify the reader of its eviction; one whose socket is full finds the end of file."""
         try:
             self._sock.send(EVICTED)
         except BlockingIOError:
@@ -87,12 +87,12 @@ class Peer:
             pass  # as below
 
     def call_to_subscribe(self) -> None:
-        """Tell the reader that messages begin to come over ZeroMQ, too."""
+        """Notify the reader that messages begin to come over ZeroMQ, too."""
         self.send(SUBSCRIBE)
 
     @property
     def is_handing_over(self) -> bool:
-        """Whether descriptors wait for room in the socket."""
+        """True while descriptors wait for room in the socket."""
         return bool(self._outbox)
 
     def hand_over(self, fd: int) -> None:

@@ -1,4 +1,4 @@
-"""What passes over a lifeline: one greeting each way, then single bytes. No socket, no loop.
+"""The protocol of a lifeline: one greeting each way, then single bytes. No socket, no loop.
 
     reader                                writer
       Hello (version, queue, token, rank)   ->

@@ -1,4 +1,4 @@
-"""What a codec has made of a message, before it goes anywhere."""
+"""An encoded message."""
 
 from __future__ import annotations
 

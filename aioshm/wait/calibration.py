@@ -69,7 +69,7 @@ class Calibration:
 
 
 def measured(timers: int = TIMERS, yields: int = YIELDS) -> Costs:
-    """Measure, within `Costs.within_bounds`; use the second best, since the best may be luck."""
+    """Measure; use the second best of each figure, since the best may be luck."""
     timer_ns = _second(timer_lateness(timers))
     return Costs(timer_ns + LOOP_NS, timer_ns, _second(yield_times(yields)))
 

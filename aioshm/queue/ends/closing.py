@@ -16,16 +16,16 @@ LOOP_POLL_S = 0.05
 
 
 class Inside(Protocol):
-    """What is behind a gate, a writing end or a reader's source, as far as closing it goes."""
+    """The closing interface of a writing end or a source."""
 
     def say_goodbye(self) -> None:
-        """Tell the other side that this end closes."""
+        """Notify the peers that this end closes."""
 
     def close(self) -> None:
         """Give everything back; called once, when no call uses the ring any more. Needs no loop."""
 
     def abandon(self) -> None:
-        """Let go, in a forked child, of what would hide the parent's death."""
+        """Release, in a forked child, everything that would hide the parent's death."""
 
     def finished(self) -> bool:
         """Return whether `finish` has nothing to do."""
@@ -34,7 +34,7 @@ class Inside(Protocol):
         """Do what closing needs that takes time."""
 
     def stats(self) -> QueueStats:
-        """Return what this end has done so far, while everything is there."""
+        """Return the statistics while they can be read."""
 
 
 class Whole(Inside, Protocol):
@@ -63,23 +63,13 @@ class Door(Protocol):
 
 
 class ClosingOrder:
-    """Closes one end, once, wherever that is asked for.
-
-    Made before what the end holds: of what is forgotten together, Python finalizes the oldest first, so that the end
-    is closed as a whole before its parts find that they were not.
-
-    Args:
-        gate: The end's.
-
-    Attributes:
-        begun: Whether this has begun.
-        dismantled: Whether everything was given back.
-    """
+    """Closes one end, once. Made before the end's parts: Python finalizes the oldest first."""
 
     _inside: Whole
 
     def __init__(self, gate: Door) -> None:
         self._gate = gate
+        # Whether closing has begun.
         self.begun: bool = False
         self._parted = False  # whether the goodbye was said
         self.dismantled: bool = True  # as long as there is nothing to give back
@@ -195,7 +185,6 @@ class ClosingOrder:
             self._inside.abandon()
 
     def stats(self) -> QueueStats:
-        """Return what the end has done so far."""
         return self._last_stats if self.dismantled else self._inside.stats()
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a gate opens and shuts: a ring's core, or what stands in for one where there is no ring."""
+"""The core that a gate opens and shuts: a ring's core, or a stand-in where there is no ring."""
 
 from __future__ import annotations
 

@@ -32,22 +32,7 @@ class Connect(Protocol):
 
 
 class Following:
-    """The writers that one reader has, one after the other.
-
-    Args:
-        gate: The reader's.
-        rank: Which reader it is.
-        writers: Where they come from.
-        connect: Makes the source for each.
-        reconnect: Whether to go on with the next writer when one is gone.
-        patience_s: For how long a call that has no timeout itself waits for a writer; None: for ever.
-
-    Attributes:
-        source: What the reader receives from.
-        received: How many messages have come from the writers before this one.
-        received_bytes: How many bytes their bodies had.
-        restarts: Of how many restarts the caller was told.
-    """
+    """The writers that one reader has, one after the other."""
 
     source: Source
     _use: Callable[[Source, Handle | None, Codec | None], None]
@@ -67,21 +52,19 @@ class Following:
         self._writers = writers
         self._connect = connect
         self._reconnect = reconnect
+        # For calls without a timeout; None: wait for ever.
         self._patience_s = patience_s
         self._ended: tuple[int, AioshmError] | None = None  # the writer before this one, until the caller is told
         self._obstacle: AioshmError | None = None  # what has kept this from attaching, until the caller is told
         self._finishing: set[asyncio.Task[None]] = set()
+        # Messages and bytes from the writers before this one.
         self.received: int = 0
         self.received_bytes: int = 0
+        # Restarts that were reported to the caller.
         self.restarts: int = 0
 
     def begin(self, source: Source | None, use: Callable[[Source, Handle | None, Codec | None], None]) -> Source:
-        """Return what to receive from at first.
-
-        Args:
-            source: The first writer's; None: it is to be looked for.
-            use: Is told what to receive from later on, with the writer's handle and the codec for its messages.
-        """
+        """Return the first source; ``use`` gets each later source, handle and codec."""
         self._use = use
         self.source = self._no_writer() if source is None else source
         if self._reconnect:
@@ -95,12 +78,12 @@ class Following:
 
     @property
     def telling(self) -> bool:
-        """Whether there is another writer than before, or will be, which the caller has not been told."""
+        """True while the caller has not been notified of a new writer."""
         return self._ended is not None
 
     @property
     def has_news(self) -> bool:
-        """Whether `tell` has something to return."""
+        """True if `tell` has something to return."""
         return self._obstacle is not None or (self._ended is not None and self._gate.ready)
 
     def tell(self) -> AioshmError | None:
@@ -135,14 +118,7 @@ class Following:
     # Leaving a writer
 
     def go_on_after(self, error: AioshmError) -> None:
-        """Look for the next writer, now that this one is gone and everything it published has been read.
-
-        Args:
-            error: What has become of the writer.
-
-        Raises:
-            AioshmError: This one: no other is waited for.
-        """
+        """Wait for the next writer, now that this one is gone and drained, or raise ``error``."""
         if not self._goes_on(error):
             raise error
         if self._gate.ready and self._ended is None:
@@ -160,7 +136,7 @@ class Following:
             gate.loop.call_soon(self._go_on_if_idle)  # the source, whose news that is, has yet to finish with it
 
     def _go_on_if_idle(self) -> None:
-        """Look for the next writer without a call that waits, if this one is gone and all of its messages were read."""
+        """Look for the next writer without a waiting call, if this one is gone and drained."""
         gate, source = self._gate, self.source
         gone = source.gone
         if gone is None or gate.refusal is not None or gate.in_line or source.look():
@@ -212,11 +188,7 @@ class Following:
         return True
 
     def _failed(self, error: AioshmError) -> None:
-        """Look on, or refuse every call: the reader could not be attached to what was found.
-
-        What is more than the end of that writer, a call is told. One that is to reconnect then tries again at the next
-        call: the rank may be free by then, or the writer another one.
-        """
+        """Look for the next writer, keep the error for the next call, or refuse every call."""
         looks_on = True
         if self._goes_on(error) or isinstance(error, QueueGone):
             self._writers.left()
@@ -237,10 +209,10 @@ class Following:
 
     @property
     def finished(self) -> bool:
-        """Whether all of the writers before this one know that the reader has left them."""
+        """True once all earlier writers know that the reader has left."""
         return not self._finishing
 
     async def finish(self) -> None:
-        """Wait for that."""
+        """Wait until `finished`."""
         if self._finishing and self._gate.loop is asyncio.get_running_loop():
             await asyncio.wait(self._finishing)

@@ -1,7 +1,7 @@
-"""The gate of an end: whose the end is, its line and its turns, and what it refuses.
+"""The gate of an end: owner, waiting calls, the errors that calls raise.
 
-The hot calls go straight to the end's core, which lets them pass (see ``ring/reference.py``) while the end is ready and
-healthy and nobody waits in line. Whatever is wrong shuts it, and the slow path says what it is.
+The hot calls go straight to the end's core, which is open while the end is ready and healthy and
+no call waits. An obstacle shuts the core, and the slow path raises the error.
 """
 
 from __future__ import annotations
@@ -41,44 +41,31 @@ NO_TURNS = 1 << 62
 
 
 class Gate:
-    """Lets one loop, thread and process use an end, one task at a time.
-
-    Args:
-        what: Names the end, for people: "writer", "local reader".
-        options: The end's.
-
-    Attributes:
-        name: The queue's name, for messages.
-        options: The end's.
-        core: What the hot calls pass.
-        loop: Whose the end is; None until it is first awaited.
-        blocks: Whether threads use the end, which belongs to the background loop; each has the process' turn.
-        owed: Of an end whose calls block: not empty where another end sleeps though it can go on; see `pay`.
-        in_line: How many calls have entered, or wait to.
-        ready: Whether every end of the queue is there.
-        refusal: Makes the error that every call raises, if any.
-        poller: What a call waits with, once the other ends are known.
-        shut_while: Keeps the fast path shut while it is true, if there is such a thing.
-        on_interrupt: Is told, too, that every waiting call is to look again.
-        watcher: Called whenever a waiting call would look again; a merge's.
-        rates: Of what the end sends or receives.
-    """
+    """Admits one loop, thread and process to an end, one task at a time."""
 
     def __init__(self, what: str, options: Options) -> None:
         self.name = ""
         self.options = options
+        # The hot calls pass through it.
         self.core: Core = NoRing()
+        # The owner; None until the end is first awaited.
         self.loop: asyncio.AbstractEventLoop | None = None
+        # True where threads use the end, which belongs to the background loop.
         self.blocks: bool = False
+        # Of a blocking end: not empty while a sleeping peer has to be woken; see `pay`.
         self.owed: list[None] = []
         self.owe: Callable[[], None] = functools.partial(self.owed.append, None)
+        # Whether every end of the queue is there.
         self.ready: bool = False
+        # Makes the error that every call raises.
         self.refusal: Callable[[], AioshmError] | None = None
+        # Calls that have entered, or wait.
         self.in_line: int = 0
         self._yielding = 0  # calls that let the other tasks run before they enter
         self._hurried = False
         self._gives_way: Callable[[], bool] = bool  # False, until there is a ring
         self.poller: Poller | None = None
+        # Keeps the fast path shut while it returns true.
         self.shut_while: Callable[[], object] | None = None
         self.on_interrupt: Callable[[], object] | None = None
         self._what = what
@@ -87,6 +74,7 @@ class Gate:
         self._loop_runs: Callable[[], bool] = bool  # False, until there is a loop
         self._line = Line()
         self._holder: object = None  # whose block has a slot
+        # Called whenever a waiting call would look again; a merge's.
         self.watcher: Callable[[], object] | None = None
         self._news: asyncio.Future[None] | None = None
         self.rates: Rates = Rates(monotonic())
@@ -109,16 +97,12 @@ class Gate:
         return loop
 
     def use(self, core: Core) -> None:
-        """Let the hot calls pass this core from now on; called on the thread that it is to belong to."""
+        """Make the hot calls pass this core from now on; called on the core's thread."""
         self.core = core
         core.belong(None if self.blocks else self._loop_runs)
 
     def part(self, shut_while: Callable[[], object]) -> None:
-        """Let go of the core, and of what waits on it, before what these are of is given back: there will be others.
-
-        Args:
-            shut_while: Keeps the fast path shut then.
-        """
+        """Release the core and the poller before their memory goes; a new core follows."""
         self.ready = False
         self.core.open = False
         if self.poller is not None:
@@ -129,10 +113,7 @@ class Gate:
         self.shut_while = shut_while
 
     def block(self) -> None:
-        """Be used by threads, one at a time; called before anything else.
-
-        A core's wake-up must not run Python code in such a thread: what a handler raises there would be lost.
-        """
+        """Admit threads, and disable wake-ups in Python (platform notes: signal handlers)."""
         self.blocks = True
         self.core.belong(None)
 
@@ -144,7 +125,7 @@ class Gate:
 
     @property
     def on_its_thread(self) -> bool:
-        """Whether this is the thread whose loop the end belongs to."""
+        """Whether the calling thread runs the owning loop."""
         return get_ident() == self._thread
 
     def check_refusal(self) -> None:
@@ -203,7 +184,7 @@ class Gate:
         core.turn_ends_ns = (now_ns or monotonic_ns()) + TURN_NS
 
     def hurry(self) -> None:
-        """Let the loop have its next turn soon: a task that never has to wait yields after a few more messages."""
+        """Shorten the budget, so that the loop has its next turn soon."""
         if self.blocks:
             return
         self._hurried = True
@@ -215,7 +196,7 @@ class Gate:
         core.turn = core.turn - 1 if monotonic_ns() < core.turn_ends_ns else 0
 
     async def yield_turn(self) -> None:
-        """Let the other tasks run, if this end has had its turn."""
+        """Run other tasks, if this end's budget is spent."""
         if self.core.turn <= 0 or monotonic_ns() >= self.core.turn_ends_ns:
             self._yielding += 1
             self.give_way()
@@ -227,10 +208,7 @@ class Gate:
         self.reopen()
 
     def give_way(self) -> None:
-        """Hand the CPU on, at the end of a turn, if a reader has just been admitted, which may be waiting for it.
-
-        It has had to do so much that the kernel lets it wait until the next tick of its timer, where no CPU is idle.
-        """
+        """Yield the CPU at the end of a turn, if a new reader may be waiting for a CPU."""
         if not self.dismantled and self._gives_way():
             os.sched_yield()
 
@@ -258,12 +236,12 @@ class Gate:
 
     @property
     def held_here(self) -> bool:
-        """Whether a block of the task that asks has the slot."""
+        """Whether a block of the calling task has the slot."""
         return self._holder is not None and self._holder == self._caller()
 
     @property
     def waits(self) -> bool:
-        """Whether a call has entered, or is about to, and no block has a slot; asked on the loop."""
+        """Whether a call has entered or soon will, and no block has a slot; called on the loop."""
         return self.in_line + self._yielding > 0 and self._holder is None
 
     def leave(self) -> None:
@@ -273,11 +251,7 @@ class Gate:
         self._left()
 
     def watch(self, watcher: Callable[[], None]) -> None:
-        """Call back whenever a waiting call would look again, or a task has left the line.
-
-        Raises:
-            RoleError: Another merge watches.
-        """
+        """Set a callback for whenever a waiting call would look again, or a task leaves."""
         if self.watcher is not None:
             raise RoleError(f"{self!r}: another merge is waiting for it")
         self.watcher = watcher
@@ -287,10 +261,7 @@ class Gate:
         self.watcher = None
 
     def _caller(self) -> object:
-        """Return what cannot wait for itself: a reference to the task.
-
-        A weak reference: a lease may end by nobody referring to its task, which refers to the lease, any more.
-        """
+        """Return a weak reference to the task: a lease may end when its task is collected."""
         task = asyncio.current_task()
         return None if task is None else weakref.ref(task)
 
@@ -318,21 +289,21 @@ class Gate:
         self._gives_way = cursor.gives_way
 
     def wake(self) -> None:
-        """Let a call that waits for messages, or for slots, look again."""
+        """Make a call that waits for messages, or slots, look again."""
         if self.poller is not None:
             self.poller.wake()
         if self.watcher is not None:
             self.watcher()
 
     def news(self) -> asyncio.Future[None]:
-        """Return what is done at the next `interrupt`."""
+        """Return a future that the next `interrupt` finishes."""
         if self._news is None or self._news.done():
             assert self.loop is not None
             self._news = self.loop.create_future()
         return self._news
 
     def interrupt(self) -> None:
-        """Let every waiting call look again, whatever it waits for."""
+        """Make every waiting call look again."""
         self.wake()
         if self.on_interrupt is not None:
             self.on_interrupt()
@@ -340,7 +311,7 @@ class Gate:
             self._news.set_result(None)
 
     def stall(self, report: Callable[[float], float | None]) -> Stall:
-        """Return what calls back when a wait has lasted for long."""
+        """Return a report of long waits."""
         return Stall(self.options.stall_warning_s, report)
 
     # ClosingOrder
@@ -352,7 +323,7 @@ class Gate:
 
     @property
     def dismantled(self) -> bool:
-        """Whether there is nothing to give back, or not any more."""
+        """True where there is nothing to give back."""
         return self._closing.dismantled
 
     def refuse(self, refusal: Callable[[], AioshmError]) -> None:
@@ -363,7 +334,7 @@ class Gate:
             self.interrupt()
 
     def accept_again(self, refusal: Callable[[], AioshmError]) -> None:
-        """Let calls pass again that were answered with this error, if that is what they are answered with now."""
+        """Stop raising this error from calls, if they raise it now."""
         if self.refusal is refusal:
             self.refusal = None
             self.reopen()
@@ -374,7 +345,7 @@ class Gate:
         self.core.open = False
 
     def refuse_closed(self) -> None:
-        """Let every call, the waiting ones too, raise `QueueClosed` from now on; the first step of closing."""
+        """Make every call raise `QueueClosed` from now on; the first step of closing."""
         self.refuse(lambda: EndClosed(f"{self!r}: this end was closed"))
 
     def discard(self) -> None:
@@ -386,7 +357,6 @@ class Gate:
         await self._closing.aclose()
 
     def stats(self) -> QueueStats:
-        """Return what the end has done so far."""
         stats = self._closing.stats()
         messages_per_s, bytes_per_s = self.rates.since(monotonic(), stats.messages, stats.bytes)
         return msgspec.structs.replace(stats, messages_per_s=messages_per_s, bytes_per_s=bytes_per_s)

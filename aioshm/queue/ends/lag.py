@@ -1,4 +1,4 @@
-"""Who holds a writer back that waits again and again, although every reader moves."""
+"""Names the reader that holds a writer back, although every reader moves."""
 
 from __future__ import annotations
 
@@ -13,33 +13,23 @@ SAMPLE_S = 0.01
 
 
 class _Run:
-    """The time in which one reader has held the writer back, by ``time.monotonic()``.
-
-    Attributes:
-        began: When it began.
-        waited_s: How much of it the writer has waited.
-        report_at: When it is to be reported next.
-    """
+    """The time in which one reader has held the writer back, by ``time.monotonic()``."""
 
     __slots__ = ("began", "report_at", "waited_s")
 
     def __init__(self, began: float, report_at: float) -> None:
         self.began = began
+        # The writer's waiting time within the run.
         self.waited_s = 0.0
         self.report_at = report_at
 
 
 class LagWatch:
-    """Adds up for how long a writer has waited for which reader. No clock.
-
-    Args:
-        after_s: How long one may hold the writer back before that is reported, and between two reports; in seconds.
-        stall_s: How long one wait lasts that is reported by itself, and does not count here.
-        report: Is told which reader, for how many seconds, and how many of these the writer has waited.
-    """
+    """Adds up the writer's waits by reader; reports rank, seconds of a run, seconds waited."""
 
     def __init__(self, after_s: float, stall_s: float, report: Callable[[int, float, float], None]) -> None:
         self._after_s = after_s
+        # Longer waits are reported as stalls, and do not count.
         self._stall_s = stall_s
         self._report = report
         self._runs: dict[int, _Run] = {}
@@ -53,13 +43,7 @@ class LagWatch:
         return self._slowest
 
     def waited(self, ranks: Sequence[int], began: float, ended: float) -> None:
-        """Count one wait of the writer.
-
-        Args:
-            ranks: The last ones that it was for: those that were furthest behind.
-            began: When it began, by ``time.monotonic()``.
-            ended: When it was over.
-        """
+        """Count one wait of the writer for the readers that were furthest behind."""
         if ended - began >= self._stall_s:
             self._runs.clear()
             return

@@ -19,18 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ReadBlock(AbstractAsyncContextManager[Any]):
-    """The block of a lease, or of `acquire_read`.
-
-    From its beginning to its end other calls wait, and calls of the same task are refused.
-
-    Args:
-        end: The reading end.
-        timeout, cancel, indefinite: For the wait for the message, as `aioshm.MessageQueue.dequeue`.
-        decoded: Whether this is a lease.
-
-    Attributes:
-        taken: Whether the message has left the ring already, so that the block's end gives nothing back.
-    """
+    """The block of a lease or `acquire_read`: other calls wait, calls of the same task raise."""
 
     def __init__(
         self,
@@ -46,10 +35,11 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
         self._decoded = decoded
         self._block: SourceBlock | None = None
         self._value: Any = None
+        # The message has left the ring already; the end of the block releases nothing.
         self.taken: bool = False
 
     def pop_value(self) -> Any:
-        """Return what the block is given, once: `Leases` would take a second reference for a holder."""
+        """Return the block's value, once: `Leases` would count a second reference as a holder."""
         value, self._value = self._value, None
         return value
 
@@ -99,11 +89,7 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
         return True
 
     def leave_now(self, *, undo: bool = False) -> None:
-        """End the block. Does nothing once done.
-
-        Args:
-            undo: Leave the message where it is, unless it was taken.
-        """
+        """End the block; ``undo`` leaves an untaken message in place. Idempotent."""
         block, self._block = self._block, None
         if block is None:
             return
@@ -151,13 +137,7 @@ class Leases(Protocol[T_co]):
 
 
 class LeasedMessages:
-    """Leases an end's messages one after the other, until the writer closes.
-
-    A loop that is left, by ``break`` or by an exception, drops this iterator, which ends the lease of its last message.
-
-    Args:
-        end: The reading end.
-    """
+    """Leases messages until the writer closes; dropping the iterator ends the last lease."""
 
     def __init__(self, end: ReadingEnd) -> None:
         self._end = end

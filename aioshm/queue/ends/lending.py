@@ -27,14 +27,7 @@ Prepare: TypeAlias = Callable[[float | None], Awaitable[None]]
 
 
 class Lender:
-    """Lends memory, one block at a time.
-
-    Args:
-        gate: The end's.
-        ring: The local readers.
-        sender: Publishes.
-        codec: Makes bytes of objects.
-    """
+    """Lends memory, one block at a time."""
 
     def __init__(
         self,
@@ -76,7 +69,7 @@ class Lender:
         return ALIGNMENT + nbytes + MAIN_BYTES
 
     def open_now(self, room: int) -> tuple[Slot, Extent] | None:
-        """Return what `open` does, if there is nothing to wait for."""
+        """Call `open`, if there is nothing to wait for."""
         if not (self.is_local and self.gate.core.passes()):
             return None
         slot = self._sender.claim(room)
@@ -113,17 +106,10 @@ class Lender:
         as_sent: Callable[[Any], Any],
         spec: ArraySpec | None,
     ) -> Encoded | None:
-        """Publish what was filled; return an encoded message of it, if that has to be copied.
+        """Publish the filled memory; return an encoded message that has to be copied.
 
-        No name here or in what this calls keeps what was lent, or a view of it: `take_back` would take that for the
+        Nothing here keeps a reference to lent memory: `take_back` would count the reference as the
         lender's.
-
-        Args:
-            slot: Is claimed for it.
-            extent: Where it was filled.
-            filled: What the block was given; emptied.
-            as_sent: Returns what is encoded of that.
-            spec: What array it was, if it was one.
         """
         sender, knows = self._sender, self._knows and spec is not None and not spec.torch and extent.window is not None
         self.gate.check_usable()
@@ -168,17 +154,7 @@ class Lender:
 
 
 class Loan(AbstractAsyncContextManager[T], Generic[T]):
-    """The block of one loan; see `Lender`.
-
-    Args:
-        lender: Has the memory.
-        prepare: Does what comes before anything that sends, until a deadline.
-        room: How much of it is needed.
-        lend: Returns what the block is given.
-        as_sent: Returns what is encoded of that.
-        timeout: For the wait for room, in seconds; also for another one, where what was filled has to be copied.
-        spec: What array the block is given, if it is one.
-    """
+    """The block of one loan; the timeout counts again for a copy of the message."""
 
     def __init__(
         self,
@@ -192,9 +168,11 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
     ) -> None:
         self._lender = lender
         self._spec = spec
+        # Runs before everything that sends, until a deadline.
         self._prepare = prepare
         self._room = room
         self._lend = lend
+        # Returns the object to encode.
         self._as_sent = as_sent
         self._timeout = None if timeout is None else check_timeout("timeout", timeout)
         self._slot: Slot | None = None
@@ -211,20 +189,15 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
 
     @property
     def is_local(self) -> bool:
-        """Whether all readers are local."""
         return self._lender.is_local
 
     @property
     def value(self) -> T:
-        """What the block is given."""
+        """The value for the block."""
         return self._filled[-1]
 
     def leave_now(self, exc_type: type[BaseException] | None) -> bool:
-        """End the block; return whether that is all: else there is a message left, for `leave_copy`.
-
-        Args:
-            exc_type: What the block has raised, if anything.
-        """
+        """End the block; return False if a message remains for `leave_copy`."""
         lender, slot, extent = self._lender, self._slot, self._extent
         if slot is None or extent is None:
             return True
@@ -321,7 +294,7 @@ class Message(MutableMapping[str, Any]):
         return self._extent.lend(ArraySpec.of(shape, dtype, like))
 
     def take(self) -> Any:
-        """Return what is sent, and keep nothing; for this package."""
+        """Return the object to send, and keep nothing; for this package."""
         value, self.value, self._extent = self.value, None, None
         return value
 

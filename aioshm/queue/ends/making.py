@@ -44,19 +44,7 @@ def writing_end(
     identity: str | os.PathLike[str] | None = None,
     own_rank: int = -1,
 ) -> WritingEnd:
-    """Make a writer's end.
-
-    Args:
-        ranks: The local readers' and the remote ones', from `checked_ranks`.
-        sizes: The bytes of a chunk, how many chunks, and how many slots, None taking the default.
-        connect_ip: As `aioshm.MessageQueue`.
-        codec: As there.
-        options: As there.
-        message: The type of the messages, as there.
-        name: As there; it is had once `WritingEnd.register` was called.
-        identity: As there.
-        own_rank: The writer's in its process group, which no reader has.
-    """
+    """Make a writer's end; reserve ``own_rank``, the writer's rank in a process group."""
     local, remote = ranks
     ip, own_codec = check_ip(connect_ip), typed_codec(codec, message)
     options = Options.from_env() if options is None else options
@@ -96,20 +84,13 @@ def writing_end(
 
 @dataclass(frozen=True, slots=True)
 class ReaderArguments:
-    """What a reader is to be, whichever writer it has; the attributes are arguments of `aioshm.MessageQueue`'s makers.
-
-    Attributes:
-        rank: Which reader it is; None: whichever place the writer gives.
-        codec: Its own instance of the writer's codec; None: one is made.
-        options: For this end; None: the writer's.
-        slow: What becomes of it when it is too slow; None: what the writer's options say.
-        message: The type of the messages.
-        history: How many of the latest messages it wants first.
-    """
+    """The arguments of a reader; see `aioshm.MessageQueue.create_from_handle`."""
 
     rank: int | None
+    # None: a new instance of the writer's codec.
     codec: str | Codec | None
     options: Options | None
+    # None: as the writer's options say.
     slow: SlowReader | None
     message: Any
     history: int = 0
@@ -120,11 +101,7 @@ class ReaderArguments:
         return ANY_RANK if self.rank is None else self.rank
 
     def check(self) -> None:
-        """Raise what can be known to be wrong before there is a writer.
-
-        Raises:
-            TypeError, ValueError: It is; the text names the argument.
-        """
+        """Check the arguments that need no writer."""
         if self.options is not None and not isinstance(self.options, Options):
             raise TypeError(f"options must be an Options or None, not {self.options!r}")
         if self.rank is not None:
@@ -145,14 +122,7 @@ class ReaderArguments:
     def connect(
         self, gate: Gate, handle: Handle, failed: Callable[[AioshmError], None] | None = None, *, patient: bool = False
     ) -> tuple[Source, Codec]:
-        """Make what receives from the writer of a handle, and the codec for its messages.
-
-        Args:
-            gate: The end's, which has the writer's options from now on where it has none of its own.
-            handle: The writer's.
-            failed: Is told what has kept it from attaching; None: every call is refused with that.
-            patient: Whether to wait for a remote writer that is not there.
-        """
+        """Return the source for a writer's handle, and the codec."""
         handle.check_version()
         slow = self.slow
         slow = handle.options.slow_reader if slow is None else check_slow("slow", slow, handle.options.overflow)
@@ -218,11 +188,7 @@ def named_end(name: str, reader: ReaderArguments, *, timeout: float | None, reco
 
 
 def check_rank(handle: Handle, rank: int) -> None:
-    """Refuse a rank that no reader has.
-
-    Raises:
-        ValueError: It is one.
-    """
+    """Raise `ValueError` unless the rank is a local reader's."""
     if rank in handle.local_reader_ranks:
         return
     if not handle.n_reader:

@@ -1,4 +1,4 @@
-"""What a reader has while it has no writer: something that looks for one."""
+"""The source of a reader without a writer: looks for a writer."""
 
 from __future__ import annotations
 
@@ -25,28 +25,20 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.001, 0.05, 1.3
 
 
 class Writers(Protocol):
-    """Where the writers come from that a reader has, one after the other."""
+    """Finds the writers of a reader, one after the other."""
 
     def look(self) -> Handle | None:
-        """Return the handle of the writer that is there now; None if there is none, or only one that was left.
-
-        Raises:
-            AioshmError: What is there cannot be used.
-        """
+        """Return the handle of the present writer; None if there is none, or only a `left` one."""
 
     def left(self) -> None:
         """Note that the writer whose handle was returned last is gone."""
 
     def awaited(self) -> str:
-        """Say, for people, what is waited for."""
+        """Describe the awaited writer for log lines and errors."""
 
 
 class SameWriter:
-    """Writers that all have the same handle, as those of one identity have.
-
-    Args:
-        handle: That one.
-    """
+    """Writers of one handle, as writers of one identity have."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -62,18 +54,7 @@ class SameWriter:
 
 
 class NoWriter:
-    """Stands for a source while there is no writer: looks for one; see `Source` for what each method does.
-
-    Args:
-        gate: The end's.
-        rank: Which reader this is.
-        writers: Where the next one comes from.
-        found: Is told of its handle; returns whether that was of use.
-        failed: Is told what is wrong with what was found.
-
-    Attributes:
-        since: Since when this is looking, by the monotonic clock.
-    """
+    """Stands for a source while there is no writer: looks for a writer."""
 
     ring: RingReader | None = None
     waker: Waker | None = None
@@ -92,10 +73,12 @@ class NoWriter:
         self._gate = gate
         self._rank = rank
         self._writers = writers
+        # Gets the handle; returns whether the reader can use the writer.
         self._found = found
         self._failed = failed
         self._pause_s = FIRST_PAUSE_S
         self._timer: asyncio.TimerHandle | None = None
+        # The start of the search, by the monotonic clock.
         self.since: float = monotonic()
         self.receive: Callable[[], Any] = _nothing
 
@@ -106,7 +89,7 @@ class NoWriter:
             self._timer = loop.call_later(0, _look, weakref.ref(self), loop)  # an end that is forgotten looks no more
 
     def look_now(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Look once, and come back later if there is nothing."""
+        """Look once; retry later if there is nothing."""
         try:
             handle = self._writers.look()
             if handle is not None and self._found(handle):

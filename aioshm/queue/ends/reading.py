@@ -29,21 +29,7 @@ from aioshm.wait.stall import Stall
 
 
 class ReadingEnd:
-    """Receives from one source, or from that of one writer after the other.
-
-    Args:
-        gate: Whose this is, and whose turn.
-        source: The ring or the network; None: a writer is to be looked for.
-        handle: The writer's; None until there is one.
-        rank: Which reader this is.
-        codec: Makes objects of bytes; None until there is a writer.
-        following: How it comes to its writers; None: it has one, and no other.
-
-    Attributes:
-        gate, source, handle, rank: As above.
-        receive: What is `Source.receive`, once a call has found the end ready.
-        calls: What callers of the awaited face call; asks the ring's core first, once a call has found the end ready.
-    """
+    """Receives from one source, or from the sources of successive writers."""
 
     def __init__(
         self,
@@ -58,12 +44,15 @@ class ReadingEnd:
         self.handle = handle
         self.rank = rank
         self._codec = codec
+        # None: bound to one writer.
         self._following = following
         if following is not None:
             source = following.begin(source, self._use)
         assert source is not None
         self.source: Source = source
+        # `Source.receive`, once a call has found the end ready.
         self.receive: Callable[[], Any] = _nothing
+        # The coroutines of the async API; they ask the ring's core first, once the end is ready.
         self.calls: Calls = Calls(self.dequeue, self.receive_or_wait, self.fail)
         self._iterating = Calls(_next_of(self.dequeue), _next_of(self.receive_or_wait), self.fail)
         self._stall: Stall | None = None
@@ -83,16 +72,7 @@ class ReadingEnd:
         self.source.start(self.gate.bind())
 
     async def wait_until_ready(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
-        """Wait until every end is there.
-
-        Args:
-            deadline: When to give up, by ``time.monotonic()``.
-            cancel: Ends the wait once set.
-
-        Raises:
-            TimeoutError: Some end is missing; the text says what is known of it.
-            AioshmError: This end cannot attach, or the writer is gone.
-        """
+        """Wait until every end is attached."""
         gate, began = self.gate, monotonic()
         self.start_attaching()
         stall = self._inquiry()
@@ -118,7 +98,7 @@ class ReadingEnd:
 
     @property
     def has_news(self) -> bool:
-        """Whether `tell` has something to return."""
+        """True if `tell` has something to return."""
         return self._following is not None and self._following.has_news
 
     @property
@@ -126,14 +106,7 @@ class ReadingEnd:
         return self._following is not None and self._following.telling
 
     def go_on_after(self, error: AioshmError) -> None:
-        """Wait for the next writer, now that this one is gone and everything it published has been read.
-
-        Args:
-            error: What has become of the writer.
-
-        Raises:
-            AioshmError: This one: no other is waited for.
-        """
+        """Wait for the next writer, now that this one is gone and drained, or raise ``error``."""
         if self._following is None:
             raise error
         self._following.go_on_after(error)
@@ -150,7 +123,7 @@ class ReadingEnd:
     # Receiving
 
     def own_calls(self) -> Calls:
-        """Return what has a `dequeue` as `aioshm.MessageQueue` has it."""
+        """Return an object with `dequeue` as `aioshm.MessageQueue` has it."""
         return self.calls
 
     async def receive_or_wait(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
@@ -162,11 +135,11 @@ class ReadingEnd:
         return await self.dequeue(timeout, cancel, indefinite) if obj is NOTHING or obj is ELSEWHERE else obj
 
     def messages(self) -> AsyncIterator[Any]:
-        """Return what iterates over messages until the writer closes."""
+        """Return an iterator over messages until the writer closes."""
         return self._iterating
 
     def leases(self) -> Leases[Any]:
-        """Return what iterates over messages and leases each of them, until the next one is asked for."""
+        """Return an iterator that leases each message until the next one."""
         return LeasedMessages(self)
 
     async def dequeue(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
@@ -241,7 +214,7 @@ class ReadingEnd:
         return AwaitedReadBlock(self, timeout, cancel, indefinite, decoded=False)
 
     def poll(self) -> Any:
-        """Return what `Source.take` does; called on this end's loop, in nobody's line."""
+        """Take the next message without the gate; call it on the owning loop."""
         self.source.settle()
         return self.source.take()
 
@@ -251,13 +224,7 @@ class ReadingEnd:
         return self.gate.refusal is not None or source.gone is not None or source.ready()
 
     async def line_up(self, deadline: float | None, cancel: asyncio.Event | None, *, settles: bool = True) -> None:
-        """Wait until it is this task's turn to read, which lasts until the gate is left.
-
-        Args:
-            deadline: When to give up, by ``time.monotonic()``.
-            cancel: Ends the wait once set.
-            settles: Whether to finish first with what the latest lease has left.
-        """
+        """Wait until this task may read; settle the latest lease unless told not to."""
         gate = self.gate
         if not gate.ready or self._restarting:
             await self.wait_until_ready(deadline, cancel)
@@ -271,10 +238,7 @@ class ReadingEnd:
             self._settle()
 
     def begin_turn(self, *, settles: bool = True) -> bool:
-        """Begin this task's turn to read where nothing is in its way, and say so: as `line_up`, in fewer calls.
-
-        Where messages come one by one, their code is cold, and what each call costs is felt.
-        """
+        """Enter if nothing is in the way, in fewer calls than `line_up`; return whether."""
         gate = self.gate
         if self.receive is _nothing or not gate.core.passes():
             return False
@@ -344,12 +308,7 @@ class ReadingEnd:
         gate.check_usable()
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raise what `receive` has raised, as a caller of the queue is to see it.
-
-        Raises:
-            CodecError: The ring's core could not decode a message; it mostly does that with the codec's bare function.
-            AioshmError: The network's source has said itself what is wrong.
-        """
+        """Raise an error of `receive` as callers see it; the core's are the codec's own."""
         ring = self.source.ring
         if ring is None or isinstance(error, CodecError) or not ring.core.damaged:
             raise error
@@ -359,12 +318,12 @@ class ReadingEnd:
     # Reporting
 
     def _inquiry(self) -> Stall:
-        """Return what asks about the writer, and reports, while a wait lasts."""
+        """Return the report of a long wait, which asks the writer for a sign of life."""
         ask, report = lambda: self.source.ask_writer(), lambda waited_s: self.source.report_waiting(waited_s)
         return self.gate.stall(Inquiry(self.gate.options.stall_warning_s, ask, report))
 
     def _stall_of_reading(self, progress: int) -> Stall:
-        """Return what reports that the next message does not come; it goes on from an earlier call that gave up."""
+        """Return the stall report of a wait for a message, continued from an earlier call."""
         stall = self._stall
         if stall is None or (stall.reported and self._stalled_at != progress):
             stall = self._stall = self._inquiry()
@@ -378,12 +337,7 @@ class ReadingEnd:
     # Telling about itself
 
     def trace_contexts(self, count: int, behind: int = 0) -> list[TraceContext | None]:
-        """Return the trace contexts of the messages that were received last, the latest last.
-
-        Args:
-            count: Of how many.
-            behind: How many that are later are left out.
-        """
+        """Return the latest ``count`` trace contexts but ``behind``, the latest last."""
         check_int("count", count, minimum=0)
         traces = self.source.traces(min(count + behind, TRAIL))
         return [unpack_trace(trace) for trace in traces[: len(traces) - behind]]
@@ -400,7 +354,7 @@ class ReadingEnd:
         return self._codec.encode(obj)
 
     def block(self) -> None:
-        """Be used by threads; see `Gate.block`."""
+        """See `Gate.block`."""
         self.gate.block()
 
     def wake_peers(self) -> None:
@@ -408,7 +362,6 @@ class ReadingEnd:
         self.source.wake_writer()
 
     def stats(self) -> QueueStats:
-        """Return what this end has done so far, while everything is there."""
         stats = self.source.stats()
         following = self._following
         if following is None:
@@ -430,7 +383,7 @@ class ReadingEnd:
         """Do nothing."""
 
     def say_goodbye(self) -> None:
-        """Tell the writer that this reader leaves, where it needs to know at once."""
+        """Notify the writer that this reader leaves, where it needs the notice immediately."""
         self.source.say_goodbye()
 
     def close(self) -> None:
@@ -438,7 +391,7 @@ class ReadingEnd:
         self.source.close()
 
     def abandon(self) -> None:
-        """Let go, in a forked child, of what would hide the parent's death."""
+        """Release, in a forked child, everything that would hide the parent's death."""
         self.source.abandon()
 
     def finished(self) -> bool:

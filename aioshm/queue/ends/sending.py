@@ -35,37 +35,14 @@ ZEROMQ_POLL_S = 0.002
 
 
 class Need(NamedTuple):
-    """Room in the ring for some messages, as `RingWriter.free` has it.
-
-    Attributes:
-        slots: How many messages.
-        large: The sizes of those that take a chunk.
-    """
+    """Room in the ring for ``slots`` messages; ``large``: the sizes of those that take a chunk."""
 
     slots: int
     large: Sequence[int]
 
 
 class Sender:
-    """Publishes messages: packs each for the network, puts it in the ring, sends it over the network.
-
-    Args:
-        gate: The end's.
-        ring: The local readers.
-        network: The others, if there are any.
-        codec: Makes bytes of objects.
-        report: Reports that the next message cannot be written; is told for how many seconds.
-        lag: Is told for whom the writer has waited.
-
-    Attributes:
-        encode: Makes bytes of an object.
-        send: Encodes and publishes an object at once. Returns None where it was sent, False where the gate is shut and
-            nothing was done, and otherwise what encoding it returned, for which there is no room, or which is no
-            ordinary message.
-        wanted: What room the call that waits needs.
-        is_local: Whether all readers are local.
-        bytes_beside: Bytes of the messages that went over the network only.
-    """
+    """Publishes messages: packs for the network, puts in the ring, sends over the network."""
 
     def __init__(
         self,
@@ -80,6 +57,7 @@ class Sender:
         self._ring = ring
         self._network = network
         self.is_local: bool = network is None
+        # Bytes of the messages that went over the network only.
         self.bytes_beside: int = 0
         self._core = core = ring.ring.core
         self._code = codec.code
@@ -91,6 +69,7 @@ class Sender:
         self._lag = lag
         self._stall: Stall | None = None
         self._stalled_at = -1
+        # The room that the waiting call needs.
         self.wanted: Need = Need(1, ())
         has_readers = bool(ring.ranks) or network is not None
         self.encode: Callable[[Any], Encoded] = codec.encode if has_readers else _checked_only(codec)
@@ -103,10 +82,12 @@ class Sender:
             core.bind_beside(
                 _filling(codec.code, ring.ring.slots), functools.partial(_checked_size, self._max_message_bytes)
             )
+        # Returns None: sent. False: the gate is shut. Else the encoded message: there is no
+        # room, or it is no ordinary message.
         self.send: Callable[[Any], Any] = core.send if network is None else functools.partial(self._send, network)
 
     def bind(self, on_parked: Callable[[], object]) -> None:
-        """Let the core encode, and call back when it has sent and a reader sleeps."""
+        """Set the core's encoder and its callback for a sleeping reader."""
         self._core.bind(self.encode, plain(self._code), self._as_it_is, on_parked)
 
     def _send(self, network: RemoteReaders, obj: Any) -> Any:
@@ -119,27 +100,22 @@ class Sender:
 
     @property
     def traces(self) -> bool:
-        """Whether messages go out with trace contexts."""
+        """Whether messages have trace contexts."""
         return self._current_trace is not None
 
     def _note_trace(self) -> None:
-        """Let the next message have the context of the span that is current."""
+        """Give the next message the context of the current span."""
         if self._current_trace is not None:
             self._core.trace = self._current_trace()
 
     def _trace(self) -> bytes:
-        """Return what goes over the network of the next message's context."""
+        """Return the next message's context for the network."""
         return b"" if self._current_trace is None or (trace := self._core.trace) == NO_TRACE else trace
 
     # Publishing
 
     def put(self, message: Encoded) -> bool:
-        """Publish a message, or return False if there is no room. Has sent to all readers or to none.
-
-        Raises:
-            MessageTooLarge: It has more bytes than ``options.max_message_bytes``.
-            SharedMemoryError: It does not fit a chunk, and there is no memory for it elsewhere.
-        """
+        """Publish a message to all readers, or return False, to none, if there is no room."""
         network = self._network
         self._note_trace()
         if network is None:
@@ -181,7 +157,7 @@ class Sender:
         network.flow.publish(outgoing)
 
     def pack(self, message: Encoded) -> Outgoing | None:
-        """Return what goes over the network of an encoded message, with a copy of all of it; None: nothing does."""
+        """Return a copy of an encoded message for the network; None: there is no network."""
         network = self._network
         if network is None:
             return None
@@ -232,21 +208,13 @@ class Sender:
         return self._ring.put(message, self.checked_size(message), self._code)
 
     def checked_size(self, message: Encoded) -> int:
-        """Return the size of a message's body.
-
-        Raises:
-            MessageTooLarge: It has more bytes than ``options.max_message_bytes``.
-        """
+        """Return the size of a message's body, or raise `MessageTooLarge`."""
         return _checked_size(self._max_message_bytes, message)
 
     # Room
 
     def claim(self, nbytes: int) -> Slot | None:
-        """Return the next slot for writing so many bytes, or None while there is no room for them.
-
-        Raises:
-            AioshmError: The end refuses every call by now, also while there is no room.
-        """
+        """Return the next slot for ``nbytes``, or None while there is no room."""
         self._gate.check_usable()
         network = self._network
         return self._ring.claim(nbytes) if network is None or self._room_for_bytes(network, nbytes) else None
@@ -280,11 +248,7 @@ class Sender:
         return (network is None or _room_for(network, *messages)) and self._ring.free(*need)
 
     def need(self, messages: Sequence[Encoded]) -> Need:
-        """Return what room some messages need in the ring.
-
-        Raises:
-            MessageTooLarge: One has more bytes than ``options.max_message_bytes``.
-        """
+        """Return the room that some messages need in the ring."""
         large = []
         for message in messages:
             if type(message) is not bytes or len(message) > self._small_bytes:
@@ -299,18 +263,17 @@ class Sender:
         return network is not None and (not network.flow.room(need.slots, 0) or self._ring.free(*need))
 
     def why_full(self, message: Encoded) -> str:
-        """Say what there is no room in for a message, and who has to read."""
+        """Describe the lack of room, and the readers that cause it."""
         need = self.need([message])
         if self._window_is_full(need):
             return f"the window of the remote readers is full: {self.laggards(need)}"
         return f"no {self._lacking(need)} is free: {self.laggards(need)}"
 
     def _lacking(self, need: Need) -> str:
-        """Return what the ring has too few of."""
         return "chunk" if self._ring.ring.free(need.slots) else "slot"
 
     def _why_late(self, need: Need) -> str:
-        """Say what there was too little of for too long."""
+        """Describe the lack that lasted for too long."""
         what = self._lacking(need)
         if need.slots == 1:
             return f"no {what} became free"
@@ -326,11 +289,7 @@ class Sender:
     # Waiting for room
 
     async def wait_for_room(self, messages: Sequence[Encoded], need: Need, deadline: float | None) -> None:
-        """Wait for what makes room for all of some messages; there may be more to wait for then.
-
-        Raises:
-            TimeoutError: The deadline has passed; the text names who has to read.
-        """
+        """Wait for progress of the readers that block this; call again while room is missing."""
         network = self._network
         if network is None or network.flow.room_for(*messages):
             await self._wait_for_ring(need, deadline)
@@ -338,11 +297,7 @@ class Sender:
             await self._wait_for_window(network, lambda: _room_for(network, *messages), deadline)
 
     async def wait_for_bytes(self, nbytes: int, deadline: float | None) -> None:
-        """Wait for what lets a slot be claimed for writing so many bytes.
-
-        Raises:
-            TimeoutError: The deadline has passed; the text names who has to read.
-        """
+        """Wait for progress that may let a slot for ``nbytes`` be claimed."""
         network = self._network
         if network is None or network.flow.room_for_bytes(nbytes):
             await self._wait_for_ring(Need(1, self._ring.ring.large(nbytes)), deadline)
@@ -404,7 +359,7 @@ class Sender:
         gate.new_turn()
 
     def _stall_of_writing(self, wanted: Need) -> Stall:
-        """Return what reports that the next message cannot be written; it goes on from an earlier call that gave up."""
+        """Return the stall report of a wait for room, continued from an earlier call."""
         self.wanted = wanted
         if self._stall is not None and self._stalled_at == self._core.seq:
             self._stall.resume()
@@ -427,10 +382,7 @@ def _checked_size(most: int, message: Encoded) -> int:
 
 
 def _filling(code: int, slots: Slots) -> Callable[[int, Encoded, int], bool]:
-    """Return what fills slots for the core (see `WriterBase.bind_beside`), which knows nothing of the queue.
-
-    Else the queue would be a part of a cycle, and one that is forgotten would stay until that is collected.
-    """
+    """Return a function that fills slots for the core, without a reference cycle over the queue."""
 
     def fill(begin: int, message: Encoded, seq: int) -> bool:
         parts, buffers = parts_of(message)
@@ -444,12 +396,7 @@ def _filling(code: int, slots: Slots) -> Callable[[int, Encoded, int], bool]:
 def _tracing(
     encode: Callable[[Any], Encoded], noting: Callable[[], Callable[[], object] | None]
 ) -> Callable[[Any], Encoded]:
-    """Return what encodes a message and notes the trace context that it goes out with; as `_filling`, without a cycle.
-
-    Args:
-        encode: Makes bytes of an object.
-        noting: Returns what notes the context, while there is anybody to send.
-    """
+    """Return an encoder that notes the trace context of each message, without a reference cycle."""
 
     def encode_and_note(obj: Any) -> Encoded:
         message = encode(obj)
@@ -461,7 +408,7 @@ def _tracing(
 
 
 def _checked_only(codec: Codec) -> Callable[[Any], Encoded]:
-    """Return what encodes a message of a queue without readers: errors are those of any queue, and nothing is kept."""
+    """Return an encoder for a queue without readers: raises the usual errors, keeps nothing."""
 
     def encode(obj: Any) -> Encoded:
         codec.encode(obj)

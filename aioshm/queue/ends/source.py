@@ -16,18 +16,14 @@ class SourceBlock(Protocol):
     """The next message, while a block has it."""
 
     def open(self) -> Any:
-        """Return what the block sees of it."""
+        """Return the block's value."""
 
     def close(self, *, undo: bool) -> None:
         """Finish with it, also if `open` has raised; ``undo``: leave it where it is."""
 
 
 class TakenMessage:
-    """A message that was received when the block began: nothing goes back at its end.
-
-    Args:
-        obj: The message, decoded.
-    """
+    """A message that was received when the block began: its end releases nothing."""
 
     def __init__(self, obj: Any) -> None:
         self._obj = obj
@@ -40,11 +36,7 @@ class TakenMessage:
 
 
 class Waker(Protocol):
-    """Wakes a writer that is parked because its ring is full.
-
-    Attributes:
-        pending: Whether the loop is to wake it after its turn.
-    """
+    """Wakes a writer that is parked because its ring is full."""
 
     pending: bool
 
@@ -53,13 +45,7 @@ class Waker(Protocol):
 
 
 class Source(Inside, Protocol):
-    """Where messages come from; used on its end's loop, by one task at a time. The gate closes it.
-
-    Attributes:
-        receive: Returns the next message, or `NOTHING` or `ELSEWHERE` if there is more to do than to take it; never
-            waits.
-        ring: The ring that this reads, if it reads one and has it by now.
-    """
+    """The source of messages; used on its end's loop, by one task at a time. The gate closes it."""
 
     receive: Callable[[], Any]
     ring: RingReader | None
@@ -70,7 +56,7 @@ class Source(Inside, Protocol):
 
     @property
     def waker(self) -> Waker | None:
-        """What wakes the writer, once there is a ring."""
+        """Wakes the writer, once there is a ring."""
 
     # Attaching
 
@@ -92,35 +78,19 @@ class Source(Inside, Protocol):
         """Return the same; look for as long as a call should before it waits."""
 
     def take(self) -> Any:
-        """Return the next message, `NOTHING`, or `ELSEWHERE` if not all of it has arrived.
-
-        Raises:
-            CorruptSlot, CodecError, MessagesLost: The message was damaged; the next call returns the one behind it.
-            SharedMemoryError, OutOfDescriptors: There is no room for it now; the next call tries again.
-        """
+        """Return the next message, `NOTHING`, or `ELSEWHERE` if incomplete; skip a damaged one."""
 
     def take_many(self, most: int) -> list[Any]:
-        """Return what is there: it ends before a message that is no ordinary one, which may be the first.
-
-        Raises:
-            CorruptSlot, CodecError, MessagesLost: The first message was damaged; the next call begins behind it.
-        """
+        """Return available messages up to a special one, which may be the first."""
 
     def open_block(self, *, decoded: bool) -> SourceBlock | None:
-        """Return the next message, which is there, for a block; None if not all of it has arrived.
-
-        Args:
-            decoded: Whether the block sees the object, decoded where it lies, or its bytes.
-
-        Raises:
-            CorruptSlot, MessagesLost: The message was damaged; the next call returns the one behind it.
-        """
+        """Return the next message for a block, decoded or as bytes; None if incomplete."""
 
     def settle(self) -> None:
         """Finish with what the latest block has left, before anything else is read."""
 
     def quick(self) -> Callable[[], Any]:
-        """Return what is `receive`, if possible without a look at sockets; asked of an end that is ready."""
+        """Return `receive`, if possible without polling sockets; called on a ready end."""
 
     def lost(self) -> AioshmError:
         """Return the error if the writer is gone and the rest of the next message has not arrived."""
@@ -146,7 +116,7 @@ class Source(Inside, Protocol):
 
     @property
     def bell(self) -> Bell | None:
-        """What the writer wakes this end by, where that is a bell."""
+        """The eventfd that the writer writes to, where there is one."""
 
     def other_ends(self) -> list[int]:
         """Return the process of each other end that this one shares CPUs with, 0 where that is not known."""

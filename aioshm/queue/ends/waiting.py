@@ -25,17 +25,7 @@ def new_poller(
     bell: Bell | None,
     pay: Callable[[], object] | None,
 ) -> Poller:
-    """Make what an end of a ring waits with, now that the other ends are known.
-
-    Args:
-        loop: The end's.
-        options: The end's.
-        cursor: Its cursor.
-        others: The process of each other end that it has to do with, 0 where that is not known.
-        spin: As for `Poller`.
-        bell: The eventfd that they wake it by, if there is one.
-        pay: `Gate.pay`, for an end whose calls block; else None.
-    """
+    """Make the poller of an end; ``others``: the peers' pids, 0 where unknown."""
     told = cursor.costs if isinstance(cursor, RingReader) else None
     tell = cursor.set_costs if isinstance(cursor, RingWriter) else None
     if pay is None:
@@ -48,13 +38,7 @@ def new_poller(
 
 
 def predictor_among(others: Sequence[int], options: Options, *, yields: bool = False) -> Predictor:
-    """Return what decides how an end waits for others.
-
-    Args:
-        others: The process of each, 0 where that is not known.
-        options: The end's.
-        yields: Whether it hands its CPU on while it spins.
-    """
+    """Return the predictor of an end; ``others``: the peers' pids, 0 where unknown."""
     # Ends of one process hand over to each other through its event loop, or its GIL: spinning would keep both.
     apart, cpus = _apart(others), _cpus_of(others)
     return Predictor(
@@ -69,11 +53,7 @@ def predictor_among(others: Sequence[int], options: Options, *, yields: bool = F
 def deadline_after(
     timeout: float | None, cancel: asyncio.Event | None = None, indefinite: bool = False
 ) -> float | None:
-    """Return the deadline, by ``time.monotonic()``, of a wait of ``timeout`` seconds, whose arguments are checked.
-
-    Raises:
-        TypeError, ValueError: One of them is not what it has to be; the text names it.
-    """
+    """Return the deadline, by ``time.monotonic()``, of a wait with checked arguments."""
     if timeout is None and cancel is None and indefinite is False:
         return None
     seconds = check_timeout("timeout", timeout)

@@ -40,25 +40,7 @@ logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 
 class WritingEnd:
-    """Admits the readers, sends to them, notices what becomes of them.
-
-    Args:
-        gate: Whose this is, and whose turn.
-        n_reader: How many there are to be.
-        ring: The readers on this host.
-        network: The readers on others, if there are any.
-        codec: Makes bytes of objects.
-        connect_ip: For the handle.
-        name: What the queue is called, if it has a name.
-
-    Attributes:
-        gate: Whose this is, and whose turn.
-        ring: The readers on this host.
-        network: The others.
-        registry: Who has which rank, local and remote.
-        send: As `Sender.send`.
-        lender: Lends memory to be filled.
-    """
+    """Admits the readers, sends to them, and notices their deaths."""
 
     def __init__(
         self,
@@ -76,6 +58,7 @@ class WritingEnd:
         self._registration: OwnFile | None = None
         self.ring = ring
         self.network = network
+        # The readers by rank, local and remote.
         self.registry: ReaderRegistry = ring.registry
         self._transports: list[LocalReaders | RemoteReaders] = [ring] if network is None else [ring, network]
         self._n_reader = n_reader
@@ -94,7 +77,7 @@ class WritingEnd:
         gate.enclose(self)
 
     def export_handle(self) -> Handle:
-        """Return what readers need in order to attach."""
+        """Return the handle for readers."""
         ring, sizes = self.ring, self.ring.ring.layout
         return Handle(
             version=VERSION,
@@ -119,12 +102,7 @@ class WritingEnd:
         )
 
     def register(self) -> None:
-        """Have the queue's name, if it has one, now that this end is complete; closes it if that cannot be.
-
-        Raises:
-            NameTaken: Another writer has it.
-            SharedMemoryError, OutOfDescriptors: The name's file cannot be written.
-        """
+        """Register the queue's name, now that this end is complete; close the end if that fails."""
         if self._name is None:
             return
         try:
@@ -136,17 +114,7 @@ class WritingEnd:
     # Attaching
 
     async def wait_until_ready(self, deadline: float | None, *, replaceable: bool = True) -> None:
-        """Wait until every reader is attached.
-
-        Args:
-            deadline: When to give up, by ``time.monotonic()``.
-            replaceable: Whether another reader may come for one that has left; else that is the end of it.
-
-        Raises:
-            TimeoutError: Some are missing; the text says which.
-            PeerDied: One has died, of which this was not told yet.
-            QueueClosed: One has left that nobody can replace.
-        """
+        """Wait until every reader is attached; raise for a reader that nobody can replace."""
         gate = self.gate
         gate.bind()
         self.listen()
@@ -183,7 +151,7 @@ class WritingEnd:
                 transport.start(loop)
 
     def _changed(self) -> None:
-        """Look again at the readers and at the ring."""
+        """Check the readers and the ring again."""
         gate, registry = self.gate, self.registry
         trouble = registry.trouble
         if trouble is None and self._n_reader and self._listening and registry.complete and not registry.in_use:
@@ -243,7 +211,7 @@ class WritingEnd:
     # Sending
 
     def own_calls(self) -> Calls | None:
-        """Return what has an `enqueue` as `aioshm.MessageQueue`; None where there is more than a ring."""
+        """Return an object with `enqueue` as `aioshm.MessageQueue`'s; None with remote readers."""
         if self.network is not None:
             return None
         calls = Calls(self.enqueue)
@@ -251,13 +219,7 @@ class WritingEnd:
         return calls
 
     async def enqueue(self, obj: Any, message: Any, timeout: float | None) -> None:
-        """Send an object that `send` could not send at once.
-
-        Args:
-            obj: The object.
-            message: What `send` has answered.
-            timeout: As for `aioshm.MessageQueue.enqueue`.
-        """
+        """Send an object; ``message`` is the answer of `send`."""
         deadline = deadline_after(timeout)
         if message is False:
             await self.prepare(deadline)
@@ -279,7 +241,7 @@ class WritingEnd:
         return True
 
     def block(self) -> None:
-        """Be used by threads; see `Gate.block`."""
+        """See `Gate.block`."""
         self.gate.block()
         self._sender.bind(self.gate.owe)
 
@@ -317,11 +279,7 @@ class WritingEnd:
         self.gate.check_ready()
 
     def send_now(self, message: Encoded) -> None:
-        """Send an encoded object now, of an end that is ready.
-
-        Raises:
-            QueueFull: There is no room.
-        """
+        """Send an encoded object of a ready end, or raise `QueueFull`."""
         if self.gate.in_line or not self._sender.put(message):
             raise QueueFull(f"{self.gate!r}: {self._sender.why_full(message)}")
 
@@ -400,7 +358,6 @@ class WritingEnd:
             logger.warning(text, self.gate, seconds(held_s), slot.name, behind, share)
 
     def stats(self) -> QueueStats:
-        """Return what this end has done so far, while everything is there."""
         ring, network = self.ring, self.network
         stats = self.gate.new_stats(
             side="writer",
@@ -437,7 +394,7 @@ class WritingEnd:
                 await settle(gate.news(), deadline=deadline)
 
     def say_goodbye(self) -> None:
-        """Tell the readers that nothing more will come."""
+        """Notify the readers that no message will follow."""
         for slot, first in self.registry.unread():
             text = "%r: closed, and nobody came in the place of reader %d (pid %d): messages %d to %d are lost to it"
             logger.warning(text, self.gate, slot.rank, slot.pid, first, self.ring.ring.seq - 1)
@@ -466,7 +423,7 @@ class WritingEnd:
             await self.network.wait_closed()
 
     def abandon(self) -> None:
-        """Let go, in a forked child, of what would hide the parent's death."""
+        """Release, in a forked child, everything that would hide the parent's death."""
         self.ring.listener.abandon()
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """Queues between the processes of a process group.
 
-Only handles travel over the group, once; the messages then go through the queues. The group's collectives block, so all
-those of one call run in a thread of their own, and the event loop goes on.
+Only handles travel over the group, once. The group's collectives block, so they run in a thread,
+and the event loop continues.
 """
 
 from __future__ import annotations
@@ -31,16 +31,7 @@ T = TypeVar("T")
 
 
 class GroupCall:
-    """One rank's part in making queues; for the arguments see `aioshm.MessageQueue.create_from_process_group`.
-
-    Its private methods block, and run in a thread.
-
-    Args:
-        pg: The process group.
-        sizes: The bytes of a chunk, how many chunks, and how many slots, None taking the default.
-        connect_ip, codec, options: Of the queue.
-        message: The type of its messages.
-    """
+    """One rank's part in making queues. Its private methods block, and run in a thread."""
 
     def __init__(
         self,
@@ -179,10 +170,7 @@ class GroupCall:
 
 
 class _Turn:
-    """A call's place among those with the same group, in the order in which they were made.
-
-    The collectives of two calls at a time would get mixed up, differently at each rank.
-    """
+    """A call's place among the calls with the same group, whose collectives must not mix."""
 
     _last: ClassVar[dict[int, threading.Event]] = {}  # by the group's id: set when the last call is over
     _lock: ClassVar = threading.Lock()
@@ -202,7 +190,7 @@ class _Turn:
         self.end()
 
     def end(self) -> None:
-        """Let the next call go on. Idempotent."""
+        """Start the next call. Idempotent."""
         self._over.set()
         with self._lock:
             if self._last.get(id(self._pg)) is self._over:

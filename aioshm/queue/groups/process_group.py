@@ -1,6 +1,7 @@
-"""What the collectives of a process group look like here, and the two steps that queues are made with.
+"""The collectives of a process group, and the two steps that make queues.
 
-Ranks are always the group's own, 0 to ``world_size`` - 1, never the global ones of ``torch.distributed``.
+Ranks are always the group's own, 0 to ``world_size`` - 1, never the global ones of
+``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -88,12 +89,7 @@ class _TorchGroup:
 
 
 def as_group(pg: ProcessGroup | ObjectGroup) -> ObjectGroup:
-    """Return the collectives of whatever may be passed as a process group.
-
-    Raises:
-        TypeError: It is none.
-        ValueError: This process is no member of it, it was destroyed, or it has no backend for the CPU.
-    """
+    """Return the collectives of a process group of any accepted kind, or raise."""
     # Nobody can have one of torch's groups without having imported torch, and this must not.
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available():
@@ -120,12 +116,7 @@ def check_rank(name: str, rank: object, world_size: int) -> int:
 
 
 def gather(group: ObjectGroup, step: Callable[[], T]) -> list[T]:
-    """Take a step at every rank and return everybody's result, by rank; if it fails at one rank, raise at all.
-
-    Raises:
-        HandleError: It failed at another rank; the text names that rank and its error.
-        Exception: What the step raised here.
-    """
+    """Run a step at every rank; return the results by rank, or raise at all ranks if any fails."""
     mine, error = _attempt(step)
     everybody: list[tuple[Any, str | None]] = group.all_gather_obj((mine, _text(error)))
     if error is not None:
@@ -137,12 +128,7 @@ def gather(group: ObjectGroup, step: Callable[[], T]) -> list[T]:
 
 
 def tell(group: ObjectGroup, source: int, step: Callable[[], T]) -> T:
-    """Take a step at one rank and return its result at every rank; if it fails there, raise at all.
-
-    Raises:
-        HandleError: It failed at ``source``, which is another rank; the text names it and its error.
-        Exception: What the step raised here.
-    """
+    """Run a step at one rank; return its result at every rank, or raise at all ranks."""
     if group.rank != source:
         value, failure = group.broadcast_obj(None, source)
         if failure is not None:

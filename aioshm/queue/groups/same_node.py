@@ -84,7 +84,7 @@ def probe(group: ObjectGroup, source: int, options: Options | None) -> list[bool
 
 
 class _Invitation(NamedTuple):
-    """What the source tells the others."""
+    """The source's message to the other ranks."""
 
     address: str
     queue_id: bytes
@@ -95,10 +95,7 @@ class _Invitation(NamedTuple):
 
 
 class _Door:
-    """The source's side: a segment with a secret at its beginning, and a listener that hands it out. One use.
-
-    Served by a loop in a thread of its own, until the block ends.
-    """
+    """The source's segment with a secret, and its listener, on a loop in a thread."""
 
     def __init__(self, options: Options, world_size: int) -> None:
         queue_id, token, secret = secrets.token_bytes(16), secrets.token_bytes(32), secrets.token_bytes(_SECRET_BYTES)
@@ -169,7 +166,7 @@ class _Door:
 
 
 def _leave_mark(invitation: _Invitation, rank: int) -> bytes | None:
-    """Return what this rank has written to the source's memory, or None where that cannot be reached."""
+    """Return the mark that this rank left in the source's memory, or None if out of reach."""
     try:
         # In a thread, because this one may have an event loop that runs.
         silence = TimeoutError(f"nothing came from {invitation.address}")
@@ -196,7 +193,7 @@ def _leave_mark(invitation: _Invitation, rank: int) -> bytes | None:
 
 
 def _fetch(invitation: _Invitation, rank: int) -> int | None:
-    """Be admitted as a queue's reader would; return the descriptor that came, if one did."""
+    """Attach as a queue's reader would; return the received descriptor, if any."""
     hello = Hello(VERSION, invitation.queue_id, invitation.token, rank, os.getpid())
 
     async def call() -> int | None:

@@ -402,7 +402,7 @@ def _import_store() -> Callable[..., TCPStore]:
 
 
 def _pid_namespace() -> str:
-    """Return what is the same for the processes that know each other by the same pids."""
+    """Return an id that processes share if they know each other by the same pids."""
     with contextlib.suppress(OSError):  # no /proc: there are no namespaces either
         return f"{host_id()} {os.readlink('/proc/self/ns/pid')}"
     return host_id()

@@ -1,8 +1,8 @@
-"""Files that one process has for as long as it lives, and that appear with all that is in them, or not at all.
+"""Files that one process owns while it lives, and that appear complete or not at all.
 
-Who has a file holds a lock on it (flock(2)), which the kernel drops when that process dies, however it does. What is
-put in place has been written, and locked, under another name before: nobody sees it half done, and what a crash between
-two steps leaves is a draft that nobody has locked, or a file that nobody has locked; the next one removes either.
+The owner holds a flock(2) lock, which the kernel drops with the process. Content is written and
+locked under a draft name first; a crash leaves an unlocked draft or file, which the next process
+removes.
 """
 
 from __future__ import annotations
@@ -25,19 +25,11 @@ _DRAFT_NAME = 100  # characters of the name of what it is to become
 
 
 class NotOurs(Exception):
-    """What has this file's name is no regular file of this user's, or others can read it; the text says what is so."""
+    """The path has no regular file, or a file of another user, or one that others can read."""
 
 
 class OwnFile:
-    """A file that this process has.
-
-    Args:
-        path: Where it is.
-        fd: Its descriptor, by which it is locked.
-
-    Attributes:
-        path: Where it is.
-    """
+    """A file that this process owns; its descriptor holds the lock."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -45,15 +37,10 @@ class OwnFile:
         abandon_when_forked(self)
 
     def read(self) -> bytes:
-        """Return what is in it."""
         return read(self._fd)
 
     def replace(self, content: bytes, *, durable: bool = False) -> None:
-        """Put other content in place; nobody else gets hold of the file in between.
-
-        Raises:
-            OSError: It cannot be written; it stays as it was.
-        """
+        """Replace the content; the lock is held throughout, and a failure changes nothing."""
         draft = _new_draft(self.path, content, durable)
         try:
             draft.path.rename(self.path)
@@ -64,7 +51,7 @@ class OwnFile:
         draft.release()
 
     def release(self, *, remove: bool = False) -> None:
-        """Let go of it: the next one can have it. Idempotent."""
+        """Release the file for the next owner. Idempotent."""
         if self._fd < 0:
             return
         if remove:
@@ -85,11 +72,7 @@ class OwnFile:
 
 
 def create(path: Path, content: bytes, *, durable: bool = False) -> OwnFile | None:
-    """Make a file and have it; None if there is one already.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """Create and own a file; None if it exists."""
     draft = _new_draft(path, content, durable)
     try:
         os.link(draft.path, path)
@@ -105,13 +88,7 @@ def create(path: Path, content: bytes, *, durable: bool = False) -> OwnFile | No
 
 
 def take(path: Path) -> OwnFile | None:
-    """Have a file that is there; None if another process has it.
-
-    Raises:
-        FileNotFoundError: There is none.
-        NotOurs: There is something else.
-        OSError: It cannot be opened, or not locked.
-    """
+    """Acquire an existing file; None if another process owns it."""
     while True:
         fd = open_own(path, os.O_RDWR)
         try:
@@ -128,13 +105,7 @@ def take(path: Path) -> OwnFile | None:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file, which must be this user's alone.
-
-    Raises:
-        FileNotFoundError: There is none.
-        NotOurs: There is something else.
-        OSError: It cannot be opened.
-    """
+    """Open a file, which must be this user's alone."""
     found = path.lstat()  # before it is opened, which alone could do something where it is a device
     _check(found)
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -147,7 +118,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def read(fd: int) -> bytes:
-    """Return what is in an open file, up to one byte more than `MAX_BYTES`."""
+    """Return the content of an open file, up to one byte more than `MAX_BYTES`."""
     content = b""
     while len(content) <= MAX_BYTES and (part := os.pread(fd, MAX_BYTES + 1 - len(content), len(content))):
         content += part

@@ -26,23 +26,18 @@ MAX_PORT = 65535
 
 
 class _Content(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm-identity", forbid_unknown_fields=True):
-    """What is in the file.
-
-    Attributes:
-        token: What readers must know.
-        data, control: The ports; 0 until the first writer has been given some.
-        server_public, server_secret: The writer's keys; None where connections are not encrypted.
-        client_public, client_secret: The readers'.
-        pid: The process that has the identity, as it sees itself, or that had it last.
-    """
+    """The content of an identity's file."""
 
     token: bytes
+    # 0 until the first writer has chosen its ports.
     data: int = 0
     control: int = 0
+    # None where connections are not encrypted.
     server_public: bytes | None = None
     server_secret: bytes | None = None
     client_public: bytes | None = None
     client_secret: bytes | None = None
+    # The present or latest owner, in its own pid namespace.
     pid: int = 0
 
 
@@ -50,20 +45,14 @@ _decoder = msgspec.json.Decoder(_Content)
 
 
 class Identity:
-    """What a writer has in common with those before it, and has for as long as it lives; made by `of_file`.
-
-    Attributes:
-        path: The file.
-        token: What readers must know.
-        server: The writer's keys; None where connections are not encrypted.
-        client: The readers', with the writer's public one.
-    """
+    """The token, ports and keys that successive writers share; owned while a writer lives."""
 
     def __init__(self, file: files.OwnFile, content: _Content) -> None:
         self.path: Path = file.path
         self._file = file
         self._content = content
         self.token: bytes = content.token
+        # None where connections are not encrypted.
         self.server: CurveKeys | None = None
         self.client: CurveKeys | None = None
         if content.server_public is not None:
@@ -76,19 +65,7 @@ class Identity:
 
     @classmethod
     def of_file(cls, path: str | os.PathLike[str], options: Options) -> Identity:
-        """Have the identity that a file holds, which is made if there is none.
-
-        Args:
-            path: Where it is, or is to be.
-            options: The queue's: whether to encrypt.
-
-        Raises:
-            TypeError: That is no path.
-            NameTaken: Another writer has it.
-            IdentityError: The file cannot be used.
-            SharedMemoryError: It cannot be read or written.
-            OutOfDescriptors: None is left.
-        """
+        """Acquire the identity in a file, which is made if missing."""
         if not isinstance(path, (str, os.PathLike)) or isinstance(name := os.fspath(path), bytes):
             raise TypeError(f"identity must be a path as a str or PathLike, not {shown(path)}")
         if not name or "\0" in name:
@@ -121,11 +98,7 @@ class Identity:
         return self._content.data, self._content.control
 
     def keep(self, data: int, control: int) -> None:
-        """Note the ports that the writer has been given, for those after it, and which process has the identity.
-
-        Raises:
-            SharedMemoryError, OutOfDescriptors: The file cannot be written.
-        """
+        """Store the writer's ports for later writers, and the owner's pid."""
         new = msgspec.structs.replace(self._content, data=data, control=control, pid=os.getpid())
         try:
             with naming_limits(f"a writer with the identity {self.path}"):
@@ -140,7 +113,7 @@ class Identity:
         self._content = new
 
     def release(self) -> None:
-        """Let the next writer have it. Idempotent."""
+        """Release the identity for the next writer. Idempotent."""
         self._file.release()
 
 
@@ -179,11 +152,7 @@ def _encode(content: _Content) -> bytes:
 
 
 def _checked(path: Path, text: bytes) -> _Content:
-    """Return what is in an identity's file.
-
-    Raises:
-        IdentityError: That is no identity.
-    """
+    """Return an identity's content, checked."""
     try:
         content = _decoder.decode(text)
         _check(content)

@@ -31,14 +31,7 @@ _SUFFIX = ".queue"
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm-name"):
-    """What is in the file of a name.
-
-    Attributes:
-        name: The name.
-        pid: The writer's process, as it sees itself.
-        lifeline: Where it listens.
-        handle: Its handle, which may be another release's.
-    """
+    """The content of a name's file; the handle may be another release's."""
 
     name: str
     pid: int
@@ -50,11 +43,7 @@ _decoder = msgspec.json.Decoder(Registration)
 
 
 def check_name(name: object) -> str:
-    """Return what a queue is called.
-
-    Raises:
-        TypeError, ValueError: It is no name.
-    """
+    """Return a queue's name, checked."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, not {shown(name)}")
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
@@ -66,15 +55,7 @@ def check_name(name: object) -> str:
 
 
 def register(name: str, runtime_dir: str, handle: Handle) -> files.OwnFile:
-    """Have a name, for a writer that can be attached to from now on.
-
-    What a writer has left that is gone is no obstacle.
-
-    Raises:
-        NameTaken: Another writer has it.
-        SharedMemoryError: The runtime directory, or what has the file's name there, cannot be used.
-        OutOfDescriptors: None is left.
-    """
+    """Register a name for a writer, replacing a dead writer's registration."""
     path = _path(name, runtime_dir)
     registration = Registration(
         name=name, pid=os.getpid(), lifeline=handle.lifeline, handle=msgspec.Raw(handle.to_json().encode())
@@ -115,16 +96,7 @@ def register(name: str, runtime_dir: str, handle: Handle) -> files.OwnFile:
 
 
 class NamedWriters:
-    """The writers of one name, one after the other.
-
-    Args:
-        name: The name.
-        runtime_dir: Where names are.
-
-    Raises:
-        SharedMemoryError: The runtime directory cannot be used.
-        OutOfDescriptors: None is left.
-    """
+    """The writers of one name, one after the other."""
 
     def __init__(self, name: str, runtime_dir: str) -> None:
         self._name = name
@@ -136,12 +108,7 @@ class NamedWriters:
             secure_directory(self._path.parent)
 
     def look(self) -> Handle | None:
-        """Return the handle of the writer that has the name, unless it is one that was `left`; None: there is none.
-
-        Raises:
-            HandleError: What is there is no registration of this name, or one of another version of this library.
-            OutOfDescriptors: None is left.
-        """
+        """Return the handle of the name's writer; None: no writer, or one that was `left`."""
         try:
             found = self._path.lstat()
         except OSError:
@@ -169,7 +136,7 @@ class NamedWriters:
         self._past = self._latest
 
     def awaited(self) -> str:
-        """Say what is waited for."""
+        """Describe the awaited writer."""
         where = f"of the name {self._name!r} in {self._path.parent}"
         if self._past is None:
             return f"there is no writer {where}: start it, with the same AIOSHM_RUNTIME_DIR"
