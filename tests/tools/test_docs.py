@@ -105,7 +105,7 @@ def test_the_command_line_is_told_by_the_command() -> None:
 
 def test_a_docstring_becomes_a_page() -> None:
     text = pages.docstring("aioshm.lifeline.protocol")
-    assert text.startswith("What passes over a lifeline")
+    assert text.startswith("The protocol of a lifeline")
     assert text.count("```") == 2
     assert "```text\nreader                                writer\n" in text
 
