@@ -162,8 +162,8 @@ def _new_encode() -> Callable[[Any], Encoded]:
             modules_seen = _find_reducers()
             load_packers()
             dump, forget = new_pickler()
-        pack = packers.get(type(obj))
-        if pack is not None and (message := pack(obj)) is not None:
+        kind = type(obj)
+        if kind in packers and (message := packers[kind](obj)) is not None:
             return message
         busy = True
         try:

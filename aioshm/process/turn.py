@@ -8,6 +8,7 @@ out instead of calling a method.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from contextlib import suppress
@@ -15,7 +16,7 @@ from threading import get_ident
 from time import monotonic
 
 
-class Turn:
+class Turn(ctypes.Structure):
     """Lets one thread at a time do something; not fair, but for the heir.
 
     Args:
@@ -28,12 +29,14 @@ class Turn:
         waiting: A lock for each thread that waits, which it sleeps on.
     """
 
-    __slots__ = ("_recheck_s", "heir", "user", "waiting")
+    # Two words of memory, which the native core reads and writes, too.
+    _fields_ = (("user", ctypes.c_ulong), ("heir", ctypes.c_ulong))
+    user: int
+    heir: int
 
     def __init__(self, recheck_s: float) -> None:
+        super().__init__()
         self._recheck_s = recheck_s
-        self.user: int = 0
-        self.heir: int = 0
         self.waiting: deque[threading.Lock] = deque()
 
     def take(self, me: int, deadline: float | None = None) -> bool:

@@ -107,6 +107,7 @@ class _End(ABC):
         self.copied: int = 0
         self._thread = -1
         self._runs: Callable[[], object] | None = bool
+        self._shared: Any = None
         self._code: Callable[[Any], Any] = bytes
         self._what = 0
         self._raw = False
@@ -159,6 +160,28 @@ class _End(ABC):
         """Belong to this thread, while ``runs()`` is true; None: to whichever uses it, which at first is this one."""
         self._thread = get_ident()
         self._runs = runs
+
+    def share(self, turn: Any, /) -> None:
+        """Belong to any thread; `send` and `receive_next` take this `Turn` for themselves."""
+        self.belong(None)
+        self._shared = turn
+
+    def _take_shared(self) -> int | None:
+        """Take the turn of the threads that share this end; return its user before, or None where it is another's."""
+        turn = self._shared
+        if turn is None:
+            return 0
+        me = get_ident()
+        before: int = turn.user
+        if before not in (0, me):
+            return None
+        turn.user = me
+        return before
+
+    def _give_shared(self, before: int) -> None:
+        turn = self._shared
+        if turn is not None:
+            turn.user = before or turn.heir
 
     def passes(self) -> bool:
         """Return whether the gate (loop, thread, process of this end) lets this thread pass."""
@@ -352,12 +375,16 @@ class WriterBase(_End):
             False: The gate is shut; nothing was done.
             Anything else: What encoding it returned; there is no slot, or it is no ordinary message.
         """
-        if not self._lets_pass(get_ident()):
+        before = self._take_shared() if self._lets_pass(get_ident()) else None
+        if before is None:
             return False
-        message = obj if self._raw and type(obj) is bytes else self._code(obj)
-        if type(message) is not bytes and self._beside is None:
-            return message
-        return None if self.put(message) else message
+        try:
+            message = obj if self._raw and type(obj) is bytes else self._code(obj)
+            if type(message) is not bytes and self._beside is None:
+                return message
+            return None if self.put(message) else message
+        finally:
+            self._give_shared(before)
 
     def _put_beside(self, message: Any) -> bool:
         """Publish a message that is not bytes; return False if it is no ordinary one, or while no slot is free."""
@@ -651,6 +678,16 @@ class ReaderBase(_End):
             return obj
         messages.append(obj)
         return None
+
+    def receive_next(self, messages: list[Any], /) -> Any:
+        """As `receive_into`, where the end is open and no other thread has the turn; else return `NOTHING`."""
+        before = self._take_shared() if self.open else None
+        if before is None:
+            return NOTHING
+        try:
+            return self.receive_into(messages)
+        finally:
+            self._give_shared(before)
 
     def _take_if_there(self) -> Any:
         # Slots go back in order.

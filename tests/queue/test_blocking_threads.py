@@ -227,7 +227,8 @@ def test_a_block_may_end_in_another_thread() -> None:
         assert [bytes(reader.dequeue(20)[:1]), reader.dequeue(20)] == [b"x", "after"]
 
 
-def test_a_codec_is_used_by_one_thread_at_a_time() -> None:
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_codec_is_used_by_one_thread_at_a_time(in_batches: bool) -> None:
     inside, most = 0, 0
 
     class Slow:
@@ -240,7 +241,16 @@ def test_a_codec_is_used_by_one_thread_at_a_time() -> None:
             return str, ("slow",)
 
     with pair(chunks=64) as (writer, reader):
-        threads = [Thread(lambda: [writer.enqueue(Slow(), 60) for _ in range(100)]) for _ in range(3)]
+
+        def send() -> None:
+            for _ in range(50):
+                if in_batches:
+                    writer.enqueue_many([Slow()], 60)
+                else:
+                    writer.enqueue(Slow(), 60)
+                writer.enqueue(Slow(), 60)
+
+        threads = [Thread(send) for _ in range(3)]
         assert [reader.dequeue(60) for _ in range(300)] == ["slow"] * 300
         for thread in threads:
             thread.result()

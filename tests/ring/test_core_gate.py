@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic_ns
 from typing import Any
 
 import pytest
-from pairs_of_cores import NewPair, Notes, in_a_thread, open_gate
+from pairs_of_cores import PLAIN, NewPair, Notes, in_a_thread, open_gate
+
+from aioshm.process.turn import Turn
+from aioshm.ring.reference import ReaderBase, WriterBase
 
 
 class Truth:
@@ -27,6 +31,77 @@ def raising(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return call
+
+
+class TestSharedTurn:
+    """An end that threads share takes their turn for each message."""
+
+    def test_turn_of_another_thread_lets_nothing_pass(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        turn = Turn(1)
+        pair.writer.share(turn)
+        pair.reader.share(turn)
+        received: list[Any] = []
+        turn.user = get_ident() + 1
+        assert pair.writer.send(b"1") is False
+        assert pair.reader.receive_next(received) is pair.cores.module.NOTHING
+        assert turn.user == get_ident() + 1
+        turn.user = 0
+        assert pair.writer.send(b"1") is None
+        assert pair.reader.receive_next(received) is None
+        assert (received, turn.user) == ([b"1"], 0)
+
+    def test_turn_goes_to_the_heir_after_a_message(self, new_pair: NewPair) -> None:
+        pair = new_pair(raw=False)
+        turn = Turn(1)
+        turn.heir = 7
+        users: list[int] = []
+
+        def code(message: Any) -> Any:
+            users.append(turn.user)
+            return message
+
+        pair.writer.share(turn)
+        pair.writer.bind(code, PLAIN, False, None)
+        assert pair.writer.send(b"1") is None
+        assert (users, turn.user) == ([get_ident()], 7)
+        pair.reader.share(turn)
+        pair.reader.bind(code, PLAIN, False, None)
+        turn.user = 0
+        assert pair.reader.receive_next([]) is None
+        assert (users, turn.user) == ([get_ident()] * 2, 7)
+
+    def test_turn_of_this_thread_stays_its_own(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        turn = Turn(1)
+        turn.user, turn.heir = get_ident(), 7
+        pair.writer.share(turn)
+        pair.reader.share(turn)
+        assert pair.writer.send(b"1") is None
+        assert pair.reader.receive_next([]) is None
+        assert turn.user == get_ident()
+
+    def test_turn_is_given_back_where_a_codec_raises(self, new_pair: NewPair) -> None:
+        pair = new_pair(raw=False)
+        turn = Turn(1)
+        pair.writer.share(turn)
+        pair.reader.share(turn)
+        pair.writer.put(b"1")
+        for core in (pair.writer, pair.reader):
+            core.bind(raising(EOFError()), PLAIN, False, None)
+        with pytest.raises(EOFError):
+            pair.writer.send(b"2")
+        assert turn.user == 0
+        with pytest.raises(EOFError):
+            pair.reader.receive_next([])
+        assert turn.user == 0
+
+    def test_shut_end_receives_nothing(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.reader.share(Turn(1))
+        pair.writer.put(b"1")
+        pair.reader.open = False
+        assert pair.reader.receive_next([]) is pair.cores.module.NOTHING
 
 
 class TestGate:
@@ -63,6 +138,18 @@ class TestGate:
         assert in_a_thread(core.passes) is False
         core.belong(None)
         assert in_a_thread(core.passes) is True
+
+    def test_shared_end_belongs_to_any_thread(self, core: Any) -> None:
+        core.share(Turn(1))
+        assert core.passes() is True
+        assert in_a_thread(core.passes) is True
+
+    @pytest.mark.parametrize("wrong", [None, 5, b"read-only memory", bytearray(8)])
+    def test_turn_without_two_words_is_refused(self, core: Any, wrong: object) -> None:
+        if isinstance(core, WriterBase | ReaderBase):
+            pytest.skip("the Python reference takes any object with these attributes")
+        with pytest.raises((TypeError, BufferError, ValueError)):
+            core.share(wrong)
 
     @pytest.mark.parametrize("value", [True, False, 1, 0, None, "x", [], Truth(True), Truth(False)])
     def test_runs(self, core: Any, value: object) -> None:

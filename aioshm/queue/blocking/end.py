@@ -36,22 +36,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class SlowCore:
-    """Stands for the core of an end whose calls have to do more than to ask the core."""
-
-    open = False
-
-    @staticmethod
-    def send(_obj: Any) -> bool:
-        """Send nothing."""
-        return False
-
-    @staticmethod
-    def receive_into(_messages: list[Any]) -> Any:
-        """Receive nothing."""
-        return NOTHING
-
-
 class BlockingEnd:
     """One end, its undelivered messages, and whose call it is.
 
@@ -61,7 +45,7 @@ class BlockingEnd:
     Attributes:
         undelivered: Messages that were received, but that no call has returned yet; always the same list.
         failure: An error that comes after them.
-        sending, receiving: Asked by each call first: the native core of an end that is ready, else a `SlowCore`.
+        send_if_room, receive_next: What each call tries first: those of the native core, once the end is ready.
         turn: Held by the thread that waits in a call, or is in a block.
         block: The block that is open; `inner` and `taken` are its: the end's own block, or the message that it has.
         left: Blocks that nobody will leave: the end's own block, what it shows, and whether that was not seen.
@@ -74,8 +58,8 @@ class BlockingEnd:
         end.block()
         self.undelivered: list[Any] = []
         self.failure: AioshmError | None = None
-        self.sending: Any = SlowCore
-        self.receiving: Any = SlowCore
+        self.send_if_room: Callable[[Any], Any] = _send_nothing
+        self.receive_next: Callable[[list[Any]], Any] = _receive_nothing
         self.owed: list[None] = end.gate.owed
         self.turn: Turn = Turn(recheck_s=0.1)
         self.block: weakref.ref[Block] | None = None
@@ -183,7 +167,8 @@ class BlockingEnd:
             self.turn.wake()
         if self._closes_later:
             self.close()
-        gate, core, me = self.gate, self.gate.core, get_ident()
+        gate, me = self.gate, get_ident()
+        core: Any = gate.core
         if gate.ready and not core.open:
             try:
                 turn.take(me)  # or the loop might refuse calls just now
@@ -193,34 +178,37 @@ class BlockingEnd:
                     turn.user = turn.heir
                 if turn.waiting:
                     turn.wake()
-        whole: Any = SlowCore
-        if native_core and gate.ready and self.failure is None and _is_whole(self.end):
-            whole = core
+        whole = native_core and gate.ready and self.failure is None and _is_whole(self.end)
         if isinstance(self.end, WritingEnd):
-            self.sending = whole
+            self.send_if_room = core.send if whole else _send_nothing
         else:
-            self.receiving = whole
+            self.receive_next = core.receive_next if whole else _receive_nothing
 
     # Receiving
 
     def receive_now(self, most: int) -> None:
         """Let the core append messages to those that are undelivered, until there are so many."""
-        me = get_ident()
-        turn.user = (before := turn.user) or me
-        if turn.user != me:
-            return
+        undelivered = self.undelivered
         try:
-            core, undelivered = self.receiving, self.undelivered
-            while core.open and len(undelivered) < most and core.receive_into(undelivered) is None:
+            while len(undelivered) < most and self.receive_next(undelivered) is None:
                 pass
-            if self.gate.owed:
-                self.gate.pay()
+            if self.owed or turn.waiting:
+                self.settle()
         except BaseException as error:
             self.interrupted(error)
+
+    def settle(self) -> None:
+        """Wake the other ends that sleep though they can go on, and the threads that wait for the process' turn."""
+        me = get_ident()
+        nested = turn.user == me  # called by a codec or a handler, inside of another call
+        try:
+            turn.take(me)
+            self.gate.pay()
         finally:
-            turn.user = before or turn.heir
-        if turn.waiting:
-            turn.wake()
+            if turn.user == me and not nested:
+                turn.user = turn.heir
+            if turn.waiting:
+                turn.wake()
 
     def interrupted(self, error: BaseException) -> None:
         """Raise what has come out of the core, or of waking other ends; the loop does the rest of that.
@@ -307,7 +295,8 @@ class BlockingEnd:
         except AioshmError as failure:
             if not self.undelivered:
                 raise
-            self.failure, self.receiving = failure, SlowCore
+            self.failure = failure
+            self.receive_next = _receive_nothing
 
     async def _receive_on_loop(
         self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool, most: int
@@ -345,21 +334,25 @@ class BlockingEnd:
 
     def send_now(self, obj: Any) -> Any:
         """Ask the core to send an object; return what it answers: None, False, or the encoded object."""
-        me = get_ident()
-        turn.user = (before := turn.user) or me
-        if turn.user != me:
-            return False
         try:
-            message = self.sending.send(obj)
-            if self.gate.owed:
-                self.gate.pay()
+            message = self.send_if_room(obj)
+            if self.owed or turn.waiting:
+                self.settle()
         except BaseException as error:
             self.interrupted(error)
-        finally:
-            turn.user = before or turn.heir
-        if turn.waiting:
-            turn.wake()
         return message
+
+    def encode(self, writer: WritingEnd, obj: Any) -> Any:
+        """Encode an object in the turn of the process, as the core does: one thread at a time uses a codec."""
+        me = get_ident()
+        try:
+            turn.take(me)
+            return writer.encode(obj)
+        finally:
+            if turn.user == me:
+                turn.user = turn.heir
+            if turn.waiting:
+                turn.wake()
 
     def send(self, obj: Any, message: Any, deadline: float | None) -> None:
         """Send an object, waiting for room.
@@ -375,7 +368,7 @@ class BlockingEnd:
         try:
             if message is False:
                 self.run(lambda: writer.prepare(deadline))
-                message = writer.encode(obj)
+                message = self.encode(writer, obj)
             if writer.network is not None or not native_core or not self._put(writer, message, deadline):
                 self.run(lambda: writer.send_one(message, deadline))
         finally:
@@ -497,6 +490,14 @@ class BlockingEnd:
 
     def __repr__(self) -> str:
         return f"<blocking {self.end!r}>"
+
+
+def _send_nothing(_obj: Any) -> bool:
+    return False
+
+
+def _receive_nothing(_messages: list[Any]) -> Any:
+    return NOTHING
 
 
 def deadline_of(timeout: float | None, cancel: object = None, indefinite: bool = False) -> float | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast, overload
 
 from aioshm.closing import Closing
@@ -259,22 +258,13 @@ class MessageQueue(QueueBase[T], Closing):
 
     def enqueue(self, obj: T, timeout: float | None = None) -> None:
         """Send an object to every reader, waiting for a free slot."""
-        # As `BlockingEnd.send_now`: a call costs as much as sending half of a small message.
-        held, me = self.held, get_ident()
-        turn.user = (before := turn.user) or me
-        if turn.user == me:
-            try:
-                message = held.sending.send(obj)
-                if held.owed:
-                    held.gate.pay()
-            except BaseException as error:
-                held.interrupted(error)
-            finally:
-                turn.user = before or turn.heir
-            if turn.waiting:
-                turn.wake()
-        else:
-            message = False
+        held = self.held
+        try:  # as `BlockingEnd.send_now`, whose call would cost as much as a tenth of a small message
+            message = held.send_if_room(obj)
+            if held.owed or turn.waiting:
+                held.settle()
+        except BaseException as error:
+            held.interrupted(error)
         if message is not None:
             self._writer_of("enqueue")
             held.send(obj, message, deadline_of(timeout))
@@ -286,7 +276,7 @@ class MessageQueue(QueueBase[T], Closing):
         held.begin(deadline)
         try:
             held.run(lambda: writer.prepare(deadline))
-            messages = [writer.encode(obj) for obj in objs]
+            messages = [held.encode(writer, obj) for obj in objs]
             held.run(lambda: writer.send_many(messages, deadline))
         finally:
             held.turn.user = 0
@@ -307,7 +297,7 @@ class MessageQueue(QueueBase[T], Closing):
         try:
             if message is False:
                 held.loop().do(writer.check_sending)
-                message = writer.encode(obj)
+                message = held.encode(writer, obj)
             held.run(send)
         finally:
             held.turn.user = 0
@@ -348,22 +338,15 @@ class MessageQueue(QueueBase[T], Closing):
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
     ) -> T:
         """Receive the next message; ``cancel``, a `threading.Event`, ends the wait within `CANCEL_POLL_S`."""
-        held, me = self.held, get_ident()
+        held = self.held
         undelivered = held.undelivered
-        if not undelivered:  # as `BlockingEnd.receive_now`
-            turn.user = (before := turn.user) or me
-            if turn.user == me:
-                try:
-                    if held.receiving.open:
-                        held.receiving.receive_into(undelivered)
-                        if held.owed:
-                            held.gate.pay()
-                except BaseException as error:
-                    held.interrupted(error)
-                finally:
-                    turn.user = before or turn.heir
-                if turn.waiting:
-                    turn.wake()
+        if not undelivered:
+            try:  # as `BlockingEnd.receive_now`
+                held.receive_next(undelivered)
+                if held.owed or turn.waiting:
+                    held.settle()
+            except BaseException as error:
+                held.interrupted(error)
         # From a look at this list to the return no call is made: handlers and other threads run in calls only, and what
         # was taken off the list would be lost.
         if undelivered:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import get_ident
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Core(Protocol):
@@ -25,6 +25,8 @@ class Core(Protocol):
     def passes(self) -> bool: ...
 
     def belong(self, runs: Callable[[], object] | None, /) -> None: ...
+
+    def share(self, turn: Any, /) -> None: ...
 
     def spin(self, budget_ns: int, /) -> bool: ...
 
@@ -51,6 +53,10 @@ class NoRing:
         """Belong to this thread, while ``runs()`` is true; None: to whichever uses it."""
         self._thread = get_ident()
         self._runs = runs
+
+    def share(self, _turn: Any, /) -> None:
+        """Belong to any thread."""
+        self.belong(None)
 
     def spin(self, _budget_ns: int, /) -> bool:
         """Return False: there is no memory to look at."""

@@ -19,6 +19,7 @@ import msgspec
 from aioshm.config import Options
 from aioshm.errors import AioshmError, EndClosed, RoleError
 from aioshm.lifeline.bell import Bell
+from aioshm.process.loop_thread import turn
 from aioshm.queue.ends.closing import ClosingOrder, Whole
 from aioshm.queue.ends.core import Core, NoRing
 from aioshm.queue.ends.waiting import new_poller
@@ -99,7 +100,10 @@ class Gate:
     def use(self, core: Core) -> None:
         """Make the hot calls pass this core from now on; called on the core's thread."""
         self.core = core
-        core.belong(None if self.blocks else self._loop_runs)
+        if self.blocks:
+            core.share(turn)
+        else:
+            core.belong(self._loop_runs)
 
     def part(self, shut_while: Callable[[], object]) -> None:
         """Release the core and the poller before their memory goes; a new core follows."""
@@ -115,7 +119,7 @@ class Gate:
     def block(self) -> None:
         """Admit threads, and disable wake-ups in Python (platform notes: signal handlers)."""
         self.blocks = True
-        self.core.belong(None)
+        self.core.share(turn)
 
     def pay(self) -> None:
         """Wake the other ends that sleep though they can go on; may be interrupted, and then has to be called again."""

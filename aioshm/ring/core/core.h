@@ -85,6 +85,7 @@ typedef struct {
     long long turn, turn_ends_ns;
     unsigned long thread;     /* the thread that this end belongs to */
     PyObject *runs;           /* None: any thread may use it, and they exclude each other themselves */
+    Py_buffer shared;         /* the turn of those threads: its user and its heir; nothing where there is none */
     /* Spinning, and figures */
     long long spin_ns;
     char spin_yields;
@@ -268,6 +269,28 @@ static inline int passes(const End *end)
     return truth > 0 && check_usable(end) < 0 ? -1 : truth;
 }
 
+/* Take the turn of the threads that share this end, if there is one: one step, which no signal's handler interrupts.
+ * Whether this thread has it now; before is its user until then: this thread, or none. */
+static inline bool take_shared(const End *end, unsigned long *before)
+{
+    unsigned long *words = end->shared.buf, me = PyThread_get_thread_ident();
+    *before = 0;
+    if (words == NULL)
+        return true;
+    *before = words[0];
+    if (*before && *before != me)
+        return false;
+    words[0] = me;
+    return true;
+}
+
+static inline void give_shared(const End *end, unsigned long before)
+{
+    unsigned long *words = end->shared.buf;
+    if (words != NULL)
+        words[0] = before ? before : words[1];
+}
+
 static inline void count_turn(End *end, Py_ssize_t messages, uint64_t now)
 {
     end->turn = (long long)now < end->turn_ends_ns && messages < end->turn ? end->turn - messages : 0;
@@ -301,6 +324,7 @@ extern PyType_Spec writer_spec, reader_spec, calls_spec, call_spec;
 PyObject *end_spin(End *end, PyObject *arg);
 PyObject *end_bind(End *end, PyObject *args);
 PyObject *end_belong(End *end, PyObject *runs);
+PyObject *end_share(End *end, PyObject *turn);
 PyObject *end_passes(End *end, PyObject *ignored);
 PyObject *end_check_open(End *end, PyObject *ignored);
 PyObject *end_check_unused(End *end, PyObject *ignored);
@@ -312,6 +336,7 @@ PyObject *end_close(End *end, PyObject *ignored);
 #define BOTH_ENDS                                                                                                  \
     {"bind", CALL end_bind, METH_VARARGS, "Set how messages are coded, and what wakes the other end."},            \
     {"belong", CALL end_belong, METH_O, "Belong to this thread, while runs() is true; None: to any thread."},      \
+    {"share", CALL end_share, METH_O, "Belong to any thread, and take its turn in send and receive_next."},         \
     {"passes", CALL end_passes, METH_NOARGS, "Return whether this thread may send or receive now."},               \
     {"spin", CALL end_spin, METH_O, "Spin for at most so many nanoseconds; return whether this end may go on."},   \
     {"check_open", CALL end_check_open, METH_NOARGS, "Raise if the ring was closed."},                             \

@@ -227,6 +227,7 @@ static void end_dealloc(End *end)
         PyBuffer_Release(&end->buffer);
         PyBuffer_Release(&end->book);
     }
+    PyBuffer_Release(&end->shared);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(end);
     Py_DECREF(type);

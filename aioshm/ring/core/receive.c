@@ -271,6 +271,17 @@ static PyObject *reader_receive_into(ReaderEnd *self, PyObject *list)
     return self->kept ? Py_NewRef(self->end.nothing) : take_if_there(self, list);
 }
 
+/* The same where the end is open and no other thread has the turn. */
+static PyObject *reader_receive_next(ReaderEnd *self, PyObject *list)
+{
+    unsigned long before;
+    if (!self->end.open || !take_shared(&self->end, &before))
+        return Py_NewRef(self->end.nothing);
+    PyObject *result = reader_receive_into(self, list);
+    give_shared(&self->end, before);
+    return result;
+}
+
 static PyObject *reader_take_many(ReaderEnd *self, PyObject *arg)
 {
     End *end = &self->end;
@@ -413,6 +424,7 @@ static PyMethodDef methods[] = {
     {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},
     {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
     {"receive_into", CALL reader_receive_into, METH_O, "Append the next message to a list, whoever may receive."},
+    {"receive_next", CALL reader_receive_next, METH_O, "The same where this thread may receive now."},
     {"receive", CALL reader_receive, METH_NOARGS, "Take the next message, if this thread may receive now."},
     {"note_trace", CALL reader_note_trace, METH_NOARGS, "Note the trace context of the next message."},
     {NULL, NULL, 0, NULL},

@@ -90,6 +90,22 @@ PyObject *end_belong(End *end, PyObject *runs)
     Py_RETURN_NONE;
 }
 
+PyObject *end_share(End *end, PyObject *turn)
+{
+    Py_buffer shared;
+    if (PyObject_GetBuffer(turn, &shared, PyBUF_WRITABLE) < 0)
+        return NULL;
+    if (shared.len < 2 * (Py_ssize_t)sizeof(unsigned long)) {
+        PyBuffer_Release(&shared);
+        PyErr_SetString(PyExc_ValueError, "a turn has two words: its user and its heir");
+        return NULL;
+    }
+    Py_buffer old = end->shared;
+    end->shared = shared;
+    PyBuffer_Release(&old);
+    return end_belong(end, Py_None);
+}
+
 PyObject *end_passes(End *end, PyObject *Py_UNUSED(ignored))
 {
     int passed = passes(end);

@@ -349,10 +349,13 @@ static PyObject *send_passed(WriterEnd *self, PyObject *obj)
 
 PyObject *writer_send(WriterEnd *self, PyObject *obj)
 {
+    unsigned long before;
     int passed = passes(&self->end);
-    if (passed <= 0)
+    if (passed <= 0 || !take_shared(&self->end, &before))
         return passed < 0 ? NULL : Py_NewRef(Py_False);
-    return send_passed(self, obj);
+    PyObject *result = send_passed(self, obj);
+    give_shared(&self->end, before);
+    return result;
 }
 
 /* The type */
