@@ -40,18 +40,13 @@ _STYLES: dict[Verdict, str] = {"good": "green", "note": "yellow", "bad": "bold r
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The result of one check.
-
-    Attributes:
-        name: The name of the check.
-        verdict: "note": aioshm works, but less well than it could; "bad": something will not work.
-        found: What the check found.
-        advice: The consequence, and what to do; empty if there is nothing to do.
-    """
+    """The result of one check."""
 
     name: str
+    # "note": aioshm works, but could work better; "bad": a part will not work.
     verdict: Verdict
     found: str
+    # The consequence, and the remedy; may be empty.
     advice: str = ""
 
 

@@ -26,15 +26,7 @@ class CommandFailed(Exception):
 
 
 def run_interruptibly(work: Coroutine[Any, Any, T], loop: str = "asyncio") -> T:
-    """Run ``work``; SIGINT and SIGTERM cancel it, and it has time to clean up.
-
-    Args:
-        work: The coroutine.
-        loop: ``"asyncio"`` or ``"uvloop"``.
-
-    Raises:
-        CommandFailed: A signal interrupted it; the exit code is 128 and the signal's number, as in shells.
-    """
+    """Run ``work``, which SIGINT and SIGTERM cancel; the exit code is then 128 + the signal."""
     try:
         with _Signals() as signals, asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
             return runner.run(signals.run(work))
@@ -58,11 +50,7 @@ def interrupted(signum: int = signal.SIGINT) -> CommandFailed:
 
 
 class _Signals:
-    """Handlers of SIGINT and SIGTERM that cancel a task; a context manager.
-
-    The default handlers would raise while the loop is being created or closed. Handlers of the loop would run too late:
-    a failure because the signal also reached another process of the group has to count as an interruption.
-    """
+    """Cancels a task on SIGINT and SIGTERM; handlers of the loop would run too late."""
 
     def __init__(self) -> None:
         self._noted: list[int] = []

@@ -214,14 +214,7 @@ _ATTEMPTS = 5
 
 
 class Observer:
-    """Reads the statistics of objects of this process; the base of the exporters.
-
-    Args:
-        observed: See `add`.
-
-    Raises:
-        TypeError: An object cannot be observed.
-    """
+    """Reads the statistics of objects of this process; the base of the exporters."""
 
     def __init__(self, *observed: Any) -> None:
         self._known: list[tuple[weakref.ref[Any], str]] = []

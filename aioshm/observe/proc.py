@@ -40,22 +40,16 @@ class NoProc(AioshmError):
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A process at one moment.
-
-    Attributes:
-        pid: As this process sees it.
-        inner_pid: As it sees itself, which differs in a container.
-        state: One of `STATES`; ``"gone"`` if there is none.
-        command: Its command line, shortened.
-        cpu_s: CPU time that it has used so far, in seconds.
-        started: When it was started, in clock ticks since the machine was: with the pid, which process this is.
-    """
+    """A process at one moment."""
 
     pid: int
+    # As the process sees itself, which differs in a container.
     inner_pid: int
+    # One of `STATES`; "gone" if there is no process.
     state: str
     command: str
     cpu_s: float
+    # In clock ticks since boot; identifies the process together with the pid.
     started: int
 
 

@@ -1,7 +1,7 @@
-"""Reads this user's queues on this host, once (`find_queues`) or again and again (`Watch`).
+"""Reads this user's queues on this host, once (`find_queues`) or repeatedly (`Watch`).
 
-A process that has a ring mapped has a descriptor of it open, too. `RingFile` opens ``/proc/PID/fd/N`` to read only, and
-reads with pread(2): nothing is mapped, no page gets memory, and the rings of stopped processes can be read.
+`RingFile` opens ``/proc/PID/fd/N`` read-only and uses pread(2): nothing is mapped, no page gets
+memory, and rings of stopped processes can be read.
 """
 
 from __future__ import annotations
@@ -46,16 +46,7 @@ class QueueNotFound(AioshmError):
 
 
 class RingFile:
-    """A ring of some process, opened to read only.
-
-    Attributes:
-        holders: The processes that have the ring open.
-        overflow: The number of overflow segments, and their bytes.
-
-    Raises:
-        OSError: No process has the ring open any more.
-        HandleError: The segment is no ring, or one of another version.
-    """
+    """A ring of some process, opened to read only."""
 
     def __init__(self, segment: Segment, overflow: Mapping[str, tuple[int, int]]) -> None:
         self._fd = -1  # before anything fails, for __del__
@@ -70,17 +61,11 @@ class RingFile:
             self.close()
             raise HandleError("this ring has no writer: it is no queue, or not yet one")
         self.holders = tuple(segment.holders)
+        # The number of overflow segments, and their bytes.
         self.overflow = overflow.get(self.queue_id[:8], (0, 0))
 
     def snapshot(self, processes: dict[int, ProcessInfo]) -> QueueSnapshot:
-        """Read the queue's state.
-
-        Args:
-            processes: Processes that are known; this adds the others.
-
-        Raises:
-            HandleError: The ring is damaged.
-        """
+        """Read the queue's state; adds missing processes to ``processes``."""
         header = read_header(self.read(0, self.layout.header_bytes), taken := monotonic_ns())
         for pid in self.holders:
             if pid not in processes:
@@ -103,14 +88,7 @@ class RingFile:
 
 
 def find_rings(finder: SegmentFinder | None = None) -> tuple[list[RingFile], int]:
-    """Return this user's rings on this host, which the caller closes, and how many processes were skipped.
-
-    Args:
-        finder: Remembers the descriptors of processes for the next call.
-
-    Raises:
-        NoProc: There is no ``/proc``.
-    """
+    """Return this user's rings, which the caller closes, and the number of skipped processes."""
     segments, skipped = (finder or SegmentFinder()).find()
     overflow: dict[str, tuple[int, int]] = {}
     for segment in segments:

@@ -56,22 +56,13 @@ class _Seen(NamedTuple):
 
 
 class SegmentFinder:
-    """Finds the segments that processes of this user have open.
-
-    To read every descriptor of every process takes about 10 ms on a busy host. A second call of `find` reads those of a
-    process again only if their number has changed (Linux 6.2 and newer count them), if one of its segments is gone, or
-    after `LOOK_AGAIN_S`.
-    """
+    """Finds the segments that this user's processes have open; `find` remembers unchanged ones."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
 
     def find(self) -> tuple[list[Segment], int]:
-        """Return all segments, and how many processes were skipped: those of other users, and forbidden ones.
-
-        Raises:
-            NoProc: There is no ``/proc``.
-        """
+        """Return all segments, and the number of unreadable processes."""
         check_proc()
         before, self._seen = self._seen, {}
         found: dict[tuple[int, int], Segment] = {}

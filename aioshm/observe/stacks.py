@@ -1,6 +1,6 @@
-"""The Python stacks of another process: of threads from py-spy, of tasks from Python 3.14.
+"""The Python stacks of another process: threads from py-spy, tasks from Python 3.14.
 
-py-spy is run with ``--nonblocking``: it reads the memory of the process, and neither stops nor signals it.
+py-spy runs with ``--nonblocking``: it reads memory, and neither stops nor signals the process.
 """
 
 from __future__ import annotations
@@ -68,10 +68,7 @@ def stacks_of(pid: int) -> tuple[tuple[Stack, ...], str]:
 
 
 def users_line(stacks: Iterable[Stack], *, beyond_loops: bool = False) -> Frame | None:
-    """Return the innermost call of the user's code: in the main thread, else in a running one, else in any.
-
-    A loop that waits has its coroutines on no stack: the line that runs the loop counts with ``beyond_loops`` only.
-    """
+    """Return the innermost call of the user's code; a loop's caller only with ``beyond_loops``."""
     ordered = sorted(stacks, key=lambda stack: (not stack.is_main, not stack.is_running))
     for stack in ordered:
         for frame in stack.frames:

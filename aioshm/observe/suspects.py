@@ -89,17 +89,7 @@ def suspects(
     awaited: Collection[int],
     doing: Mapping[int, Doing],
 ) -> tuple[Suspect, ...]:
-    """Return the ends that hold a queue up, the gravest first.
-
-    Empty: the queue moves, or its writer has closed it and every message was read.
-
-    Args:
-        before: An earlier snapshot.
-        now: The snapshot now.
-        keeping: Reader slots that still have the message for which a parked writer waits.
-        awaited: Vacant reader slots that the writer waits for.
-        doing: What the kernel says of each process.
-    """
+    """Return the ends that hold a queue up, the gravest first; none if the queue moves."""
     found = [*_hung(now, doing)]
     known = {suspect.pid for suspect in found}
     found += [_suspect("absent", now.readers[place], "nobody has attached yet", doing) for place in sorted(awaited)]

@@ -1,4 +1,4 @@
-"""What either face of a queue is made from: a writer's arguments, or a writer's handle."""
+"""Makes both APIs of a queue from a writer's arguments, or a writer's handle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader needs in order to attach to a queue: picklable, and JSON."""
+"""The handle with which a reader attaches to a queue: picklable, and JSON."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 @functools.cache
 def host_id() -> str:
-    """Return what is the same for all processes that can share memory: the running kernel's boot id.
-
-    Raises:
-        OutOfDescriptors: There is none left to read it.
-    """
+    """Return the running kernel's boot id, which processes share if they can share memory."""
     try:
         fd = os.open(_BOOT_ID, os.O_RDONLY | os.O_CLOEXEC)  # a reader that attaches waits for this: `pathlib` is slower
         try:
@@ -42,26 +38,22 @@ def host_id() -> str:
 
 
 class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where remote readers connect, and what lets them in.
+    """The endpoints of remote readers, and their credentials."""
 
-    Attributes:
-        data: Endpoint of the writer's XPUB socket.
-        control: Endpoint of its ROUTER socket.
-        topic: 16 random bytes that every data message begins with.
-        ranks: The remote readers; some of them may be local ones, too: who comes first has the place.
-        server_key: The writer's public CURVE key; None: the connections are not encrypted.
-        client_public: The readers' public CURVE key, the same for all.
-        client_secret: Its other half.
-        lasting: Whether a writer that takes this one's place is found there, and lets the same readers in.
-    """
-
+    # The endpoint of the writer's XPUB socket.
     data: str
+    # The endpoint of the writer's ROUTER socket.
     control: str
+    # 16 random bytes at the beginning of every data message.
     topic: bytes
+    # These may include local ranks: the first reader gets the rank.
     ranks: tuple[int, ...]
+    # None: connections are not encrypted.
     server_key: bytes | None
+    # All readers share one key pair.
     client_public: bytes | None
     client_secret: bytes | None
+    # Whether the writer's replacement has the same endpoints and credentials.
     lasting: bool = False
 
     @property
@@ -187,11 +179,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
 
 
 def refuse_to_pickle(queue: object, *, writes: bool) -> NoReturn:
-    """Say what to pass on instead of a queue, which is part of its process.
-
-    Raises:
-        TypeError: Always.
-    """
+    """Raise `TypeError` that names the handle as the thing to pass."""
     handle = "its export_handle()" if writes else "the handle that it was made from"
     raise TypeError(
         f"{queue!r} belongs to this process and cannot be pickled or copied: "
@@ -204,11 +192,7 @@ _decoder = msgspec.json.Decoder(Handle)
 
 
 def as_handle(handle: Handle | str | bytes) -> Handle:
-    """Return a handle, or what its JSON text says.
-
-    Raises:
-        HandleError: It is neither.
-    """
+    """Return a handle, or decode its JSON text."""
     if isinstance(handle, (str, bytes)):
         return Handle.from_json(handle)
     if not isinstance(handle, Handle):

@@ -1,4 +1,4 @@
-"""What a reader does that has waited for long: ask whether the writer's event loop runs, and report what is known."""
+"""The report of a reader's long wait: does the writer's event loop answer?"""
 
 from __future__ import annotations
 
@@ -17,22 +17,17 @@ ANSWER_S, MIN_ANSWER_S = 1.0, 0.25
 
 
 class Inquiry:
-    """A report in two steps: ask, and some time later say what has come of it. Belongs to one wait.
-
-    Args:
-        after_s: How often to report, in seconds.
-        ask: Asks the writer; returns whether there is an answer to be waited for.
-        report: Says what is known; is told for how many seconds the wait has lasted.
-    """
+    """A report in two steps, ask the writer and log the outcome, for one wait."""
 
     def __init__(self, after_s: float, ask: Callable[[], bool], report: Callable[[float], None]) -> None:
         self._after_s = after_s
+        # Returns whether to wait for an answer.
         self._ask = ask
         self._report = report
         self._asked = False
 
     def __call__(self, waited_s: float) -> float | None:
-        """Take the next step; return in how many seconds the one after it is due."""
+        """Take the next step; return the seconds until the following step."""
         answer_s = answer_within(self._after_s)
         if not self._asked and self._ask():
             self._asked = True
@@ -50,14 +45,7 @@ def answer_within(after_s: float) -> float:
 
 
 def findings(who: str, state: str, silent_s: float | None, answers: Answers) -> tuple[int, str]:
-    """Return what is known of a writer: at which level to log it, and the words.
-
-    Args:
-        who: Names the writer.
-        state: What the operating system says of its process; empty where it cannot be asked.
-        silent_s: For how many seconds it owes an answer; None: it owes none.
-        answers: Whether it answers.
-    """
+    """Return log level and text about a writer; ``silent_s``: None if no answer is due."""
     is_ = f" is {state}" if state else ""
     if state in SUSPECT_STATES:
         return logging.WARNING, f"{who}{is_}"

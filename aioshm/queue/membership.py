@@ -1,4 +1,4 @@
-"""Who reads a queue, as its writer tells: `MessageQueue.readers` and `MessageQueue.membership`."""
+"""The readers of a queue as its writer knows them, and the changes among them."""
 
 from __future__ import annotations
 
@@ -97,11 +97,7 @@ Change = ReaderJoined | ReaderLeft | ReaderDied | ChangesLost
 
 
 class ChangeLog:
-    """The changes that one iteration has yet to see.
-
-    Attributes:
-        changed: Called when there is one.
-    """
+    """The changes that one iteration has yet to see."""
 
     def __init__(self) -> None:
         self._waiting: deque[Change] = deque()

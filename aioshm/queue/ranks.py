@@ -12,17 +12,7 @@ from aioshm.queue.remote.wire import MAX_RANK
 def checked_ranks(
     n_reader: int, n_local_reader: int | None, local: Sequence[int] | None, remote: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks of the local and of the remote readers.
-
-    Args:
-        n_reader: Readers in all.
-        n_local_reader: Those that read the ring; None: all.
-        local: Their ranks; None: the first ones from 0 on.
-        remote: The others' ranks; None: the first ones from 0 on that are not local.
-
-    Raises:
-        TypeError, ValueError: They do not fit together; the text names what.
-    """
+    """Return the ranks of the local and of the remote readers; None: the lowest free ranks."""
     check_int("n_reader", n_reader, minimum=0, maximum=MAX_READERS)
     if n_local_reader is None:
         n_local_reader = n_reader
@@ -38,16 +28,7 @@ def checked_ranks(
 
 
 def extra_ranks(ranks: Sequence[int], max_readers: int | None, not_to_be_had: int = -1) -> tuple[int, ...]:
-    """Return the ranks of the places that there are beside those of some readers: the lowest free ones behind them.
-
-    Args:
-        ranks: Of all readers that are waited for.
-        max_readers: Places in all; None: no more than those.
-        not_to_be_had: A rank that is somebody else's: in a process group, the writer's.
-
-    Raises:
-        ValueError: That is fewer, or too many.
-    """
+    """Return the lowest free ranks for places beyond ``ranks``, up to ``max_readers`` places."""
     if max_readers is None:
         return ()
     if not len(ranks) <= max_readers <= MAX_READERS:

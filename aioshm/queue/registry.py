@@ -27,7 +27,7 @@ logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 
 class Transport(Protocol):
-    """How the readers of one kind are reached: `LocalReaders` and `RemoteReaders`."""
+    """The readers of one kind: `LocalReaders` and `RemoteReaders`."""
 
     kind: str
 
@@ -44,18 +44,18 @@ class Transport(Protocol):
         """Return the fields that `ReaderStats` has of the slot's reader beside those of `ReaderInfo`."""
 
     def keep(self, slot: ReaderSlot) -> None:
-        """Keep what the slot's reader, which is gone, has not finished with for the next one."""
+        """Keep the messages that the slot's departed reader has not finished with."""
 
     def drop(self, slot: ReaderSlot) -> None:
-        """Wait for the slot's reader no more: it counts as having read everything."""
+        """Stop waiting for the slot's reader, as if it had read everything."""
 
     def evict(self, slot: ReaderSlot, reader: Any, *, dismissed: bool) -> None:
-        """Do the same, and tell the reader, which is still there."""
+        """Do as `drop`, and notify the reader, which is still there."""
 
 
 @dataclass(slots=True, eq=False)
 class ReaderSlot:
-    """One rank of a queue, the reader that is attached there, and what became of the one before."""
+    """One rank of a queue, its reader, and the fate of the reader before."""
 
     rank: int
     extra: bool  # nobody waits for a reader here before the queue is ready
@@ -78,22 +78,22 @@ class ReaderSlot:
 
     @property
     def held(self) -> bool:
-        """Whether unread messages wait for a replacement of the reader that has died."""
+        """True while unread messages wait for a replacement of a dead reader."""
         return self.state == "held"
 
     @property
     def in_use(self) -> bool:
-        """Whether the writer waits for this slot's messages to be read."""
+        """True if the writer waits for this slot's messages to be read."""
         return self.reader is not None or self.held
 
     @property
     def process(self) -> str:
-        """The process that reads here, or was the last one to."""
+        """The process of the present or latest reader."""
         return f"pid {self.pid} on {self.host}" if self.transport.kind == "remote" else f"pid {self.pid}"
 
     @property
     def name(self) -> str:
-        """The rank, and who reads there, for people."""
+        """The rank and its reader, for log lines and errors."""
         if self.held:
             return f"rank {self.rank} ({self.process} has died; its place is held)"
         if self.reader is not None:
@@ -118,25 +118,20 @@ class ReaderSlot:
 
 
 class ReaderRegistry:
-    """The readers of one queue; its transports report who comes and goes, and the writer asks who is there.
-
-    Attributes:
-        name: The queue's name, for log lines.
-        slots: The reader slots by rank, in ascending order.
-        going: Whether all readers were ready: from then on newcomers begin at the present.
-        changed: Called after every change that a waiting call may look for.
-    """
+    """The readers of one queue: transports report changes, and the writer asks for the state."""
 
     def __init__(self, name: str, policy: str) -> None:
         self.name = name
         self._policy = policy
         self.slots: dict[int, ReaderSlot] = {}
+        # True after all readers were ready: newcomers then begin with new messages.
         self.going: bool = False
+        # Called after every change that a waiting call may look for.
         self.changed: Callable[[], None] = _nothing
         self._logs: weakref.WeakSet[ChangeLog] = weakref.WeakSet()
 
     def add(self, transport: Transport, ranks: tuple[int, ...], extra: frozenset[int]) -> None:
-        """Let readers of a transport have some ranks, which may be those of another one, too."""
+        """Allow a transport's readers at some ranks, which may be another transport's, too."""
         for rank in ranks:
             slot = self.slots.get(rank)
             if slot is None:
@@ -148,12 +143,12 @@ class ReaderRegistry:
     # The readers
 
     def of(self, transport: Transport) -> Iterator[ReaderSlot]:
-        """Yield the slots that the writer waits for because of readers of one transport."""
+        """Yield the slots in use by readers of one transport."""
         return (slot for slot in self.slots.values() if slot.in_use and slot.transport is transport)
 
     @property
     def complete(self) -> bool:
-        """Whether no reader is waited for any more."""
+        """True if no reader is missing."""
         return all(slot.settled for slot in self.slots.values())
 
     @property
@@ -163,7 +158,7 @@ class ReaderRegistry:
 
     @property
     def in_use(self) -> bool:
-        """Whether a reader is attached, or a replacement of one is waited for."""
+        """True if a reader is attached, or a replacement is awaited."""
         return any(slot.in_use for slot in self.slots.values())
 
     def missing(self) -> list[str]:
@@ -210,7 +205,7 @@ class ReaderRegistry:
         return tuple(ReaderInfo(**self._info(slot)) for slot in self._known())
 
     def stats(self) -> tuple[ReaderStats, ...]:
-        """Return the same, with what is known of how they read."""
+        """Return `readers` with statistics."""
         return tuple(ReaderStats(**self._info(slot), **slot.transport.row(slot)) for slot in self._known())
 
     def _known(self) -> Iterator[ReaderSlot]:
@@ -243,12 +238,7 @@ class ReaderRegistry:
     # Readers that come
 
     def choose(self, rank: int, transport: Transport) -> ReaderSlot:
-        """Return the vacant slot for a newcomer.
-
-        Raises:
-            HandleError: Its rank is taken, or not one of this transport.
-            NoPlaceVacant: It takes any rank, and none is vacant.
-        """
+        """Return the vacant slot for a newcomer, or raise `HandleError` or `NoPlaceVacant`."""
         slots = [slot for slot in self.slots.values() if transport in slot.transports]
         if rank == ANY_RANK:
             for slot in slots:
@@ -292,7 +282,7 @@ class ReaderRegistry:
     # Readers that go
 
     def missed(self, rank: int, process: str, death: PeerDied | None = None) -> None:
-        """Note a reader that went before it was admitted; the next one at its rank makes up for it."""
+        """Note a reader that went before its admission; the next reader replaces it."""
         slot = self.slots.get(rank)
         if slot is None or self.going or slot.reader is not None or slot.leaving is not None:
             return
@@ -303,7 +293,7 @@ class ReaderRegistry:
         self.changed()
 
     def left(self, slot: ReaderSlot) -> None:
-        """Note that a reader has said goodbye; a slot that was held for one that received nothing stays so."""
+        """Note a reader's goodbye; a slot stays held if its heir received nothing."""
         self._vacate(slot, "held" if slot.heir and not slot.proven else "left", "has left")
         self.tell(ReaderLeft(slot.rank, slot.pid, slot.read))
 
@@ -339,18 +329,14 @@ class ReaderRegistry:
             logger.warning("queue %s: reader %d (%s) died; its place is free", self.name, slot.rank, process)
 
     def evict_slow(self, slot: ReaderSlot) -> None:
-        """Go on without a reader that is too slow, or whose place is held."""
+        """Continue without a reader that is too slow, or whose slot is held."""
         text = "queue %s: reader %d (%s) was too slow and was evicted, %d messages behind"
         logger.warning(text, self.name, slot.rank, slot.process, self.lag(slot))
         self._evict(slot, dismissed=False)
         self.changed()
 
     def dismiss(self, rank: int) -> None:
-        """Wait for a reader no more, whether it is attached, has died, or never came.
-
-        Raises:
-            ValueError: No reader has this rank.
-        """
+        """Stop waiting for a reader, whether attached, dead, or never seen."""
         slot = self.slots.get(rank)
         if slot is None:
             raise ValueError(f"rank must be a reader's, one of {tuple(self.slots)}, not {rank}")
@@ -390,7 +376,7 @@ class ReaderRegistry:
 
 
 def _forget(slot: ReaderSlot) -> None:
-    """Forget what became of the slot's earlier readers."""
+    """Clear the record of the slot's earlier readers."""
     slot.departure = ""
     slot.death = None
     slot.trouble = None

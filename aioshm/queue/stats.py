@@ -1,4 +1,4 @@
-"""What one end of a queue has done so far."""
+"""The statistics of one end of a queue."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ class ReaderStats(ReaderInfo, frozen=True, kw_only=True):
 
 
 class Rates:
-    """Messages and bytes per second, between calls that are apart far enough. No clock.
-
-    Args:
-        now: When the end was made, in seconds of any clock that only goes forward.
-    """
+    """Messages and bytes per second, between calls that are far enough apart. No clock."""
 
     def __init__(self, now: float) -> None:
         self._before = self._latest = (now, 0, 0)

@@ -101,11 +101,7 @@ def is_trace(packed: bytes) -> bool:
 
 
 def current_trace() -> Callable[[], bytes]:
-    """Return what returns the context of the current span, as it travels.
-
-    Raises:
-        ImportError: OpenTelemetry is not installed; the text names the extra.
-    """
+    """Return a function that returns the current span's context, packed."""
     get_current_span = _opentelemetry().get_current_span
     pack = TRACE.pack
 

@@ -1,8 +1,6 @@
-"""Ordered access to shared memory: the bases of the cores from C where that was built, else those in Python.
+"""Ordered access to shared memory: the C cores where they were built, else the Python cores.
 
-A byte store or load in Python, through a ``memoryview``, compiles to one plain machine instruction. x86 keeps stores in
-order and loads in order (Intel SDM vol. 3, 9.2); all it may do is let a load overtake an earlier store. Arm promises
-neither, so there the Python bases have fences between their steps.
+For the memory order on x86 and Arm see docs/explanation/platform-notes.md, "Memory ordering".
 """
 
 from __future__ import annotations

@@ -31,13 +31,9 @@ _NOTED_TRACES, _NOTED = 0, 1
 
 
 class Chunks:
-    """The chunks of one size: a stack of the free ones, and a queue of the others, in the order of the messages.
+    """The chunks of one size: a stack of free ones, a queue of used ones in message order.
 
-    Each change becomes valid with one store, so that no exception of a signal handler leaves it half done.
-
-    Attributes:
-        pool: Where the chunks are.
-        number: Which of the pools this is.
+    One store makes each change valid, so that no signal handler's exception leaves a half.
     """
 
     def __init__(self, number: int, pool: Pool, words: memoryview) -> None:
@@ -91,19 +87,13 @@ class Chunks:
         self._words[_TAKEN] += 1
 
     def reclaim(self, finished: Callable[[int], bool]) -> None:
-        """Take back the chunks whose messages were read by all; not while the next free chunk is a claimed slot's."""
+        """Free the chunks of finished messages; not while the next free chunk is claimed."""
         while self.n_free < self.pool.chunks and finished(self.message(0)):
             self._free[self.n_free] = self._numbers[self._words[_GIVEN] % self.pool.chunks]
             self._words[_GIVEN] += 1
 
     def keep_again(self, number: int, message: int, *, claimed: bool) -> None:
-        """Take a chunk out of the free ones for a message older than those in the others, if it is a free one.
-
-        Args:
-            number: The chunk.
-            message: The message that is still in it.
-            claimed: Whether the next free chunk is that of the claimed slot.
-        """
+        """Take a chunk out of the free ones for an older message, if it is free and unclaimed."""
         free = self._free[: self.n_free].tolist()
         if number not in free[: len(free) - claimed] or (len(free) < self.pool.chunks and self.message(0) <= message):
             return
@@ -117,19 +107,7 @@ class Chunks:
 
 
 class WriterBook:
-    """The book of a writer's end.
-
-    Args:
-        sizes: The ring's.
-        pools: Its chunks, by size.
-        memory: A book that is there already; None: a new one.
-
-    Attributes:
-        memory: All of it.
-        trace: The trace context that the next message goes out with.
-        unread: What the writer sets the reader flags to.
-        chunks: The chunks of each size, the largest first.
-    """
+    """The book of a writer's end; ``memory``: an existing book."""
 
     def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], memory: bytearray | None = None) -> None:
         begin = UNREAD + round_up(sizes.n_reader, 8)
@@ -139,9 +117,12 @@ class WriterBook:
         self.memory = bytearray(ends[-1]) if memory is None else memory
         view = memoryview(self.memory)
         self._words = view.cast("Q")
+        # The trace context of the next message.
         self.trace = view[_TRACE : _TRACE + TRACE_BYTES]
+        # The values that the writer sets the reader flags to.
         self.unread = view[UNREAD : UNREAD + sizes.n_reader]
         self._pools = pools
+        # By size, the largest first.
         self.chunks = [
             Chunks(number, pool, self._words[ends[number] // 8 : ends[number + 1] // 8])
             for number, pool in enumerate(pools)
@@ -153,12 +134,12 @@ class WriterBook:
 
     @property
     def places(self) -> int:
-        """Readers but those behind the last one that was not evicted, whose flags stay 1."""
+        """The number of places up to the last reader that was not evicted."""
         return self._words[_PLACES]
 
     @property
     def claimed(self) -> Chunks | None:
-        """The chunks of which the claimed slot has one, which is their top one; None: it has none."""
+        """The chunks whose top one the claimed slot has; None: the slot has no chunk."""
         number = self._words[_CLAIMED]
         return self.chunks[number - 1] if number else None
 
@@ -167,7 +148,7 @@ class WriterBook:
         self._words[_CLAIMED] = 0 if chunks is None else 1 + chunks.number
 
     def set_unread(self, reader: int, flag: int) -> None:
-        """Note whether a reader was evicted (1), or is one that reads (0)."""
+        """Note whether a reader was evicted (1), or reads (0)."""
         self.unread[reader] = flag
         self._words[_PLACES] = self.unread.tobytes().rfind(0) + 1
 
@@ -179,15 +160,7 @@ class WriterBook:
 
 
 class ReaderBook:
-    """The book of a reader's end: the trace contexts of the latest messages.
-
-    Args:
-        sizes: The ring's.
-        memory: A book that is there already; None: a new one.
-
-    Attributes:
-        memory: All of it.
-    """
+    """The book of a reader's end: the trace contexts of the latest messages."""
 
     def __init__(self, sizes: Sizes, memory: bytearray | None = None) -> None:
         self.memory = bytearray(TRACES + (round_up(TRAIL * TRACE_BYTES, 8) if sizes.trace_at else 0))
@@ -200,7 +173,7 @@ class ReaderBook:
             self._words[_NOTED] = NO_MESSAGE
 
     def is_noted(self, message: int) -> bool:
-        """Return whether a message's context was the last one that was noted."""
+        """Return whether the latest noted context is this message's."""
         return self._words[_NOTED] == message
 
     def note(self, message: int, trace: bytes) -> None:

@@ -303,11 +303,7 @@ def checked_layout(
     inline_bytes: int | None,
     traced: bool = False,
 ) -> Layout:
-    """Return the layout of a ring; the arguments are those of `ShmRingBuffer`.
-
-    Raises:
-        TypeError, ValueError: One of them is not what it has to be; the text names it.
-    """
+    """Return the layout of a ring with the arguments of `ShmRingBuffer`, checked."""
     check_int("n_reader", n_reader, minimum=0)
     check_int("max_chunk_bytes", max_chunk_bytes, minimum=1)
     check_int("max_chunks", max_chunks, minimum=1)

@@ -1,13 +1,9 @@
-"""The core of a reader that the writer does not wait for: it copies a message, then looks whether the copy is whole.
+"""The core of a reader that the writer does not wait for: copies a message, then checks the copy.
 
-The reader only reads, and counts in its own line how far it is. Its flags are the writer's: when the writer needs a
-slot whose message this reader has not finished with, it sets the reader's flag on its behalf (it *passes over* the
-message) and goes on. So the two never store to the same byte. A copy is whole if, after it was made, the slot's written
-flag is still up, this reader's flag still down, and the slot's sequence number the same: the writer sets the one flag,
-or clears the other, before it changes a byte of the slot or of what that refers to. What is not whole is lost.
-
-A ring without such readers has none of this; ``layout.py`` draws the flags. It is in Python only: it serves readers
-that are slow.
+The reader's flags are the writer's: when the writer needs a slot, it sets the flag on the reader's
+behalf (it *passes over* the message), so both never store to one byte. A copy is whole if
+afterwards the slot's written flag is up, the reader's flag is down, and the sequence number is the
+same; else the message is lost. Python only, for slow readers.
 """
 
 from __future__ import annotations
@@ -48,10 +44,7 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
         return self._is_intact(self.slot, self.seq)
 
     def lose(self) -> tuple[int, int]:
-        """Go on to the oldest message that is there; return the first and the last of those that are lost.
-
-        If none was read since the last time, half of those are left out: the writer is about to take the oldest.
-        """
+        """Skip to the oldest message, or halfway if none was read since; return the lost range."""
         first, written, slots, amount = self.seq, self._written[0], self._slots, self._amount
         seq = max(first + 1, written - amount)
         while seq < written and not self._is_intact(slots[seq % amount], seq):
@@ -63,7 +56,7 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
         return first, seq - 1
 
     def was_evicted(self) -> bool:
-        """Return False: the writer takes what it wants from this reader, which looks whether messages are intact."""
+        """Return False: the writer never waits for this reader."""
         return False
 
     # As `ReaderCore`
@@ -93,7 +86,7 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
     def _notify(self) -> None: ...
 
     def stage(self) -> None:
-        """Copy what is to be noted of the next message, before `intact` says whether that, too, is whole."""
+        """Copy trace context and size of the next message, before `intact` checks the copy."""
         self._staged = super()._read_trace() if self._trace_at else b"", super()._read_size()
 
     def _read_trace(self) -> bytes:

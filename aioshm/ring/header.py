@@ -178,11 +178,7 @@ class RingHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_layout(preamble: bytes | memoryview) -> tuple[Layout, bytes]:
-    """Return the layout of a ring, and the queue's id, from the bytes that it begins with.
-
-    Raises:
-        HandleError: This is no ring, or one of another version.
-    """
+    """Return the layout of a ring and the queue's id from the segment's first bytes."""
     if len(preamble) < at.PREAMBLE.size or bytes(preamble[: len(at.MAGIC)]) != at.MAGIC:
         raise HandleError("this is no ring of aioshm")
     _, version, n_reader, chunk_bytes, chunks, slots, inline, traced, queue_id = at.PREAMBLE.unpack_from(preamble)
@@ -195,15 +191,7 @@ def read_layout(preamble: bytes | memoryview) -> tuple[Layout, bytes]:
 
 
 def read_header(header: bytes | bytearray | memoryview, now_ns: int | None = None) -> RingHeader:
-    """Decode a ring's header.
-
-    Args:
-        header: At least the `Layout.header_bytes` bytes that the segment begins with.
-        now_ns: When it was read, by ``time.monotonic_ns()`` on the queue's host; None: now.
-
-    Raises:
-        HandleError: This is no ring, one of another version, or not the whole header.
-    """
+    """Decode a ring's header, read at ``now_ns`` by the host's ``time.monotonic_ns()``."""
     view = memoryview(header)
     layout, queue_id = read_layout(view)
     if len(view) < layout.header_bytes:
@@ -244,14 +232,7 @@ def _writer(view: memoryview, layout: Layout, now_ns: int) -> WriterRow:
 
 
 def read_reader(view: memoryview, layout: Layout, place: int, written: int) -> ReaderRow:
-    """Decode what a ring's header says of one place for a reader.
-
-    Args:
-        view: The header.
-        layout: The ring's.
-        place: Which place.
-        written: How many messages were published.
-    """
+    """Decode one reader's place in a ring's header, after ``written`` messages."""
     line, histogram = layout.reader_line(place), layout.histogram(place)
     state, read, pid = view[line + at.STATE], _u64(view, line + at.COUNT), _u32(view, line + at.PID)
     counts = view[histogram : histogram + 8 * at.LATENCY_BUCKETS].cast("Q").tolist()

@@ -129,25 +129,21 @@ def round_up(value: int, unit: int) -> int:
 
 
 class Pool(NamedTuple):
-    """The chunks of one size.
+    """The chunks of one size."""
 
-    Attributes:
-        start: Offset of the first one, in bytes from the start of the segment.
-        room: Bytes for a message in each, behind its 64-byte header.
-        stride: Bytes from one to the next.
-        chunks: How many there are.
-        first: Number of the first one; the numbers run on from pool to pool.
-    """
-
+    # Offset of the first chunk in the segment.
     start: int
+    # Bytes for a message, behind the 64-byte header.
     room: int
+    # Bytes from one chunk to the next.
     stride: int
     chunks: int
+    # Numbers run on from pool to pool.
     first: int
 
     @property
     def end(self) -> int:
-        """Where the last one ends."""
+        """The offset behind the last chunk."""
         return self.start + self.chunks * self.stride
 
 
@@ -167,16 +163,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets, all in bytes from the start of the segment; each is reckoned once.
-
-    Attributes:
-        n_reader: Readers of the ring.
-        max_chunk_bytes: Room for one message in the ring.
-        max_chunks: Chunks of that size.
-        slots: Messages that the ring holds.
-        inline_bytes: Room for a message in a slot, behind the slot's header; at most ``max_chunk_bytes``.
-        traced: Whether each slot has a trace context (see ``queue/tracing.py``) besides.
-    """
+    """Offsets, all in bytes from the start of the segment; each is computed once."""
 
     n_reader: int
     max_chunk_bytes: int
@@ -215,7 +202,7 @@ class Layout:
 
     @property
     def name_at(self) -> int:
-        """Where the queue's name is."""
+        """The offset of the queue's name."""
         return self.histogram(self.n_reader)
 
     @functools.cached_property
@@ -224,7 +211,7 @@ class Layout:
 
     @property
     def trace_at(self) -> int:
-        """Where in a slot the trace context is; 0: there is none."""
+        """The offset of the trace context in a slot; 0: there is none."""
         return self.slot_bytes - LINE if self.traced else 0
 
     @property
@@ -266,7 +253,7 @@ class Layout:
         return all(amount <= pool.chunks for pool, amount in wanted.items())
 
     def reader_line(self, reader: int) -> int:
-        """Return where the line of a reader (0 to n_reader - 1) begins."""
+        """Return the offset of a reader's line (0 to n_reader - 1)."""
         return self.reader_lines + reader * LINE
 
     def histogram(self, reader: int) -> int:

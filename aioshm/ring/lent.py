@@ -1,16 +1,9 @@
-"""Lent windows: second, writable mappings of the memory that a loan fills, taken from its lender when the block ends.
+"""Lent windows: second, writable mappings of a loan's memory, taken back when the block ends.
 
-What is written to a lent window is in the message at once, so nothing that the lender keeps may reach it after the
-block. Everything over a mapping (arrays, tensors, memoryviews) holds a reference to it, see ``window.py``, so its count
-of references says whether the lender kept anything.
-
-* Nothing: the window stays as it is.
-* Something, as in a loop whose name refers to the array until the next round binds it anew: the pages move to another
-  range of addresses, which is the window from then on, and the old range becomes private memory that reads as zeros.
-
-No byte is copied. Moving keeps the pages mapped: a new mapping would cost a page fault for each page that is filled,
-several times the rest of sending a large message. Where the kernel cannot move them (before Linux 5.13, or another
-system) the next loan has to make a new mapping.
+References to the mapping tell whether the lender kept anything. If so, the pages move to another
+range of addresses, the window from then on, and the old range becomes private zeros; no byte is
+copied. Where the kernel cannot move pages the next loan makes a new mapping. See
+docs/explanation/platform-notes.md, "Read-only mappings".
 """
 
 from __future__ import annotations
@@ -35,41 +28,24 @@ _abandoned: list[_Range] = []
 
 
 class _Range:
-    """A range of addresses, which is unmapped when nothing refers to its memory any more.
-
-    Attributes:
-        memory: The object that all arrays over it hold a reference to.
-        address: Where the range begins: where pages from any other such range can be moved by whole tables of pages.
-        begin: The same in `memory`.
-    """
+    """A range of addresses, unmapped when nothing refers to its memory any more."""
 
     __slots__ = ("address", "begin", "memory")
 
     def __init__(self, length: int) -> None:
         spare = _TABLE if length >= _TABLE else 0
         # Over a descriptor, the object would keep a duplicate of that.
+        # All arrays over the range hold a reference to it.
         self.memory: mmap.mmap = mmap.mmap(-1, length + spare, _ZEROS, _READ_WRITE)
+        # Aligned so that pages move by whole tables of pages.
         address = address_of(self.memory)
+        # The same in `memory`.
         self.begin: int = -address % _TABLE if spare else 0
         self.address: int = address + self.begin
 
 
 class LentWindow:
-    """A writable mapping of one range of a file.
-
-    Args:
-        fd: The file's descriptor, which is not needed any more afterwards.
-        start: Where the range begins.
-        room: Its length.
-
-    Attributes:
-        room: As above.
-        memory: What arrays are made over.
-        begin: Where the range begins in it.
-
-    Raises:
-        SharedMemoryError: The process has too many mappings.
-    """
+    """A writable mapping of one range of a file, which keeps no descriptor."""
 
     def __init__(self, fd: int, start: int, room: int) -> None:
         page = start // _PAGE * _PAGE
@@ -94,13 +70,7 @@ class LentWindow:
         self.memory[offset : offset + len(data)] = data
 
     def take_back(self) -> bool:
-        """Make sure that nothing outside reaches the range any more; return whether the window can be used again.
-
-        The caller drops its own references to what was lent first.
-
-        Raises:
-            SharedMemoryError: The lender keeps something, and its memory could not be exchanged.
-        """
+        """Revoke all outside access to the range; return whether the window is reusable."""
         if not self._held():
             return True
         kept = self._range
@@ -155,7 +125,7 @@ def _make_zeros(address: int, length: int) -> None:
 
 
 def _count_unheld() -> int:
-    """Return what `getrefcount` says of the memory of a window that nobody has anything of, asked as above."""
+    """Return `getrefcount` of the memory of an unheld window, called as above."""
     window = LentWindow.__new__(LentWindow)
     window._in_page = 0
     window._use(_Range(1))

@@ -33,11 +33,7 @@ if sys.platform == "linux":
 
 
 def map_shared(fd: int, size: int) -> mmap.mmap:
-    """Map the beginning of a file, writable, without keeping a duplicate of its descriptor as ``mmap`` itself does.
-
-    Raises:
-        OSError: It cannot be mapped.
-    """
+    """Map the beginning of a file, writable, without the duplicate descriptor of ``mmap``."""
     # Only a range of addresses at first, which the object will unmap; nothing is reserved for it. Shared already:
     # what is private and writable counts for RLIMIT_DATA (getrlimit(2)).
     mapped = mmap.mmap(-1, size, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE, _READ_WRITE)
@@ -46,11 +42,7 @@ def map_shared(fd: int, size: int) -> mmap.mmap:
 
 
 def map_memory(address: int | None, length: int, prot: int, flags: int, fd: int = -1, offset: int = 0) -> int:
-    """Map memory, in the place of what is mapped at ``address``, if one is given; return where it is.
-
-    Raises:
-        OSError: It cannot be mapped; nothing has changed then.
-    """
+    """Map memory, over ``address`` if given; return its address. A failure changes nothing."""
     mapped = _libc.mmap(address, length, prot, flags if address is None else flags | _MAP_FIXED, fd, offset)
     if mapped == _MAP_FAILED:
         raise _last_error()
@@ -58,11 +50,7 @@ def map_memory(address: int | None, length: int, prot: int, flags: int, fd: int 
 
 
 def move_memory(address: int, length: int, target: int) -> None:
-    """Move a mapping, in the place of what is mapped at ``target``. Linux only.
-
-    Raises:
-        OSError: It cannot be moved; nothing has changed then.
-    """
+    """Move a mapping over ``target``. Linux only. A failure changes nothing."""
     if _libc.mremap(address, length, length, _MREMAP_MAYMOVE | _MREMAP_FIXED, target) == _MAP_FAILED:
         raise _last_error()
 
@@ -91,13 +79,7 @@ def _try_to_move_a_page() -> bool:
 
 
 def move_pages(address: int, length: int, target: int) -> None:
-    """Move the pages of a mapping to ``target``, in the place of what is mapped there; the old range stays mapped.
-
-    What is touched there afterwards is mapped again, so it is to be exchanged next. Only where `can_move_pages`.
-
-    Raises:
-        OSError: They cannot be moved, and never will be from now on. The target may be unmapped.
-    """
+    """Move pages over ``target``, which a failure may unmap; the old range stays mapped."""
     global _moves
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     if _libc.mremap(address, length, length, flags, target) == _MAP_FAILED:
@@ -134,7 +116,7 @@ class _Buffer(ctypes.Structure):
 
 
 def address_of(mapped: mmap.mmap | memoryview) -> int:
-    """Return where a mapping is, or what a view shows."""
+    """Return the address of a mapping, or of a view's memory."""
     buffer = _Buffer()  # ctypes' own from_buffer() takes writable memory only
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(mapped), ctypes.byref(buffer), 0)
     address = int(buffer.buf)

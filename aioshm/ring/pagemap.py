@@ -1,7 +1,7 @@
-"""Which pages of private mappings this process has written to: Linux's ``/proc/self/pagemap``.
+"""The written pages of private mappings: Linux's ``/proc/self/pagemap``.
 
-See Documentation/admin-guide/mm/pagemap.rst. Since Linux 6.7 it answers the question itself (``PAGEMAP_SCAN``), in
-microseconds whatever the range's size is; before, all entries have to be read, 8 bytes for a page of 4 KiB.
+See Documentation/admin-guide/mm/pagemap.rst. Linux 6.7 finds such pages in microseconds
+(``PAGEMAP_SCAN``); before, this reads 8 bytes for each page.
 """
 
 from __future__ import annotations
@@ -28,24 +28,16 @@ _IS_PRESENT_OR_SWAPPED: Final = 1 << 3 | 1 << 4
 
 
 class Pagemap:
-    """The pages of this process; its descriptor is opened when it is first needed.
-
-    Attributes:
-        fd: That descriptor; -1: it was not opened yet, or closed, or this kernel only gives all entries.
-    """
+    """The pages of this process; its descriptor is opened when first needed."""
 
     def __init__(self) -> None:
+        # -1: not open, or this kernel has no ``PAGEMAP_SCAN``.
         self.fd: int = -1
         self._fd = -1
         self._found = (ctypes.c_uint64 * 3)()  # one struct page_region
 
     def written(self, address: int, nbytes: int) -> bool:
-        """Return whether pages of a private mapping of a file were written to, or may have been.
-
-        Args:
-            address: Where the mapping begins.
-            nbytes: How much of it to look at.
-        """
+        """Return whether pages of a private file mapping were written to, or may have been."""
         pages = (nbytes + _PAGE - 1) // _PAGE
         try:
             if self._fd < 0:

@@ -37,10 +37,7 @@ class ReaderControl(_Base):
         return self._slots[self.seq % self._amount] if self.ready() else None
 
     def give_back(self, index: int, /) -> bool:
-        """Finish with a slot that was kept by `skip`; return whether the writer is parked and has to be woken.
-
-        Slots have to be given back in order, before any later one is released.
-        """
+        """Finish with a slot kept by `skip`, in order; return whether to wake the writer."""
         self.check_unused()
         if not 0 <= index < self._amount:
             raise IndexError(f"there is no slot {index}")
@@ -51,10 +48,7 @@ class ReaderControl(_Base):
         return self._slots.view[at.WRITER_PARKED] != 0
 
     def traces(self, most: int, /) -> list[bytes]:
-        """Return the trace contexts of the messages that were taken last, the latest last: at most so many.
-
-        Zeros stand for none, and for what is none; `layout.TRAIL` are kept.
-        """
+        """Return the latest trace contexts, the latest last, at most ``most``; zeros: none."""
         if most < 0:
             raise OverflowError("there are no fewer than 0 messages")
         return self._notes.latest(most)

@@ -54,13 +54,7 @@ _lock = threading.Lock()
 
 
 def memory_fence() -> None:
-    """Full memory fence: let no earlier load or store pass a later one.
-
-    The lock's round trip holds a locked instruction, which is a full fence on x86. Elsewhere it orders as acquire
-    and release only: what comes before it may still change places with what comes after it, both within. With two of
-    them that is over: AArch64 lets no acquire pass a release before it (Arm ARM, B2.3, barrier-ordered-before). Other
-    processors may; see `atomics.FULL_FENCE`.
-    """
+    """Full memory fence, by a lock (platform notes: memory ordering; `atomics.FULL_FENCE`)."""
     with _lock:
         pass
     if not STRONG_ORDER:
@@ -132,14 +126,7 @@ class _End(ABC):
         self.in_use: int = 0
 
     def bind(self, code: Callable[[Any], Any], what: int, raw: bool, on_parked: Callable[[], object] | None, /) -> None:
-        """Say how messages are coded, and whom to tell that the other end sleeps.
-
-        Args:
-            code: Writer: object to bytes, or to something else that `send` passes on. Reader: bytes to object.
-            what: The first word in the header of an ordinary message.
-            raw: Whether bytes stand for themselves.
-            on_parked: Called when a message has passed and the other end is parked; its errors are only reported.
-        """
+        """Set the codec and the callback for a parked peer, whose errors are only reported."""
         if not 0 <= what < 1 << 64:
             raise OverflowError("what must fit a word of the header")
         self._code, self._what, self._raw, self._on_parked = code, what, raw, on_parked
@@ -157,7 +144,7 @@ class _End(ABC):
         self._beside, self._measure = beside, measure
 
     def belong(self, runs: Callable[[], object] | None, /) -> None:
-        """Belong to this thread, while ``runs()`` is true; None: to whichever uses it, which at first is this one."""
+        """Belong to this thread, while ``runs()`` is true; None: to any thread."""
         self._thread = get_ident()
         self._runs = runs
 
@@ -228,11 +215,7 @@ class _End(ABC):
         return False
 
     def close(self) -> None:
-        """Release every view of the shared memory. Idempotent.
-
-        Raises:
-            BufferError: Called from inside of a batch, or of a spin in another thread.
-        """
+        """Release every view of the shared memory; `BufferError` inside of a batch. Idempotent."""
         if self.in_use:
             raise BufferError("the ring is in use")
         self.open = False

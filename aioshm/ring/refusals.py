@@ -15,11 +15,7 @@ MIB = 1 << 20
 
 
 def check_memory(size: int) -> None:
-    """Refuse a segment that can never fit into this machine's memory.
-
-    Raises:
-        SharedMemoryError: This machine has less memory.
-    """
+    """Refuse a segment that is larger than this machine's memory."""
     try:
         if size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
             return
@@ -37,11 +33,7 @@ def check_memory(size: int) -> None:
 
 
 def check_shm_dir(size: int) -> None:
-    """Refuse a named segment that can never fit into ``/dev/shm``.
-
-    Raises:
-        SharedMemoryError: ``/dev/shm`` is smaller.
-    """
+    """Refuse a named segment that is larger than ``/dev/shm``."""
     if SHM_DIR.is_dir():
         fs = os.statvfs(SHM_DIR)
         if size > fs.f_blocks * fs.f_frsize:

@@ -33,21 +33,15 @@ _MADV_POPULATE_WRITE = 23
 class Segment:
     """One mapping of a segment.
 
-    The file descriptor stays open as long as the mapping: it is what gets passed to readers (memfd), and it carries
-    the shared lock that tells a segment in use from an orphan (named).
-
-    A memfd is sealed: no process can make it smaller. A named segment cannot be sealed: a process of the same user that
-    truncates it ends every process that has it mapped, with SIGBUS.
-
-    Attributes:
-        fd: The segment's file descriptor.
-        name: The POSIX name without its slash, or None for a memfd.
-        view: All its bytes, writable.
+    Its open descriptor is passed to readers (memfd), and locked to mark the segment as in use
+    (named). A memfd is sealed; a truncated named segment ends its users with SIGBUS (platform
+    notes: SIGBUS and shared memory).
     """
 
     def __init__(self, fd: int, size: int, name: str | None) -> None:
         self.fd: int = fd
         self.size: int = size
+        # The POSIX name without its slash, or None for a memfd.
         self.name = name
         self._owner_pid = 0  # of the process that removes the name
         try:
@@ -73,19 +67,10 @@ class Segment:
         label: str = "aioshm",
         sparse: tuple[int, int] = (0, 0),
     ) -> Segment:
-        """Create a segment of ``size`` zero bytes, which may be able to `grow`; a memfd is listed under a label.
+        """Create a segment of zeros; before a named one, remove those that no process holds.
 
-        Before a named segment is created, those that no process holds are removed: their processes have died.
-
-        Args:
-            size: Bytes.
-            backing: The kind of segment.
-            may_grow: Whether `grow` can be called.
-            label: The memfd's name in ``/proc``.
-            sparse: Start and end of the bytes that a named segment gets memory for by `allocate` only.
-
-        Raises:
-            SharedMemoryError: There is not enough memory; the text says what is needed, what is free, what to do.
+        Only `allocate` gives memory to the ``sparse`` range of a named segment. A memfd's
+        ``label`` appears in ``/proc``.
         """
         if backing == "memfd":
             return cls._create_memfd(size, may_grow, label)
@@ -93,11 +78,7 @@ class Segment:
 
     @classmethod
     def open(cls, name: str, size: int) -> Segment:
-        """Map an existing named segment.
-
-        Raises:
-            HandleError: No such segment, another user's, or one that is too small.
-        """
+        """Map an existing named segment of this user."""
         try:
             fd = _posixshmem.shm_open(f"/{name}", os.O_RDWR, mode=0o600)
         except OSError as error:
@@ -111,11 +92,7 @@ class Segment:
 
     @classmethod
     def open_memfd(cls, pid: int, fd: int, size: int) -> Segment:
-        """Map the memfd that process ``pid`` holds open as ``fd`` (same user, same pid namespace).
-
-        Raises:
-            HandleError: That process or descriptor is gone, or is something else by now.
-        """
+        """Map the memfd that process ``pid`` has open as ``fd`` (same user, same pid namespace)."""
         path = f"/proc/{pid}/fd/{fd}"
         try:
             # Looked at before it is opened: by now the number may name a terminal or a pipe.
@@ -165,11 +142,7 @@ class Segment:
         return segment
 
     def allocate(self, offset: int, length: int) -> None:
-        """Allocate memory for a range of a named segment that was created ``sparse``.
-
-        Raises:
-            SharedMemoryError: There is not enough memory.
-        """
+        """Allocate memory for a range of a named segment that was created ``sparse``."""
         try:
             _allocate(self.fd, offset, length)
         except OSError:
@@ -181,14 +154,7 @@ class Segment:
                 raise cannot_create(length, "named", error) from None
 
     def protect(self, offset: int, length: int) -> None:
-        """Make a range of whole pages read-only in this process, for good: writing to it is a SIGSEGV from here on.
-
-        The descriptor becomes a read-only one, too, so that nothing in this process can map the segment writable again
-        (where there is no ``/proc``, a memfd's stays as it is).
-
-        Raises:
-            SharedMemoryError: This process has no descriptor or mapping left.
-        """
+        """Make whole pages, and if possible the descriptor, read-only in this process for good."""
         try:
             readonly = self._reopened()
             fd = self.fd if readonly is None else readonly
@@ -202,11 +168,7 @@ class Segment:
             raise refused(error, "the ring's slots cannot be mapped read-only") from None
 
     def readonly_fd(self) -> int:
-        """Return a new descriptor of the segment, through which it cannot be written to, where the system has such.
-
-        Raises:
-            SharedMemoryError: This process has no descriptor left.
-        """
+        """Return a new descriptor of the segment, read-only where the system has such."""
         try:
             readonly = self._reopened()
             return os.dup(self.fd) if readonly is None else readonly
@@ -214,7 +176,7 @@ class Segment:
             raise refused(error, "there is no descriptor to pass to the readers") from None
 
     def _reopened(self) -> int | None:
-        """Return a new, read-only descriptor; None where the system cannot give one."""
+        """Return a new, read-only descriptor; None where there is none."""
         with suppress(FileNotFoundError):
             return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         if self.name is None:
@@ -227,13 +189,7 @@ class Segment:
         return None
 
     def grow(self, size: int) -> bool:
-        """Make the segment larger and map it anew; return whether this system and this segment can.
-
-        No view of it may be held in this process; mappings elsewhere stay as they are. If it cannot, it stays usable.
-
-        Raises:
-            SharedMemoryError: There can never be enough memory.
-        """
+        """Enlarge and remap the segment, if possible; no view of it may exist in this process."""
         check_memory(size)
         try:
             if self.name is None:

@@ -14,18 +14,14 @@ _SIZE = at.SIZE // 8
 
 
 class Slot:
-    """One slot.
-
-    Attributes:
-        index: Which slot of the ring this is.
-        begin: Where it begins, in bytes from the start of the segment: its header.
-    """
+    """One slot."""
 
     __slots__ = ("_slots", "begin", "index")
 
     def __init__(self, slots: Slots, index: int) -> None:
         self._slots = slots
         self.index: int = index
+        # The offset of the slot's header in the segment.
         self.begin: int = slots.begin(index)
 
     @property
@@ -50,21 +46,12 @@ class Slot:
 
 
 class Slots:
-    """The slots of a ring, and the chunks that go with them, by where they begin in its memory.
-
-    Args:
-        layout: The ring's.
-        view: Its memory.
-        writable: Whether slots and chunks can be written to; their flags can in any case.
-
-    Attributes:
-        layout, view: As above.
-        bodies: The same memory, read-only unless ``writable``.
-    """
+    """The slots of a ring and their chunks, by offset; flags are always writable."""
 
     def __init__(self, layout: Layout, view: memoryview, *, writable: bool = True) -> None:
         self.layout: Layout = layout
         self.view: memoryview = view[:]
+        # The same memory, read-only unless ``writable``.
         self.bodies: memoryview = view[:] if writable else view.toreadonly()
         self._words: memoryview = self.bodies[: layout.total_bytes].cast("Q")
         self._chunks: dict[int, tuple[memoryview, memoryview]] = {}  # header's words and room, by the word naming it
@@ -110,13 +97,7 @@ class Slots:
         return self._words[(begin >> 3) + _SIZE]
 
     def body(self, begin: int) -> memoryview:
-        """Return the room for a message: the slot's that begins there, or the chunk's that its header names.
-
-        A chunk's is not to be released.
-
-        Raises:
-            CorruptSlot: There is no such chunk, or it has another message by now.
-        """
+        """Return the room of a slot, or of its chunk, which is not to be released."""
         words, header = self._words, begin >> 3
         number = words[header + _CHUNK]
         if not number:

@@ -1,21 +1,12 @@
-"""Windows: second mappings of chunks for leases, replaced by a private copy where a view outlives its lease.
+"""Windows: mappings for leases, replaced by a private copy where a view outlives its lease.
 
-A reader may look at a message where it lies, in its chunk, until it gives the slot back; then the writer overwrites it.
-Python cannot take an array away from code that kept it, so the memory behind it is exchanged instead: a leased message
-is seen through a mapping of its own, and if a view is still held when the lease ends, private memory with the same
-bytes is put under that view, at the same addresses. The array that was kept is a copy from then on.
-
-How it is known that a view is held: every buffer over an ``mmap`` object, however it came about (a slice of a
-memoryview, a NumPy array over a cast of that), hangs on one managed buffer, which holds one reference to the object
-until the last of them is gone; and what keeps the object itself (a memoryview's ``obj``) holds a reference too. Nobody
-else knows the object, so it is held exactly if it has more references than the one in our dictionary. This counts
-references where ``mmap.close()`` would count exports, which destroys what it asks about and overlooks holders that keep
-a memoryview without keeping it exported (``torch.frombuffer``). For the same reason a lease's end has to *drop* its own
-view, and must not ``release()`` it: that takes away the reference which a tensor over it stands on.
-
-What is handed out is read-only, but tensors know nothing of that. So on Linux the mapping is a private one: whoever
-writes to it all the same gets a page of his own there (copy-on-write), which neither the writer nor another reader ever
-sees. Such a page would hide the next message in that slot, so a window that was written to is not used again.
+The writer overwrites a chunk after its slot is released. So a leased message is seen through a
+mapping of its own, and if a view is still held when the lease ends, private memory with the same
+bytes replaces the mapping at the same addresses. A view is held exactly if the ``mmap`` object has
+more references than the one in our dictionary. Therefore a lease's end has to *drop* its own view,
+and must not ``release()`` it. The mapping is private: a tensor that is written to gets a page of
+its own, and such a window is not used again. See docs/explanation/platform-notes.md, "Views that
+keep memory mapped" and "Read-only mappings".
 """
 
 from __future__ import annotations
@@ -42,27 +33,11 @@ _IN_PAGE: Final = mmap.PAGESIZE - 1
 
 
 class Windows:
-    """The windows of one reader; for one thread at a time.
-
-    A window shows whole pages, and so other chunks too; only views of the chunk's own bytes are handed out, read-only
-    ones. What writes to the memory all the same, as tensors can, changes nothing that others see: where the system is
-    not Linux, it gets a SIGSEGV instead.
-
-    Args:
-        fd: The segment's descriptor; this keeps one of its own.
-        layout: The segment's.
-
-    Attributes:
-        windows: The mappings, by chunk; nobody else may keep one.
-        pagemap: Says whether one was written to.
-
-    Raises:
-        HandleError: The segment is smaller than its layout.
-        SharedMemoryError: ``fd`` is no open descriptor, or there is none left.
-    """
+    """The windows of one reader, for one thread at a time; keeps a descriptor of its own."""
 
     def __init__(self, fd: int, layout: Layout) -> None:
         self._fd = -1
+        # By chunk; nothing else may keep a reference.
         self.windows: dict[int, mmap.mmap] = {}
         self._faults = -1  # of this process, when a window was last checked
         self._before: dict[int, int] = {}  # the same, when a window was last shown: asking again would take longer
@@ -79,11 +54,7 @@ class Windows:
             raise SharedMemoryError(error.errno, f"no windows into descriptor {fd}: {error.strerror}") from None
 
     def view(self, chunk: int, nbytes: int) -> memoryview:
-        """Return a read-only view of the beginning of a chunk, through that chunk's window.
-
-        Raises:
-            SharedMemoryError: The process has too many mappings, or this was closed. A copy can still be made.
-        """
+        """Return a read-only view of the beginning of a chunk, through the chunk's window."""
         start, room = self._place(chunk)
         if not 0 <= nbytes <= room:
             raise ValueError(f"a view must have 0 to {room} bytes, not {nbytes}")
@@ -96,14 +67,7 @@ class Windows:
         return memoryview(window)[start : start + nbytes]
 
     def view_file(self, number: int, fd: int, room: int, nbytes: int) -> memoryview:
-        """Return a read-only view of the beginning of another file, as `view` does of a chunk.
-
-        Args:
-            number: A negative one, which stands for that file as a chunk's does for the chunk.
-            fd: The file's descriptor, which has to stay open.
-            room: Its size; where it has grown, it gets a new window.
-            nbytes: How much of it to show.
-        """
+        """Do as `view` for an open file, which a negative number stands for; remap it if grown."""
         if self._files.get(number) != (fd, room):
             self.windows.pop(number, None)
             self._files[number], self._places[number] = (fd, room), (0, room)
@@ -117,22 +81,10 @@ class Windows:
             return False
 
     def settle(self, chunk: int, nbytes: int) -> bool:
-        """Move a chunk's window to a private copy if a view is still held; called before its slot is released.
+        """Make the window of a held view private, before the slot is released; return whether held.
 
-        If none is held, a window that was written to is dropped.
-
-        The caller's own views have to be dropped by then, and dropped only (see this module's beginning).
-
-        Args:
-            chunk: The chunk.
-            nbytes: How much of it was shown. What lies behind reads as zeros in views that are still held.
-
-        Returns:
-            Whether something was held: its holders have private memory now, which goes when the last of them does.
-
-        Raises:
-            SharedMemoryError: There is no memory for the copy. Nothing has changed then: the views show the message
-                for as long as the slot is not released, so it must not be; settle again once views were dropped.
+        The caller drops its own views first. After an error the views still show the message: do
+        not release the slot, settle again later. Bytes beyond ``nbytes`` read as zeros.
         """
         if not self.held(chunk):
             if chunk in self.windows and self._written(chunk, nbytes):
@@ -148,11 +100,7 @@ class Windows:
         return True
 
     def close(self) -> None:
-        """Unmap every window without views, and make a copy of every chunk with one. Idempotent.
-
-        Raises:
-            SharedMemoryError: There is no memory for a copy; this can be called again.
-        """
+        """Unmap windows without views, copy chunks with views. Idempotent, also after errors."""
         for chunk in list(self.windows):
             self.settle(chunk, self._place(chunk)[1])
         self.windows.clear()
@@ -213,7 +161,7 @@ class Windows:
 
 
 def _count_unheld() -> int:
-    """Return what `getrefcount` says of a window that only its dictionary holds, asked as above."""
+    """Return `getrefcount` of a window that only its dictionary holds, called as above."""
     windows = {0: mmap.mmap(-1, 1)}
     return getrefcount(windows[0])
 

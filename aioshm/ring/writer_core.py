@@ -21,12 +21,9 @@ _SEQ = 1  # which word of a slot's header is the sequence number
 
 
 class WriterControl(_Base):
-    """The rare calls of a writer's core: room for messages, memory for chunks, eviction and admission of readers.
+    """The rare calls of a writer's core: room, memory for chunks, eviction and admission."""
 
-    Attributes:
-        garbled: Messages whose trace context was none; a writer gets no messages.
-    """
-
+    # A writer receives no trace contexts.
     garbled: int = 0
 
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, /) -> None:
@@ -41,11 +38,7 @@ class WriterControl(_Base):
     # Slots and trace contexts
 
     def claim(self, nbytes: int = 0, /) -> Slot | None:
-        """Return the next slot for writing so many bytes, or None while a reader still has it, or every such chunk.
-
-        A slot that was claimed and is never committed stays invisible and can be claimed again. A message that is
-        larger than a chunk lies elsewhere; it takes a chunk all the same, which bounds the number of such messages.
-        """
+        """Return the next slot for ``nbytes``, or None; a larger message takes a chunk, too."""
         return self._slots[self.seq % self._layout.slots] if self.claim_slot(nbytes) else None
 
     @property
@@ -64,22 +57,11 @@ class WriterControl(_Base):
     # Room
 
     def free(self, slots: int = 1, large: Sequence[int] = (), /) -> bool:
-        """Return whether there is room for so many messages.
-
-        Args:
-            slots: How many.
-            large: The sizes of those that do not fit a slot, in any order.
-        """
+        """Return whether there is room for messages; ``large``: sizes of those beyond a slot."""
         return self.blocker(slots, large) < 0
 
     def blocker(self, slots: int = 1, large: Sequence[int] = (), /) -> int:
-        """Return the message that all readers have to read before there is room for so many, or -1: there is room.
-
-        Messages are read in order, so that message stands for all before it. The arguments are those of `free`.
-
-        Raises:
-            SharedMemoryError: A chunk of a named segment needs memory, and there is none.
-        """
+        """Return the message that all must read before `free` is true; -1: there is room."""
         wanted: dict[Chunks, int] = {}
         for nbytes in large:
             chunks = self._notes.chunks_for(nbytes)
@@ -109,7 +91,7 @@ class WriterControl(_Base):
         return -1
 
     def spin_for(self, slots: int = 1, large: Sequence[int] = (), /) -> int:
-        """Let spins wait for room for so many messages, as it is now; return what `blocker` does."""
+        """Make spins wait for the present need of room; return the result of `blocker`."""
         blocker = self.blocker(slots, large)
         self.awaited = NO_MESSAGE if blocker < 0 else blocker
         return blocker
@@ -153,13 +135,7 @@ class WriterControl(_Base):
         view[at.READERS_PARKED + reader] = 0
 
     def admit(self, reader: int, history: int, gone: Callable[[int], object] | None, /) -> int:
-        """Admit a reader to the place of one that was evicted; return the number of its first message.
-
-        Args:
-            reader: Which.
-            history: How many of the latest messages come first, if the ring still has them all.
-            gone: Returns whether a message that lies elsewhere (see ``codec/frames.py``) is no longer available.
-        """
+        """Admit a reader; return its first message, up to ``history`` back while none is ``gone``."""
         self.check_unused()
         self._check_reader(reader)
         if history < 0:
@@ -200,7 +176,7 @@ class WriterControl(_Base):
         return not number or (place is not None and self._word(place[0]) == seq + 1)
 
     def _keep_again(self, seq: int) -> None:
-        """Take the chunk of a message out of the free ones again, if it is one of them."""
+        """Take a message's chunk out of the free ones, if it is free."""
         kind, _, number = self._header(seq % self._layout.slots)
         if kind == at.OVERFLOW_KIND or not number:
             return

@@ -1,12 +1,16 @@
 """Predicts the next message and chooses the cheapest way to wait. No clock, no loop.
 
-* Messages less than about two wake-ups apart (hot): spin, unless spins keep failing.
+A sleep costs a kernel wake-up; a spin costs the core for as long as it lasts. So, wait by wait:
+
+* Messages less than about two wake-ups apart (hot): spin. The first waits always try a spin, since
+  two parked ends that answer each other stay two wake-ups apart; only spins that keep failing
+  switch it off, and a few continue.
 * A steady rhythm: sleep until shortly before the next message, then spin.
 * A stream, and more ends than CPUs: nap, so that one wake-up finds many messages.
 * Early answers, and more ends than CPUs: spin, and yield the CPU after each look.
 * Otherwise: park.
 
-It learns from the times at which messages were published; see docs/explanation/waiting.md.
+The predictor learns from the times at which messages were published.
 """
 
 from __future__ import annotations

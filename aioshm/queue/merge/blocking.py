@@ -1,7 +1,7 @@
-"""One stream out of many queues whose calls block: round robin, and one sleep in the calling thread for all of them.
+"""One blocking stream of many queues: round robin, and one sleep in the calling thread.
 
-While it sleeps, a merge has the turn of every reader. The background loop looks after attaching, deaths and messages
-that are not ordinary.
+While it sleeps, a merge has the turn of every reader. The background loop handles attaching,
+deaths and special messages.
 """
 
 from __future__ import annotations
@@ -64,15 +64,7 @@ def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -
 
 
 class _Place:
-    """One reader's place in the round.
-
-    Attributes:
-        rank: What its messages come with.
-        held: The reader's end, as threads use it.
-        reader: The same as the loop uses it.
-        late: Whether its next message has not arrived completely.
-        running: Whether the queue has not ended.
-    """
+    """One reader's place in the round."""
 
     __slots__ = ("held", "late", "rank", "reader", "running")
 
@@ -80,20 +72,17 @@ class _Place:
         self.rank = rank
         self.held = held
         self.reader = reader
+        # True while the next message is incomplete.
         self.late: bool = False
         self.running: bool = True
 
     @property
     def ring(self) -> RingReader | None:
-        """The ring that it reads, if it reads one by now."""
+        """The reader's ring, if it has one by now."""
         return None if self.reader.gate.dismantled else self.reader.source.ring
 
     def look(self) -> None:
-        """Receive a message that is there; called on the loop.
-
-        Raises:
-            AioshmError: There is something wrong with it, or with the queue.
-        """
+        """Receive an available message; called on the loop."""
         reader, gate = self.reader, self.reader.gate
         gate.check_refusal()
         if not gate.ready:
@@ -238,7 +227,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
     # Waiting
 
     def _wait(self, running: list[_Place]) -> None:
-        """Let the loop look after the queues; sleep if there is nothing to do for any of them."""
+        """Run the loop's checks of the queues; sleep if there is nothing to do."""
         me, mine = get_ident(), self._turn
         running[0].held.loop()  # refuses a thread that has an event loop
         if mine.user == me:
@@ -290,7 +279,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
                 place.held.finished()
 
     def _look(self, taken: list[_Place]) -> None:
-        """Receive what is there, and find errors; called on the loop."""
+        """Receive available messages, and find errors; called on the loop."""
         around = self._round
         for place in [place for place in around.in_turn() if place in taken]:
             if place.held.undelivered or not place.running:

@@ -1,4 +1,4 @@
-"""What a merge has of each of its readers, and what they have in common; see ``stream.py``."""
+"""The places of a merge's readers, and their shared sleep; see ``stream.py``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Q = TypeVar("Q")
 
 
 class SharedSleep:
-    """One sleep for several readers: a poller, and the rings whose parked flags it raises as if they were one.
+    """One sleep for several readers: a poller, and rings whose parked flags rise as one.
 
-    It knows no readers: the event loop may know the poller for longer than the readers are known.
+    It has no references to readers, since the event loop may keep the poller for longer.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class SharedSleep:
                 return False
 
     def told(self) -> tuple[int, ...]:
-        """Return what one of the writers has told of what waiting costs."""
+        """Return a writer's figures for the costs of waiting."""
         return next((told for ring in self.rings if any(told := ring.costs())), ())
 
     def forget(self, ring: RingReader) -> None:
@@ -58,32 +58,19 @@ class SharedSleep:
             ring.parked[0] = 0
 
     def wake(self) -> None:
-        """Let the wait look again, if there is one."""
+        """Make the wait look again."""
         if self.poller is not None:
             self.poller.wake()
 
     def close(self) -> None:
-        """Let go of the poller; a forked child leaves it alone, whose loop is its parent's."""
+        """Drop the poller; a forked child leaves the parent's poller alone."""
         if self.poller is not None and os.getpid() == self._pid:
             self.poller.close()
         self.poller = None
 
 
 class Place:
-    """One reader's place in the round.
-
-    Attributes:
-        rank: What its messages come with.
-        receive: Returns its next message, or `NOTHING` where the quick way has none.
-        quick: What that is while nothing is the matter; None until the reader is ready.
-        ring: The ring that it reads, if any.
-        late: Whether its next message has not arrived completely; nothing is there until the reader is woken.
-        entered: Whether this merge stands in its line.
-        hidden: Whether the quick way could not see, before its line was joined, what there is; then it goes first.
-        failure: Why attaching could not even begin.
-        running: Whether the queue has not ended.
-        watching: Whether this merge is told what happens to the reader.
-    """
+    """One reader's place in the round."""
 
     __slots__ = (
         "_shared",
@@ -105,11 +92,16 @@ class Place:
         self.rank: int = rank
         self.reader: ReadingEnd = reader
         self.receive: Callable[[], Any] = _nothing
+        # `receive` while the reader is healthy; None until it is ready.
         self.quick: Callable[[], Any] | None = None
         self.ring: RingReader | None = None
+        # True while the next message is incomplete: `receive` returns nothing then.
         self.late: bool = False
+        # Whether this merge is in the reader's queue of waiters.
         self.entered: bool = False
+        # Whether the quick way was shut before entering; such a place goes first.
         self.hidden: bool = False
+        # The reason why attaching could not begin.
         self.failure: AioshmError | None = None
         self.running: bool = True
         self.watching: bool = False
@@ -124,11 +116,7 @@ class Place:
         self.ring = source.ring
 
     async def enter(self) -> None:
-        """Join the reader's line if that is empty, and watch what happens to it in any case. Never suspends the task.
-
-        Raises:
-            RoleError: Another merge is there, or a block of this task.
-        """
+        """Enter the gate if nobody is there, and watch it anyway. Never suspends the task."""
         gate = self.reader.gate
         gate.watch(self._woken)
         self.watching = True
@@ -147,7 +135,7 @@ class Place:
             raise
 
     def leave(self) -> None:
-        """Leave the line, and watch no more, if this merge does."""
+        """Leave the gate, and stop watching, if this merge does either."""
         gate = self.reader.gate
         if self.watching:
             self.watching = False
@@ -161,7 +149,7 @@ class Place:
         return self.entered
 
     def release(self) -> None:
-        """Do nothing: the merge stays in line."""
+        """Do nothing: the merge stays in the gate."""
 
     def may_go_on(self) -> bool:
         """Return whether there is anything to do."""
@@ -175,11 +163,7 @@ class Place:
         return gate.ready or self._ending() or self.reader.has_news
 
     def poll(self) -> Any:
-        """Return the next message, or `NOTHING`: see `late`.
-
-        Raises:
-            AioshmError: There is something wrong with it.
-        """
+        """Return the next message, or `NOTHING`: see `late`."""
         try:
             obj = self.reader.poll()
         except AioshmError:
@@ -192,7 +176,7 @@ class Place:
         return NOTHING
 
     def goes_on_after(self, error: AioshmError) -> bool:
-        """Wait for the next writer, now that one is gone, if the reader does; return whether it does."""
+        """Wait for the next writer, if the reader does; return whether it does."""
         try:
             self.reader.go_on_after(error)
         except AioshmError:
@@ -201,12 +185,12 @@ class Place:
         return True
 
     def unready(self) -> None:
-        """Note that the reader waits for another writer, or has one."""
+        """Note a reader that waits for a new writer, or has one."""
         self._source = self.reader.source
         self.quick, self.ring, self.late, self.receive = None, None, False, _nothing
 
     def damaged(self, error: Exception) -> AioshmError:
-        """Return what is wrong with a message that could not be received."""
+        """Return the error for a message that could not be received."""
         if self.ring is None and isinstance(error, AioshmError):
             return error.with_traceback(None)
         if self.ring is None or not self.ring.core.damaged:
@@ -238,7 +222,7 @@ def check_rank(must: str, rank: object) -> None:
 def checked_reader(
     what: str, reader: object, kind: type[Q], name: str, end_of: Callable[[Q], ReadingEnd | WritingEnd]
 ) -> ReadingEnd:
-    """Return the end of a reader that is to be merged; ``what`` names the argument, the others are as below."""
+    """Return a reader's end; ``what`` names the argument for errors."""
     if not isinstance(reader, kind):
         raise TypeError(f"{what} must be {name}, not {reader!r}")
     end = end_of(reader)
@@ -250,19 +234,7 @@ def checked_reader(
 def checked_readers(
     readers: Mapping[int, Q], kind: type[Q], name: str, end_of: Callable[[Q], ReadingEnd | WritingEnd]
 ) -> dict[int, ReadingEnd]:
-    """Return the ends of what ``merge`` is given.
-
-    Args:
-        readers: Its argument.
-        kind: What the queues must be.
-        name: What that is called.
-        end_of: Returns a queue's end.
-
-    Raises:
-        TypeError: Not a mapping from ints to such queues.
-        ValueError: A reader is there twice.
-        RoleError: One of them is a writer.
-    """
+    """Return the ends of ``merge``'s argument, checked; ``name`` is the kind's name for errors."""
     if not isinstance(readers, Mapping):
         raise TypeError(f"readers must be a mapping from ranks to readers, not {readers!r}")
     ranks: dict[ReadingEnd, int] = {}

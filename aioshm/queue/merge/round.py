@@ -1,4 +1,4 @@
-"""What a merge decides without I/O: which queues are open, whose turn it is, whose silence is to be told."""
+"""The decisions of a merge, without I/O: open queues, order, reports of silence."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from aioshm.wait.stall import MIN_PAUSE_S
 
 
 class Place(Protocol):
-    """One reader's place in the round.
-
-    Attributes:
-        rank: What its messages come with.
-        reader: The reader.
-        running: Whether the queue has not ended.
-    """
+    """One reader's place in the round."""
 
     rank: int
     reader: ReadingEnd
@@ -39,7 +33,7 @@ Errors = Literal["raise", "yield"]
 
 
 def check_errors(errors: Errors) -> None:
-    """Refuse what is neither."""
+    """Raise `ValueError` for any other value."""
     if errors not in ("raise", "yield"):
         raise ValueError(f'errors must be "raise" or "yield", not {errors!r}')
 
@@ -54,27 +48,18 @@ def ranked(error: AioshmError, rank: int) -> AioshmError:
 
 
 class Round(Generic[P]):
-    """The queues of a merge, each of which has its turn before any of them has another.
+    """The queues of a merge: each has its turn before any has another.
 
-    Threads may add and remove queues while another one has a message taken: ``running`` is replaced, never changed.
-
-    Args:
-        places: All of them; the first has the first turn.
-        after_s: After how many seconds of silence to report it.
-        now: By ``time.monotonic()``, as all times here.
-
-    Attributes:
-        running: The queues that have not ended.
-        order: The same in turn, without an end; where it stands, the next round begins.
-        failed: The errors of the queues that have ended with one, by rank.
-        closed: Whether nothing can be added any more.
-        look_at: When `tell_silence` is due.
-        asked: The queues that it will report, unless they move: their writers have been asked.
+    Threads may add and remove queues while another thread has a message taken: ``running`` is
+    replaced, never changed.
     """
 
     def __init__(self, places: Iterable[P], after_s: float, now: float) -> None:
+        # The queues that have not ended.
         self.running: list[P] = list(places)
+        # The same in turn, endlessly; its position is the beginning of the next round.
         self.order: cycle[P] = cycle(self.running)
+        # The errors of ended queues, by rank.
         self.failed: dict[int, AioshmError] = {}
         self.closed: bool = False
         self._places = {place.rank: place for place in self.running}  # also those that have ended
@@ -85,7 +70,7 @@ class Round(Generic[P]):
     # Whose turn it is
 
     def in_turn(self) -> list[P]:
-        """Return the open queues, beginning with whose turn it is."""
+        """Return the open queues in order, the next one first."""
         return [next(self.order) for _ in self.running]
 
     def behind(self, place: P) -> list[P]:
@@ -95,7 +80,7 @@ class Round(Generic[P]):
         return running[at:] + running[:at]
 
     def begin_behind(self, place: P) -> None:
-        """Let the next round begin behind this queue, which has had its turn."""
+        """Begin the next round behind this queue, which has had its turn."""
         with self._changing:
             self.order = cycle(self.behind(place))
 
@@ -113,12 +98,7 @@ class Round(Generic[P]):
                 self.failed[place.rank] = error
 
     def check_addition(self, rank: int, reader: ReadingEnd) -> None:
-        """Refuse a queue that cannot be added.
-
-        Raises:
-            ValueError: The rank is taken, or the reader is there already.
-            EndClosed: Nothing can be added any more.
-        """
+        """Refuse a taken rank, a reader that is there already, or any after closing."""
         if self.closed:
             raise EndClosed("this merge was closed: merge the readers anew")
         for place in self.running:
@@ -128,11 +108,7 @@ class Round(Generic[P]):
                 raise ValueError(f"{reader!r} is there already, as rank {place.rank}")
 
     def add(self, place: P, now: float) -> None:
-        """Let a queue have its turn, after all others; it may take the place of one that has ended.
-
-        Raises:
-            As `check_addition`.
-        """
+        """Add a queue behind all others; it may replace an ended one."""
         with self._changing:
             self.check_addition(place.rank, place.reader)
             self._places[place.rank] = place
@@ -141,11 +117,7 @@ class Round(Generic[P]):
             self._go_round([*self.in_turn(), place])
 
     def remove(self, rank: int) -> P | None:
-        """Leave out a queue, and forget what error it has ended with; return its place, unless it has ended.
-
-        Raises:
-            ValueError: There is none of that rank.
-        """
+        """Remove a queue and its error; return its place, unless it has ended."""
         with self._changing:
             place = self._places.pop(rank, None)
             if place is None:
@@ -183,11 +155,7 @@ class Round(Generic[P]):
         return now >= self.look_at
 
     def tell_silence(self, now: float) -> float:
-        """Ask the writers of silent queues whether they run; the next time, report those that are silent still.
-
-        Returns:
-            In how many seconds to come again.
-        """
+        """Ask silent queues' writers, or report them; return the seconds until the next call."""
         asked, self.asked = self.asked, []
         answer_s = answer_within(self._after_s)
         again_s = max(MIN_PAUSE_S, self._after_s - answer_s) if asked else self._after_s

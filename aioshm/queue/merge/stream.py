@@ -1,9 +1,9 @@
-"""One stream out of many queues: round robin among those that have something, one sleep for all that have not.
+"""One stream of many queues: round robin among queues with messages, one sleep for all the others.
 
-The quick way takes a message from the next reader whose core lets it pass, as `MessageQueue.dequeue` does; whatever it
-cannot decide is left to the slow way, at the latest when the loop's other tasks have to have their turn. That one
-stands in every reader's line while it waits, so that nobody else uses a parked flag that is up for all of them; a
-reader in whose line another task stands already is left out until that has ended.
+The quick way takes a message from the next reader whose core is open, as `MessageQueue.dequeue`
+does. The slow way handles the rest; while it waits it has entered every reader's gate, so that
+nobody else uses a raised parked flag. A reader whose gate another task has entered is left out
+meanwhile.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._loop = loop
 
     async def _yield_turn(self) -> None:
-        """Let the loop's other tasks run, if this one has had its turn."""
+        """Run other tasks, if the budget is spent."""
         if self._turn <= 0 or monotonic_ns() >= self._turn_ends_ns:
             for place in self._round.running:
                 place.reader.gate.give_way()
@@ -238,10 +238,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     # Waiting
 
     async def _wait_in_lines(self) -> tuple[int, Any] | None:
-        """Wait for a message and take it; None: the lines have to be joined anew, or there is nothing left to wait for.
-
-        Nobody else takes anything from the queues meanwhile but those who have stood in their lines before.
-        """
+        """Wait for a message and take it; None: enter the gates again, or nothing is left."""
         if self._changed:
             self._changed = False
             self._shared.close()  # there are others to wait for than before
