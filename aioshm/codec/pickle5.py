@@ -32,7 +32,7 @@ class PickleCodec:
 
     name = "pickle"
     code = 1
-    loads = staticmethod(pickle.loads)
+    loads: staticmethod[..., Any] = staticmethod(pickle.loads)
 
     def __init__(self) -> None:
         self.encode: Callable[[Any], Encoded] = _new_encode()

@@ -19,8 +19,13 @@ from typing import Any
 
 from aioshm.engine.client.blocking import EngineClient
 from aioshm.engine.client.blocking_streams import OutputStream
+from aioshm.engine.dp.coordinator import DPCoordinator
+from aioshm.engine.protocol.addresses import EngineZmqAddresses
 from aioshm.engine.protocol.progress import StartupReport
+from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup import launch as launching
+from aioshm.engine.startup.processes import CoreEngineProcManager
+from aioshm.process.child import Child
 from aioshm.process.loop_thread import LoopThread
 from aioshm.process.watch import WatchedProcess
 
@@ -41,8 +46,10 @@ class CoreEngineLaunch:
 
     def __init__(self, launch: launching.CoreEngineLaunch, host: LoopThread) -> None:
         self.awaited = launch
-        self.engine_manager, self.coordinator = launch.engine_manager, launch.coordinator
-        self.processes, self.addresses = launch.processes, launch.addresses
+        self.engine_manager: CoreEngineProcManager | CoreEngineActorManager = launch.engine_manager
+        self.coordinator: DPCoordinator | None = launch.coordinator
+        self.processes: list[Child] = launch.processes
+        self.addresses: EngineZmqAddresses = launch.addresses
         self.handshake_address: str = launch.handshake_address
         self._host = host
         self._client = EngineClient.around(launch.client, host) if launch.has_client else None

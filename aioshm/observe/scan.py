@@ -20,7 +20,7 @@ from aioshm.observe.proc import ProcessInfo, process_info
 from aioshm.observe.segments import BLOCK, Segment, SegmentFinder
 from aioshm.observe.snapshot import QueueSnapshot, Scan, snapshot_of
 from aioshm.ring.header import read_header, read_layout
-from aioshm.ring.layout import PID, PREAMBLE, WRITER_LINE
+from aioshm.ring.layout import PID, PREAMBLE, WRITER_LINE, Layout
 from aioshm.ring.segment import OVERFLOW_LABEL
 
 _OVERFLOW = re.compile(rf"/memfd:{OVERFLOW_LABEL}([0-9a-f]{{8}})")
@@ -52,17 +52,18 @@ class RingFile:
         self._fd = -1  # before anything fails, for __del__
         self._fd = segment.open()
         try:
-            self.layout, queue_id = read_layout(os.pread(self._fd, PREAMBLE.size, 0))
+            layout, queue_id = read_layout(os.pread(self._fd, PREAMBLE.size, 0))
         except BaseException:
             self.close()
             raise
+        self.layout: Layout = layout
         self.queue_id: str = queue_id.hex()
         if not self.read(WRITER_LINE + PID, 4).strip(b"\0"):
             self.close()
             raise HandleError("this ring has no writer: it is no queue, or not yet one")
-        self.holders = tuple(segment.holders)
+        self.holders: tuple[int, ...] = tuple(segment.holders)
         # The number of overflow segments, and their bytes.
-        self.overflow = overflow.get(self.queue_id[:8], (0, 0))
+        self.overflow: tuple[int, int] = overflow.get(self.queue_id[:8], (0, 0))
 
     def snapshot(self, processes: dict[int, ProcessInfo]) -> QueueSnapshot:
         """Read the queue's state; adds missing processes to ``processes``."""

@@ -114,16 +114,16 @@ class WriterBook:
         ends = [begin]
         for pool in pools:
             ends.append(ends[-1] + CHUNK_LISTS + 3 * 8 * pool.chunks)
-        self.memory = bytearray(ends[-1]) if memory is None else memory
+        self.memory: bytearray = bytearray(ends[-1]) if memory is None else memory
         view = memoryview(self.memory)
         self._words = view.cast("Q")
         # The trace context of the next message.
-        self.trace = view[_TRACE : _TRACE + TRACE_BYTES]
+        self.trace: memoryview = view[_TRACE : _TRACE + TRACE_BYTES]
         # The values that the writer sets the reader flags to.
-        self.unread = view[UNREAD : UNREAD + sizes.n_reader]
+        self.unread: memoryview = view[UNREAD : UNREAD + sizes.n_reader]
         self._pools = pools
         # By size, the largest first.
-        self.chunks = [
+        self.chunks: list[Chunks] = [
             Chunks(number, pool, self._words[ends[number] // 8 : ends[number + 1] // 8])
             for number, pool in enumerate(pools)
         ]
@@ -163,7 +163,7 @@ class ReaderBook:
     """The book of a reader's end: the trace contexts of the latest messages."""
 
     def __init__(self, sizes: Sizes, memory: bytearray | None = None) -> None:
-        self.memory = bytearray(TRACES + (round_up(TRAIL * TRACE_BYTES, 8) if sizes.trace_at else 0))
+        self.memory: bytearray = bytearray(TRACES + (round_up(TRAIL * TRACE_BYTES, 8) if sizes.trace_at else 0))
         if memory is not None:
             self.memory = memory
         view = memoryview(self.memory)

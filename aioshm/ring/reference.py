@@ -270,6 +270,7 @@ class WriterBase(_End):
 
     published_ns: int
     copied: int
+    in_use: int
 
     def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], view: memoryview, book: bytearray, /) -> None:
         super().__init__(sizes, pools, view, at.WRITER_LINE)
@@ -498,6 +499,7 @@ class ReaderBase(_End):
 
     published_ns: int
     copied: int
+    in_use: int
 
     def __init__(
         self,

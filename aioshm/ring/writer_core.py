@@ -25,6 +25,8 @@ class WriterControl(_Base):
 
     # A writer receives no trace contexts.
     garbled: int = 0
+    in_use: int
+    awaited: int
 
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, /) -> None:
         if len(slots) != layout.slots:

@@ -85,7 +85,7 @@ class EngineLink:
         else:
             ranks = [engine.index for engine in engines]
         n_clients = min(len(addresses.inputs), len(addresses.outputs))
-        self.index = check_int("client_index", chosen.client_index, minimum=0)
+        self.index: int = check_int("client_index", chosen.client_index, minimum=0)
         if self.index >= n_clients:
             raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {self.index}")
         self.addresses = addresses  # what engines are to be told

@@ -91,7 +91,9 @@ class Handle:
             "installed, in every process of this vLLM, those on other hosts too"
         )
 
-    local_subscribe_addr = local_notify_addr = tensor_arena_handle = buffer_handle
+    local_subscribe_addr = buffer_handle
+    local_notify_addr = buffer_handle
+    tensor_arena_handle = buffer_handle
 
 
 def as_queue_handle(handle: Any) -> Handle:
@@ -314,7 +316,7 @@ class MessageQueue:
         """Take this end of a queue; ``handle`` and ``rank`` are a reader's."""
         self._queue = queue
         self._is_writer = handle is None
-        self.handle = Handle.of(queue.export_handle()) if handle is None else handle
+        self.handle: Handle = Handle.of(queue.export_handle()) if handle is None else handle
         local = self.handle.local_reader_ranks
         self._is_local_reader = not self._is_writer and rank in local
         self._is_remote_reader = not self._is_writer and rank not in local

@@ -109,7 +109,6 @@ class ConstantList(Sequence[T_co], Generic[T_co]):
     """
 
     __slots__ = ("_items",)
-    __hash__ = None  # type: ignore[assignment]  # like a list's
 
     def __init__(self, items: list[T_co]) -> None:
         self._items = items
@@ -135,8 +134,18 @@ class ConstantList(Sequence[T_co], Generic[T_co]):
     def _refuse(self, *_args: object, **_options: object) -> NoReturn:
         raise TypeError("a ConstantList cannot be changed")
 
-    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    append = _refuse
+    extend = _refuse
+    insert = _refuse
+    pop = _refuse
+    remove = _refuse
+    clear = _refuse
+    sort = _refuse
+    reverse = _refuse
+    __setitem__ = _refuse
+    __delitem__ = _refuse
+    __iadd__ = _refuse
+    __imul__ = _refuse
 
 
 def parallel_settings(config: object) -> dict[str, Any]:

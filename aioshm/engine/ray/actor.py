@@ -48,8 +48,10 @@ class EngineActor:
         self.local = local
         self.handle = handle  # Ray's
         self.where_ref: Any = handle.where.remote()
-        self.address = self.node_id = ""
-        self.pid = self.local_rank = 0
+        self.address: str = ""
+        self.node_id: str = ""
+        self.pid: int = 0
+        self.local_rank: int = 0
         self.run_ref: Any = None  # Ray's reference to the result of its run; None before it runs
         self.sentinel: int  # a descriptor that is readable when its run is over
         self.sentinel, self._open = os.pipe()

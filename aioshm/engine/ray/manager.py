@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, Closing, warn_not_closed
@@ -75,7 +75,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         TypeError, ValueError: An argument makes no sense.
     """
 
-    create_dp_placement_groups = staticmethod(create_dp_placement_groups)
+    create_dp_placement_groups: Final = staticmethod(create_dp_placement_groups)
 
     def __init__(
         self,

@@ -54,11 +54,11 @@ class Calls:
         self._steps = steps
         self._exit = running.exit
         self.n_workers = n_workers
-        self.schedule = Schedule()
-        self.inbox = Inbox(self)
+        self.schedule: Schedule = Schedule()
+        self.inbox: Inbox = Inbox(self)
         self.channels: dict[int, Channel] = {}
         self.absent: set[int] = set()
-        self.lock = asyncio.Lock()
+        self.lock: asyncio.Lock = asyncio.Lock()
         self._whole = asyncio.Event()
         self._whole.set()
         self._calls: dict[int, Call] = {}  # those that were sent, or are being sent, and not answered, by number

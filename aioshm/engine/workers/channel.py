@@ -96,10 +96,10 @@ class Channel:
         self.rank = rank
         self.requests = requests
         self.replies = replies
-        self.n_requests = 0
+        self.n_requests: int = 0
         self.after = after
         self.lost = False
-        self.closed = False
+        self.closed: bool = False
         self._posting: set[asyncio.Task[None]] = set()
 
     async def send(self, message: Message) -> None:

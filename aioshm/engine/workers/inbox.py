@@ -29,10 +29,10 @@ class Waiter:
     __slots__ = ("future", "interrupted", "reading", "ready")
 
     def __init__(self) -> None:
-        self.ready = False
+        self.ready: bool = False
         self.future: asyncio.Future[None] | None = None
         self.reading: asyncio.Task[Any] | None = None
-        self.interrupted = False
+        self.interrupted: bool = False
 
     def notify(self) -> None:
         """Set `ready`, and wake the task."""

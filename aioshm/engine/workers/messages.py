@@ -61,7 +61,7 @@ class MessageCodec(PickleCodec):
     """Pickle, for messages: one whose value cannot be decoded is still about its call."""
 
     @staticmethod
-    def loads(data: bytes) -> Any:  # type: ignore[override]
+    def loads(data: bytes) -> Any:
         """Decode a message without buffers."""
         try:
             return PickleCodec.loads(data)

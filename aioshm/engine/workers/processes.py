@@ -81,7 +81,7 @@ class Making:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self.missing = set(ranks)
+        self.missing: set[int] = set(ranks)
         self.failures: dict[int, RemoteFailure] = {}
         self._all = asyncio.Event()
 

@@ -30,7 +30,7 @@ class GroupExit:
 
     def __init__(self) -> None:
         self.failure: Callable[[], AioshmError] | None = None
-        self.ended = asyncio.Event()
+        self.ended: asyncio.Event = asyncio.Event()
 
     def end(self, failure: Callable[[], AioshmError]) -> bool:
         """Note why a group has ended; return whether that is new."""
@@ -58,7 +58,8 @@ class Running:
     def __init__(self, settings: Settings, group_exit: GroupExit) -> None:
         self._settings = settings
         self.exit = group_exit
-        self.n_workers = self.callable = settings.n_workers
+        self.n_workers: int = settings.n_workers
+        self.callable: int = settings.n_workers
         self._watchers: set[asyncio.Queue[RankInfo | None]] = set()
         self._own_options = msgspec.structs.replace(
             settings.options, on_reader_death="raise", max_readers=None, slow_reader="block", prefault_bytes=0
@@ -70,11 +71,11 @@ class Running:
         steps = MessageQueue(n_workers, n_workers, None, *settings.sizes, codec=MessageCodec(), options=options)
         self._steps = steps.export_handle()
         try:
-            self.processes = WorkerProcesses(settings, self)
+            self.processes: WorkerProcesses = WorkerProcesses(settings, self)
         except BaseException:
             steps.end.gate.discard()
             raise
-        self.calls = Calls(self, steps, n_workers)
+        self.calls: Calls = Calls(self, steps, n_workers)
         self._construction = b""
         self.replacing: Replacing | None = None
 

@@ -39,20 +39,20 @@ class Call(Waiter):
 
     def __init__(self, method: str, wanted: int | None = None, *, stream: bool = False) -> None:
         super().__init__()
-        self.method = method  # its name, for people
-        self.wanted = wanted  # the worker's rank; None: any, or all
-        self.stream = stream
-        self.order = 0  # its place among the calls that have asked for a turn
+        self.method: str = method  # its name, for people
+        self.wanted: int | None = wanted  # the worker's rank; None: any, or all
+        self.stream: bool = stream
+        self.order: int = 0  # its place among the calls that have asked for a turn
         self.seat: Seat | None = None  # the worker that it may be sent to
-        self.number = 0  # in messages
-        self.sent = False
+        self.number: int = 0  # in messages
+        self.sent: bool = False
         self.missing: set[int] = set()  # the ranks that have not answered
         self.results: dict[int, Any] = {}
         self.errors: dict[int, RemoteFailure] = {}
         self.items: deque[Any] = deque()  # of a stream, that were not taken
-        self.taken = 0  # items, since the worker was allowed to make further ones
+        self.taken: int = 0  # items, since the worker was allowed to make further ones
         self.failure: Callable[[], AioshmError] | None = None  # if something else than the method has failed
-        self.done = False  # whether there is nothing more to come for the caller
+        self.done: bool = False  # whether there is nothing more to come for the caller
 
     @property
     def rank(self) -> int | None:
@@ -84,12 +84,12 @@ class Seat:
     __slots__ = ("calls", "idle_since", "leaving", "present", "queue", "rank", "streams")
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.present = False
-        self.leaving = False
-        self.calls = 0
-        self.streams = 0
-        self.idle_since = 0
+        self.rank: int = rank
+        self.present: bool = False
+        self.leaving: bool = False
+        self.calls: int = 0
+        self.streams: int = 0
+        self.idle_since: int = 0
         self.queue: deque[Call] = deque()
 
     @property

@@ -23,6 +23,7 @@ from aioshm.config import check_bool, check_timeout, shown
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.process.loop_thread import LoopThread, shared_loop, turn
 from aioshm.process.turn import Turn
+from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
@@ -54,7 +55,7 @@ class BlockingEnd:
 
     def __init__(self, end: WritingEnd | ReadingEnd) -> None:
         self.end = end
-        self.gate = end.gate
+        self.gate: Gate = end.gate
         end.block()
         self.undelivered: list[Any] = []
         self.failure: AioshmError | None = None

@@ -113,7 +113,8 @@ class NoWriter:
     def ready(self) -> bool:
         return False
 
-    look = look_on = ready
+    look = ready
+    look_on = ready
 
     def take(self) -> Any:
         return NOTHING
