@@ -30,7 +30,6 @@
 #define MAX_POOLS 4
 #define DECODINGS 3           /* a message that cannot be decoded so often is damaged */
 #define NONE UINT64_MAX       /* no message has this number */
-#define READER_AHEAD 4        /* slots: so far ahead a reader fetches lines, which the writer's CPU has had last */
 
 /* The chunks of one size, as the writer's book keeps them: the class Chunks of book.py says what the words mean. */
 typedef struct {
@@ -98,7 +97,6 @@ typedef struct {
     WriterBook *notes;        /* in the book */
     unsigned long long claimed_bytes;  /* of the message that the claimed slot is for */
     unsigned long long awaited;        /* the message that spins wait for until all have read it; NONE: the next slot's */
-    uint64_t unfetched, n_unfetched;   /* from which message on nothing is fetched ahead, and for how many */
     PyObject *measure;
 } WriterEnd;
 
@@ -153,13 +151,6 @@ static inline Pool *pool_for(End *end, size_t nbytes)
     while (n > 0 && end->pools[n].room < nbytes)
         n--;
     return &end->pools[n];
-}
-
-/* The slot so many further on, of a ring that has more slots. */
-static inline size_t index_ahead(const End *end, size_t slots)
-{
-    size_t index = end->index + slots;
-    return index < end->n_slots ? index : index - end->n_slots;
 }
 
 static inline void advance(End *end)

@@ -87,18 +87,6 @@ static void finish_and_tell(ReaderEnd *self, bool took)
 
 /* Taking */
 
-/* Fetch the lines of the next message but a few, if it is there: else the writer is about to write to those lines. */
-static inline void fetch_to_read(const End *end)
-{
-    if (end->n_slots <= READER_AHEAD)
-        return;
-    size_t index = index_ahead(end, READER_AHEAD);
-    if (is_ready(end, index)) {
-        __builtin_prefetch(slot_of(end, index));
-        __builtin_prefetch(slot_of(end, index) + SLOT_HEADER_BYTES);
-    }
-}
-
 /* Where the next message lies, if it lies in a chunk of this number and of that room; else NULL. */
 static const uint8_t *chunk_body(const End *end, uint64_t number, uint64_t seq, size_t size)
 {
@@ -116,7 +104,6 @@ static const uint8_t *chunk_body(const End *end, uint64_t number, uint64_t seq, 
 static PyObject *copy_plain(End *end)
 {
     const uint64_t most = end->raw ? TAKE_MAX : COPY_MAX;
-    fetch_to_read(end);
     const uint8_t *slot = slot_of(end, end->index), *body = slot + SLOT_HEADER_BYTES;
     const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
     const uint64_t chunk = load_word(slot + CHUNK), size = words[3];

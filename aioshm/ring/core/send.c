@@ -2,39 +2,8 @@
 
 #include "core.h"
 
-#define WRITER_AHEAD 16       /* slots: so far ahead a writer fetches lines, which readers' CPUs have had last */
 #define ROOM_AHEAD 64         /* slots that a writer spins for, if it has none: looking at those that its readers are at
                                * holds them up, and they have hundreds of messages to go on with */
-
-/* Fetching ahead */
-
-/* Fetch a line into this CPU's cache, as its own, by the time that the writer is there: stores to lines that others have
- * wait, one after the other, at the fence that follows each message. */
-static inline void fetch_line(const uint8_t *at)
-{
-#if defined(__x86_64__)
-    __asm__ volatile("prefetchw %0" : : "m"(*at));  /* compilers make a load's of it, unless told of the CPU */
-#else
-    __builtin_prefetch(at, 1);
-#endif
-}
-
-/* Fetch the first lines of a slot further on; not those that were not free just now: readers are about to read them. */
-static inline void fetch_to_write(const WriterEnd *self)
-{
-    const End *end = &self->end;
-    if (end->n_slots <= WRITER_AHEAD || end->seq - self->unfetched < self->n_unfetched)
-        return;
-    const uint8_t *slot = slot_of(end, index_ahead(end, WRITER_AHEAD));
-    fetch_line(slot);
-    fetch_line(slot + SLOT_HEADER_BYTES);
-}
-
-static inline void fetch_nothing(WriterEnd *self, uint64_t first, uint64_t amount)
-{
-    self->unfetched = first;
-    self->n_unfetched = amount;
-}
 
 /* Chunks */
 
@@ -129,8 +98,6 @@ static bool spin_for_room(WriterEnd *self, size_t size)
     else if (pool == NULL && end->n_slots >= 8 * ROOM_AHEAD)
         self->awaited = end->seq - end->n_slots + ROOM_AHEAD - 1;
     bool may = spin_unless(end, end->spin_ns);
-    if (may && pool == NULL && self->awaited != NONE)
-        fetch_nothing(self, end->seq + ROOM_AHEAD - WRITER_AHEAD, WRITER_AHEAD);
     self->awaited = NONE;
     return may || may_go_on(end);
 }
@@ -183,12 +150,9 @@ static bool put_bytes(WriterEnd *self, const char *bytes, size_t size, uint64_t 
 {
     End *end = &self->end;
     uint8_t *body = claim(self, size);
-    if (body == NULL) {
-        fetch_nothing(self, end->seq, ROOM_AHEAD);
+    if (body == NULL)
         return false;
-    }
     uint64_t words[4] = {end->what, end->seq, now, size};
-    fetch_to_write(self);
     memcpy(slot_of(end, end->index), words, sizeof words);
     memcpy(body, bytes, size);
     end->copied += size;
