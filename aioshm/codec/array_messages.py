@@ -1,4 +1,4 @@
-"""Messages that are one array or one tensor: the head that frames.py describes, and the elements in the one buffer."""
+"""Messages of one array or tensor: a head (see frames.py), and the elements as the only buffer."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def reduce_array(array: Array) -> str | tuple[Any, ...]:
 
 
 def _writable_array(shape: tuple[int, ...], element: Any, memory: Any, order: Order) -> Array:
-    """Rebuild what was read-only where it came from: pickle wraps the memory, although new, in a read-only view."""
+    """Rebuild an array whose source was read-only: pickle wraps new memory in a read-only view."""
     if not isinstance(memory, memoryview):
         return np.ndarray(shape, element, bytearray(memory), 0, None, order)
     owner: Any = memory.obj

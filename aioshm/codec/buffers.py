@@ -1,4 +1,4 @@
-"""Out-of-band buffers: which blocks of memory travel beside a message, and what they arrive in."""
+"""Out-of-band buffers: the choice of buffers, and the memory that receives them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_loaded(name: str) -> bool:
 
 
 class OwnMemory:
-    """Base of memory that belongs to one received message: whoever decodes the message may keep views of it."""
+    """Memory of one received message, of which the decoder may keep views."""
 
 
 def own_copy(view: memoryview) -> bytearray | memoryview:

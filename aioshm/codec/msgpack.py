@@ -250,7 +250,7 @@ class MsgpackCodec(Generic[T]):
         return buffer
 
     def _stand_in(self, obj: Any) -> Any:
-        """Encode an object that msgspec does not know as one that it does."""
+        """Replace an object that msgspec does not know by an extension."""
         kind = type(obj)
         packer = _packers.get(kind)
         if packer is None:

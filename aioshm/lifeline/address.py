@@ -46,7 +46,7 @@ def new_address(options: Options, queue_id: bytes, kind: str) -> str:
 
 
 def socket_file(options: Options, queue_id: bytes, kind: str) -> str:
-    """Return the path of one of a queue's sockets that has a file, for those who connect to it."""
+    """Return the path of a queue's socket that has a file, for those who connect."""
     return str(Path(options.runtime_dir) / f"{queue_id.hex()}.{kind}")
 
 
@@ -62,7 +62,7 @@ def remove(address: str) -> None:
 
 
 def own_address() -> str:
-    """Return this host's own address: the one that its packets to other hosts come from, else the loopback's."""
+    """Return the address that this host's packets to other hosts have, else the loopback's."""
     # Connecting a datagram socket sends nothing; these are addresses for documentation (RFC 5737, RFC 3849).
     for family, there in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:
@@ -75,7 +75,7 @@ def own_address() -> str:
 
 
 def is_own_address(host: str) -> bool:
-    """Return whether an IP address, or ``localhost``, is one of this host; other names are not looked up."""
+    """Return whether an IP address, or ``localhost``, is this host's; no names are looked up."""
     host = {"localhost": "127.0.0.1"}.get(host, host.removeprefix("[").removesuffix("]"))
     try:
         family = socket.AF_INET6 if ip_address(host).version == 6 else socket.AF_INET
@@ -112,7 +112,7 @@ def check_ip(address: object) -> str | None:
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Return pid and uid of the process at the other end, as the kernel vouches for them (0: not visible)."""
+    """Return the peer's pid and uid, as the kernel reports them (0: not visible)."""
     if sys.platform == "darwin":
         credentials = sock.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, 76)  # struct xucred: version, uid, groups
         return 0, int(struct.unpack_from("=II", credentials)[1])

@@ -15,7 +15,7 @@ class Bell:
 
     @classmethod
     def create(cls) -> Bell:
-        """Make a new one."""
+        """Make a new eventfd."""
         return cls(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
 
     def ring(self) -> None:

@@ -65,13 +65,13 @@ class Connection:
         return self._next is not None
 
     def step(self) -> None:
-        """Do what was put off, if anything was."""
+        """Do the step that was put off, if any."""
         step, self._next = self._next, None
         if step is not None:
             step()
 
     def look(self) -> None:
-        """Do all that there is to do, and read what there is to read."""
+        """Do all pending steps, and read everything that has arrived."""
         while self._sock.fileno() >= 0:
             if self._next is None:
                 self.read()
@@ -177,7 +177,7 @@ class Connection:
         self._put_off(self._find_place)
 
     def _find_place(self) -> None:
-        """Notice who has gone that had what this reader wants, or whether it has gone itself; then admit it."""
+        """Look for departures at the wanted rank, or of this reader; then admit it."""
         assert self._hello is not None
         if self._has_gone():
             self.close()

@@ -44,7 +44,7 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool
 
 
 def has_hung_up(sock: socket.socket) -> bool:
-    """Return whether the other end is closed, whatever is still to be read from it."""
+    """Return whether the peer has closed, whatever is still to be read."""
     poll = select.poll()
     poll.register(sock, _CLOSED)
     return bool(poll.poll(0))

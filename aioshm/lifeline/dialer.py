@@ -155,7 +155,7 @@ class Lifeline:
         self._on_wake()
 
     def look(self) -> None:
-        """Report what has come, without waiting for the loop to find it."""
+        """Report arrived signals without waiting for the loop."""
         self._readable()
 
     def _readable(self) -> None:

@@ -173,7 +173,7 @@ class LifelineListener:
         return [connection for connection in self._connections.values() if connection.peer is None]
 
     def _drop_late(self) -> None:
-        """Drop those that have not greeted in time; one timer is for all of them."""
+        """Drop connections without a greeting in time; all share one timer."""
         assert self._loop is not None
         self._deadline = None
         for connection in self._strangers():
@@ -184,7 +184,7 @@ class LifelineListener:
             connection.give_up()
 
     def put_off(self, connection: Connection) -> None:
-        """Do a connection's next step in the loop's next turn, or in a later one if others have steps to do before."""
+        """Do a connection's next step in a later turn of the loop, after earlier ones."""
         assert self._loop is not None
         self._steps.append(connection)
         if len(self._steps) == 1:
@@ -192,7 +192,7 @@ class LifelineListener:
         self.hurry()
 
     def _step(self) -> None:
-        """Do one step: more than one would keep the writer for longer."""
+        """Do one step only, so that the writer is kept for a short time."""
         assert self._loop is not None
         while self._steps and not self._steps[0].has_step:  # it was done meanwhile, or the connection was closed
             self._steps.popleft()
@@ -227,7 +227,7 @@ class LifelineListener:
         return True
 
     def lack(self, pid: int, error: OSError) -> str:
-        """Note that there was no descriptor for a reader, and return what it is told."""
+        """Note that a descriptor for a reader was missing, and return the refusal."""
         self.lacking = out_of_descriptors("a reader that attaches", error.errno)
         reason = why_no_descriptor(error.errno, "its process")
         logger.warning("refused the reader of pid %d: %s", pid, reason)
@@ -241,7 +241,7 @@ class LifelineListener:
         protocol.check_hello(hello, VERSION, self._queue_id, self._token)
 
     def look(self) -> None:
-        """Report now what the loop would find out later: who has come, who has gone."""
+        """Report arrivals and departures now, before the loop does."""
         for _ in range(MAX_STRANGERS):
             if not self._accept():
                 break
@@ -249,7 +249,7 @@ class LifelineListener:
             connection.look()  # strangers, too: a greeting may have come a moment after its connection was accepted
 
     def look_at(self, socks: Iterable[socket.socket]) -> bool:
-        """Read what has come over some connections of admitted readers; return whether any of them has ended."""
+        """Read some admitted readers' connections; return whether any has ended."""
         ended = False
         for sock in list(socks):
             connection = self._connections.get(sock)
@@ -259,7 +259,7 @@ class LifelineListener:
         return ended
 
     def look_at_readers(self) -> None:
-        """Report now which admitted readers have gone, if the loop can still be told."""
+        """Report departed readers now, if the loop can still call back."""
         if self._loop is not None and not self._loop.is_closed():
             self.look_at(self._connections)
 

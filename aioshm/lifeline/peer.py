@@ -25,19 +25,19 @@ class Host(Protocol):
         """Return the answer to a checked greeting with the descriptors that go along, or raise `HandleError`."""
 
     def awaits_end(self, hello: Hello) -> bool:
-        """Return whether a reader that has what this one wants is about to be gone: its process is being ended."""
+        """Return whether the reader at the wanted rank is being ended, and soon gone."""
 
     def missed(self, hello: Hello, said_goodbye: bool) -> None:
         """Note that a reader had gone before its greeting was read; it is not admitted."""
 
     def attached(self, peer: Peer) -> None:
-        """Note that a reader was admitted and has been told so."""
+        """Note a reader that was admitted and has its answer."""
 
     def announce(self) -> None:
         """Notify those who wait for readers, or for their end; called a turn of the loop later."""
 
     def withdrawn(self, welcome: Welcome) -> None:
-        """Note that a reader was admitted but could not be told so."""
+        """Note a reader that was admitted but could not be answered."""
 
     def proven(self, peer: Peer) -> None:
         """Note that a reader has the ring mapped."""

@@ -1,4 +1,4 @@
-"""Sockets that the garbage collector closes without a warning: the ends that have them give one."""
+"""Sockets without a warning at collection: the ends that own them warn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class QuietSocket(socket.socket):
     """A socket without a `ResourceWarning`: the end that owns the socket gives the warning."""
 
     def accept(self) -> tuple[QuietSocket, Any]:
-        """Do what `socket.socket.accept` does, without asking the kernel what the new socket is: a stream, as this."""
+        """Accept a stream without asking the kernel for the new socket's type."""
         accept: Any = super()._accept  # type: ignore[misc]
         fd, address = accept()
         return QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fd), address

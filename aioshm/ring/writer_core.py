@@ -137,7 +137,7 @@ class WriterControl(_Base):
         view[at.READERS_PARKED + reader] = 0
 
     def admit(self, reader: int, history: int, gone: Callable[[int], object] | None, /) -> int:
-        """Admit a reader; return its first message, up to ``history`` back while none is ``gone``."""
+        """Admit a reader; return its first message, at most ``history`` back and none ``gone``."""
         self.check_unused()
         self._check_reader(reader)
         if history < 0:

@@ -23,7 +23,7 @@ class Alarm:
         self._at_ns = 0
 
     def arm(self, at_ns: int) -> None:
-        """Call back at a time, by CLOCK_MONOTONIC in nanoseconds; what was armed before is forgotten."""
+        """Call back at a time, by CLOCK_MONOTONIC in nanoseconds; this replaces an earlier time."""
         if self._closed:
             return
         if self._fd < 0 and self._exact:

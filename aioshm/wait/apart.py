@@ -1,4 +1,4 @@
-"""Moving to another CPU than the one that the other end needs."""
+"""Moves a thread away from the CPU that its peer needs."""
 
 from __future__ import annotations
 

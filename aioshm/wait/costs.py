@@ -48,14 +48,14 @@ class Costs:
 
     @classmethod
     def told(cls, figures: Sequence[int]) -> Costs | None:
-        """Return what another process has told, in the order above; None where that cannot be, or it told nothing."""
+        """Return another process' figures, in the order of the fields; None if unusable."""
         if len(figures) != len(fields(cls)):
             return None
         costs = cls(*figures)
         return costs if costs == costs.within_bounds() else None
 
     def to_tell(self) -> tuple[int, ...]:
-        """Return the figures as `told` takes them."""
+        """Return the figures for `told`."""
         return astuple(self)
 
     @property
@@ -70,12 +70,12 @@ class Costs:
 
     @property
     def nap_gap_ns(self) -> int:
-        """Where CPUs are short, messages closer than this are worth a nap: it finds a few of them."""
+        """Where CPUs are short, messages closer than this are worth a nap."""
         return self.wake_up_ns
 
     @property
     def nap_ns(self) -> int:
-        """The first nap; each one that finds nothing is followed by one of twice the length."""
+        """The first nap; each empty nap doubles the next."""
         return self.wake_up_ns * 5 // 8
 
     @property
@@ -85,7 +85,7 @@ class Costs:
 
     @property
     def answer_ns(self) -> int:
-        """A longer wait for an answer is not worth such a spin, however seldom one is asked."""
+        """The longest wait for an answer that is worth such a spin."""
         return 4 * self.yielding_spin_ns
 
     def crowd_spin_ns(self, ends: int) -> int:
@@ -94,7 +94,7 @@ class Costs:
 
     @property
     def jitter_ns(self) -> int:
-        """Every process is this late now and then: no surprise in a rhythm, and what a window has to spare."""
+        """The usual lateness of processes: no surprise in a rhythm, and a window's margin."""
         return self.wake_up_ns // 4
 
     @property
@@ -104,7 +104,7 @@ class Costs:
 
     @property
     def shared_cpu_ns(self) -> int:
-        """A `sched_yield` that took longer has let somebody else run on this CPU, most likely the other end."""
+        """A longer `sched_yield` has let another thread run here, probably the peer."""
         return 10_000 + 12 * self.yield_ns
 
 

@@ -1,4 +1,4 @@
-"""Waiting in line, and waiting for a future, with the same three ways out: done, too late, called off."""
+"""The queue of waiters, and waiting for a future: until done, a deadline, or a cancel event."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Line:
         self._taken = True
 
     def leave(self) -> None:
-        """End this task's turn; the next in line has it from here on."""
+        """End this task's turn, and begin the next waiter's."""
         if self._waiting:
             self._waiting.popleft().set_result(None)
         else:

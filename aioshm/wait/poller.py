@@ -56,13 +56,13 @@ class WaitStats:
 
 
 class Flags(Protocol):
-    """What is a byte in memory, or acts like one."""
+    """The interface of a byte in memory."""
 
     def __setitem__(self, index: int, value: int, /) -> None: ...
 
 
 class Waiting:
-    """One wait: what it is for, and what else may end it."""
+    """One wait: its condition and its limits."""
 
     __slots__ = ("cancel", "deadline", "look", "stall", "watcher")
 
@@ -133,7 +133,7 @@ class Poller:
         self.stats: WaitStats = WaitStats()
 
     def wake(self) -> None:
-        """Let the parked wait look again. Called on the loop's thread, at any time, any number of times."""
+        """Make the parked wait look again. Called on the loop's thread, any number of times."""
         sleeper = self._sleeper
         if sleeper is not None and not sleeper.done():
             sleeper.set_result(None)
@@ -200,7 +200,7 @@ class Poller:
         await self._follow(wait, plan)
 
     def _learn(self, count: int, at_ns: int) -> None:
-        """Learn what the latest wake-up has cost, if it was for the message that was published last, at that time."""
+        """Learn the cost of the latest wake-up, if the latest message caused it."""
         assert self._slept is not None
         since_ns, looked_ns = self._slept
         self._slept = None
@@ -208,7 +208,7 @@ class Poller:
             calibration.woke(looked_ns - at_ns)
 
     async def _follow(self, wait: Waiting, plan: Plan) -> None:
-        """Wait for the windows of a plan, one after the other; park where there is none any more."""
+        """Wait for the windows of a plan, one after the other; park after the last."""
         predictor = self._predictor
         while plan.wake_at_ns:
             if plan.wake_at_ns > monotonic_ns():
@@ -259,26 +259,26 @@ class Poller:
                 self._pay(window, missed, monotonic_ns() - began)
 
     async def _between_slices(self, now_ns: int) -> int:
-        """Let the loop's other tasks run; return how long the next slice of a spin may be."""
+        """Run the loop's other tasks; return the length of the spin's next slice."""
         self._yielded = True
         await asyncio.sleep(0)
         return INLINE_SPIN_NS if monotonic_ns() - now_ns < IDLE_TURN_NS else SHARED_SPIN_NS
 
     def _pay(self, window: bool, missed: bool, spent_ns: int) -> None:
-        """Enter what a spin has cost; a wait that was given up has cost something too."""
+        """Account for a spin, also one that was given up."""
         self.stats.spin_ns += spent_ns
         if window:
             self._predictor.watched(not missed, spent_ns)
 
     def _pay_for_hit(self, at_ns: int) -> None:
-        """Enter what the latest hit has cost: it came when its message was published, in the last slice of the spin."""
+        """Account for the latest hit, which ended when its message was published."""
         assert self._unpaid is not None
         began, earliest, latest, window = self._unpaid
         self._unpaid = None
         self._pay(window, False, min(max(at_ns, earliest), latest) - began)
 
     async def _nap(self, wait: Waiting, nap_ns: int) -> bool:
-        """Sleep for a moment, a few times, while the other end need not signal; return whether it was worth it."""
+        """Nap a few times, without signals from the peer; return whether that was worth it."""
         for _ in range(NAPS):
             self._sleeper = sleeper = self._loop.create_future()
             self._alarm.arm(monotonic_ns() + nap_ns)

@@ -83,7 +83,7 @@ class Predictor:
         self.adjust(costs)
 
     def adjust(self, costs: Costs) -> None:
-        """Go by other costs from now on; what was learned of the messages stays."""
+        """Use other costs from now on; keep what was learned from messages."""
         self.costs = costs
         yields = self._yields
         self._beat_gap_ns = costs.hot_gap_ns
@@ -178,5 +178,5 @@ class Predictor:
             self._rhythm.watched(hit, spent_ns)
 
     def after_miss(self, now_ns: int) -> Plan:
-        """Return how a wait goes on whose window has passed in vain: with another window, or `PARK`."""
+        """Return the next step of a wait after an empty window: another window, or `PARK`."""
         return PARK if self._rhythm is None else self._rhythm.after_miss(now_ns)

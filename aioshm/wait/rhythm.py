@@ -51,7 +51,7 @@ PARK = Plan()
 
 
 class Lag:
-    """Expects each gap to be like the one that many beats ago: a repeating pattern of that length."""
+    """Expects a gap to equal the gap some beats ago: a repeating pattern of that length."""
 
     __slots__ = (
         "_carry",
@@ -119,7 +119,7 @@ class Lag:
         self._deviations[index] = deviation + (off - deviation) * newest
 
     def expected(self, ahead: int = 0) -> float:
-        """Return the next gap, or one further ahead."""
+        """Return the next gap, or a later one."""
         gap = self._gaps[(self._index + ahead) % len(self._gaps)]
         return gap if ahead else gap + self._carry
 
@@ -150,7 +150,7 @@ class Rhythm:
         self.adjust(costs)
 
     def adjust(self, costs: Costs) -> None:
-        """Go by other costs from now on; how late timers are is believed only until one has woken this end."""
+        """Use other costs from now on; a timer's, until one has woken this end."""
         self._jitter_ns = costs.jitter_ns
         if not self._woken:
             self._late, self._late_deviation = float(costs.timer_late_ns), 0.3 * costs.timer_late_ns

@@ -21,7 +21,7 @@ class Stall:
         self.reported: bool = False
 
     def restart(self) -> None:
-        """Count from now, for a wait for something else; only one that was never due is like a new one."""
+        """Count from now, for a wait for another thing."""
         self._began = monotonic()
         self.at = self._began + self._after_s
 
@@ -30,7 +30,7 @@ class Stall:
         self._paused = monotonic()
 
     def resume(self) -> None:
-        """Go on counting where the pause began."""
+        """Continue counting where the pause began."""
         gap = monotonic() - self._paused
         self._began += gap
         self.at += gap

@@ -39,5 +39,5 @@ else:
         raise NotImplementedError("there is no timerfd on this system")
 
     def timerfd_settime(fd: int, at_ns: int, /) -> None:
-        """Refuse: see `HAVE_TIMERFD`."""
+        """Arm a timer for a moment of CLOCK_MONOTONIC, in nanoseconds; 0 disarms it."""
         raise NotImplementedError("there is no timerfd on this system")

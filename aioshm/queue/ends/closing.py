@@ -31,7 +31,7 @@ class Inside(Protocol):
         """Return whether `finish` has nothing to do."""
 
     async def finish(self) -> None:
-        """Do what closing needs that takes time."""
+        """Do the slow part of closing."""
 
     def stats(self) -> QueueStats:
         """Return the statistics while they can be read."""
@@ -41,17 +41,17 @@ class Whole(Inside, Protocol):
     """The end as a whole."""
 
     def wake_peers(self) -> None:
-        """Wake the other ends that are parked and can go on; may be interrupted, and then has to be called again."""
+        """Wake parked peers that can continue; call it again after an interruption."""
 
     def lingers(self) -> bool:
         """Return whether `linger` has something to wait for."""
 
     async def linger(self) -> None:
-        """Wait, before the goodbye, for those who may still come for what is kept; called on the end's loop."""
+        """Wait, before the goodbye, for readers that may still fetch kept messages."""
 
 
 class Door(Protocol):
-    """The gate, as closing uses it: see `Gate` for what each name means."""
+    """The gate's interface for closing; see `Gate`."""
 
     loop: asyncio.AbstractEventLoop | None
     in_line: int
@@ -164,7 +164,7 @@ class ClosingOrder:
             self._inside.say_goodbye()
 
     def dismantle_unless_used(self) -> None:
-        """Give everything back if the goodbye was said and no call is in line."""
+        """Release everything, if the goodbye was said and no call is waiting."""
         if self._parted and not self.dismantled and not self._gate.in_line:
             self._last_stats = self._inside.stats()
             self.dismantled = True

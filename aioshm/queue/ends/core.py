@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Core(Protocol):
-    """The part of a ring's core that a gate opens and shuts; see ``ring/reference.py`` for what each name means."""
+    """The gate's interface to a ring's core; see ``ring/reference.py``."""
 
     open: bool
     turn: int

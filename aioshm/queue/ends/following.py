@@ -1,4 +1,4 @@
-"""How a reader comes to its writer, and to the next one when that is gone."""
+"""A reader's search for its writer, and for the next one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Connect(Protocol):
     """Makes the source for a writer's handle, and the codec for its messages."""
 
     def __call__(self, handle: Handle, failed: Callable[[AioshmError], None], /) -> tuple[Source, Codec]:
-        """Do so; ``failed`` is to be told what keeps the source from attaching."""
+        """Connect to a writer; ``failed`` gets the error that keeps the source from attaching."""
 
 
 class Following:
@@ -87,7 +87,7 @@ class Following:
         return self._obstacle is not None or (self._ended is not None and self._gate.ready)
 
     def tell(self) -> AioshmError | None:
-        """Return, once, what the next call is to be told before anything else, if there is something."""
+        """Return, once, the news that the next call has to report first, if any."""
         obstacle, self._obstacle = self._obstacle, None
         if obstacle is not None or self._ended is None or not self._gate.ready:
             return obstacle
@@ -99,7 +99,7 @@ class Following:
         return restarted
 
     def check_attaching(self) -> None:
-        """Raise what keeps the reader from becoming ready; where the writer is gone, look for the next one."""
+        """Raise the error that prevents attaching; look for the next writer if this one is gone."""
         gone = self.source.gone
         if gone is not None:
             self._failed(gone())
@@ -127,7 +127,7 @@ class Following:
         self._look_for_writer()
 
     def _goes_on(self, error: AioshmError) -> bool:
-        """Return whether this is an end of a writer that another one may follow, which is to be waited for."""
+        """Return whether the error ends a writer whose successor is awaited."""
         return self._reconnect and isinstance(error, (PeerDied, PeerClosed, MessagesLost, QueueGone))
 
     def _news_has_come(self) -> None:

@@ -88,7 +88,7 @@ class Gate:
     # Whose the end is
 
     def bind(self) -> asyncio.AbstractEventLoop:
-        """Belong to the running loop from now on, or refuse to be used from another one."""
+        """Belong to the running loop from now on, or raise if another loop is the owner."""
         loop = asyncio.get_running_loop()
         if self.loop is None and self.refusal is None:
             self.loop, self._thread = loop, get_ident()
@@ -122,7 +122,7 @@ class Gate:
         self.core.share(turn)
 
     def pay(self) -> None:
-        """Wake the other ends that sleep though they can go on; may be interrupted, and then has to be called again."""
+        """Wake sleeping peers that can continue; call it again after an interruption."""
         if self.owed:
             self._inside.wake_peers()
             self.owed.clear()
@@ -146,7 +146,7 @@ class Gate:
         self._check_here()
 
     def check_owner(self) -> None:
-        """Raise what forbids changing the end here, also while calls that send or receive are refused."""
+        """Raise unless the end may be changed here, also while sending or receiving is refused."""
         if self.closed:
             self.check_refusal()
         if self.loop is not None:
@@ -165,7 +165,7 @@ class Gate:
             )
 
     def check_ready(self) -> None:
-        """Raise whatever forbids a ``_nowait`` call; another task in line does not."""
+        """Raise if a ``_nowait`` call is impossible; a waiting task does not matter."""
         self.check_usable()
         if not self.ready:
             raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
@@ -178,7 +178,7 @@ class Gate:
         self.core.open = self.ready and not shut
 
     def new_turn(self, now_ns: int = 0) -> None:
-        """Count from here, or from a time: the other tasks of the loop have just had theirs."""
+        """Start a new budget, now or at a time: the loop's other tasks have run."""
         core = self.core
         if self.blocks:
             core.turn = core.turn_ends_ns = NO_TURNS
@@ -229,13 +229,13 @@ class Gate:
             raise
 
     def enter_now(self) -> None:
-        """Begin this task's turn where the core lets it pass, so that nobody is in line; as `enter`."""
+        """Enter after the core let the caller pass, so that nobody waits."""
         self.in_line += 1
         self.core.open = False
         self._line.take()
 
     def hold(self) -> None:
-        """Note that a block has the slot until `leave`, and whose block."""
+        """Note that this task's block has the slot until `leave`."""
         self._holder = self._caller()
 
     @property
@@ -283,7 +283,7 @@ class Gate:
     # Waiting
 
     def new_poller(self, cursor: RingWriter | RingReader, others: Sequence[int], bell: Bell | None) -> None:
-        """Make what calls wait with; the arguments are those of `waiting.new_poller`."""
+        """Make the calls' poller; the arguments are those of `waiting.new_poller`."""
         assert self.loop is not None
         pay = self.pay if self.blocks else None
         self.poller = new_poller(self.loop, self.options, cursor, others, self.core.spin, bell, pay)
@@ -382,7 +382,7 @@ class Gate:
         per_reader: tuple[ReaderStats, ...] = (),
         latency: Latency | None = None,
     ) -> QueueStats:
-        """Return statistics, to which this adds what waiting has cost so far."""
+        """Return statistics with the costs of waiting so far."""
         core, waits = self.core, WaitStats() if self.poller is None else self.poller.stats
         return QueueStats(
             queue=self.name,

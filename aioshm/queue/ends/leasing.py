@@ -126,7 +126,7 @@ class AwaitedReadBlock(ReadBlock):
 
 
 class Leases(Protocol[T_co]):
-    """Messages to iterate over with ``async for``, each leased until the next one is asked for."""
+    """Messages for ``async for``, each leased until the next."""
 
     def __aiter__(self) -> Self: ...
 

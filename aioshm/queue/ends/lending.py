@@ -47,7 +47,7 @@ class Lender:
         self._most = gate.options.max_message_bytes
 
     def loan(self, prepare: Prepare, spec: ArraySpec, timeout: float | None) -> Loan[Any]:
-        """Lend an array, as `aioshm.MessageQueue.loan`; ``prepare`` does what comes before anything that sends."""
+        """Lend an array, as `aioshm.MessageQueue.loan`; ``prepare`` runs before any sending."""
         room = self._room_for(spec.nbytes)
         return Loan(self, prepare, room, lambda extent: extent.lend(spec), _itself, timeout, spec)
 
@@ -63,7 +63,7 @@ class Lender:
         return Loan(self, prepare, room, Message, Message.take, timeout)
 
     def _room_for(self, nbytes: int) -> int:
-        """Return how much memory a message needs, at most, that has so many bytes of what is lent."""
+        """Return the greatest size of a message with ``nbytes`` of lent memory."""
         if nbytes > self._most:
             raise MessageTooLarge(f"the message has {nbytes} bytes, options.max_message_bytes allows {self._most}")
         return ALIGNMENT + nbytes + MAIN_BYTES
@@ -85,7 +85,7 @@ class Lender:
         return self._ring.loans.extent(slot, room) if in_place else Extent()
 
     async def open(self, room: int, deadline: float | None) -> tuple[Slot, Extent]:
-        """Wait in line for a slot and for room, which are the caller's until `close`."""
+        """Wait for a slot and room, which the caller has until `close`."""
         gate, sender = self.gate, self._sender
         await gate.enter(deadline)
         try:
@@ -146,7 +146,7 @@ class Lender:
         sender.put_all([message])
 
     def close(self, extent: Extent) -> None:
-        """Take back what is lent still, and end the caller's turn."""
+        """Take back lent memory, and leave the gate."""
         try:
             self._ring.loans.take_back(extent)
         finally:
@@ -219,7 +219,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
                         lender.close(extent)
 
     async def leave_copy(self) -> None:
-        """Send what `leave_now` has left."""
+        """Send the message that `leave_now` has left."""
         message, self._message, extent, self._extent = self._message, None, self._extent, None
         assert message is not None
         assert extent is not None

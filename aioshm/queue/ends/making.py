@@ -97,7 +97,7 @@ class ReaderArguments:
 
     @property
     def number(self) -> int:
-        """The rank, or what stands for any."""
+        """The rank, or `ANY_RANK`."""
         return ANY_RANK if self.rank is None else self.rank
 
     def check(self) -> None:
@@ -113,7 +113,7 @@ class ReaderArguments:
             typed_codec(get_codec(self.codec), self.message)
 
     def is_remote(self, handle: Handle) -> bool:
-        """Return whether this is a remote reader: its rank is one's, or either kind's and the writer elsewhere."""
+        """Return whether the rank is a remote one, or either kind's with the writer elsewhere."""
         here = handle.local_reader_ranks
         if handle.remote is None or not (self.rank is None or self.rank in handle.remote.ranks):
             return False
@@ -198,7 +198,7 @@ def check_rank(handle: Handle, rank: int) -> None:
 
 
 def _codec_for(handle: Handle, codec: str | Codec | None, message: Any) -> Codec:
-    """Return the reader's codec: the one that the handle names, or the caller's own instance of it."""
+    """Return the codec that the handle names, or the caller's own instance of it."""
     try:
         own = get_codec(handle.codec if codec is None else codec)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Iterating over the changes of who reads a queue."""
+"""An iterator over the changes among a queue's readers."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Writers(Protocol):
         """Return the handle of the present writer; None if there is none, or only a `left` one."""
 
     def left(self) -> None:
-        """Note that the writer whose handle was returned last is gone."""
+        """Note that the writer of the latest handle is gone."""
 
     def awaited(self) -> str:
         """Describe the awaited writer for log lines and errors."""
@@ -47,7 +47,7 @@ class SameWriter:
         return self._handle
 
     def left(self) -> None:
-        """Do nothing: the next one is where that was."""
+        """Do nothing: the next writer has the same handle."""
 
     def awaited(self) -> str:
         return f"no writer answers at {self._handle.remote and self._handle.remote.control}"

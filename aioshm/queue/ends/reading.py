@@ -93,7 +93,7 @@ class ReadingEnd:
     # One writer after the other
 
     def tell(self) -> AioshmError | None:
-        """Return, once, what the next call is to be told before anything else, if there is something."""
+        """Return, once, the news that the next call has to report first, if any."""
         return None if self._following is None else self._following.tell()
 
     @property
@@ -112,7 +112,7 @@ class ReadingEnd:
         self._following.go_on_after(error)
 
     def _check_attaching(self) -> None:
-        """Raise what keeps this end from becoming ready; where the writer is gone, look for the next one, if any."""
+        """Raise the error that prevents attaching; look for the next writer if this is gone."""
         self.gate.check_usable()
         gone = self.source.gone
         if self._following is not None:
@@ -159,7 +159,7 @@ class ReadingEnd:
     async def dequeue_many(
         self, max_items: int, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool
     ) -> list[Any]:
-        """Receive what is there, as `aioshm.MessageQueue.dequeue_many`."""
+        """Receive available messages, as `aioshm.MessageQueue.dequeue_many`."""
         check_int("max_items", max_items, minimum=1)
         source = self.source
         if self.gate.core.passes():
@@ -260,7 +260,7 @@ class ReadingEnd:
             await self.wait_until_ready(deadline, cancel)
 
     async def next_of_writer(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> bool:
-        """Wait as `next`; return False if the writer is gone, and another one awaited. Waits for the poller only."""
+        """Wait as `next`, for the poller only; return False if another writer is awaited."""
         gate = self.gate
         while True:
             gate.check_usable()
@@ -294,7 +294,7 @@ class ReadingEnd:
                 core.spin_ns = poller.inline_spin_ns
 
     async def rest(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
-        """Wait for the rest of the next message, or for any other news."""
+        """Wait for the rest of the next message, or any other news."""
         gate, source = self.gate, self.source
         gate.check_usable()
         if source.gone is not None:
@@ -376,7 +376,7 @@ class ReadingEnd:
     # Closing (see `closing.Inside`)
 
     def lingers(self) -> bool:
-        """Return False: nobody may still come for what this end has."""
+        """Return False: a reader keeps no messages for others."""
         return False
 
     async def linger(self) -> None:
@@ -387,7 +387,7 @@ class ReadingEnd:
         self.source.say_goodbye()
 
     def close(self) -> None:
-        """Give everything back but what the goodbye still needs."""
+        """Release everything that the goodbye does not need."""
         self.source.close()
 
     def abandon(self) -> None:

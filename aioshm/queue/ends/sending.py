@@ -1,4 +1,4 @@
-"""Sending one encoded message: wait for room, then publish it to the local and the remote readers."""
+"""Sends encoded messages: waits for room, then publishes to the local and the remote readers."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Sender:
         return network.flow.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size, self._trace())
 
     def put_placed(self, slot: Slot, extent: Extent, placed: Placed, outgoing: Outgoing | None) -> None:
-        """Publish a message that lies in its place, and what `pack` has returned; as `LocalReaders.put_placed`."""
+        """Publish a message in its place, and its `pack`, as `LocalReaders.put_placed`."""
         network = self._network
         self._note_trace()
         try:

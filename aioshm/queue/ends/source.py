@@ -1,4 +1,4 @@
-"""The interface of what a reader's end receives from: the ring or the network."""
+"""The interface of a reader's source: the ring or the network."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Source(Inside, Protocol):
         """Begin to attach, unless that was done; nothing waits for it."""
 
     def too_late(self) -> Exception:
-        """Return the error of a wait for the other ends that has lasted too long."""
+        """Return the error of a wait for peers that has lasted too long."""
 
     # Receiving
 
@@ -87,7 +87,7 @@ class Source(Inside, Protocol):
         """Return the next message for a block, decoded or as bytes; None if incomplete."""
 
     def settle(self) -> None:
-        """Finish with what the latest block has left, before anything else is read."""
+        """Finish with the rest of the latest block, before anything else is read."""
 
     def quick(self) -> Callable[[], Any]:
         """Return `receive`, if possible without polling sockets; called on a ready end."""
@@ -112,14 +112,14 @@ class Source(Inside, Protocol):
         """Ask whether the writer's event loop runs; return whether there is an answer to be waited for."""
 
     def report_waiting(self, waited_s: float) -> None:
-        """Report for how many seconds what has been waited for, with what is known of the writer."""
+        """Log how long a reader has waited, and the state of the writer."""
 
     @property
     def bell(self) -> Bell | None:
         """The eventfd that the writer writes to, where there is one."""
 
     def other_ends(self) -> list[int]:
-        """Return the process of each other end that this one shares CPUs with, 0 where that is not known."""
+        """Return the pids of ends that share CPUs with this one, 0 where unknown."""
 
     def wake_writer(self) -> None:
         """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""

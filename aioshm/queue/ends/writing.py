@@ -166,7 +166,7 @@ class WritingEnd:
             gate.interrupt()
 
     def _look(self) -> None:
-        """Handle now what the loop would handle later: readers that have come, or gone."""
+        """Handle arrivals and departures of readers now, before the loop does."""
         for transport in reversed(self._transports):
             transport.look()
 
@@ -182,7 +182,7 @@ class WritingEnd:
         return self.registry.complete
 
     def _check_left(self, replaceable: bool) -> None:
-        """Raise, once, if a reader has died before all were ready; and if one has left that nobody can replace."""
+        """Raise, once, for a reader that died early, or left and cannot be replaced."""
         self.ring.look()  # the reader that comes in its place may be at the door
         died = self.registry.pop_death()
         if died is not None:
@@ -194,7 +194,7 @@ class WritingEnd:
     # Membership
 
     def readers(self) -> tuple[ReaderInfo, ...]:
-        """Return who reads, as `aioshm.MessageQueue.readers`."""
+        """See `aioshm.MessageQueue.readers`."""
         if self.gate.closed:
             return ()
         self.gate.check_owner()
@@ -306,7 +306,7 @@ class WritingEnd:
             gate.leave()
 
     async def prepare(self, deadline: float | None) -> None:
-        """Do what comes before anything that sends: be ready, give the loop its turn, refuse what is refused."""
+        """Prepare to send: be ready, give the loop its turn, raise a refusal."""
         gate = self.gate
         if not gate.ready:
             await self.wait_until_ready(deadline)
@@ -315,7 +315,7 @@ class WritingEnd:
         self._check_usable()
 
     async def _put_waiting(self, messages: list[Encoded], deadline: float | None) -> None:
-        """Send messages, for which there can be room, in line and all at once."""
+        """Send messages, for which there can be room, all at once."""
         if not messages:
             return
         gate, sender = self.gate, self._sender
@@ -405,7 +405,7 @@ class WritingEnd:
             self.gate.interrupt()  # another call that closes may linger
 
     def close(self) -> None:
-        """Give everything back but what still has to be delivered."""
+        """Release everything that is not needed for delivery."""
         if self._registration is not None:
             self._registration.release(remove=True)
         self.ring.close()

@@ -81,14 +81,14 @@ class GroupCall:
     async def one_writer(
         self, writer_rank: int, external: Handle | str | bytes | None, *, wait: bool
     ) -> WritingEnd | ReadingEnd:
-        """Make this rank's end of a queue from one rank to the others; ``wait`` until it is ready."""
+        """Make this rank's end of a queue with one writer; ``wait`` until it is ready."""
         end = await self._run(lambda: self._make_one_writer(writer_rank, external))
         if wait:
             await _become_ready(end)
         return end
 
     async def one_reader(self, reader_rank: int, *, wait: bool) -> tuple[WritingEnd, list[Handle]]:
-        """Make this rank's queue to one reader; ``wait`` until it is ready, unless that is this rank."""
+        """Make this rank's queue to one reader; ``wait`` until ready, except at that reader."""
         end, handles = await self._run(lambda: self._make_one_reader(reader_rank))
         if wait and self._group.rank != reader_rank:
             await _become_ready(end)
@@ -163,7 +163,7 @@ class GroupCall:
             )
 
     def _close(self) -> None:
-        """Close the queue that was made, if one was; no loop has used it, so it has nothing to wait for."""
+        """Close the queue, if it was made; no loop has used it, so this is quick."""
         if self._end is not None:
             with suppress(StopIteration):  # without a loop, for which there may be no descriptor left
                 self._end.gate.aclose().send(None)

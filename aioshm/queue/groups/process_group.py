@@ -108,7 +108,7 @@ def as_group(pg: ProcessGroup | ObjectGroup) -> ObjectGroup:
 
 
 def check_rank(name: str, rank: object, world_size: int) -> int:
-    """Return ``rank`` if it is one of a group of ``world_size``; the errors name the argument and the value."""
+    """Return ``rank`` if the group has it; errors name the argument and the value."""
     checked = check_int(name, rank, minimum=0)
     if checked >= world_size:
         raise ValueError(f"{name} must be below the group's world size ({world_size}), not {shown(rank)}")

@@ -66,7 +66,7 @@ def in_the_same_node_as(
 
 
 def probe(group: ObjectGroup, source: int, options: Options | None) -> list[bool]:
-    """Do what `in_the_same_node_as` does, with checked arguments."""
+    """Run `in_the_same_node_as` with checked arguments."""
     with ExitStack() as stack:
         # Entered at the source only, and left there whatever becomes of the collectives.
         doors: list[_Door] = []
@@ -140,7 +140,7 @@ class _Door:
         return welcome, [self._segment.fd] if by_descriptor else []
 
     def awaits_end(self, hello: Hello) -> bool:
-        """Return False: nobody has what another one wants."""
+        """Return False: nobody waits for a rank."""
         return False
 
     def missed(self, hello: Hello, said_goodbye: bool) -> None:

@@ -1,4 +1,4 @@
-"""A process group that is an object and nothing else: no global state, as many side by side as one likes."""
+"""A process group without global state: a process can have any number of them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Identity(msgspec.Struct, frozen=True):
 
 
 class _Claim(msgspec.Struct, frozen=True):
-    """The process that has a rank; ``token`` stands for one call of `create`."""
+    """The process at a rank; ``token`` identifies one call of `create`."""
 
     token: str
     host: str
@@ -286,7 +286,7 @@ class StatelessProcessGroup:
         return group.nonce
 
     def _is_abandoned(self, store: TCPStore, found: str) -> bool:
-        """Return whether, before the group met, a claim's process died, or is this one and gave it up."""
+        """Return whether, before the group met, a claim's process died or gave it up."""
         claim = msgspec.json.decode(found, type=_Claim)
         if claim.namespace != _pid_namespace() or store.check([self._key("met")]):
             return False
@@ -344,7 +344,7 @@ class StatelessProcessGroup:
         self._live().set(key, value)  # type: ignore[arg-type]  # it takes bytes, whatever its annotations say
 
     def _await(self, keys: dict[int, str], deadline: float, what: str, failure: str) -> None:
-        """Wait until the keys of some ranks are set; at the deadline, say whose are not."""
+        """Wait for the keys of some ranks; at the deadline, name the missing ranks."""
         if not keys:
             return
         try:

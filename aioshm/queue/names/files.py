@@ -62,7 +62,7 @@ class OwnFile:
         os.close(fd)
 
     def abandon_in_child(self) -> None:
-        """Close a forked child's copy: the lock is the parent's, and is to end with that one."""
+        """Close a forked child's copy; the parent keeps the lock."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -126,7 +126,7 @@ def read(fd: int) -> bytes:
 
 
 def sweep(directory: Path, name: str = "") -> None:
-    """Remove the drafts that killed processes have left: those for one file, or all."""
+    """Remove the drafts of killed processes: for one file, or all."""
     begins = f".{name[:_DRAFT_NAME]}." if name else "."
     with suppress(OSError):
         for found in os.listdir(directory):
@@ -143,7 +143,7 @@ def sweep(directory: Path, name: str = "") -> None:
 
 
 def _new_draft(path: Path, content: bytes, durable: bool) -> OwnFile:
-    """Write a file beside the one that it is to become, and have it."""
+    """Write a draft beside the final file, and own it."""
     while True:
         draft = path.with_name(f".{path.name[:_DRAFT_NAME]}.{secrets.token_hex(8)}{_DRAFT}")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -174,7 +174,7 @@ def _write(fd: int, content: bytes) -> None:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Return whether an open file is still the one that has this name."""
+    """Return whether an open file still has this name."""
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:

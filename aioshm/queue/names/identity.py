@@ -1,4 +1,4 @@
-"""By what remote readers find a writer again that was started anew: its ports, its keys and its token, in a file."""
+"""A writer's identity in a file: the ports, keys and token of the writer and its successors."""
 
 from __future__ import annotations
 

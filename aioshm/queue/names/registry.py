@@ -1,4 +1,4 @@
-"""Which writer has which name: one file per name in the runtime directory, with the writer's handle."""
+"""The names of queues: one file per name in the runtime directory, with the writer's handle."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class NamedWriters:
         return handle
 
     def left(self) -> None:
-        """Note that the writer whose handle was returned last is gone."""
+        """Note that the writer of the latest handle is gone."""
         self._past = self._latest
 
     def awaited(self) -> str:
@@ -172,7 +172,7 @@ def _read(path: Path) -> Registration:
 
 
 def _sweep(own: Path) -> None:
-    """Remove the other names, and the drafts, that killed processes have left."""
+    """Remove names and drafts of killed processes."""
     files.sweep(own.parent)
     with suppress(OSError):
         for found in os.listdir(own.parent):
@@ -189,7 +189,7 @@ def _sweep(own: Path) -> None:
 
 
 def _owner(path: Path) -> Registration | None:
-    """Return who has a name, or had it; None where that cannot be read."""
+    """Return the present or latest owner of a name; None where unreadable."""
     try:
         return _read(path)
     except (OSError, files.NotOurs, msgspec.MsgspecError, ValueError, RecursionError):
