@@ -121,7 +121,7 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 def secure_directory(directory: Path) -> None:
-    """Create the directory for socket files; refuse one that other users can write to."""
+    """Create the directory for socket files; refuse one that is not this user's alone."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()

@@ -337,7 +337,7 @@ class ReadingEnd:
     # Telling about itself
 
     def trace_contexts(self, count: int, behind: int = 0) -> list[TraceContext | None]:
-        """Return the latest ``count`` trace contexts but ``behind``, the latest last."""
+        """Return ``count`` trace contexts, without the ``behind`` latest, the latest last."""
         check_int("count", count, minimum=0)
         traces = self.source.traces(min(count + behind, TRAIL))
         return [unpack_trace(trace) for trace in traces[: len(traces) - behind]]
