@@ -6,8 +6,8 @@
         for output in launch.client.submit(request):
             ...
 
-The client of `aioshm.engine` runs on an event loop in a thread of its own, so that the death of an engine is noticed
-while nobody calls, and any number of threads may wait for outputs at once.
+The client of `aioshm.engine` runs on the background loop of the process. It notices the death of an engine while nobody
+calls, and any number of threads may wait for outputs at the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup import launch as launching
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.process.child import Child
-from aioshm.process.loop_thread import LoopThread
+from aioshm.process.loop_thread import LoopThread, loop_for
 from aioshm.process.watch import WatchedProcess
 
 __all__ = ["CoreEngineLaunch", "EngineClient", "OutputStream", "launch_core_engines"]
@@ -102,14 +102,14 @@ def launch_core_engines(
         target_fn: What each engine's process runs.
         engine_count: How many engines there are in all.
         local_engine_count: How many of them run on this host; None: all.
-        loop_factory: Makes the event loop of the client's thread; None: asyncio's own.
+        loop_factory: Makes an event loop for a thread of the client's own; None: the background loop of the process.
         options: Every other argument of `aioshm.engine.launch_core_engines`, which says what is raised, too.
             ``on_progress`` is called in the thread.
 
     Yields:
         What was started.
     """
-    host = LoopThread("a launch of engines", loop_factory)
+    host = loop_for("a launch of engines", loop_factory)
     try:
         manager = launching.launch_core_engines(target_fn, engine_count, local_engine_count, **options)
         launch = host.run(manager.__aenter__)

@@ -53,10 +53,13 @@ class LoopThread:
 
     Attributes:
         loop: The loop.
+        shared: Whether the whole process uses it, so that only the end of Python ends it.
     """
 
     def __init__(self, owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
         check_plain("loop_factory", loop_factory)
+        self.shared: bool = False
+        self._last: set[asyncio.Task[None]] = set()  # tasks of `abandon`: a loop itself keeps them weakly
         self._owner = owner
         self._pid = os.getpid()
         self._ended = False
@@ -161,7 +164,12 @@ class LoopThread:
         return True
 
     def end(self) -> None:
-        """Cancel what still runs, and end the thread. Idempotent; may be called in any thread but its own."""
+        """Cancel what still runs, and end the thread, unless it is shared. Idempotent; not for its own thread."""
+        if not self.shared:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the thread, also if it is shared."""
         if self.elsewhere:
             return
         if not self._ended:
@@ -172,10 +180,24 @@ class LoopThread:
         _running.discard(self)
 
     def abandon(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Have a coroutine run, which stops the loop, and wait for nothing; for who is forgotten, in any thread."""
-        if not self._ended:
-            self._ended = True
-            self._tell(lambda: self.loop.create_task(last()))
+        """Run a coroutine, then end the thread unless it is shared; wait for nothing. May be called in any thread."""
+        if self._ended:
+            return
+
+        async def run() -> None:
+            try:
+                await last()
+            finally:
+                if not self.shared:
+                    self.loop.stop()
+
+        def start() -> None:
+            task = self.loop.create_task(run())
+            self._last.add(task)
+            task.add_done_callback(self._last.discard)
+
+        self._ended = not self.shared
+        self._tell(start)
 
     def _tell(self, function: Callable[[], object]) -> None:
         with suppress(EndClosed):  # the thread has ended by itself, and closed the loop
@@ -352,13 +374,25 @@ def shared_loop() -> LoopThread:
         with _starting:
             if _shared is None:
                 owner = "the background loop"
-                _shared = LoopThread(owner, lambda: asyncio.SelectorEventLoop(_TurnSelector()))
+                started = LoopThread(owner, lambda: asyncio.SelectorEventLoop(_TurnSelector()))
+                started.shared = True
+                _shared = started
     return _shared
+
+
+def loop_for(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> LoopThread:
+    """Return a thread with a loop of the caller's choice, or without one the background loop of this process.
+
+    Raises:
+        OutOfDescriptors, OutOfThreads: It cannot be started.
+    """
+    check_plain("loop_factory", loop_factory)
+    return shared_loop() if loop_factory is None else LoopThread(owner, loop_factory)
 
 
 def _end_all() -> None:
     for thread in list(_running):
-        thread.end()
+        thread.stop()
 
 
 def _forget_the_parents() -> None:

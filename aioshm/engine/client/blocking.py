@@ -1,4 +1,4 @@
-"""The client of engines for plain threads: that of `aioshm.engine`, on a loop in a thread of its own."""
+"""The client of engines for plain threads: that of `aioshm.engine`, on the background loop of the process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aioshm.engine.client.blocking_streams import OutputStream
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.stats import EngineClientStats
 from aioshm.errors import RoleError
-from aioshm.process.loop_thread import LoopThread
+from aioshm.process.loop_thread import LoopThread, loop_for
 from aioshm.process.watch import WatchedManager, WatchedProcess
 
 
@@ -36,7 +36,7 @@ class EngineClient(Closing):
     Args:
         addresses: Where to bind.
         engines: The engines, or how many there are.
-        loop_factory: Makes the event loop of its thread; None: asyncio's own.
+        loop_factory: Makes an event loop for a thread of its own; None: the background loop of the process.
         arguments: Every other argument of `aioshm.engine.EngineClient`.
 
     Raises:
@@ -54,6 +54,7 @@ class EngineClient(Closing):
         self._host: LoopThread | None = None
         self._closing = threading.RLock()
         self._owns_host = True
+        self._closed = False
         self._loop_factory = check_plain("loop_factory", loop_factory)
         self._client = awaited.EngineClient(addresses, engines, **arguments)
 
@@ -63,6 +64,7 @@ class EngineClient(Closing):
         made = cls.__new__(cls)
         made._host, made._owns_host, made._client = host, False, client
         made._closing = threading.RLock()
+        made._closed = False
         return made
 
     def __repr__(self) -> str:
@@ -105,7 +107,7 @@ class EngineClient(Closing):
         """
         if self._host is not None:
             raise RoleError("a client of engines can be entered once")
-        self._host = LoopThread("a client of engines", self._loop_factory)
+        self._host = loop_for("a client of engines", self._loop_factory)
         try:
             self._host.do(self._client.open)
         except BaseException:
@@ -165,7 +167,7 @@ class EngineClient(Closing):
         return self._open_host().run(called)
 
     def close(self) -> None:
-        """Abort what is in flight, close the sockets, and end the thread.
+        """Abort what is in flight, and close the sockets; a thread of its own ends.
 
         Whatever waits, in whichever thread, raises `QueueClosed`. Idempotent.
         """
@@ -179,19 +181,14 @@ class EngineClient(Closing):
             finally:
                 if self._owns_host:
                     host.end()
+            self._closed = True
 
     def __del__(self) -> None:
         host = self._host
-        if host is None or not self._owns_host or host.ended or host.elsewhere:
+        if host is None or not self._owns_host or self._closed or host.ended or host.elsewhere:
             return
         warn_not_closed(self, "use `with`")
-        client = self._client
-
-        async def close() -> None:
-            await client.aclose()
-            host.loop.stop()
-
-        host.abandon(close)
+        host.abandon(self._client.aclose)
 
     def _open_host(self) -> LoopThread:
         if self._host is None:

@@ -15,7 +15,7 @@ from aioshm.events.publish.threaded import ThreadedEventPublisher
 
 
 def _zmq_publisher(**options: Any) -> EventPublisher:
-    """Make the publisher that fits: on the running loop if there is one, else with a thread of its own."""
+    """Make the publisher that fits: on the running loop if there is one, else on the background loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

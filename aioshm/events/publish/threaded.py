@@ -1,4 +1,4 @@
-"""The publisher for callers without an event loop: the same core, on a loop in a background thread."""
+"""The publisher for callers without an event loop: the same core, on the background loop of the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aioshm.events.publish.core import PublisherCore
 from aioshm.events.stats import PublisherStats
 from aioshm.lifeline.address import connectable
 from aioshm.process.limits import check_descriptors, naming_limits
-from aioshm.process.loop_thread import LoopThread
+from aioshm.process.loop_thread import shared_loop
 
 _LOOP_DESCRIPTORS = 8  # of whatever kind it is
 # How often a call that waits for room looks whether the thread is still there to make any.
@@ -51,7 +51,7 @@ class ThreadedEventPublisher(Closing, EventPublisher):
         what = f"a publisher of events at {endpoint}"
         check_descriptors(what, _LOOP_DESCRIPTORS)  # one that is made in part only is not given back
         with naming_limits(what):
-            self._host = LoopThread(what)
+            self._host = shared_loop()
         loop = self._host.loop
 
         def make() -> PublisherCore:
@@ -59,11 +59,7 @@ class ThreadedEventPublisher(Closing, EventPublisher):
             core.start(loop)
             return core
 
-        try:
-            self._core = self._host.do(make)
-        except BaseException:
-            self._host.end()
-            raise
+        self._core = self._host.do(make)
         self.endpoint: str = self._core.ends.endpoint
         self.replay_endpoint: str | None = self._core.ends.replay_endpoint
         self.connect_endpoint: str = connectable(self.endpoint)
@@ -133,9 +129,9 @@ class ThreadedEventPublisher(Closing, EventPublisher):
             self._host.run(lambda: self._core.flush(timeout))
 
     def shutdown(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
-        """Send what is queued, close, and end the thread; calling it again does nothing.
+        """Send what is queued, and close; calling it again does nothing.
 
-        In a forked child this does nothing: the thread and the sockets are the parent's.
+        In a forked child this does nothing: the sockets are the parent's.
 
         Args:
             timeout: Seconds for it; what was not sent by then is named in a warning.
@@ -147,10 +143,7 @@ class ThreadedEventPublisher(Closing, EventPublisher):
                 return
             self._closed = True
         self._core.outbox.close()
-        try:
-            self._host.run(lambda: self._core.aclose(timeout))
-        finally:
-            self._host.end()
+        self._host.run(lambda: self._core.aclose(timeout))
 
     def close(self) -> None:
         """Call `shutdown`."""
@@ -162,10 +155,4 @@ class ThreadedEventPublisher(Closing, EventPublisher):
     def __del__(self) -> None:
         if not self._closed and not self._host.elsewhere:
             warn_not_closed(self, "use `with`, or call shutdown()")
-            core, loop = self._core, self._host.loop
-
-            async def last() -> None:
-                core.shutdown()
-                loop.stop()
-
-            self._host.abandon(last)
+            self._host.post(self._core.shutdown)

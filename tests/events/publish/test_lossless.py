@@ -22,6 +22,7 @@ from aioshm.events import (
     ThreadedEventPublisher,
     ZmqEventPublisher,
 )
+from aioshm.process.loop_thread import LoopThread
 
 from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_from_threads, take, within
 
@@ -158,14 +159,15 @@ class TestThreaded:
             publisher.publish(batch(0))
         publisher._closed = True
 
-    def test_a_thread_that_ends_meanwhile(self) -> None:
-        publisher = ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True)
-        publisher._host.end()
-        with pytest.raises(PublisherClosed, match="thread of this event publisher has ended"):
-            for _ in range(2):
-                publisher.publish(batch(0))
-        publisher._core.shutdown()
-        publisher._closed = True
+    def test_publish_after_the_thread_has_ended_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = LoopThread("a test")
+        ended.end()
+        with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
+            with monkeypatch.context() as patched:
+                patched.setattr(publisher, "_host", ended)  # as when Python ends
+                with pytest.raises(PublisherClosed, match="thread of this event publisher has ended"):
+                    for _ in range(2):
+                        publisher.publish(batch(0))
 
     def test_ctrl_c_interrupts_the_wait(self) -> None:
         with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
