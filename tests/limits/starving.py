@@ -35,6 +35,8 @@ import uvloop
 import zmq
 from zmq.utils import garbage
 
+from aioshm.process import loop_thread
+
 HUNG_S = 20.0
 LANES = 4  # so many numbers at the same time: most of the time is spent waiting for timeouts
 LANES_OF_STARTED = 2  # of those that take steps: they start processes, which keeps a processor busy
@@ -139,7 +141,10 @@ async def be_subject(work: Callable[[Subject], Coroutine[Any, Any, None]], subje
     """Run a subject; return what it has left behind."""
     before = open_descriptors(), len(threads()), len(asyncio.all_tasks())
     await work(subject)
-    garbage.gc.stop()  # this one, and the context that several ends share, would last as long as the process
+    # These and the context that several ends share would last as long as the process.
+    if loop_thread._shared is not None:
+        loop_thread._shared.stop()
+    garbage.gc.stop()
     if zmq.Context._instance is not None:
         zmq.Context._instance.term()
     left = await settled(lambda: open_descriptors() - before[0], lambda found: not found)
