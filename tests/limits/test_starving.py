@@ -83,6 +83,7 @@ def starve() -> Iterator[Starving]:
         ("subscriber", 4),
         ("front-end", 12),
         ("manager", 9),
+        ("worker-group", 40),
     ],
 )
 def test_few_descriptors(starve: Starving, kind: str, number: int) -> None:
@@ -94,10 +95,11 @@ def test_few_descriptors(starve: Starving, kind: str, number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_number_of_descriptors(starve: Starving, kind: str) -> None:
-    lines = starve(kind, "descriptors", 0, 40, 4 if kind in STARTED else 1)
+    last, step = (48, 4) if kind in STARTED else (40, 1)
+    lines = starve(kind, "descriptors", 0, last, step)
     assert lines[0]["errors"], "nothing was lacking"
     assert not lines[-1]["errors"], "it was never enough"
-    assert {line["left"] for line in lines} == set(range(0, 41, 4 if kind in STARTED else 1))
+    assert {line["left"] for line in lines} == set(range(0, last + 1, step))
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="the limit of threads is a user's: another one is needed")

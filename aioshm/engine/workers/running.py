@@ -109,6 +109,8 @@ class Running:
         async def make(rank: int, worker: WorkerProcess) -> None:
             try:
                 await self.make(rank, worker, making)
+            except AioshmError:  # some are an OSError, too
+                raise
             except (EOFError, OSError):
                 await self.calls.lost(rank)
 
