@@ -36,6 +36,7 @@ from aioshm.engine import (
 )
 from aioshm.engine.blocking import CoreEngineLaunch, EngineClient, OutputStream, launch_core_engines
 from aioshm.errors import CallFailed, EngineDead, EngineStartupError, QueueClosed, RequestAborted, RoleError
+from aioshm.process.loop_thread import shared_loop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
@@ -45,6 +46,7 @@ def nothing_kept(runtime_dir: Path) -> Iterator[None]:
     """Fail if a descriptor, a thread or a socket file is left."""
     resource_tracker.ensure_running()  # what multiprocessing opens for good, and uvloop
     uvloop.run(asyncio.sleep(0))
+    shared_loop()  # stays until the process ends
     before = open_things()
     yield
     gc.collect()
