@@ -102,12 +102,19 @@ class Lifeline:
         if self._asked is None:
             self._asked = monotonic()
         if not self._asking:
-            self._asking = self._send(PING)  # a socket that is full is one that nobody reads
+            self._asking = True  # before it is sent: the loop may have the answer before a waiting thread goes on
+            sent = False
+            try:
+                sent = self._send(PING)
+            finally:
+                if not sent:  # a socket that is full is one that nobody reads
+                    self._asking = False
 
     @property
     def silent_s(self) -> float | None:
         """For how many seconds the writer owes an answer; None: it owes none."""
-        return None if self._asked is None else monotonic() - self._asked
+        asked = self._asked
+        return None if asked is None else monotonic() - asked
 
     @property
     def holds_back(self) -> bool:

@@ -269,6 +269,8 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
             self._news = False
             loop.do(lambda: self._look(taken))
             idle = running is self._round.running and not any(place.held.undelivered for place in running)
+            if self._round.silence_due(monotonic()):
+                self._round.tell_silence(monotonic())
             if idle and not self._found:
                 self._sleep(running, taken, gates, me)
         finally:
