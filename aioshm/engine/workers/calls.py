@@ -416,7 +416,9 @@ class Calls:
         channels, self.channels = self.channels, {}
         for channel in channels.values():
             self._spawn(channel.aclose())
-        await self.inbox.aclose()
-        while self._closing:
-            await asyncio.wait(self._closing)
-        await self._steps.aclose()
+        try:
+            await self.inbox.aclose()
+            while self._closing:
+                await asyncio.wait(self._closing)
+        finally:
+            await self._steps.aclose()

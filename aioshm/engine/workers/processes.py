@@ -227,18 +227,28 @@ class WorkerProcesses:
 
     async def stop(self, patience: float) -> None:
         """Wait that many seconds for them to exit by themselves, then kill the rest; 0: send SIGTERM first."""
+        if not patience:
+            await self._close()
+            return
+        try:  # they were asked to exit: their queues were closed
+            with ProcessWatch(self._manager.processes) as watch:
+                await watch.all_exited(asyncio.get_running_loop().time() + patience)
+        finally:
+            await self.kill()
+
+    async def kill(self) -> None:
+        """Kill the processes that still run."""
+        try:
+            await ashutdown(self._manager.processes, 0)
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
         self.forget()
         try:
-            if patience:
-                with ProcessWatch(self._manager.processes) as watch:
-                    await watch.all_exited(asyncio.get_running_loop().time() + patience)
+            await self._manager.aclose()
         finally:
-            try:
-                if patience:  # they were asked to exit: their queue was closed
-                    await ashutdown(self._manager.processes, 0)
-            finally:
-                await self._manager.aclose()
-                sweep_leftovers()
+            sweep_leftovers()
 
     def _exited(self) -> None:
         gone = []

@@ -253,10 +253,22 @@ class Running:
             self.worker_changed(None)
 
     async def stop(self, patience: float) -> None:
-        """Let the workers exit by themselves for that many seconds, then stop the rest; `end` was called."""
+        """Let the workers exit by themselves for that many seconds, then stop the rest; `end` was called.
+
+        Cancelling this kills them.
+        """
+        closing = asyncio.create_task(self._close_queues(), name="aioshm-closes-workers")
+        try:
+            await completed(closing)
+        except asyncio.CancelledError:
+            await self.processes.kill()
+            raise
+        await self.processes.stop(patience)
+        closing.result()
+
+    async def _close_queues(self) -> None:
         try:
             if self.replacing is not None:
                 await self.replacing.aclose()
-            await self.calls.aclose()
         finally:
-            await self.processes.stop(patience)
+            await self.calls.aclose()

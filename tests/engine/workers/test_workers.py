@@ -19,7 +19,7 @@ import pytest
 import uvloop
 import worker_targets as targets
 from managed import gone, open_things
-from support import eventually, until
+from support import cancelled_after, eventually, until
 
 from aioshm import CodecError, MessageTooLarge, Options, QueueClosed, RoleError, WorkerDied, WorkerError
 from aioshm.engine import WorkerGroup
@@ -414,18 +414,30 @@ class TestClosing:
             assert isinstance(outcome, QueueClosed)
         assert all(gone(pid) for pid in group.pids)
 
-    async def test_cancelled_it_leaves_nothing(self) -> None:
-        group = await group_of().__aenter__()
-        call = asyncio.create_task(group.collective_rpc("slowly", (100,)))
-        await asyncio.sleep(0.01)
+    async def test_close_cancelled_while_workers_close_kills_them(self, tmp_path: Path) -> None:
+        group = await group_of(worker=targets.NeverCloses, kwargs={"log": str(tmp_path)}).__aenter__()
+        call = asyncio.create_task(group.collective_rpc("slowly", (targets.LONG_S,)))
         closing = asyncio.create_task(group.aclose())
-        await asyncio.sleep(0.05)
+        await until((tmp_path / "closing").exists)
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
         assert all(gone(pid) for pid in group.pids)
         with pytest.raises(QueueClosed):
             await call
+
+    @pytest.mark.parametrize("turns", [1, 2, 5])
+    async def test_close_cancelled_while_queues_close_kills_workers(self, turns: int, tmp_path: Path) -> None:
+        before = open_things()
+        group = await group_of(shutdown_timeout=targets.LONG_S).__aenter__()
+        call = asyncio.create_task(group.collective_rpc("say_and_block", (str(tmp_path / "begun"),)))
+        await until((tmp_path / "begun").exists)
+        async with asyncio.timeout(20):
+            await cancelled_after(group.aclose(), turns)
+        assert all(gone(pid) for pid in group.pids)
+        with pytest.raises(QueueClosed):
+            await call
+        await until(lambda: open_things() <= before)
 
     def test_forgotten_it_is_told_and_nothing_is_left(self) -> None:
         async def forget() -> list[int]:

@@ -264,3 +264,12 @@ class ClosesSlowly(Worker):
         self.log.with_name("closing").touch()
         time.sleep(0.3)
         super().close()
+
+
+class NeverCloses(Worker):
+    """Says when it begins to close."""
+
+    def close(self) -> None:
+        assert self.log is not None
+        self.log.with_name("closing").touch()
+        time.sleep(LONG_S)
