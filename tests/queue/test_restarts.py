@@ -21,6 +21,7 @@ from faces import Thread
 from two_hosts import two_hosts
 
 from aioshm import QueueRestarted, blocking
+from aioshm.process.loop_thread import shared_loop
 
 SCRIPT = Path(__file__).with_name("restart_child.py")
 READERS = [("asyncio", "1"), ("uvloop", "1"), ("blocking", "1"), ("asyncio", "0")]
@@ -192,6 +193,7 @@ def test_signals_while_a_blocking_reader_goes_on(tmp_path: Path, monkeypatch: py
 
     received: list[Any] = []
     told = alarms = 0
+    shared_loop()  # a loop that a handler keeps from being complete is not closed
     before = signal.signal(signal.SIGALRM, interrupt)
     with blocking.MessageQueue.attach("steps", 0, reconnect=True) as reader:
         writing = Thread(write)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioshm.closing import warn_not_closed
 from aioshm.config import check_bool, check_timeout, shown
-from aioshm.errors import AioshmError, QueueClosed, RoleError
+from aioshm.errors import AioshmError, QueueClosed, QueueRestarted, RoleError
 from aioshm.process.loop_thread import LoopThread, shared_loop, turn
 from aioshm.process.turn import Turn
 from aioshm.queue.ends.gate import Gate
@@ -95,10 +95,18 @@ class BlockingEnd:
         async def called() -> T:
             try:
                 return await call()
+            except QueueRestarted as news:
+                self.failure = news  # which is told once: a handler may end the call that waits for this
+                self.receive_next = _receive_nothing
+                raise
             finally:
                 self.gate.pay()
 
-        return self.loop().run(called)
+        try:
+            return self.loop().run(called)
+        except QueueRestarted:
+            self.failure = None
+            raise
 
     def run_cancellable(
         self, call: Callable[[asyncio.Event | None], Coroutine[Any, Any, T]], cancel: threading.Event | None
@@ -259,15 +267,18 @@ class BlockingEnd:
             gate.in_line = 1  # so that nothing is given back; no call between this and `finally` sets it otherwise
             core.open = False
             self.reader.next_of_writer(deadline, cancel, indefinite).send(None)
+            raise AssertionError("a call that blocks has suspended")
         except StopIteration as done:
-            return bool(done.value)
+            there = bool(done.value)
         finally:
             gate.in_line = 0
             if turn.user == me:
                 turn.user = turn.heir
             if turn.waiting:
                 turn.wake()
-        raise AssertionError("a call that blocks has suspended")
+        if not there:
+            self.run(self._go_on)
+        return there
 
     def take(self, most: int) -> bool:
         """Take up to so many messages in this thread; return False if the next one is no ordinary one."""
@@ -311,6 +322,13 @@ class BlockingEnd:
                 self.undelivered += await reader.dequeue_many(most, left, cancel, indefinite)
             else:
                 self.undelivered.append(await reader.dequeue(left, cancel, indefinite))
+
+    async def _go_on(self) -> None:
+        """Leave a writer that is gone and drained."""
+        reader = self.reader
+        gone = reader.source.gone  # before looking: what was published before the writer went is then seen
+        if gone is not None and self.gate.ready and not reader.source.look():
+            reader.go_on_after(gone())
 
     async def _take_unusual(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
         """Take the next message, which the core cannot take in one call, or wait for the rest of it."""

@@ -260,7 +260,7 @@ class ReadingEnd:
             await self.wait_until_ready(deadline, cancel)
 
     async def next_of_writer(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> bool:
-        """Wait as `next`, for the poller only; return False if another writer is awaited."""
+        """Wait as `next`, for the poller only; return False if another writer is awaited, or to be."""
         gate = self.gate
         while True:
             gate.check_usable()
@@ -272,6 +272,8 @@ class ReadingEnd:
             if source.look():
                 return True
             if gone is not None:
+                if self._following is not None and asyncio._get_running_loop() is None:
+                    return False  # the loop leaves the writer: a signal handler may raise here
                 self.go_on_after(gone())
                 continue
             progress = source.progress
