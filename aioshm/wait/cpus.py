@@ -18,10 +18,10 @@ _latest: tuple[float, tuple[float, ...]] = (float("-inf"), ())
 """When this process' quotas were read, and what they were."""
 
 
-def usable_cpus(cgroup: Path = _CGROUP, *, places: Path = _PLACES, pids: Iterable[int] = ()) -> int:
-    """Return the whole CPUs that affinity (``pids`` too) and cgroup quotas leave, at least 1."""
+def usable_cpus(cgroup: Path = _CGROUP, *, places: Path = _PLACES, own: int = 0, pids: Iterable[int] = ()) -> int:
+    """Return the whole CPUs that affinity (``own``, 0: this thread's; ``pids`` too) and quotas leave, at least 1."""
     try:
-        together = set(os.sched_getaffinity(0))
+        together = set(os.sched_getaffinity(own))
         for pid in pids:
             try:
                 together |= os.sched_getaffinity(pid)

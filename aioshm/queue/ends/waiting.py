@@ -38,9 +38,11 @@ def new_poller(
 
 
 def predictor_among(others: Sequence[int], options: Options, *, yields: bool = False) -> Predictor:
-    """Return the predictor of an end; ``others``: the peers' pids, 0 where unknown."""
+    """Return the predictor of an end that may yield, as threads do; ``others``: the peers' pids, 0 where unknown."""
     # Ends of one process hand over to each other through its event loop, or its GIL: spinning would keep both.
-    apart, cpus = _apart(others), _cpus_of(others)
+    apart = _apart(others)
+    own = os.getpid() if yields else 0  # it is the threads of the program that wait, and not this one, the loop's
+    cpus = usable_cpus(own=own, pids=[pid for pid in others if pid > 0])
     return Predictor(
         may_spin=apart and cpus > 1,
         crowded=apart and 1 + len(others) > cpus,
@@ -65,7 +67,3 @@ def deadline_after(
 
 def _apart(others: Sequence[int]) -> bool:
     return os.getpid() not in others
-
-
-def _cpus_of(others: Sequence[int]) -> int:
-    return usable_cpus(pids=[pid for pid in others if pid > 0])
