@@ -406,7 +406,8 @@ class WriterLink:
             return False
         if self.writer.owes_nothing:
             self.writer.asked = monotonic()
-            self._tell(self._hello())
+            assert self._gate.loop is not None
+            self._gate.loop.call_soon_threadsafe(lambda: self._tell(self._hello()))  # a blocking merge asks, too
         return True
 
     # Closing
