@@ -103,9 +103,9 @@ def test_interrupt_ends_everything_within_a_second(start_demo, signum, whole_gro
         assert not [worker for worker in demo.workers if worker.is_running()]
         return took_s
 
-    # A second is meant where the CPUs are free: a slower try is repeated.
+    # A second is meant where the CPUs are free: a slower try is repeated once.
     took_s = [ends_after()]
-    while took_s[-1] >= 1 and len(took_s) < 5:
+    if took_s[0] >= 1:
         took_s.append(ends_after())
     assert min(took_s) < 1, took_s
 

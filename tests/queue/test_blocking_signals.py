@@ -238,12 +238,13 @@ WRITES: dict[str, Any] = {
     "acquire_write": lambda writer: writer.acquire_write().__enter__(),
     "loan": lambda writer: writer.loan(8).__enter__(),
 }
-SOON_S = 2.0
-"""An exception leaves a call within milliseconds; the machine may be busy."""
+SOON_S = 0.05
+TRIES = 10
+"""The machine may be busy: one try of so many has to be that fast."""
 
 
-def interrupt(call: Any, end: blocking.MessageQueue, waits: Any) -> None:
-    """Raise in a call that waits, and check that the exception leaves it soon."""
+def interrupt(call: Any, end: blocking.MessageQueue, waits: Any) -> float:
+    """Raise in a call that waits; return how many seconds later the exception leaves it."""
     raised: list[float] = []
 
     def handle(*_: object) -> None:
@@ -259,8 +260,9 @@ def interrupt(call: Any, end: blocking.MessageQueue, waits: Any) -> None:
         sending = Thread(send)
         with pytest.raises(_Late):
             call(end)
-        assert time.monotonic() - raised[0] < SOON_S
+        took_s = time.monotonic() - raised[0]
         sending.result()
+        return took_s
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -280,17 +282,22 @@ def ready_pair(**arguments: Any) -> Iterator[tuple[blocking.MessageQueue, blocki
 @pytest.mark.parametrize("how", READS)
 def test_exception_of_a_handler_leaves_a_waiting_read_and_the_message_stays(how: str) -> None:
     with ready_pair() as (writer, reader):
-        for number in range(3):
-            interrupt(READS[how], reader, lambda: reader.held.turn.user)
-            writer.enqueue(number, 20)
-            assert reader.dequeue(20) == number
+        took_s: list[float] = []
+        while len(took_s) < 3 or (min(took_s) >= SOON_S and len(took_s) < TRIES):
+            took_s.append(interrupt(READS[how], reader, lambda: reader.held.turn.user))
+            writer.enqueue(len(took_s), 20)
+            assert reader.dequeue(20) == len(took_s)
+        assert min(took_s) < SOON_S, took_s
 
 
 @pytest.mark.parametrize("how", WRITES)
 def test_exception_of_a_handler_leaves_a_waiting_write_and_nothing_is_sent(how: str) -> None:
     with ready_pair() as (writer, reader):
         writer.enqueue_many(range(4), 20)
-        interrupt(WRITES[how], writer, lambda: writer.held.turn.user)
+        took_s: list[float] = []
+        while not took_s or (min(took_s) >= SOON_S and len(took_s) < TRIES):
+            took_s.append(interrupt(WRITES[how], writer, lambda: writer.held.turn.user))
+        assert min(took_s) < SOON_S, took_s
         assert writer.messages == 4
         assert reader.dequeue_many(9, 20) == [*range(4)]
         writer.enqueue("after", 20)

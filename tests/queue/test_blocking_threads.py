@@ -16,6 +16,7 @@ from faces import Thread, make_writer
 from support import eventually
 
 from aioshm import Options, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
+from aioshm.process.loop_thread import turn
 
 WAITS: dict[str, Callable[[Any], Any]] = {
     "dequeue": lambda reader: reader.dequeue(),
@@ -201,6 +202,22 @@ def test_a_second_thread_waits_for_its_turn() -> None:
             reader.dequeue_nowait()
         writer.enqueue("last")
         assert waiting.result() == "last"
+
+
+def test_message_of_a_thread_that_waited_for_the_turn_wakes_a_sleeping_reader() -> None:
+    with pair() as (writer, reader):
+        writer.enqueue("first")
+        assert reader.dequeue(20) == "first"
+        waiting = Thread(reader.dequeue)
+        eventually(lambda: writer.held.end.ring.ring.readers_parked[0], "the reader to sleep")  # type: ignore[union-attr]
+        turn.take(threading.get_ident())
+        try:
+            sending = Thread(writer.enqueue, "second", 60)
+            eventually(lambda: turn.waiting, "the wait for the turn")
+        finally:
+            turn.give()
+        assert waiting.result() == "second"
+        sending.result()
 
 
 def test_a_second_thread_waits_for_a_block() -> None:

@@ -10,6 +10,7 @@ import pytest
 import zmq
 from two_hosts import two_hosts
 
+from aioshm.events import CurveKeys
 from aioshm.events.subscribe.backlog import Backlog
 from aioshm.events.subscribe.live_port import LivePort
 from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, SILENCE_S
@@ -52,11 +53,13 @@ def test_subscriber_whose_publishers_host_lost_power_gets_live_batches_again(rep
                 wait_for(subscriber, "live", RESTARTED)
 
 
-def test_subscriber_that_binds_gives_a_silent_publisher_up_after_a_minute() -> None:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_subscriber_that_binds_gives_a_silent_publisher_up_after_a_minute(encrypted: bool) -> None:
     """The sockets are private: no public call shows how long a connection may be silent."""
     anywhere = "tcp://127.0.0.1:*"
+    curve = CurveKeys.generate() if encrypted else None
     with zmq.Context() as context:
-        binds = LivePort(context, anywhere, b"", bind=True, hwm=1, curve=None, max_bytes=1, backlog=Backlog(1))
+        binds = LivePort(context, anywhere, b"", bind=True, hwm=1, curve=curve, max_bytes=1, backlog=Backlog(1))
         place = binds.endpoint
         connects = LivePort(context, place, b"", bind=False, hwm=1, curve=None, max_bytes=1, backlog=Backlog(1))
         found = [
