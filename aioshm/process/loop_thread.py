@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, for callers that block; one of them is shared by the whole process.
+"""An event loop in a thread of its own, for callers that block; the whole process shares one such loop.
 
-The shared loop has the `Turn` of the process while it runs callbacks, and gives it back while it sleeps. So a thread
-that has the turn may use what belongs to that loop.
+The shared loop holds the process lock (`turn`) while it runs callbacks, and releases the lock while it sleeps. So a
+thread that holds the lock may use objects that belong to the shared loop.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from aioshm.process.threads import start_thread
 from aioshm.process.turn import Turn
 
 LOOK_S = 1.0
-"""How late it may be noticed that the thread has ended."""
+"""How late a waiting caller may notice that the loop's thread has ended."""
 PATIENCE_S = 1.0
-"""After so long, what a handler raises once more is raised at once: a user who presses Ctrl-C again wants to leave."""
+"""A handler's exception interrupts a cancellation older than this: a user who presses Ctrl-C again wants to leave."""
 END_S = 10.0
-"""How long the thread may take to end; more, and a callback is stuck in it."""
+"""How long `stop` waits for the thread to end. A thread that takes longer is stuck in a callback."""
 
 LOOP_DESCRIPTORS = 5  # an epoll, a pair of sockets, a pipe
 
 turn: Turn = Turn(recheck_s=0.01)
-"""Held by the shared loop while it runs callbacks, and by other threads for short pieces of their calls."""
+"""The process lock: the shared loop holds it in callbacks, other threads hold it for short pieces of their calls."""
 
 T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs functions and coroutines for any thread of this process, which wait for what they return.
+    """Runs functions and coroutines for the threads of this process; the calling thread waits for the result.
 
-    Ctrl-C, or whatever else a signal handler raises in a call that waits, cancels the call's coroutine, waits until it
-    has ended, and goes on. The thread is a daemon, and ends with `end`, at the latest when Python ends.
+    If a signal handler raises in a waiting call (Ctrl-C), the call cancels its coroutine, waits until the coroutine has
+    ended, and re-raises. The thread is a daemon: `end` ends it, or else the exit of Python.
 
     Args:
-        owner: Names what it is for, in errors.
+        owner: The purpose of this loop, as error texts name it.
         loop_factory: Makes the loop; None: `asyncio.new_event_loop`.
 
     Attributes:
         loop: The loop.
-        shared: Whether the whole process uses it, so that only the end of Python ends it.
+        shared: Whether the whole process uses this loop, so that only the exit of Python ends the thread.
     """
 
     def __init__(self, owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
         check_plain("loop_factory", loop_factory)
         self.shared: bool = False
-        self._last: set[asyncio.Task[None]] = set()  # tasks of `abandon`: a loop itself keeps them weakly
+        self._last: set[asyncio.Task[None]] = set()  # tasks of `abandon`: asyncio holds tasks only weakly
         self._owner = owner
         self._pid = os.getpid()
         self._ended = False
-        check_descriptors(owner, LOOP_DESCRIPTORS)  # a loop that is made in part only is not given back
+        check_descriptors(owner, LOOP_DESCRIPTORS)  # a constructor that fails halfway leaks descriptors
         with naming_limits(owner):
             self.loop: asyncio.AbstractEventLoop = (loop_factory or asyncio.new_event_loop)()
             self._inbox = _Inbox()
@@ -77,16 +77,16 @@ class LoopThread:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether this is a forked child, which has the object, but not the thread."""
+        """Whether this process is a forked child: it has a copy of this object, but not the thread."""
         return self._pid != os.getpid()
 
     @property
     def ended(self) -> bool:
-        """Whether it was told to end."""
+        """Whether the thread has been asked to end."""
         return self._ended
 
     def check(self) -> None:
-        """Refuse a call that would wait for what cannot come.
+        """Raise if a call from here could never finish.
 
         Raises:
             RoleError: Called in a forked child, or in the thread itself.
@@ -97,7 +97,7 @@ class LoopThread:
             raise RoleError(f"{self._owner} was called in its own thread, which would wait for itself")
 
     def do(self, function: Callable[[], T]) -> T:
-        """Run a function in the thread, and return what it returns.
+        """Run a function in the thread, and return its result.
 
         Raises:
             QueueClosed: The thread has ended.
@@ -113,10 +113,10 @@ class LoopThread:
         return errand.outcome()
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine in the thread, and return what it returns.
+        """Run a coroutine in the thread, and return its result.
 
         Args:
-            work: Makes the coroutine.
+            work: Creates the coroutine.
 
         Raises:
             QueueClosed: The thread has ended.
@@ -130,7 +130,7 @@ class LoopThread:
             raise
         except BaseException:
             errand.dropped = True
-            try:  # handlers of other signals may raise before each of these has begun
+            try:  # another signal's handler may raise before `_cancel` has begun
                 try:
                     self._cancel(errand)
                 finally:
@@ -141,7 +141,7 @@ class LoopThread:
         return errand.outcome()
 
     def _cancel(self, errand: _Errand[Any]) -> None:
-        """Cancel a coroutine, and wait until it has ended; what handlers raise meanwhile is dropped for a while."""
+        """Cancel a coroutine, and wait until it has ended; drop exceptions of handlers for the first `PATIENCE_S`."""
         until = monotonic() + PATIENCE_S
         ended = False
         while not ended:
@@ -156,7 +156,7 @@ class LoopThread:
                     raise
 
     def post(self, function: Callable[[], object]) -> bool:
-        """Have a function run in the thread, and do not wait; return whether it will be."""
+        """Schedule a function in the thread without waiting; return False if the thread does not take it."""
         try:
             self._post(function)
         except (QueueClosed, RoleError):
@@ -164,12 +164,12 @@ class LoopThread:
         return True
 
     def end(self) -> None:
-        """Cancel what still runs, and end the thread, unless it is shared. Idempotent; not for its own thread."""
+        """Cancel the running tasks and end the thread, unless it is shared. Idempotent. Do not call in that thread."""
         if not self.shared:
             self.stop()
 
     def stop(self) -> None:
-        """End the thread, also if it is shared."""
+        """End the thread, even if it is shared."""
         if self.elsewhere:
             return
         if not self._ended:
@@ -180,7 +180,7 @@ class LoopThread:
         _running.discard(self)
 
     def abandon(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a coroutine, then end the thread unless it is shared; wait for nothing. May be called in any thread."""
+        """Run a last coroutine, then end the thread unless it is shared; do not wait. May be called in any thread."""
         if self._ended:
             return
 
@@ -216,7 +216,7 @@ class LoopThread:
 
 
 class _Inbox:
-    """Functions for the loop. `loop.call_soon_threadsafe` swallows any OSError that a signal handler raises in it."""
+    """Functions to run in the loop. `loop.call_soon_threadsafe` would swallow an OSError of a signal handler."""
 
     def __init__(self) -> None:
         self._functions: deque[tuple[Callable[[], object], Context]] = deque()
@@ -225,7 +225,7 @@ class _Inbox:
         os.set_blocking(self._write, False)
 
     def put(self, function: Callable[[], object]) -> None:
-        """Have a function run in the loop's thread, in this context."""
+        """Schedule a function in the loop's thread, in the caller's context."""
         if self._write < 0:
             raise EndClosed("the thread of this event loop has ended")
         self._functions.append((function, copy_context()))
@@ -233,7 +233,7 @@ class _Inbox:
             os.write(self._write, b"\0")
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let the loop, which is this thread's, run the functions."""
+        """Make the loop run the functions. Called in the loop's thread."""
         loop.add_reader(self._read, self._run, loop)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -251,7 +251,7 @@ class _Inbox:
 
 
 class _Errand(Generic[T]):
-    """Something to do in the thread, and what came out."""
+    """One function or coroutine to run in the thread, and its result or exception."""
 
     __slots__ = ("_done", "_error", "_task", "_value", "dropped")
 
@@ -274,7 +274,7 @@ class _Errand(Generic[T]):
             try:
                 raise self._error
             finally:
-                self._error = None  # which has this frame
+                self._error = None  # breaks a cycle: its traceback holds this frame
         value: T = self._value
         return value
 
@@ -288,7 +288,7 @@ class _Errand(Generic[T]):
         self._done.release()
 
     def drop(self) -> None:
-        """Give back what nobody takes."""
+        """Free a result that no caller will take."""
         self._value = self._error = None
 
     def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
@@ -297,7 +297,7 @@ class _Errand(Generic[T]):
             self._task.add_done_callback(self._take)
 
     async def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        if self.dropped:  # its caller has been interrupted
+        if self.dropped:  # the caller has been interrupted
             raise asyncio.CancelledError
         return await work()
 
@@ -305,7 +305,7 @@ class _Errand(Generic[T]):
         self.dropped = True
         if self._task is not None:
             self._task.cancel()
-        elif self._done.locked():  # it was interrupted before it was posted
+        elif self._done.locked():  # the call was interrupted before `start` was posted
             self._done.release()
 
     def _take(self, task: asyncio.Task[T]) -> None:
@@ -320,9 +320,9 @@ class _Errand(Generic[T]):
 
 
 class _TurnSelector(selectors.BaseSelector):
-    """Gives the process' turn back while the loop sleeps.
+    """Releases the process lock (`turn`) while the loop sleeps.
 
-    It polls: an epoll is shared with a forked child, which would take its descriptors out of it for the parent, too.
+    It uses poll(2): a forked child shares an epoll, and would unregister the descriptors for the parent, too.
     """
 
     def __init__(self) -> None:
@@ -358,13 +358,13 @@ class _TurnSelector(selectors.BaseSelector):
 
 _running: weakref.WeakSet[LoopThread] = weakref.WeakSet()
 _shared: LoopThread | None = None
-_starting = threading.RLock()  # a signal handler may start it, too
+_starting = threading.RLock()  # reentrant: a signal handler may start the loop, too
 _inherited: list[LoopThread] = []
-"""The parents' of a forked child: a loop that is collected warns."""
+"""In a forked child, the loops of its parents: kept, since asyncio warns about an open loop that is collected."""
 
 
 def shared_loop() -> LoopThread:
-    """Return the background loop of this process; start it if there is none.
+    """Return the background loop of this process; start the loop if there is none.
 
     Raises:
         OutOfDescriptors, OutOfThreads: It cannot be started.
@@ -381,7 +381,7 @@ def shared_loop() -> LoopThread:
 
 
 def loop_for(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> LoopThread:
-    """Return a thread with a loop of the caller's choice, or without one the background loop of this process.
+    """Return a new thread with a loop from ``loop_factory``; None: the background loop of this process.
 
     Raises:
         OutOfDescriptors, OutOfThreads: It cannot be started.

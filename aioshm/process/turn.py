@@ -1,9 +1,9 @@
-"""A lock that an exception of a signal handler cannot leave half taken: its state is one attribute.
+"""A lock whose whole state is one attribute, so that an exception from a signal handler cannot leave it half acquired.
 
 A handler may raise right after ``lock.acquire()`` has returned, before the ``try`` that would release the lock. CPython
 runs handlers, and other threads, at calls and backward jumps only. So ``turn.user = turn.user or me`` is one step, and
-so is ``turn.user = turn.heir``; whoever takes a turn or gives it back in a thread with handlers writes these statements
-out instead of calling a method.
+so is ``turn.user = turn.heir``. Code that acquires or releases a `Turn` in a thread with handlers writes these
+statements out instead of calling a method.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from time import monotonic
 
 
 class Turn(ctypes.Structure):
-    """Lets one thread at a time do something; not fair, but for the heir.
+    """A lock for threads. Waiting threads acquire it in any order, except that the heir is always next.
 
     Args:
-        recheck_s: How late a thread notices that the turn is free if a handler kept the last user from waking anybody.
+        recheck_s: How late a thread notices a free lock if a handler kept the last user from waking other threads.
 
     Attributes:
-        user: The thread that has the turn; 0: none.
-        heir: The thread that gets it next; 0: whichever is first. Only the background loop becomes the heir: handing
-            each turn over would cost a switch of threads.
-        waiting: A lock for each thread that waits, which it sleeps on.
+        user: The id of the thread that holds the lock; 0: none.
+        heir: The id of the thread that acquires the lock next; 0: the first that tries. Only the background loop's
+            thread becomes the heir: handing the lock over at each release would cost a thread switch.
+        waiting: One `threading.Lock` for each waiting thread, on which that thread sleeps.
     """
 
-    # Two words of memory, which the native core reads and writes, too.
+    # Two words of memory. The native core reads and writes them, too.
     _fields_ = (("user", ctypes.c_ulong), ("heir", ctypes.c_ulong))
     user: int
     heir: int
@@ -40,10 +40,10 @@ class Turn(ctypes.Structure):
         self.waiting: deque[threading.Lock] = deque()
 
     def take(self, me: int, deadline: float | None = None) -> bool:
-        """Wait for the turn; return False if it did not come in time.
+        """Acquire the lock; return False if the deadline passes first.
 
         Args:
-            me: The calling thread, which has not got the turn.
+            me: The id of the calling thread, which must not hold the lock yet.
             deadline: When to give up, by ``time.monotonic()``.
         """
         self.user = self.user or me
@@ -54,7 +54,7 @@ class Turn(ctypes.Structure):
         return True
 
     def _wait(self, me: int, deadline: float | None = None) -> bool:
-        """Wait until the turn may be free; return False if the deadline has passed."""
+        """Wait until the lock may be free; return False if the deadline has passed."""
         left = self._recheck_s if deadline is None else min(self._recheck_s, deadline - monotonic())
         if left <= 0:
             return False
@@ -70,15 +70,15 @@ class Turn(ctypes.Structure):
         return True
 
     def wake(self) -> None:
-        """Let every thread that waits look again."""
+        """Wake every waiting thread, so that each tries to acquire the lock again."""
         for bell in list(self.waiting):
-            with suppress(RuntimeError):  # another thread did it just now
+            with suppress(RuntimeError):  # another thread has released it just now
                 bell.release()
 
-    # For the background loop, whose thread runs no handlers
+    # For the background loop: its thread runs no signal handlers
 
     def inherit(self) -> None:
-        """Take the turn as the heir."""
+        """Acquire the lock before all other waiting threads."""
         me = get_ident()
         self.heir = me
         while (self.user or me) != me:
@@ -87,7 +87,7 @@ class Turn(ctypes.Structure):
         self.heir = 0
 
     def give(self) -> None:
-        """Give the turn back."""
+        """Release the lock, to the heir if there is one, and wake waiting threads."""
         self.user = self.heir
         if self.waiting:
             self.wake()

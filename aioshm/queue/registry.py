@@ -1,4 +1,4 @@
-"""The reader registry: which reader has which rank of a queue, be it local or remote. No sockets, no event loop."""
+"""The reader registry: which reader, local or remote, has which rank of a queue. No sockets, no event loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Transport(Protocol):
     kind: str
 
     def progress(self, slot: ReaderSlot) -> tuple[int, int]:
-        """Return how many messages the slot's reader has finished with, and how many were published."""
+        """Return how many messages the reader has finished with, and how many the writer has published."""
 
     def condition(self, slot: ReaderSlot) -> str:
         """Return the state of the attached reader's process; empty: unknown."""
@@ -41,7 +41,7 @@ class Transport(Protocol):
         """Return how the writer knows that the attached reader lives, as a relative clause."""
 
     def row(self, slot: ReaderSlot) -> dict[str, Any]:
-        """Return the fields that `ReaderStats` has of the slot's reader beside those of `ReaderInfo`."""
+        """Return the fields of `ReaderStats` that `ReaderInfo` lacks, for the slot's reader."""
 
     def keep(self, slot: ReaderSlot) -> None:
         """Keep the messages that the slot's departed reader has not finished with."""
@@ -50,31 +50,31 @@ class Transport(Protocol):
         """Stop waiting for the slot's reader, as if it had read everything."""
 
     def evict(self, slot: ReaderSlot, reader: Any, *, dismissed: bool) -> None:
-        """Do as `drop`, and notify the reader, which is still there."""
+        """Stop waiting for the slot's reader, and notify the reader, which is still attached."""
 
 
 @dataclass(slots=True, eq=False)
 class ReaderSlot:
-    """One rank of a queue, its reader, and the fate of the reader before."""
+    """One rank of a queue, its reader, and how the previous reader went."""
 
     rank: int
-    extra: bool  # nobody waits for a reader here before the queue is ready
-    settled: bool  # no reader is waited for any more
-    transports: tuple[Transport, ...]  # those whose readers may attach
-    transport: Transport  # that of the reader which is attached, or was last
+    extra: bool  # the queue becomes ready without a reader here
+    settled: bool  # the queue does not wait for a reader here any more
+    transports: tuple[Transport, ...]  # the transports whose readers may attach
+    transport: Transport  # the transport of the attached reader, or of the last one
     state: ReaderState = "absent"
-    reader: Any = None  # the reader that is attached, as its transport knows it
-    leaving: Any = None  # an evicted local reader until it has closed its end: two would write to the same flags
-    pid: int = 0  # the reader's, or the last one's, as are the next five
+    reader: Any = None  # the attached reader, in the form that its transport uses
+    leaving: Any = None  # an evicted local reader that is still open: a second one would write to the same flags
+    pid: int = 0  # of the present or latest reader, as are the next five fields
     host: str = ""
     slow: str = "block"
     joined_at: float = 0.0
-    proven: bool = False  # data can reach it
-    heir: bool = False  # the slot was held for it
+    proven: bool = False  # the writer knows that data can reach the reader
+    heir: bool = False  # the slot was held for this reader
     read: int = 0  # how many messages the last reader had finished with when it went
-    departure: str = ""  # what became of a reader that went before all were ready, until there is another
-    death: PeerDied | None = None  # such a reader's, until it was raised
-    trouble: Callable[[], PeerDied] | None = None  # what the writer raises until the dead reader is replaced
+    departure: str = ""  # how a reader went before all were ready; cleared when another attaches
+    death: PeerDied | None = None  # the death of such a reader, until it was raised
+    trouble: Callable[[], PeerDied] | None = None  # the writer's error until the reader is replaced
 
     @property
     def held(self) -> bool:
@@ -102,12 +102,12 @@ class ReaderSlot:
         return f"rank {self.rank} ({self.process} is gone)" if self.pid else f"rank {self.rank}"
 
     def is_vacant(self, transport: Transport) -> bool:
-        """Return whether a reader of a transport can have this slot; asks the system nothing, as `why_taken` does."""
+        """Return whether a reader of a transport can have this slot. Unlike `why_taken`, make no system calls."""
         free = self.reader is None and self.leaving is None
         return free and (not self.held or self.transport is transport)
 
     def why_taken(self, transport: Transport) -> str:
-        """Return why a reader of a transport cannot have this slot; empty: it can."""
+        """Return why a reader of a transport cannot have this slot; an empty string if it can."""
         if self.leaving is not None:
             return f": its reader (pid {self.pid} was evicted) has its end open still, and has to close it first"
         if self.reader is not None:
@@ -124,14 +124,14 @@ class ReaderRegistry:
         self.name = name
         self._policy = policy
         self.slots: dict[int, ReaderSlot] = {}
-        # True after all readers were ready: newcomers then begin with new messages.
+        # True once all readers were ready: later readers begin with new messages.
         self.going: bool = False
-        # Called after every change that a waiting call may look for.
+        # Called after every change that may let a waiting call continue.
         self.changed: Callable[[], None] = _nothing
         self._logs: weakref.WeakSet[ChangeLog] = weakref.WeakSet()
 
     def add(self, transport: Transport, ranks: tuple[int, ...], extra: frozenset[int]) -> None:
-        """Allow a transport's readers at some ranks, which may be another transport's, too."""
+        """Allow a transport's readers at these ranks; several transports may share a rank."""
         for rank in ranks:
             slot = self.slots.get(rank)
             if slot is None:
@@ -170,7 +170,7 @@ class ReaderRegistry:
         ]
 
     def departed(self) -> list[str]:
-        """Name the readers that went before all were ready, and are not replaced."""
+        """Name the readers that went before all were ready, and were not replaced."""
         return [f"rank {slot.rank} ({slot.departure})" for slot in self.slots.values() if slot.departure]
 
     def pop_death(self) -> PeerDied | None:
@@ -183,11 +183,11 @@ class ReaderRegistry:
 
     @property
     def trouble(self) -> Callable[[], AioshmError] | None:
-        """Makes the error that the writer has to raise for now, if any."""
+        """Creates the error that the writer has to raise until a dead reader is replaced; None: no error."""
         return next((slot.trouble for slot in self.slots.values() if slot.trouble is not None), None)
 
     def unread(self) -> list[tuple[ReaderSlot, int]]:
-        """Return the slots with messages that wait for a replacement, each with the first of these."""
+        """Return the held slots that have unread messages, each with the number of its first unread message."""
         held = [(slot, *slot.transport.progress(slot)) for slot in self.slots.values() if slot.held]
         return [(slot, read) for slot, read, written in held if read < written]
 
@@ -201,11 +201,11 @@ class ReaderRegistry:
         return written - read if slot.in_use else 0
 
     def readers(self) -> tuple[ReaderInfo, ...]:
-        """Return every slot's reader, but for extra slots that never had one."""
+        """Return the reader of every slot, except extra slots that never had a reader."""
         return tuple(ReaderInfo(**self._info(slot)) for slot in self._known())
 
     def stats(self) -> tuple[ReaderStats, ...]:
-        """Return `readers` with statistics."""
+        """Return the statistics of the same readers as `readers`."""
         return tuple(ReaderStats(**self._info(slot), **slot.transport.row(slot)) for slot in self._known())
 
     def _known(self) -> Iterator[ReaderSlot]:
@@ -225,7 +225,7 @@ class ReaderRegistry:
     # Changes
 
     def new_log(self) -> ChangeLog:
-        """Return a log of the changes from now on, for as long as somebody refers to it."""
+        """Return a log of all changes from now on; the registry holds the log only weakly."""
         log = ChangeLog()
         self._logs.add(log)
         return log
@@ -235,7 +235,7 @@ class ReaderRegistry:
         for log in list(self._logs):
             log.add(change)
 
-    # Readers that come
+    # Readers that attach
 
     def choose(self, rank: int, transport: Transport) -> ReaderSlot:
         """Return the vacant slot for a newcomer, or raise `HandleError` or `NoPlaceVacant`."""
@@ -256,7 +256,7 @@ class ReaderRegistry:
     def attach(
         self, slot: ReaderSlot, transport: Transport, reader: Any, *, pid: int, host: str, slow: str, first: int
     ) -> None:
-        """Note that a reader was admitted to a vacant slot, and the number of its first message."""
+        """Note that a reader was admitted to a vacant slot; ``first``: the number of its first message."""
         slot.heir = slot.held
         slot.transport = transport
         slot.reader = reader
@@ -275,14 +275,14 @@ class ReaderRegistry:
         slot.settled = True
 
     def doubt(self, slot: ReaderSlot) -> None:
-        """Note that data may not reach a reader any more, which is not ready then."""
+        """Note that data may not reach a reader any more, so that the reader does not count as ready."""
         slot.proven = False
         slot.settled = slot.extra
 
-    # Readers that go
+    # Readers that leave or die
 
     def missed(self, rank: int, process: str, death: PeerDied | None = None) -> None:
-        """Note a reader that went before its admission; the next reader replaces it."""
+        """Note a reader that left or died before its admission; the next reader replaces it."""
         slot = self.slots.get(rank)
         if slot is None or self.going or slot.reader is not None or slot.leaving is not None:
             return
@@ -293,13 +293,13 @@ class ReaderRegistry:
         self.changed()
 
     def left(self, slot: ReaderSlot) -> None:
-        """Note a reader's goodbye; a slot stays held if its heir received nothing."""
+        """Note that a reader left; a slot stays held if the replacement of a dead reader received nothing."""
         self._vacate(slot, "held" if slot.heir and not slot.proven else "left", "has left")
         self.tell(ReaderLeft(slot.rank, slot.pid, slot.read))
 
     def died(self, slot: ReaderSlot, why: str = "", *, blameless: bool = False) -> None:
-        """Note a reader's death; ``blameless``: before all are ready it may come back, and has missed nothing."""
-        # A remote reader that skips messages may lose those that it has not received.
+        """Note a reader's death; ``blameless``: a reader lost before all are ready may return, and missed nothing."""
+        # A remote reader that skips messages may lose messages that it has not received.
         keeps = slot.transport.kind == "local" or slot.slow != "skip"
         held = self.going and self._policy == "hold" and keeps
         self._vacate(slot, "held" if held else "died", "has died" + (f": {why}" if why else ""))
@@ -315,7 +315,7 @@ class ReaderRegistry:
             logger.warning(text, self.name, slot.rank, process, slot.read)
         elif self.going and self._policy == "raise":
             slot.trouble = death
-            if why:  # a writer that closes raises nothing any more
+            if why:  # a closing writer would not raise it
                 logger.warning("queue %s: reader %d (%s) died", self.name, slot.rank, process)
         elif self.going:
             text = "queue %s: reader %d (%s) died and was evicted at message %d"
@@ -329,7 +329,7 @@ class ReaderRegistry:
             logger.warning("queue %s: reader %d (%s) died; its place is free", self.name, slot.rank, process)
 
     def evict_slow(self, slot: ReaderSlot) -> None:
-        """Continue without a reader that is too slow, or whose slot is held."""
+        """Continue without a reader that is too slow, or is dead and has a held slot."""
         text = "queue %s: reader %d (%s) was too slow and was evicted, %d messages behind"
         logger.warning(text, self.name, slot.rank, slot.process, self.lag(slot))
         self._evict(slot, dismissed=False)

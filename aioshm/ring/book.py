@@ -1,15 +1,15 @@
-"""The books of a ring's two ends: memory of their own that the native core and Python code both read and write.
+"""The books of a ring's writer and readers: private memory that the native core and Python both read and write.
 
-writer   0   claimed: 1 + the pool that the claimed slot has a chunk of, or 0   u64
-8   places: readers but those behind the last one not evicted          u64
-16  the trace context that the next message goes out with              26 of 32 bytes
-48  unread: what the reader flags are set to, 1 for evicted readers    n_reader bytes, rounded up to 8
-... for each pool: given, taken, allocated                             u64 each
-free chunks; messages in the others; chunks of these messages      count x u64 each
+writer   0   claimed: 1 + the number of the claimed chunk's pool; 0: no chunk   u64
+         8   places: 1 + the last reader that was not evicted                   u64
+         16  the trace context of the next message                              26 of 32 bytes
+         48  unread: the initial reader flags; 1 for evicted readers            n_reader bytes, rounded up to 8
+         ... for each pool: chunks freed, taken (totals), allocated             u64 each
+             free chunks; messages in the others; chunks of these messages      count x u64 each
 
 reader   0   how many trace contexts were noted                                 u64
-8   the message whose context was noted last, or `NO_MESSAGE`          u64
-16  the trail: the contexts of the latest messages, in turn            TRAIL x 26 bytes, if slots have any
+         8   the message whose context was noted last, or `NO_MESSAGE`          u64
+         16  the trail: a ring of the latest messages' contexts                 TRAIL x 26 bytes, if slots have any
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _NOTED_TRACES, _NOTED = 0, 1
 
 
 class Chunks:
-    """The chunks of one size: a stack of free ones, a queue of used ones in message order.
+    """The chunks of one size: a stack of free chunks, and a queue of used chunks in message order.
 
-    One store makes each change valid, so that no signal handler's exception leaves a half.
+    The last store of each change makes it valid, so that a signal handler's exception cannot leave half a change.
     """
 
     def __init__(self, number: int, pool: Pool, words: memoryview) -> None:
@@ -46,7 +46,7 @@ class Chunks:
         self._numbers = words[_LISTS + 2 * count : _LISTS + 3 * count]
 
     def fill(self) -> None:
-        """Make all chunks free ones, of which the first is taken first, and all have memory."""
+        """Mark all chunks as free and allocated; the first chunk will be taken first."""
         pool = self.pool
         for index in range(pool.chunks):
             self._free[index] = pool.first + pool.chunks - 1 - index
@@ -54,7 +54,7 @@ class Chunks:
 
     @property
     def allocated(self) -> int:
-        """How many chunks, from the first on, have memory: all of them, but for a named segment."""
+        """How many chunks, from the first on, have memory; fewer than all only in a named segment."""
         return self._words[_ALLOCATED]
 
     @allocated.setter
@@ -67,16 +67,16 @@ class Chunks:
 
     @property
     def n_usable(self) -> int:
-        """How many free chunks have memory; the others are the last ones to be taken."""
+        """How many free chunks have memory; free chunks without memory are taken last."""
         return max(0, self.n_free - (self.pool.chunks - self.allocated))
 
     @property
     def top(self) -> int:
-        """The free chunk that is taken next."""
+        """The free chunk that `take` takes next."""
         return self._free[self.n_free - 1]
 
     def message(self, nth: int) -> int:
-        """Return the message in the nth of the chunks that are not free, the oldest first."""
+        """Return the message in the nth used chunk, the oldest first."""
         return self._messages[(self._words[_GIVEN] + nth) % self.pool.chunks]
 
     def take(self, message: int) -> None:
@@ -87,13 +87,13 @@ class Chunks:
         self._words[_TAKEN] += 1
 
     def reclaim(self, finished: Callable[[int], bool]) -> None:
-        """Free the chunks of finished messages; not while the next free chunk is claimed."""
+        """Free the chunks of finished messages. Do not call it while the top chunk is claimed."""
         while self.n_free < self.pool.chunks and finished(self.message(0)):
             self._free[self.n_free] = self._numbers[self._words[_GIVEN] % self.pool.chunks]
             self._words[_GIVEN] += 1
 
     def keep_again(self, number: int, message: int, *, claimed: bool) -> None:
-        """Take a chunk out of the free ones for an older message, if it is free and unclaimed."""
+        """Take a chunk off the free stack for an older message, if the chunk is free and unclaimed."""
         free = self._free[: self.n_free].tolist()
         if number not in free[: len(free) - claimed] or (len(free) < self.pool.chunks and self.message(0) <= message):
             return
@@ -107,7 +107,7 @@ class Chunks:
 
 
 class WriterBook:
-    """The book of a writer's end; ``memory``: an existing book."""
+    """The book of a writer; ``memory``: that of an existing book."""
 
     def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], memory: bytearray | None = None) -> None:
         begin = UNREAD + round_up(sizes.n_reader, 8)
@@ -119,10 +119,10 @@ class WriterBook:
         self._words = view.cast("Q")
         # The trace context of the next message.
         self.trace: memoryview = view[_TRACE : _TRACE + TRACE_BYTES]
-        # The values that the writer sets the reader flags to.
+        # The values of the reader flags of each new message.
         self.unread: memoryview = view[UNREAD : UNREAD + sizes.n_reader]
         self._pools = pools
-        # By size, the largest first.
+        # In the order of the pools: by size, the largest first.
         self.chunks: list[Chunks] = [
             Chunks(number, pool, self._words[ends[number] // 8 : ends[number + 1] // 8])
             for number, pool in enumerate(pools)
@@ -134,12 +134,12 @@ class WriterBook:
 
     @property
     def places(self) -> int:
-        """The number of places up to the last reader that was not evicted."""
+        """How many reader flags the writer has to check: up to the last reader that was not evicted."""
         return self._words[_PLACES]
 
     @property
     def claimed(self) -> Chunks | None:
-        """The chunks whose top one the claimed slot has; None: the slot has no chunk."""
+        """The chunks of which the claimed slot uses the top one; None: the slot uses no chunk."""
         number = self._words[_CLAIMED]
         return self.chunks[number - 1] if number else None
 
@@ -148,19 +148,19 @@ class WriterBook:
         self._words[_CLAIMED] = 0 if chunks is None else 1 + chunks.number
 
     def set_unread(self, reader: int, flag: int) -> None:
-        """Note whether a reader was evicted (1), or reads (0)."""
+        """Note whether a reader was evicted (1) or reads (0)."""
         self.unread[reader] = flag
         self._words[_PLACES] = self.unread.tobytes().rfind(0) + 1
 
     def chunks_for(self, nbytes: int) -> Chunks:
-        """Return the smallest chunks that have room for so many bytes; the largest, if none have."""
+        """Return the smallest chunks with room for ``nbytes``; the largest chunks if none have room."""
         if nbytes < 0:
             raise OverflowError("no message has fewer than 0 bytes")
         return self.chunks[self._pools.index(pool_for(self._pools, nbytes))]
 
 
 class ReaderBook:
-    """The book of a reader's end: the trace contexts of the latest messages."""
+    """The book of a reader: the trace contexts of the latest messages."""
 
     def __init__(self, sizes: Sizes, memory: bytearray | None = None) -> None:
         self.memory: bytearray = bytearray(TRACES + (round_up(TRAIL * TRACE_BYTES, 8) if sizes.trace_at else 0))
@@ -184,7 +184,7 @@ class ReaderBook:
         self._words[_NOTED_TRACES] += 1
 
     def latest(self, most: int) -> list[bytes]:
-        """Return the contexts that were noted last, the latest last."""
+        """Return the latest ``most`` contexts at most, the oldest first."""
         noted = self._words[_NOTED_TRACES]
         begins = [TRACE_BYTES * (nth % TRAIL) for nth in range(noted - min(most, noted, TRAIL), noted)]
         return [bytes(self._trail[begin : begin + TRACE_BYTES]) for begin in begins]

@@ -1,4 +1,4 @@
-"""The core of a ring's reader: the hot calls are its base's, in C or in Python, and the rare ones are here."""
+"""The core of a ring's reader: the rare calls. Its base class has the hot calls, in C or in Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ else:
 
 
 class ReaderControl(_Base):
-    """The rare calls of a reader's core: slots by hand, slots that are kept, trace contexts."""
+    """The rare calls of a reader's core: peeking at slots, releasing retained slots, trace contexts."""
 
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, reader: int, /) -> None:
         if not 0 <= reader < layout.n_reader:
@@ -32,27 +32,27 @@ class ReaderControl(_Base):
         super().__init__(layout.sizes, layout.pools, view, self._notes.memory, reader, line, histogram)
 
     def peek(self) -> Slot | None:
-        """Return the slot of the next message, or None."""
+        """Return the slot of the next message; None: there is no message."""
         self.check_unused()
         return self._slots[self.seq % self._amount] if self.ready() else None
 
     def give_back(self, index: int, /) -> bool:
-        """Finish with a slot kept by `skip`, in order; return whether to wake the writer."""
+        """Release a slot that `skip` retained, in order; return whether the writer must be woken."""
         self.check_unused()
         if not 0 <= index < self._amount:
             raise IndexError(f"there is no slot {index}")
-        memory_fence()  # only after the chunk was read
+        memory_fence()  # the writer may reuse the chunk only after it was read
         self._slots.flags(index)[1 + self._reader] = 1
         self.kept = False
         memory_fence()
         return self._slots.view[at.WRITER_PARKED] != 0
 
     def traces(self, most: int, /) -> list[bytes]:
-        """Return the latest trace contexts, the latest last, at most ``most``; zeros: none."""
+        """Return up to ``most`` of the latest trace contexts, the oldest first; zeros: a message without one."""
         if most < 0:
             raise OverflowError("there are no fewer than 0 messages")
         return self._notes.latest(most)
 
 
 class ReaderCore(ReaderControl, ReaderBase):
-    """A reader's end: `peek` at the next message, `release` it when done with its slot; or both in one call."""
+    """The core of a reader: `peek` at the next message, `release` its slot when done; or both in one call."""

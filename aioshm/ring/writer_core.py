@@ -1,4 +1,4 @@
-"""The core of a ring's writer: the hot calls are its base's, in C or in Python, and the rare ones are here."""
+"""The core of a ring's writer: the rare calls. Its base class has the hot calls, in C or in Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ else:
     _Base = object
 
 _WORD = 8  # bytes
-_SEQ = 1  # which word of a slot's header is the sequence number
+_SEQ = 1  # the index of the sequence number in a slot's header, in words
 
 
 class WriterControl(_Base):
@@ -40,12 +40,12 @@ class WriterControl(_Base):
     # Slots and trace contexts
 
     def claim(self, nbytes: int = 0, /) -> Slot | None:
-        """Return the next slot for ``nbytes``, or None; a larger message takes a chunk, too."""
+        """Claim the next slot for ``nbytes``, and a chunk if a slot is too small; return None if there is no room."""
         return self._slots[self.seq % self._layout.slots] if self.claim_slot(nbytes) else None
 
     @property
     def trace(self) -> bytes:
-        """The trace context that the next message goes out with, where slots have any."""
+        """The trace context of the next message, where slots have room for one."""
         return bytes(self._notes.trace)
 
     @trace.setter
@@ -59,11 +59,11 @@ class WriterControl(_Base):
     # Room
 
     def free(self, slots: int = 1, large: Sequence[int] = (), /) -> bool:
-        """Return whether there is room for messages; ``large``: sizes of those beyond a slot."""
+        """Return whether there is room for messages; ``large``: the sizes of those that need a chunk."""
         return self.blocker(slots, large) < 0
 
     def blocker(self, slots: int = 1, large: Sequence[int] = (), /) -> int:
-        """Return the message that all must read before `free` is true; -1: there is room."""
+        """Return the message that all readers must read before `free` is true; -1: there is room."""
         wanted: dict[Chunks, int] = {}
         for nbytes in large:
             chunks = self._notes.chunks_for(nbytes)
@@ -71,7 +71,7 @@ class WriterControl(_Base):
         amount = self._layout.slots
         if not 1 <= slots <= amount:
             raise ValueError(f"a ring of {amount} slots cannot have {slots} of them free")
-        # The message that the last of these slots has; before the first lap there is none, and damage holds it up.
+        # The message now in the last of these slots. In the first lap the slot is unused, so free unless damaged.
         last = self.seq + slots - 1
         message = last - amount if last >= amount else last
         blocker = -1 if self.finished(message) else message
@@ -80,7 +80,7 @@ class WriterControl(_Base):
         return blocker
 
     def _chunk_blocker(self, chunks: Chunks, wanted: int) -> int:
-        """Return the message that all have to read before so many chunks are free, or -1: they are, and have memory."""
+        """Return the message that all must read before ``wanted`` chunks are free; -1: they are free and allocated."""
         pool = chunks.pool
         if wanted > pool.chunks:
             size = f"{pool.chunks} chunks of {pool.room} bytes"
@@ -93,7 +93,7 @@ class WriterControl(_Base):
         return -1
 
     def spin_for(self, slots: int = 1, large: Sequence[int] = (), /) -> int:
-        """Make spins wait for the present need of room; return the result of `blocker`."""
+        """Make busy-waits end when this much room is free; return the result of `blocker`."""
         blocker = self.blocker(slots, large)
         self.awaited = NO_MESSAGE if blocker < 0 else blocker
         return blocker
@@ -101,13 +101,13 @@ class WriterControl(_Base):
     # Memory for the chunks of a named segment
 
     def bind_allocate(self, allocate: Callable[[int, int], object], /) -> None:
-        """Set the callable that allocates memory for chunks, which have none; it gets their offset and bytes."""
+        """Mark all chunks as unallocated; ``allocate`` gets an offset and a size in bytes, and allocates memory."""
         self._allocate = allocate
         for chunks in self._notes.chunks:
             chunks.allocated = 0
 
     def _allocate_chunks(self, chunks: Chunks, wanted: int) -> None:
-        """Allocate memory for free chunks, until so many have it."""
+        """Allocate memory until ``wanted`` free chunks have memory."""
         if self._notes.claimed is not chunks:
             chunks.reclaim(self.finished)
         first = chunks.allocated
@@ -137,7 +137,7 @@ class WriterControl(_Base):
         view[at.READERS_PARKED + reader] = 0
 
     def admit(self, reader: int, history: int, gone: Callable[[int], object] | None, /) -> int:
-        """Admit a reader; return its first message, at most ``history`` back and none ``gone``."""
+        """Admit a reader; return its first message: at most ``history`` back, and none ``gone`` since."""
         self.check_unused()
         self._check_reader(reader)
         if history < 0:
@@ -160,25 +160,25 @@ class WriterControl(_Base):
             raise IndexError(f"there is no reader {reader}")
 
     def _oldest_of(self, history: int, gone: Callable[[int], object] | None) -> int:
-        """Return the oldest message from which on the ring still has every message, of at most so many."""
+        """Return the oldest of the last ``history`` messages from which on the ring still has every message."""
         first = self.seq
         while first > 0 and self.seq - first < min(history, self._layout.slots) and self._has(first - 1, gone):
             first -= 1
         return first
 
     def _has(self, seq: int, gone: Callable[[int], object] | None) -> bool:
-        """Return whether a message is still in its slot and its chunk."""
+        """Return whether a message is still complete in its slot and chunk."""
         index = seq % self._layout.slots
         kind, found, number = self._header(index)
         if self._slots.flags(index)[0] == 0 or found != seq:
             return False
-        if kind == at.OVERFLOW_KIND:  # its slot names no chunk, though it has one
+        if kind == at.OVERFLOW_KIND:  # the body lies in an overflow segment, which ``gone`` knows
             return gone is None or not gone(seq)
         place = chunk_at(self._layout.pools, number - 1) if number else None
         return not number or (place is not None and self._word(place[0]) == seq + 1)
 
     def _keep_again(self, seq: int) -> None:
-        """Take a message's chunk out of the free ones, if it is free."""
+        """Take a message's chunk off the free stack, if the chunk is free."""
         kind, _, number = self._header(seq % self._layout.slots)
         if kind == at.OVERFLOW_KIND or not number:
             return
@@ -187,7 +187,7 @@ class WriterControl(_Base):
             chunks.keep_again(number - 1, seq, claimed=notes.claimed is chunks)
 
     def _header(self, index: int) -> tuple[int, int, int]:
-        """Return the kind of the message in a slot, its number, and 1 + the number of its chunk, or 0."""
+        """Return a message's kind, its sequence number, and 1 + the number of its chunk (0: no chunk)."""
         begin = self._slots.begin(index)
         return self._slots.view[begin], self._word(begin + _SEQ * _WORD), self._word(begin + at.CHUNK)
 
@@ -196,4 +196,4 @@ class WriterControl(_Base):
 
 
 class WriterCore(WriterControl, WriterBase):
-    """The writer's end: `claim` a slot, fill its header and body, `commit` it; or all of that in one call."""
+    """The core of a writer: `claim` a slot, fill its header and body, `commit` it; or all of that in one call."""

@@ -1,8 +1,8 @@
-"""Waits for a ring in the calling thread: the policy of `Poller`, on poll(2).
+"""Waiting for a ring in the calling thread: the policy of `Poller`, with poll(2) to sleep.
 
-A coroutine that awaits only a `ThreadPoller` never suspends: ``send(None)`` runs it to its
-StopIteration. The end belongs to the background loop, which has the process' `Turn` while it runs
-callbacks; a waiting thread takes the turn for each look.
+A coroutine that awaits only a `ThreadPoller` never suspends: one ``send(None)`` runs it until it
+returns. The queue end belongs to the background loop, which holds the process lock (`turn`) while it
+runs callbacks; a waiting thread acquires that lock each time it polls the ring.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from aioshm.wait.stall import Stall
 from aioshm.wait.timerfd import HAVE_TIMERFD, timerfd_create, timerfd_settime
 
 CANCEL_POLL_S = 0.02
-"""How often a wait looks at a ``cancel`` event, which wakes no descriptor."""
+"""How often a wait polls a ``cancel`` event: setting the event wakes no descriptor."""
 
 
 class ThreadPoller(Poller):
-    """Waits for one end of a ring or several, in the calling thread or on the loop."""
+    """Waits for one ring end, or for several, in the calling thread or on the loop."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class ThreadPoller(Poller):
         super().__init__(loop, parked, predictor, mode, spin, told, tell, crowded=predictor.crowded)
         self._bells = bells
         self._wake_peers = wake_peers
-        self._here = False  # whether a calling thread waits
+        self._here = False  # whether the wait is in a calling thread, not on the loop
         self._asleep = False
         self._poll: select.poll | None = None
-        self._stop = (-1, -1)  # a pipe: written to when there is news for the thread that sleeps
+        self._stop = (-1, -1)  # a pipe: `wake` writes to it to wake the sleeping thread
         self._timer = -1
         if self.crowded:
             self._first_slice_ns = 0
@@ -59,7 +59,7 @@ class ThreadPoller(Poller):
 
     def wake(self) -> None:
         if self._asleep and self._stop[1] >= 0:
-            with suppress(BlockingIOError):  # there is news already
+            with suppress(BlockingIOError):  # the pipe is full: the thread wakes anyway
                 os.write(self._stop[1], b"\0")
         super().wake()
 
@@ -168,7 +168,7 @@ class ThreadPoller(Poller):
                 for fd in self._stop:
                     os.set_blocking(fd, False)
             if self._timer < 0 and HAVE_TIMERFD:
-                with suppress(OSError):  # poll's own timeout does, to a millisecond
+                with suppress(OSError):  # poll's own timeout replaces it, precise to a millisecond
                     self._timer = timerfd_create()
         poll = select.poll()
         for fd in (self._stop[0], self._timer, *(bell.fd for bell in self._bells)):

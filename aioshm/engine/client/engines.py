@@ -1,4 +1,4 @@
-"""The engines of a client: which registered, which get requests, which leave, which are dead."""
+"""The engines of a client: which have registered, which get requests, which are leaving, which are dead."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _map: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(dict[str
 
 
 class Engines:
-    """Decides which engine gets a request, and ends or moves the requests of those that are gone. No I/O."""
+    """Chooses the engine for each request, and fails or resubmits the requests of dead engines. No I/O."""
 
     def __init__(
         self, ranks: Iterable[int], client_index: int = 0, n_clients: int = 1, output_type: Any = None
     ) -> None:
-        self.ranks: list[int] = list(ranks)  # an engine's place in this list is its position
+        self.ranks: list[int] = list(ranks)  # an engine's position is its index in this list
         if not self.ranks or len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"engines must be some, each with a rank of its own, not {self.ranks}")
-        self.identities: list[bytes] = [identity(rank) for rank in self.ranks]  # of their sockets, by position
+        self.identities: list[bytes] = [identity(rank) for rank in self.ranks]  # of the sockets, by position
         self.ready: dict[int, dict[str, Any]] = {}  # registrations, by rank
-        self.deaths: dict[int, EngineDead] = {}  # of engines that are not back, by rank, if the others go on
-        self.died: int = 0  # in all
-        self.leaving: set[int] = set()  # the ranks of engines that get nothing more
-        # Clients that begin with different engines do not all choose the same.
+        self.deaths: dict[int, EngineDead] = {}  # by rank: dead engines, while others continue
+        self.died: int = 0  # how many engines have died in total
+        self.leaving: set[int] = set()  # the ranks of engines that get no more requests
+        # Clients begin with different engines, so that not all of them choose the same one.
         first = len(self.ranks) * client_index // n_clients
         self.balance: LoadBalancer = LoadBalancer(len(self.ranks), first, n_clients)
         self.pending: Pending = Pending(EnvelopeDecoder(output_type), self.balance, self.ranks)
 
     @property
     def missing(self) -> list[int]:
-        """The ranks of those that have not registered."""
+        """The ranks of engines that have not registered."""
         return [rank for rank in self.ranks if rank not in self.ready]
 
     @property
     def stats_address(self) -> str | None:
-        """Where the coordinator's counts are published, if an engine passes that on."""
+        """The address at which the coordinator publishes its counts, if an engine has reported one."""
         said = (fields.get("dp_stats_address") for fields in self.ready.values())
         return next((address for address in said if isinstance(address, str)), None)
 
@@ -61,7 +61,7 @@ class Engines:
     # Registrations
 
     def recognise(self, sender: bytes, rank: int | None, name: bytes) -> None:
-        """Make sure that an engine has the name that its keys say, and is called so from now on."""
+        """Check a sender's identity against the name in its keys, and expect that name from now on."""
         if rank is None:
             raise ValueError("its keys are void: that incarnation of the engine is dead")
         if sender != name and sender in self.identities:
@@ -70,11 +70,11 @@ class Engines:
             self.identities[self.ranks.index(rank)] = name
 
     def may_come(self, sender: bytes) -> bool:
-        """Tell whether an engine may be called this, although none is yet."""
+        """Return whether an identity is well-formed and not an engine's yet, so that a new engine may use it."""
         return len(sender) == IDENTITY_BYTES and sender not in self.identities
 
     def register(self, sender: bytes, frames: Sequence[bytes]) -> int:
-        """Take a registration: a map, or nothing as releases of vLLM before 0.10 send; return the engine's rank."""
+        """Accept a registration: a map, or (vLLM before 0.10) an empty frame; return the engine's rank."""
         if sender not in self.identities:
             raise ValueError(f"an unknown engine; expected one of {self.ranks}")
         fields = {} if frames == [b""] else decode_single(_map, frames, MAX_REGISTRATION_BYTES)
@@ -82,10 +82,10 @@ class Engines:
         self.ready[rank] = fields
         return rank
 
-    # Which one gets a request
+    # Choosing an engine for a request
 
     def choose(self, rank: int | None) -> int:
-        """Return the position of the engine that gets the next request: that of this rank, or the least busy one."""
+        """Return the position of the engine for the next request: the one with this rank, or the least busy."""
         if rank is None:
             if not self.balance.choices:
                 raise self._none_left()
@@ -97,7 +97,7 @@ class Engines:
         return self.position(rank)
 
     def all_positions(self) -> list[int]:
-        """Return the positions of the engines that live, and stay."""
+        """Return the positions of the engines that get requests: alive and not leaving."""
         if not self.balance.choices:
             raise self._none_left()
         return self.balance.choices.copy()
@@ -117,12 +117,12 @@ class Engines:
         )
 
     def take_in(self, rank: int) -> None:
-        """Let an engine that has registered get requests, unless it leaves."""
+        """Start to send requests to an engine that has registered, unless the engine is leaving."""
         if rank not in self.leaving:
             self.balance.take_in(self.position(rank))
 
     def leave_out(self, rank: int) -> None:
-        """Let an engine get no more requests that others can have."""
+        """Stop choosing an engine for requests that other engines can do."""
         self.balance.leave_out(self.position(rank))
 
     # Engines that die
@@ -130,9 +130,9 @@ class Engines:
     def go_on_without(
         self, rank: int, error: EngineDead, send: Callable[[int, bytes, list[Frame]], None]
     ) -> tuple[int, int]:
-        """Fail what only a dead engine could have finished, and send to others what it had not begun.
+        """Resubmit a dead engine's requests that brought no output yet to other engines, and fail the rest.
 
-        Returns how many requests failed, and how many other engines got.
+        Returns how many requests failed, and how many were resubmitted.
         """
         position = self.position(rank)
         self.ready.pop(rank, None)
@@ -145,11 +145,11 @@ class Engines:
         return len(its_own) - len(moved), len(moved)
 
     def _resubmit(self, request_id: str, send: Callable[[int, bytes, list[Frame]], None]) -> bool:
-        """Send a request of a dead engine to another one, if it has brought nothing yet; return whether it was sent."""
+        """Resubmit a dead engine's request if it has brought no output yet; return whether it was sent."""
         inbox = self.pending.inboxes[request_id]
         if inbox.request is None:
             return False
-        # Not to one that has had it before: what its dead process may have sent must not be taken for the new one's.
+        # Skip engines that had this request before: late output of the dead process must not pass for its successor's.
         tried = {inbox.position, *inbox.tried}
         while choices := [position for position in self.balance.choices if position not in tried]:
             position = self.balance.choose(choices)
@@ -158,7 +158,7 @@ class Engines:
             try:
                 send(position, _ADD, frames)
             except EngineDead:
-                continue  # its own death is told soon
+                continue  # the death of this engine will be reported soon
             self.pending.move(request_id, position, generation)
             return True
         return False
@@ -171,7 +171,7 @@ class Engines:
     # More engines, or fewer
 
     def add(self, rank: int, name: bytes) -> None:
-        """Expect one more engine, in the last position; ``name`` is what its socket is called."""
+        """Expect one more engine, in the last position; ``name`` is its ZeroMQ identity."""
         if rank in self.ranks:
             raise ValueError(f"rank must be that of no engine, not {rank}")
         self.ranks.append(rank)
@@ -179,26 +179,26 @@ class Engines:
         self.balance.resize(len(self.ranks))
 
     def begin_to_leave(self, rank: int) -> int:
-        """Let an engine get nothing more; return its position."""
+        """Mark an engine as leaving, so that it gets no more requests; return its position."""
         self.leaving.add(rank)
         self.leave_out(rank)
         return self.position(rank)
 
     def stay(self, rank: int) -> None:
-        """Let an engine that was to leave get requests again."""
+        """Cancel the leaving of an engine, so that it gets requests again."""
         self.leaving.discard(rank)
         if rank in self.ready:
             self.take_in(rank)
 
     def busy(self) -> list[int]:
-        """Return the ranks of those that leave and have not finished what they have."""
+        """Return the ranks of leaving engines that still have requests or calls."""
         return [rank for rank in sorted(self.leaving) if self._is_busy(self.position(rank))]
 
     def _is_busy(self, position: int) -> bool:
         return self.balance.in_flight[position] > 0 or any(not each.done() for each in self.pending.calls_of(position))
 
     async def drain(self, rank: int) -> None:
-        """Give an engine no more requests, and wait until it has finished what it has; cancelling this changes that."""
+        """Mark an engine as leaving, and wait until its requests and calls are done. Cancelling undoes the mark."""
         position = self.begin_to_leave(rank)
         idle = asyncio.Event()
 
@@ -219,7 +219,7 @@ class Engines:
             self.pending.idle = None
 
     def remove_last(self) -> int:
-        """Have the last engine no more, and fail what it still has; return its rank."""
+        """Remove the last engine, and fail its remaining requests and calls; return its rank."""
         rank = self.ranks[-1]
         gone = EngineDead(f"engine {rank} was taken out of service", engine=rank)
         self._fail_all_at(len(self.ranks) - 1, gone)
@@ -233,5 +233,5 @@ class Engines:
 
 
 def again(error: EngineDead) -> EngineDead:
-    """Return the same error once more: each call that raises it has its own traceback."""
+    """Return a copy of an error, so that each call that raises it has its own traceback."""
     return EngineDead(*error.args, engine=error.engine, pid=error.pid)

@@ -20,7 +20,7 @@ from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket, Sockets
 
 MAX_STRANGE_BYTES = 1 << 16
-"""Of a frame, at a socket that is open to strangers and whose true peers send little."""
+"""The largest frame at a socket that strangers can reach, and where legitimate peers send only small frames."""
 
 _LOG_INTERVAL_S = 10.0
 
@@ -30,9 +30,9 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class Connections(Monitor):
-    """The open connections of a socket, by their numbers: ``zmq.SRCFD`` of what comes over them.
+    """The open connections of a socket, by number: the ``zmq.SRCFD`` of each message that a connection brings.
 
-    Handshakes that fail are logged. Make this before the socket is bound, so that no end of a connection is missed.
+    Failed handshakes are logged. Create this before the socket is bound, to see the end of every connection.
     """
 
     def __init__(self, socket: Socket, on_end: Callable[[int], None] | None = None) -> None:
@@ -43,10 +43,10 @@ class Connections(Monitor):
         self._pump = Pump(asyncio.get_running_loop(), self.pair, self._look)
 
     def of(self, sender: zmq.Frame) -> int | None:
-        """Return the number of the connection that a message came over; ``sender`` is the message's first frame.
+        """Return the number of a message's connection; ``sender`` is the message's first frame.
 
-        None: the peer speaks a ZMTP before 3.0 (RFC 23), as no end of this library does. Ends of connections are
-        reported before: one that has ended may have had the same number.
+        None: the peer speaks a ZMTP before 3.0 (RFC 23), as no peer of this library does. The ends of connections are
+        reported first, because an ended connection may have had the same number.
         """
         self._pump.run()
         try:
@@ -59,12 +59,12 @@ class Connections(Monitor):
         return connection in self._open
 
     def close(self) -> None:
-        """Watch no longer; before the socket is closed. Idempotent."""
+        """Stop watching. Call this before the socket is closed. Idempotent."""
         self._pump.pause()
         super().close()
 
     def events(self) -> Iterator[tuple[int, int, str]]:
-        """Yield each event since the last call but arrivals, which it notes."""
+        """Yield each event since the last call, except new connections, which this only records."""
         for event in super().events():
             if event[0] == zmq.EVENT_ACCEPTED:
                 self._open.add(event[1])
@@ -86,8 +86,8 @@ class Connections(Monitor):
 class Ports:
     """The bound sockets of one front end, or of the coordinator, on the running loop.
 
-    With ``asks`` a `Doorkeeper` admits peers also where they have no keys; with ``retry`` peers whose keys are unknown
-    come back, since these may be known soon.
+    With ``asks`` a `Doorkeeper` admits peers even if no keys are in use. With ``retry`` a peer with an unknown key may
+    try again, since the key may be known soon.
     """
 
     def __init__(self, protection: Protection, *, retry: bool = False, asks: bool = False) -> None:
@@ -116,7 +116,7 @@ class Ports:
         domain: str = ENGINES,
         silence_s: float | None = None,
     ) -> Socket:
-        """Make a socket that is to be bound; with ``silence_s`` it sends heartbeats, see `open_socket`."""
+        """Create a socket, to be bound later; ``silence_s`` turns heartbeats on, see `open_socket`."""
         curve = self._protection.own if self._protection.encrypts(address) else None
         socket = self.sockets.add(
             open_socket(
@@ -136,12 +136,12 @@ class Ports:
         elif self._protection.secure and address.startswith("ipc://"):
             try:
                 socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-            except zmq.ZMQError:  # the system does not tell: what is left is the mode of the directory
+            except zmq.ZMQError:  # no peer credentials on this system: only the directory's mode protects
                 pass
         return socket
 
     def watch(self, socket: Socket, on_end: Callable[[int], None] | None = None) -> Connections:
-        """Watch the connections of a socket that is not bound yet; ``on_end`` gets the number of each that ends."""
+        """Watch the connections of a socket that is not bound yet; ``on_end`` gets the number of each ended one."""
         connections = Connections(socket, on_end)
         self.sockets.add(connections.pair)
         self._connections.append(connections)
@@ -160,12 +160,12 @@ class Ports:
         return self.add(Pump.of_messages(self._loop, socket, handle, receive, descriptor=descriptor))
 
     def add(self, pump: Pump) -> Pump:
-        """Pause this, too, at the end."""
+        """Register a pump, so that `stop` pauses it."""
         self._pumps.append(pump)
         return pump
 
     def stop(self) -> None:
-        """Read no more, and let nobody in. Idempotent."""
+        """Stop reading, and admit no more peers. Idempotent."""
         for pump in self._pumps:
             pump.pause()
         for file in self._files:
@@ -176,13 +176,13 @@ class Ports:
             self.doorkeeper.close()
 
     def close(self) -> None:
-        """Close everything, and forget what was sent. Idempotent."""
+        """Close all sockets, and drop messages that were not delivered yet. Idempotent."""
         self.stop()
         self.sockets.close()
 
 
 def with_sender(socket: Socket) -> tuple[zmq.Frame, list[bytes]]:
-    """Read a message; its first frame says who has sent it, see `property_of` and `sender_of`."""
+    """Read a message, with its first frame also as a `zmq.Frame`, for `property_of` and `sender_of`."""
     frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
     return frames[0], [frame.bytes for frame in frames]
 
@@ -202,7 +202,7 @@ def with_property(socket: Socket, name: str) -> tuple[str, list[Any]]:
 
 
 def property_of(frame: zmq.Frame, name: str) -> str:
-    """Return a property of who has sent this; nothing for a peer that speaks a ZMTP before 3.0."""
+    """Return a property of a frame's sender; an empty string for a peer that speaks a ZMTP before 3.0."""
     try:
         return str(frame.get(name))
     except (zmq.ZMQError, KeyError):
@@ -210,13 +210,13 @@ def property_of(frame: zmq.Frame, name: str) -> str:
 
 
 def user_of(frame: zmq.Frame) -> str:
-    """Return who has sent this, by their keys."""
+    """Return the name that belongs to the keys of a frame's sender."""
     return property_of(frame, "User-Id")
 
 
 def sender_of(frame: zmq.Frame) -> str:
-    """Say, for people, who has sent this."""
+    """Describe a frame's sender for log lines: its process id or address."""
     address = property_of(frame, "Peer-Address") or "an unknown address"
-    # Of a local socket it is "localhost:uid:gid:pid" where the system tells that (SO_PEERCRED, unix(7)).
+    # For a local socket the address is "localhost:uid:gid:pid" where the system has SO_PEERCRED, see unix(7).
     pid = address.rpartition(":")[2]
     return f"pid {pid}" if address.startswith("localhost:") and pid.isdigit() else address

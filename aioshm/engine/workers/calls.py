@@ -1,4 +1,4 @@
-"""The calls in flight: sent to one worker or to all, answered, cancelled, and failed where a worker dies."""
+"""The calls in flight: sent to one worker or to all, then answered, cancelled, or failed if a worker dies."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from aioshm.engine.workers.running import Running
 
 CODE_WITHIN_S = 1.0
-"""How long a worker whose queue is closed may take to exit, before it is killed, or named without its exit code."""
+"""How long a worker with a closed queue may take to exit. After that it is killed, or reported without exit code."""
 
 
 class Calls:
     """Sends calls, and delivers their answers.
 
     Attributes:
-        n_workers: How many workers a call of all is for.
-        channels: The queues of the workers that are there, by rank.
+        n_workers: How many workers a call of all workers goes to.
+        channels: The queues of the present workers, by rank.
         absent: The ranks that wait for a replacement.
-        lock: Held by the call of all workers whose turn it is.
+        lock: Held by the call of all workers that is in progress.
     """
 
     def __init__(self, running: Running, steps: MessageQueue, n_workers: int) -> None:
@@ -61,26 +61,26 @@ class Calls:
         self.lock: asyncio.Lock = asyncio.Lock()
         self._whole = asyncio.Event()
         self._whole.set()
-        self._calls: dict[int, Call] = {}  # those that were sent, or are being sent, and not answered, by number
-        self._asking: set[Call] = set()  # those that wait for a worker
+        self._calls: dict[int, Call] = {}  # by number: sent, or being sent, and not answered yet
+        self._asking: set[Call] = set()  # the calls that wait for a worker
         self._number = 0
         self._last_step = 0
         self._draining: dict[Waiter, list[int]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def sent_to(self, rank: int) -> list[Call]:
-        """Return the calls that were sent to a worker and not answered."""
+        """Return the calls that were sent to a worker, and that it has not answered."""
         return [call for call in self._calls.values() if call.sent and rank in call.missing]
 
     # Calls of all workers
 
     async def admit(self) -> None:
-        """Let the first workers attach to the queue of calls of all."""
-        with suppress(AioshmError):  # a worker has died, which its process tells, too
+        """Wait until the first workers have attached to the queue of calls of all workers."""
+        with suppress(AioshmError):  # a worker has died: the watch on its process reports that
             await self._steps.wait_until_ready()
 
     async def call_all(self, call: Call, request: Request, timeout: float | None) -> list[Any]:
-        """Call all workers, when the calls of all before are answered; return the results by rank."""
+        """Call all workers once earlier calls of all are answered; return the results by rank."""
         n_workers = 0
         try:
             async with self._within(timeout, call, self._waits_for_all), self.lock:
@@ -89,7 +89,7 @@ class Calls:
                 await self._send_to_all(call, request)
                 await self.inbox.wait(call)
         finally:
-            call.done = True  # answers that are still to come are dropped
+            call.done = True  # later answers are dropped
         call.check()
         return [call.results.get(rank) for rank in range(n_workers)]
 
@@ -111,7 +111,7 @@ class Calls:
         self._last_step = call.number
 
     async def leave(self, ranks: Iterable[int]) -> None:
-        """Let workers exit."""
+        """Ask workers to exit."""
         await self._steps.enqueue((LEAVE, 0, 0, frozenset(ranks)))
 
     async def whole(self) -> None:
@@ -120,7 +120,7 @@ class Calls:
         self._exit.check()
 
     def _waits_for_all(self, call: Call) -> str:
-        if call.missing:  # the reader may have slept for one of them, and not seen the others' answers
+        if call.missing:  # the reader may wake for one rank only, with other answers unread
             late = [rank for rank in sorted(call.missing) if not self._has_answered(rank)]
             return f"no answer from {self._running.processes.describe(late or sorted(call.missing))}"
         if self.absent:
@@ -145,7 +145,7 @@ class Calls:
         return next(iter(call.results.values()))
 
     async def next_item(self, call: Call, request: Request, timeout: float | None) -> Any:
-        """Call one worker, unless that was done, and wait for the next item; raise StopAsyncIteration at the end."""
+        """Start the stream unless that was done, and return its next item; raise StopAsyncIteration at the end."""
         if not (call.sent and call.ready):
             try:
                 async with self._within(timeout, call, self._waits_for_one):
@@ -154,7 +154,7 @@ class Calls:
                     await self.inbox.wait(call)
             except TimeoutError:
                 if not call.sent and call not in self._asking:
-                    self.leave_call(call)  # its turn had come, but there was no room for it
+                    self.leave_call(call)  # a worker was assigned, but its queue had no room
                 raise
         if not call.items:
             call.check()
@@ -168,11 +168,11 @@ class Calls:
         return item
 
     async def _send(self, call: Call, kind: int, request: Request) -> None:
-        """Send a call to its worker, or to the replacement, once it is its turn."""
+        """Send a call once the schedule assigns a worker; repeat with the replacement if that worker dies."""
         while True:
             self._exit.check()
             await self._get_turn(call)
-            if not self.schedule.holds(call):  # its worker has died since its turn came
+            if not self.schedule.holds(call):  # the assigned worker has died meanwhile
                 continue
             assert call.seat is not None
             rank = call.seat.rank
@@ -181,7 +181,7 @@ class Calls:
             after = self._last_step if self._last_step > channel.after else 0
             try:
                 await channel.send((kind, call.number, after, tuple(request)))
-            except (PeerDied, QueueClosed):  # its worker is gone, and has not seen it
+            except (PeerDied, QueueClosed):  # the worker is gone, and has not received the call
                 if not channel.closed:
                     self.queue_ended(rank)
                     await self.inbox.wait(call)
@@ -191,7 +191,7 @@ class Calls:
             return
 
     async def _get_turn(self, call: Call) -> None:
-        if call not in self._asking:  # else it has waited before, until its timeout
+        if call not in self._asking:  # else an earlier wait has timed out
             call.ready = False
             self._asking.add(call)
             self.schedule.ask(call)
@@ -202,7 +202,7 @@ class Calls:
         call.check()
 
     def leave_call(self, call: Call) -> None:
-        """Let go of a call that its caller does not wait for any more."""
+        """Abandon a call whose caller has stopped waiting; cancel the call if it was sent."""
         if call.sent:
             if not call.done:
                 self._post(call, CANCEL)
@@ -256,18 +256,18 @@ class Calls:
     # Answers
 
     def needed(self) -> Set[int]:
-        """Return the ranks whose next message is an answer to the only call in flight, one of all workers."""
+        """Return the ranks that have to answer the only call in flight, if that is a call of all workers."""
         calls = [*self._calls.values()]
         alone = len(calls) == 1 and calls[0].seat is None and not self._asking
         return calls[0].missing if alone else frozenset()
 
     def receive(self, rank: int, message: Any) -> None:
-        """Deliver a message of a worker, or the error of one that cannot be received."""
+        """Deliver a message of a worker, or the error of a message that cannot be received."""
         if isinstance(message, tuple):
             self._deliver(rank, message)
             return
         failure = failure_of(message)
-        late = isinstance(message, (SharedMemoryError, OutOfDescriptors))  # the message stays where it is
+        late = isinstance(message, (SharedMemoryError, OutOfDescriptors))  # the message stays in the queue
         for call in self.sent_to(rank):
             call.errors[rank] = failure
             if not late:
@@ -310,7 +310,7 @@ class Calls:
         self._look_at_drained()
 
     def queue_ended(self, rank: int) -> None:
-        """Note that a queue of a worker has ended; its process, which is watched, ought to exit."""
+        """Note that a queue of a worker has ended; check later that the worker process has exited."""
         channel = self.channels.get(rank)
         if channel is not None and not channel.lost:
             channel.lost = True
@@ -321,7 +321,7 @@ class Calls:
             self._running.worker_lost(channel.rank)
 
     async def lost(self, rank: int) -> NoReturn:
-        """Raise the exit of a worker whose socket or queue has ended, where workers are not replaced."""
+        """Raise the exit of a worker after its socket or queue has ended. For groups that do not replace workers."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CODE_WITHIN_S):
                 await self._exit.ended.wait()
@@ -333,19 +333,19 @@ class Calls:
     # Workers come and go
 
     def add(self, rank: int, requests: MessageQueue, replies: MessageQueue) -> None:
-        """Send calls to a worker that is made."""
+        """Start to send calls to a worker that is ready."""
         self.channels[rank] = Channel(rank, requests, replies, self._last_step)
         self.inbox.add(rank, replies)
         self.schedule.back(rank)
 
     def away(self, ranks: Iterable[int]) -> None:
-        """Let calls of all wait for workers of these ranks."""
+        """Make calls of all workers wait until these ranks are back."""
         self.absent.update(ranks)
         if self.absent:
             self._whole.clear()
 
     def back(self, ranks: Iterable[int]) -> None:
-        """Do not wait for them any more."""
+        """Stop making calls of all workers wait for these ranks."""
         self.absent.difference_update(ranks)
         if not self.absent:
             self._whole.set()
@@ -355,13 +355,13 @@ class Calls:
         channel = self.channels.pop(rank, None)
         if channel is not None:
             self.inbox.remove(rank)
-            for reply in channel.rest():  # answers that were sent count
+            for reply in channel.rest():  # answers that the worker sent before it died are valid
                 self._deliver(rank, reply)
             channel.closed = True
             self._spawn(channel.aclose())
         self.schedule.gone(rank)
         for call in [*self._calls.values()]:
-            of_all = call.seat is None  # which fails also if this one has answered: others may wait for it
+            of_all = call.seat is None  # fails even if this worker has answered: others may wait for it
             if not of_all and rank not in call.missing:
                 continue
             call.missing.discard(rank)
@@ -369,18 +369,18 @@ class Calls:
                 del self._calls[call.number]
             if call.sent or of_all:
                 call.fail(failure)
-            else:  # its turn is to come again
+            else:  # not sent yet: `_send` asks for a worker again
                 call.notify()
         self._look_at_drained()
 
     def forget(self, rank: int, failure: Callable[[], AioshmError]) -> None:
-        """Remove a worker for good; calls that wait for it fail."""
+        """Remove a worker for good, and fail the calls that wait for it."""
         self.died(rank, failure)
         for call in self.schedule.forget(rank):
             call.fail(failure)
 
     async def drain(self, ranks: Iterable[int]) -> None:
-        """Give workers no calls of any worker, and wait until they have done the calls that they have."""
+        """Send these workers no more calls for any idle worker, and wait until their present calls are done."""
         leaving = [*ranks]
         for rank in leaving:
             self.schedule.leaves(rank)
@@ -412,7 +412,7 @@ class Calls:
         task.add_done_callback(self._closing.discard)
 
     async def aclose(self) -> None:
-        """Close all queues: the workers end their calls, and exit. Idempotent."""
+        """Close all queues, which makes the workers end their calls and exit. Idempotent."""
         channels, self.channels = self.channels, {}
         for channel in channels.values():
             self._spawn(channel.aclose())

@@ -1,4 +1,4 @@
-"""The connections between a group and one worker process: a socket that makes it a worker, and two queues."""
+"""The connections between a group and one worker process: a control socket and two queues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 class Place(NamedTuple):
-    """The rank that a process gets; the pickled call that makes the worker follows as a message of its own.
+    """The assignment of a rank to a process. The pickled call that creates the worker follows in the next message.
 
     Attributes:
         steps: The queue of calls of all workers.
@@ -32,29 +32,29 @@ class Place(NamedTuple):
 
 
 class ControlSocket:
-    """Pickled messages of any size; neither end blocks its loop.
+    """Sends and receives pickled messages of any size without blocking the loop.
 
     Args:
-        sock: This process' end of a pair of stream sockets.
+        sock: One of a connected pair of stream sockets.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._forgotten = weakref.finalize(self, sock.close)  # a forgotten group warns, its sockets do not, too
+        self._forgotten = weakref.finalize(self, sock.close)  # no second warning: an unclosed group gives one
 
     async def send(self, message: object) -> None:
-        """Send a message; raises OSError where the peer has exited, or either end is closed."""
+        """Send a message; raises OSError if the peer has exited, or if either end is closed."""
         await self.send_pickled(pickle.dumps(message))
 
     async def send_pickled(self, message: bytes) -> None:
-        """Send a message that is pickled already. If this is cancelled, close the socket: a part may be sent."""
+        """Send a pickled message. If this is cancelled, close the socket: a part of the message may be sent."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._socket, _LENGTH.pack(len(message)))
         await loop.sock_sendall(self._socket, message)
 
     async def receive(self) -> Any:
-        """Receive a message; raises EOFError or OSError where the peer has exited, or either end is closed."""
+        """Receive a message; raises EOFError or OSError if the peer has exited, or if either end is closed."""
         return pickle.loads(await self.receive_pickled())
 
     async def receive_pickled(self) -> bytearray:
@@ -73,7 +73,7 @@ class ControlSocket:
         return received
 
     def close(self) -> None:
-        """Close this end; a task that waits at it waits until cancelled. On its loop, or without any. Idempotent."""
+        """Close the socket, on its loop or where no loop runs. Tasks that wait for it need cancelling. Idempotent."""
         if self._socket.fileno() >= 0:
             loop = asyncio._get_running_loop()
             if loop is not None:
@@ -83,12 +83,12 @@ class ControlSocket:
 
 
 class Channel:
-    """The two queues of one worker process: the calls of it alone, and all of its answers.
+    """The two queues of one worker process: one for calls of this worker only, one for all of its answers.
 
     Attributes:
-        n_requests: How many calls it was sent.
-        after: The last call of all workers that was sent before it was there.
-        lost: Whether a queue has ended, and the exit of the process is not known yet.
+        n_requests: How many calls were sent over this channel.
+        after: The number of the last call of all workers that was sent before this worker was ready.
+        lost: Whether a queue has ended. The exit of the process may not be known yet.
         closed: Whether the process is gone.
     """
 
@@ -103,22 +103,22 @@ class Channel:
         self._posting: set[asyncio.Task[None]] = set()
 
     async def send(self, message: Message) -> None:
-        """Send a call; raises PeerDied or QueueClosed where the worker is gone, which has not seen the call then."""
+        """Send a call; raises PeerDied or QueueClosed if the worker is gone and has not received the call."""
         try:
-            self.requests.enqueue_nowait(message)  # in order with the calls of all, where there is room
+            self.requests.enqueue_nowait(message)  # no await if there is room: keeps the order with calls of all
         except QueueFull:
             await self.requests.enqueue(message)
         self.n_requests += 1
 
     def post(self, message: Message) -> None:
-        """Send a message without waiting: the ring can be full of calls that the worker has not come to."""
+        """Send a message, or do so in a task while the queue is full of calls that the worker has not read."""
         try:
             self.requests.enqueue_nowait(message)
         except QueueFull:
             task = asyncio.get_running_loop().create_task(self._post_late(message))
             self._posting.add(task)
             task.add_done_callback(self._posting.discard)
-        except AioshmError:  # the worker is gone, and all its calls end
+        except AioshmError:  # the worker is gone: all its calls fail anyway
             pass
 
     async def _post_late(self, message: Message) -> None:
@@ -126,7 +126,7 @@ class Channel:
             await self.requests.enqueue(message)
 
     def rest(self) -> Iterable[Any]:
-        """Take the last messages of a worker that is gone, once nobody else reads them."""
+        """Take the last messages of a dead worker. Call this only when no other task reads the queue."""
         with suppress(AioshmError, QueueEmpty):
             while True:
                 yield self.replies.dequeue_nowait()

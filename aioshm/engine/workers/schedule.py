@@ -1,10 +1,10 @@
-"""Which call may be sent to which worker, and when: no I/O, no clock.
+"""Decides which call may be sent to which worker, and when. No I/O, no clock.
 
-A call of one worker is sent immediately, behind those that the worker has already. A call of any worker is given to the
-one that has been idle longest; those that wait are served first come, first served. A call of one worker that is made
-while they wait goes behind them, if calls keep the worker from being idle: otherwise a worker that is called again and
-again would never be. A worker with a stream is not idle, but its stream may take as long as it likes, and keeps nobody
-from calling the worker.
+A call of one worker is sent immediately, behind the worker's present calls. A call of any worker goes to the one that
+has been idle longest; waiting calls of any worker are served in order. While such calls wait, a new call of one worker
+queues behind them: otherwise a worker that gets its own calls again and again would never be idle for them. A worker
+with a stream is not idle either, but a stream may last for ever. So a call of that worker does not queue behind the
+calls of any worker.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ class Call(Waiter):
 
     def __init__(self, method: str, wanted: int | None = None, *, stream: bool = False) -> None:
         super().__init__()
-        self.method: str = method  # its name, for people
+        self.method: str = method  # the name of the method, for error texts
         self.wanted: int | None = wanted  # the worker's rank; None: any, or all
         self.stream: bool = stream
-        self.order: int = 0  # its place among the calls that have asked for a turn
-        self.seat: Seat | None = None  # the worker that it may be sent to
-        self.number: int = 0  # in messages
+        self.order: int = 0  # lower for calls that were queued earlier
+        self.seat: Seat | None = None  # the worker that the call may be sent to
+        self.number: int = 0  # identifies the call in messages
         self.sent: bool = False
-        self.missing: set[int] = set()  # the ranks that have not answered
+        self.missing: set[int] = set()  # the ranks that have not answered yet
         self.results: dict[int, Any] = {}
         self.errors: dict[int, RemoteFailure] = {}
-        self.items: deque[Any] = deque()  # of a stream, that were not taken
-        self.taken: int = 0  # items, since the worker was allowed to make further ones
-        self.failure: Callable[[], AioshmError] | None = None  # if something else than the method has failed
-        self.done: bool = False  # whether there is nothing more to come for the caller
+        self.items: deque[Any] = deque()  # items of a stream that the caller has not taken
+        self.taken: int = 0  # items taken since the worker last got credit for more
+        self.failure: Callable[[], AioshmError] | None = None  # set if the call failed outside of the method
+        self.done: bool = False  # whether the caller has nothing more to wait for
 
     @property
     def rank(self) -> int | None:
-        """The worker that has it, or is to have it."""
+        """The rank of the worker that has the call, or will get the call."""
         return self.wanted if self.seat is None else self.seat.rank
 
     def finish(self) -> None:
-        """Wake the caller: there is nothing more to come."""
+        """Mark the call as done, and wake the caller."""
         self.done = True
         self.notify()
 
     def fail(self, failure: Callable[[], AioshmError]) -> None:
-        """Finish with an error, unless it is finished."""
+        """Finish with an error, unless the call is done."""
         if not self.done:
             self.failure = failure
             self.finish()
 
     def check(self) -> None:
-        """Raise the error, if there is one."""
+        """Raise the error of the call, if there is one."""
         if self.failure is not None:
             raise self.failure()
         if self.errors:
@@ -79,7 +79,7 @@ class Call(Waiter):
 
 
 class Seat:
-    """The work of one worker process; its replacement has a seat of its own."""
+    """The calls of one worker process; a replacement process gets a new seat."""
 
     __slots__ = ("calls", "idle_since", "leaving", "present", "queue", "rank", "streams")
 
@@ -94,12 +94,12 @@ class Seat:
 
     @property
     def idle(self) -> bool:
-        """Whether a call of any worker may be sent to this one."""
+        """Whether a call of any worker may be sent to this worker."""
         return self.present and not (self.leaving or self.calls or self.streams)
 
 
 class Schedule:
-    """The workers, and the calls that wait for them; `Call.notify` is called when a call may be sent."""
+    """The workers, and the calls that wait for them. Calls `Call.notify` when a call may be sent."""
 
     def __init__(self) -> None:
         self._seats: dict[int, Seat] = {}
@@ -107,7 +107,7 @@ class Schedule:
         self._count = 0
 
     def ask(self, call: Call) -> None:
-        """Queue a call, which may be sent immediately; `withdraw` or `answered` ends that."""
+        """Queue a call, and assign a worker if one is free. End this with `withdraw` or `answered`."""
         self._count += 1
         call.order = self._count
         call.seat = None
@@ -127,7 +127,7 @@ class Schedule:
         queue = self._any if call.wanted is None else self._seat(call.wanted).queue
         if call in queue:
             queue.remove(call)
-        for seat in self._seats.values():  # others may have waited for this one
+        for seat in self._seats.values():  # other calls may have waited behind this call
             self._serve(seat)
 
     def answered(self, call: Call) -> None:
@@ -141,12 +141,12 @@ class Schedule:
         self._free(seat)
 
     def holds(self, call: Call) -> bool:
-        """Return whether the worker that a call may be sent to is still there, and not a replacement."""
+        """Return whether the worker process that was assigned to a call is still the present one."""
         seat = call.seat
         return seat is not None and self._seats.get(seat.rank) is seat
 
     def step_begins(self, ranks: Iterable[int]) -> None:
-        """Note that workers have a call of all workers to do."""
+        """Note that a call of all workers goes to these workers."""
         for rank in ranks:
             self._seat(rank).calls += 1
 
@@ -157,14 +157,14 @@ class Schedule:
         self._free(seat)
 
     def back(self, rank: int) -> None:
-        """Note that there is a worker of this rank, which has nothing to do yet."""
+        """Note that a new worker of this rank is ready."""
         seat = self._seat(rank)
         seat.present = True
         seat.leaving = False
         self._free(seat)
 
     def gone(self, rank: int) -> None:
-        """Note that there is no worker of this rank for the time being; its work is forgotten."""
+        """Note that the worker of this rank is gone; drop its calls in flight, keep the queued ones."""
         former = self._seat(rank)
         former.present = False
         seat = self._seats[rank] = Seat(rank)
@@ -172,7 +172,7 @@ class Schedule:
         seat.queue, former.queue = former.queue, seat.queue
 
     def leaves(self, rank: int, *, leaves: bool = True) -> None:
-        """Give a worker no calls of any worker; or do so again."""
+        """Stop giving a worker calls of any worker; ``leaves=False``: start again."""
         seat = self._seat(rank)
         seat.leaving = leaves
         if not leaves:
@@ -184,7 +184,7 @@ class Schedule:
         return [] if seat is None else list(seat.queue)
 
     def done(self, ranks: Iterable[int]) -> bool:
-        """Return whether these workers have no call, and nobody waits for one of them."""
+        """Return whether these workers have neither calls in flight nor queued calls."""
         seats = [self._seat(rank) for rank in ranks]
         return not any(seat.calls or seat.streams or seat.queue for seat in seats)
 
@@ -210,7 +210,7 @@ class Schedule:
                 return
 
     def _precedes(self, call: Call, seat: Seat) -> bool:
-        """Return whether a worker's own call comes before those of any worker."""
+        """Return whether a call of this worker comes before the waiting calls of any worker."""
         return not self._any or seat.streams > 0 or seat.leaving or call.order < self._any[0].order
 
     def _serve_any(self) -> None:

@@ -1,4 +1,4 @@
-"""What every publisher does: numbers batches, encodes and sends them on an event loop, and serves replays."""
+"""The core of every publisher: it numbers and encodes batches, sends them on an event loop, and serves replays."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from aioshm.zeromq.curve import CurveKeys
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
-# How long the core sends before it lets the loop do something else.
+# How long the core sends before the loop runs other callbacks.
 _SLICE_S = 0.001
 
-# Batches that come faster than one in so many seconds go out some at a time, or after so many seconds at most: waking
-# ZeroMQ's thread for each of them, and the loop's own work for a callback, cost a third of what encoding one does.
+# If batches come less than _BUSY_S apart, up to _TOGETHER of them are sent in one go, after _GATHER_S at the latest:
+# waking ZeroMQ's thread and running a callback for each batch costs a third as much as encoding the batch.
 _BUSY_S = 30e-6
 _TOGETHER = 64
 _GATHER_S = 0.001
-# How often a core that never rests reads what is subscribed to: ZeroMQ may have noticed while it sent.
+# How often a busy core reads subscriptions: sending may consume the signal of ZeroMQ that some have arrived.
 _LISTEN_S = 0.25
 
-# How often closing looks whether ZeroMQ has delivered everything.
+# How often `aclose` polls whether ZeroMQ has delivered everything.
 _LOOK_S = 0.005
 
 _MORE, _LAST = zmq.NOBLOCK | zmq.SNDMORE, zmq.NOBLOCK
@@ -63,8 +63,8 @@ _MORE, _LAST = zmq.NOBLOCK | zmq.SNDMORE, zmq.NOBLOCK
 class PublisherCore:
     """The queue, the encoder, the replay buffer and the sockets of a publisher; see `ZmqEventPublisher`.
 
-    Batches are put into ``outbox`` in any thread. Whoever does that calls `drain` on the loop where ``outbox`` asks for
-    it. Everything else is called on the loop.
+    Any thread may put a batch into ``outbox``. If ``outbox.put`` returns True, that thread has to make the loop call
+    `drain`. Everything else is called on the loop.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class PublisherCore:
         self._drained_at = 0.0
         self._listened_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._progress = asyncio.Event()  # set after each slice of sending, for calls that wait
-        self._room_lock = asyncio.Lock()  # admits one call at a time that waits for room, in order
+        self._progress = asyncio.Event()  # set after each slice of sending, to wake waiting calls
+        self._room_lock = asyncio.Lock()  # calls acquire it in order: one at a time waits for room
         self.ends: PublisherEnds = PublisherEnds(
             data_parallel_rank, endpoint, replay_endpoint, bind=bind, hwm=hwm, curve=curve
         )
@@ -133,7 +133,7 @@ class PublisherCore:
             self._server.start(loop)
 
     def drain(self) -> None:
-        """Send for one slice of time, then let the loop do something else."""
+        """Send for one slice of time, then let the loop run other callbacks."""
         if self._stopped:
             return
         now = time.perf_counter()
@@ -154,14 +154,14 @@ class PublisherCore:
             self.outbox.make_room()
 
     def _drain_late(self) -> None:
-        """Send what was gathered, if there are not enough to be sent together."""
+        """Send the gathered batches, although fewer than `_TOGETHER` have come."""
         self._timer = None
         self.drain()
 
     def _send_until(self, deadline: float) -> bool:
         """Send until the deadline (``time.perf_counter``); True if nothing is left."""
         waiting, take, clock = self.outbox.waiting, self.outbox.take, time.perf_counter
-        while (item := waiting.popleft() if waiting else take()) is not None:  # ``take`` asks for the lock
+        while (item := waiting.popleft() if waiting else take()) is not None:  # ``take`` acquires a lock
             seq, batch = item
             self._send(seq, batch)
             if clock() > deadline:
@@ -185,7 +185,7 @@ class PublisherCore:
             self._unencodable += 1
             self._complain("publisher %s: batch %d is lost: %s", seq, error)
             return
-        # Buffer first: a subscriber that sees the live message and asks for its predecessors must find it there.
+        # Buffer first: a subscriber that sees the live message and requests a replay must find the message there.
         if self._server is not None:
             self._buffer.append(seq, payload)
         self.outbox.last_sent = seq
@@ -194,7 +194,7 @@ class PublisherCore:
             send(self._topic, _MORE)
             send(pack_seq(seq), _MORE)
             send(payload, _LAST)
-        except zmq.ZMQError as error:  # the context was ended by another part of the program
+        except zmq.ZMQError as error:  # another part of the program has terminated the context
             self.outbox.dropped += 1
             self._complain("publisher %s: batch %d cannot be sent: %s", seq, error)
         else:
@@ -206,7 +206,7 @@ class PublisherCore:
     # Waiting
 
     async def put(self, batch: EventBatch, timeout: float | None) -> None:
-        """Put a batch into the outbox; where that is full, or others wait for room, wait in turn."""
+        """Put a batch into the outbox; wait if the outbox is full, or if earlier calls wait for room."""
         waiting = len(self.outbox.waiting)
         try:
             async with asyncio.timeout(timeout), self._room_lock:
@@ -220,7 +220,7 @@ class PublisherCore:
     async def flush(self, timeout: float | None) -> None:
         """Wait until everything published so far has been handed to ZeroMQ."""
         if self.outbox.waiting:
-            self._loop.call_soon(self.drain)  # it may be gathering
+            self._loop.call_soon(self.drain)  # the core may still be gathering batches
         target = self.outbox.published
         waiting = 0
         try:
@@ -236,32 +236,32 @@ class PublisherCore:
         self._progress.clear()
         await self._progress.wait()
 
-    # The end
+    # Closing
 
     def refuse(self) -> None:
-        """Take no more batches; calls that wait for room are told, on the loop."""
+        """Accept no more batches, and wake the calls that wait for room. Called on the loop."""
         self.outbox.close()
         self._progress.set()
 
     async def aclose(self, timeout: float) -> None:
-        """Send what is queued, finish replays in progress, and close; cancelled, close immediately."""
+        """Send queued batches, finish replays in progress, and close. If cancelled, close immediately."""
         deadline = time.monotonic() + timeout
         linger = 0.0
         try:
             self.refuse()
-            with suppress(TimeoutError):  # ``stop`` says what is left
+            with suppress(TimeoutError):  # ``stop`` logs the batches that are left
                 await self.flush(timeout)
             if self._server is not None:
                 await self._server.wait_idle(max(0.0, deadline - time.monotonic()))
             linger = max(0.0, deadline - time.monotonic())
         finally:
             closing = self.stop(linger)
-        # Not a callback from the thread: a forked child may have left the loop deaf to other threads, see epoll(7).
+        # Poll: after a fork, a child may have unregistered the pipe by which threads wake this loop, see epoll(7).
         while closing is not None and closing.is_alive():  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
     def shutdown(self) -> None:
-        """Send everything that is queued now, here and at once, and close; also where no loop runs."""
+        """Send everything that is queued, synchronously, and close. No loop has to run."""
         self.refuse()
         self._send_until(time.perf_counter() + CLOSE_TIMEOUT_S)
         self.stop(CLOSE_TIMEOUT_S)
@@ -280,11 +280,11 @@ class PublisherCore:
         return self.ends.close(linger)
 
     def abandon_in_child(self) -> None:
-        """Do nothing any more: the sockets are the parent's."""
+        """Stop in a forked child: the sockets belong to the parent."""
         self._stopped = True
 
     def stats(self) -> PublisherStats:
-        """Return what was done so far."""
+        """Return the counters up to now."""
         server = self._server
         return PublisherStats(
             published=self.outbox.published,

@@ -1,7 +1,7 @@
-"""Limits on what a stranger may subscribe to at a publisher's open port; SECURITY.md says what remains possible.
+"""A limit on the subscriptions of one peer at a publisher's open port; SECURITY.md lists the remaining attacks.
 
-ZeroMQ keeps the topics of all subscriptions in a tree, and walks through it when a subscriber leaves. It cannot refuse
-a subscription: the peer is disconnected instead.
+ZeroMQ keeps the topics of all subscriptions in a tree, and walks through the tree when a subscriber leaves. ZeroMQ
+cannot refuse a subscription, so the publisher disconnects the peer instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aioshm.zeromq.pump import drain
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
-# Of one subscriber. Consumers have one or a few.
+# The most that one subscriber may have. Consumers have one or a few.
 MAX_SUBSCRIPTIONS = 128
 _SUBSCRIBE = 1
 
@@ -27,14 +27,14 @@ class Subscriptions:
     """Counts the subscriptions of each connection to an XPUB socket, and disconnects peers that have too many."""
 
     def __init__(self, socket: zmq.Socket[bytes], monitor: Monitor) -> None:
-        socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # each subscription, not only the first, and each end of one
-        # What ZeroMQ has read ahead cannot be refused any more.
+        socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report every subscribe and unsubscribe, also of known topics
+        # Small, because ZeroMQ accepts all subscriptions that it has read ahead, even of a peer that is cut off.
         socket.setsockopt(zmq.RCVBUF, 1 << 12)
         socket.setsockopt(zmq.RCVHWM, 8)
         self.cut_off: int = 0
         self._socket = socket
         self._monitor = monitor
-        self._topics: dict[int, set[bytes]] = {}  # by the descriptor of the connection
+        self._topics: dict[int, set[bytes]] = {}  # topics by the descriptor of the connection
         self._limiter = LogLimiter(10.0)
 
     def read(self) -> bool:
@@ -49,7 +49,7 @@ class Subscriptions:
     def _take(self, frame: zmq.Frame) -> None:
         try:
             descriptor = int(frame.get(zmq.SRCFD))
-        except zmq.ZMQError:  # the end of a subscription whose peer has left
+        except zmq.ZMQError:  # an unsubscribe of a peer that has left
             return
         data = frame.bytes
         topics = self._topics.setdefault(descriptor, set())
@@ -71,7 +71,7 @@ class Subscriptions:
 
 
 def _disconnect(descriptor: int, port: int) -> str | None:
-    """Shut a connection of ZeroMQ's down, unless the descriptor is by now another one's; return the peer's address."""
+    """Shut down a ZeroMQ connection, unless its descriptor was reused meanwhile; return the peer's address."""
     try:
         duplicate = os.dup(descriptor)
     except OSError:

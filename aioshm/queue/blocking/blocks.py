@@ -1,4 +1,4 @@
-"""Blocks that have a slot of an end whose calls block: ``with mq.lease() as obj``."""
+"""``with`` blocks that hold a slot of a blocking queue end: ``with mq.lease() as obj``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from aioshm.ring.reader_core import ReaderCore
 
 
 class Block(AbstractContextManager[Any]):
-    """One block. It has the end's turn until it is left, or dropped: then a handler has raised around ``with``.
+    """One block. It holds the end's lock (`turn`) until the block is left, or dropped by an exception of a handler.
 
-    The background loop enters and leaves the end's own block, so that no signal handler comes in the middle of that.
+    The background loop enters and leaves the asynchronous block, so that no signal handler can interrupt halfway.
 
     Args:
         end: The end.
-        timeout: For the wait for the slot.
+        timeout: Seconds to wait for the slot.
     """
 
     def __init__(self, end: BlockingEnd, timeout: float | None) -> None:
@@ -45,7 +45,7 @@ class Block(AbstractContextManager[Any]):
             end.block = weakref.ref(self, end.block_dropped)
             self._enter(deadline)
             entered = True
-        finally:  # without a call, until the turn is over
+        finally:  # no other call until `drop_block` has released the lock: a handler could raise there
             if not entered:
                 end.undelivered[:0] = end.taken
                 if end.inner is not None:
@@ -53,7 +53,7 @@ class Block(AbstractContextManager[Any]):
                     end.inner = None
                 self._value = None
                 end.drop_block()
-        # The value keeps no name here: a lease would take that for a holder.
+        # Keep no reference to the value: the lease would count it as a user of the message.
         value, self._value = self._value, None
         if end.taken:
             end.taken[0] = None
@@ -78,7 +78,7 @@ class Block(AbstractContextManager[Any]):
 
     @abstractmethod
     def _enter(self, deadline: float | None) -> None:
-        """Wait for the slot; sets ``_value``, and ``inner`` or ``taken`` of the end."""
+        """Wait for the slot; set ``_value``, and either ``inner`` or ``taken`` of the end."""
 
 
 class WriteBlock(Block):
@@ -86,8 +86,8 @@ class WriteBlock(Block):
 
     Args:
         end: The end.
-        make: Makes the end's own block, whose timeout is the rest of this one's.
-        timeout: For the wait for room.
+        make: Creates the asynchronous block; gets the seconds that are left of ``timeout``.
+        timeout: Seconds to wait for room.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class LeaseBlock(Block):
 
     Args:
         end: The end.
-        timeout, cancel, indefinite: For the wait for the message.
-        decoded: Whether this is a lease.
+        timeout, cancel, indefinite: How to wait for the message, as in `dequeue`.
+        decoded: True for `lease`, False for `acquire_read`.
     """
 
     def __init__(
@@ -146,16 +146,16 @@ class LeaseBlock(Block):
                 del end.undelivered[:1]
                 break
         if end.taken:
-            end.gate.in_line = 1  # as while any block is open
+            end.gate.in_line = 1  # the value that it has while any block is open
             end.gate.core.open = False
             value = end.taken[0]
             self._value = value if self._decoded else body_of(end.reader.encode(value))
 
     def _wait_for_small(self, deadline: float | None) -> bool:
-        """Wait for a message; take it as `dequeue` does if that costs less than a view; return False if it does not."""
+        """Wait for a message; take it as `dequeue` does if it is small. Return False if the loop has to lease it."""
         end = self._end
         if not end.wait_for_message(deadline, self._cancel, self._indefinite):
-            return True  # the writer is gone, and another one awaited
+            return True  # the writer is gone: the caller waits for the next one
         core, ring = end.gate.core, end.reader.source.ring
         if not self._decoded or type(core) is not ReaderCore or ring is None:
             return False
@@ -181,7 +181,7 @@ class EachLeased:
     """Leases messages one after the other, until the writer closes.
 
     Args:
-        lend: Returns the block of the next lease.
+        lend: Creates the `lease` block of the next message.
     """
 
     def __init__(self, lend: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -1,10 +1,10 @@
-"""An end of a queue as threads use it, one at a time; the end itself belongs to the background loop.
+"""A queue end for threads, one call at a time; the asynchronous end in it belongs to the background loop.
 
-Messages pass in the native core, in the calling thread. A thread waits for the next message or slot of a local ring by
-itself (`ThreadPoller`). Everything else runs as a coroutine on the background loop, and the thread waits for that.
+The native core sends and receives in the calling thread. For the next message or slot of a local ring the thread
+itself waits (`ThreadPoller`). Everything else is a coroutine on the background loop, for which the thread waits.
 
-An exception of a signal's handler may come out of any call that is made here. What must not be torn is therefore done
-by one call of the core, by the loop's thread, where no handler runs, or by statements without a call between them.
+A signal handler may raise out of any call in this module. A change that must be made whole is therefore one call of the
+core, runs in the loop's thread, where no handler runs, or consists of statements without a call between them.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ T = TypeVar("T")
 
 
 class BlockingEnd:
-    """One end, its undelivered messages, and whose call it is.
+    """One end, its undelivered messages, and the lock that admits one thread at a time.
 
     Args:
-        end: The end, which no loop has used.
+        end: The asynchronous end, which no loop has used yet.
 
     Attributes:
-        undelivered: Messages that were received, but that no call has returned yet; always the same list.
-        failure: An error that comes after them.
-        send_if_room, receive_next: What each call tries first: those of the native core, once the end is ready.
-        turn: Held by the thread that waits in a call, or is in a block.
-        block: The block that is open; `inner` and `taken` are its: the end's own block, or the message that it has.
-        left: Blocks that nobody will leave: the end's own block, what it shows, and whether that was not seen.
-        closed: Whether everything was given back.
+        undelivered: Messages that were received, but not returned by a call yet; always the same list.
+        failure: An error to raise after the undelivered messages.
+        send_if_room, receive_next: The fast path of each call: methods of the native core, once the end is ready.
+        turn: The lock of this end; held by the thread that waits in a call or is in a block.
+        block: The open block. Its slot is in `inner` (the asynchronous block), or its message in `taken`.
+        left: Abandoned blocks: the asynchronous block, its value, and whether the user never saw the value.
+        closed: Whether all resources were released.
     """
 
     def __init__(self, end: WritingEnd | ReadingEnd) -> None:
@@ -74,10 +74,10 @@ class BlockingEnd:
     # Running on the background loop
 
     def loop(self) -> LoopThread:
-        """Return the background loop, for a thread that may wait for it.
+        """Return the background loop, if this thread may wait for it.
 
         Raises:
-            RoleError: The thread runs an event loop, or code inside of another call.
+            RoleError: The thread runs an event loop, or is a codec or signal handler inside of another call.
         """
         if asyncio._get_running_loop() is not None:
             raise RoleError(f"{self!r} would block this thread's event loop: use aioshm.MessageQueue there")
@@ -90,13 +90,13 @@ class BlockingEnd:
         return self._loop
 
     def run(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine of the end on the background loop; what a handler raises cancels it."""
+        """Run a coroutine of the end on the background loop; an exception of a signal handler cancels the coroutine."""
 
         async def called() -> T:
             try:
                 return await call()
             except QueueRestarted as news:
-                self.failure = news  # which is told once: a handler may end the call that waits for this
+                self.failure = news  # it is raised once only, and a handler may interrupt this call
                 self.receive_next = _receive_nothing
                 raise
             finally:
@@ -111,7 +111,7 @@ class BlockingEnd:
     def run_cancellable(
         self, call: Callable[[asyncio.Event | None], Coroutine[Any, Any, T]], cancel: threading.Event | None
     ) -> T:
-        """Run a coroutine that a thread's event cancels; it gets one of the loop's for that."""
+        """Run a coroutine that ``cancel`` stops; the coroutine gets an `asyncio.Event` that follows ``cancel``."""
         if cancel is None:
             return self.run(lambda: call(None))
         set_by_thread = cancel
@@ -120,7 +120,7 @@ class BlockingEnd:
             event = asyncio.Event()
 
             async def watch() -> None:
-                while not set_by_thread.is_set():  # noqa: ASYNC110 - nothing else tells a loop of a thread's event
+                while not set_by_thread.is_set():  # noqa: ASYNC110 - a threading.Event cannot notify a loop
                     await asyncio.sleep(CANCEL_POLL_S)
                 event.set()
 
@@ -134,19 +134,19 @@ class BlockingEnd:
 
         return self.run(called)
 
-    # Whose call it is
+    # One call at a time
 
     def begin(self, deadline: float | None, busy: type[AioshmError] | None = None) -> None:
-        """Wait until no other thread waits in a call or is in a block; ``turn.user = 0`` and `finished` end that.
+        """Acquire this end's lock for a call or a block; ``turn.user = 0`` and `finished` release the lock.
 
         Args:
             deadline: When to give up, by ``time.monotonic()``.
-            busy: Raised instead of waiting.
+            busy: The error to raise instead of waiting.
 
         Raises:
             RoleError: This thread is in a block, or a signal handler has interrupted its call.
             TimeoutError: The deadline has passed.
-            AioshmError: The end refuses every call.
+            AioshmError: The end is closed or has failed, and refuses every call.
         """
         if self._loop is not None and self._loop.elsewhere:
             self.gate.check_refusal()
@@ -171,7 +171,7 @@ class BlockingEnd:
                 raise
 
     def finished(self) -> None:
-        """Let other threads go on after a call, reopen the fast path, and close the end if that was asked for."""
+        """Wake waiting threads after a call, reopen the fast path, and close the end if `close` was postponed."""
         if self.turn.waiting:
             self.turn.wake()
         if self._closes_later:
@@ -180,7 +180,7 @@ class BlockingEnd:
         core: Any = gate.core
         if gate.ready and not core.open:
             try:
-                turn.take(me)  # or the loop might refuse calls just now
+                turn.take(me)  # the loop's thread could refuse calls at the same moment
                 gate.reopen()
             finally:
                 if turn.user == me:
@@ -196,7 +196,7 @@ class BlockingEnd:
     # Receiving
 
     def receive_now(self, most: int) -> None:
-        """Let the core append messages to those that are undelivered, until there are so many."""
+        """Receive with the core until ``most`` messages are undelivered, or none is there."""
         undelivered = self.undelivered
         try:
             while len(undelivered) < most and self.receive_next(undelivered) is None:
@@ -207,7 +207,7 @@ class BlockingEnd:
             self.interrupted(error)
 
     def settle(self) -> None:
-        """Wake the other ends that sleep though they can go on, and the threads that wait for the process' turn."""
+        """Wake sleeping peers that can continue, and threads that wait for the process lock."""
         me = get_ident()
         nested = turn.user == me  # called by a codec or a handler, inside of another call
         try:
@@ -220,9 +220,9 @@ class BlockingEnd:
                 turn.wake()
 
     def interrupted(self, error: BaseException) -> None:
-        """Raise what has come out of the core, or of waking other ends; the loop does the rest of that.
+        """Raise an error of the core or of `settle`; the loop wakes the peers that were not woken.
 
-        What the core could not decode comes after the messages before it.
+        An error of decoding a message is raised after the messages before that message.
         """
         if self.gate.owed and self._loop is not None:
             self._loop.post(self.gate.pay)
@@ -232,7 +232,7 @@ class BlockingEnd:
             raise error
 
     def receive(self, deadline: float | None, cancel: threading.Event | None, indefinite: bool, most: int = 1) -> None:
-        """Wait until there is an undelivered message, for which this thread may be too late."""
+        """Wait until a message is undelivered. Another thread may take it before the caller does."""
         self.begin(deadline)
         try:
             while not self.undelivered:
@@ -244,7 +244,7 @@ class BlockingEnd:
     def receive_once(
         self, deadline: float | None, cancel: threading.Event | None, indefinite: bool, most: int = 1
     ) -> None:
-        """Wait for a message, or for something that was in its way."""
+        """Wait once: for a message, or until the end has attached or has switched to the next writer."""
         self.raise_failure()
         reader = self.reader
         if not self.gate.ready or reader.has_news or reader.source.ring is None:
@@ -253,18 +253,18 @@ class BlockingEnd:
             self.run_cancellable(lambda event: self._take_unusual(deadline, event, indefinite), cancel)
 
     def raise_failure(self) -> None:
-        """Raise, once, the error that comes after the messages that were delivered."""
+        """Raise, once, the error that was kept until the messages before it were delivered."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
 
     def wait_for_message(self, deadline: float | None, cancel: Any, indefinite: bool) -> bool:
-        """Wait in this thread for a message of the ring; return False if the writer is gone and another one awaited."""
+        """Wait in this thread for a message of the ring; return False if the writer is gone and a next one awaited."""
         me, gate = get_ident(), self.gate
         core = gate.core
         try:
             turn.take(me)
-            gate.in_line = 1  # so that nothing is given back; no call between this and `finally` sets it otherwise
+            gate.in_line = 1  # keeps the memory mapped; nothing else sets this before `finally`
             core.open = False
             self.reader.next_of_writer(deadline, cancel, indefinite).send(None)
             raise AssertionError("a call that blocks has suspended")
@@ -281,7 +281,7 @@ class BlockingEnd:
         return there
 
     def take(self, most: int) -> bool:
-        """Take up to so many messages in this thread; return False if the next one is no ordinary one."""
+        """Take up to ``most`` messages in this thread; return False if the core cannot take even one this way."""
         me, core = get_ident(), self.gate.core
         if type(core) is not ReaderCore or not native_core:
             return False
@@ -301,7 +301,7 @@ class BlockingEnd:
         return bool(self.undelivered)
 
     def fail(self, error: Exception) -> None:
-        """Raise what the core has raised, or keep it until the messages before it are delivered."""
+        """Raise an error of the core, or keep the error until the messages before it are delivered."""
         try:
             self.reader.fail(error)
         except AioshmError as failure:
@@ -324,14 +324,14 @@ class BlockingEnd:
                 self.undelivered.append(await reader.dequeue(left, cancel, indefinite))
 
     async def _go_on(self) -> None:
-        """Leave a writer that is gone and drained."""
+        """Switch to waiting for the next writer if this writer is gone and drained."""
         reader = self.reader
-        gone = reader.source.gone  # before looking: what was published before the writer went is then seen
+        gone = reader.source.gone  # read first, so that `look` sees all that the writer published
         if gone is not None and self.gate.ready and not reader.source.look():
             reader.go_on_after(gone())
 
     async def _take_unusual(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
-        """Take the next message, which the core cannot take in one call, or wait for the rest of it."""
+        """Take a next message that the core cannot take in one call; wait for its rest where that is still to come."""
         reader = self.reader
         source = reader.source
         source.settle()
@@ -345,14 +345,14 @@ class BlockingEnd:
 
     @property
     def reader(self) -> ReadingEnd:
-        """The end, which is a reader's."""
+        """The end, which must be a reader."""
         assert isinstance(self.end, ReadingEnd)
         return self.end
 
     # Sending
 
     def send_now(self, obj: Any) -> Any:
-        """Ask the core to send an object; return what it answers: None, False, or the encoded object."""
+        """Send an object with the core. Return None: sent; False: not tried; else the encoded object, to send later."""
         try:
             message = self.send_if_room(obj)
             if self.owed or turn.waiting:
@@ -362,7 +362,7 @@ class BlockingEnd:
         return message
 
     def encode(self, writer: WritingEnd, obj: Any) -> Any:
-        """Encode an object in the turn of the process, as the core does: one thread at a time uses a codec."""
+        """Encode an object under the process lock, as the core does: codecs are used by one thread at a time."""
         me = get_ident()
         try:
             turn.take(me)
@@ -378,8 +378,8 @@ class BlockingEnd:
 
         Args:
             obj: The object.
-            message: What the core has answered: the encoded message, or False.
-            deadline: When to give up.
+            message: The result of `send_now`: the encoded message, or False.
+            deadline: When to give up, by ``time.monotonic()``.
         """
         writer = self.end
         assert isinstance(writer, WritingEnd)
@@ -395,7 +395,7 @@ class BlockingEnd:
             self.finished()
 
     def _put(self, writer: WritingEnd, message: Any, deadline: float | None) -> bool:
-        """Send a message in this thread once there is room; return False if it is no ordinary one."""
+        """Send a message in this thread once there is room; return False if the loop has to send it."""
         me, gate = get_ident(), self.gate
         core: Any = gate.core
         try:
@@ -424,7 +424,7 @@ class BlockingEnd:
     # Blocks
 
     def drop_block(self) -> None:
-        """End the turn of the block that is open; the loop leaves the end's own if nobody has."""
+        """Release this end's lock after the open block; the loop leaves the asynchronous block if it is still open."""
         if self.inner is not None:
             self.left += [(self.inner, None, False)]
             self.inner = None
@@ -438,12 +438,12 @@ class BlockingEnd:
             self.leave_soon()
 
     def block_dropped(self, block: weakref.ref[Block]) -> None:
-        """End the turn of a block that is no more, though nobody has left it."""
+        """Release this end's lock after a block that was garbage-collected without being left."""
         if self.block is block:
             self.drop_block()
 
     def leave_soon(self) -> None:
-        """Let the loop leave the blocks that nobody will leave; at the latest the next call does."""
+        """Make the loop leave the abandoned blocks; the next call does if the loop has not."""
         if self._loop is not None:
             self._loop.post(lambda: _start(self._leave_blocks()))
 
@@ -451,7 +451,7 @@ class BlockingEnd:
         while self.left:
             inner, value, undo = self.left.pop(0)
             if not isinstance(inner, ReadBlock):
-                with suppress(Exception):  # nobody would see it
+                with suppress(Exception):  # no caller is left to see an error
                     await inner.__aexit__(QueueClosed, QueueClosed("a block was never left"), None)
                 continue
             if undo and inner.taken:
@@ -461,11 +461,11 @@ class BlockingEnd:
     # Closing
 
     def close(self) -> None:
-        """Close the end from any thread, now or when what uses it ends."""
+        """Close the end from any thread: now, or when the call or block that uses the end is over."""
         if self.closed or (self._loop is not None and self._loop.elsewhere):
             return
         me, mine, gate = get_ident(), self.turn, self.gate
-        if turn.user == me:  # a codec or a handler has called this inside of another call
+        if turn.user == me:  # a codec or a signal handler calls this inside of another call
             self._closes_later = True
             gate.refuse_closed()
             return
@@ -491,17 +491,17 @@ class BlockingEnd:
                 mine.wake()
 
     def _do(self, function: Callable[[], object]) -> None:
-        """Do something that does not wait, on the loop if the end belongs to one."""
+        """Run a function that does not wait: on the loop if the end belongs to one, else here."""
         if self.gate.loop is not None:
             self.loop().do(function)
         else:
             function()
 
     def forget(self) -> None:
-        """Close an end that is dropped; called by ``__del__``, in any thread."""
+        """Close an end that was garbage-collected; called by ``__del__``, in any thread."""
         gate, loop = self.gate, self._loop
         if self.closed or gate.closed or gate.loop is None or loop is None or loop.elsewhere or loop.ended:
-            return  # an end that was never used warns itself
+            return  # an end that was never used gives the warning itself
         try:
             warn_not_closed(gate, "use `with`, or call close()")
         finally:
@@ -520,10 +520,10 @@ def _receive_nothing(_messages: list[Any]) -> Any:
 
 
 def deadline_of(timeout: float | None, cancel: object = None, indefinite: bool = False) -> float | None:
-    """Return the deadline of a wait, by ``time.monotonic()``, whose arguments are checked.
+    """Check the arguments of a wait, and return its deadline by ``time.monotonic()``.
 
     Raises:
-        TypeError, ValueError: One of them is not what it has to be; the text names it.
+        TypeError, ValueError: An argument is wrong; the text names it.
     """
     if cancel is not None and not callable(getattr(cancel, "is_set", None)):
         raise TypeError(f"cancel must be a threading.Event or None, not {shown(cancel)}")
@@ -533,7 +533,7 @@ def deadline_of(timeout: float | None, cancel: object = None, indefinite: bool =
 
 
 def made(make: Callable[[], Coroutine[Any, Any, T]], end_of: Callable[[T], WritingEnd | ReadingEnd]) -> T:
-    """Return what a coroutine makes on the background loop; close it if a signal's handler raises."""
+    """Create an object with a coroutine on the background loop; close its end if a signal handler raises."""
     kept: list[T] = []
 
     async def keep() -> None:
@@ -550,7 +550,7 @@ def made(make: Callable[[], Coroutine[Any, Any, T]], end_of: Callable[[T], Writi
 
 
 def _start(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine on the loop, which keeps tasks weakly."""
+    """Run a coroutine on the loop. Keep the task alive: asyncio holds tasks only weakly."""
     task = asyncio.ensure_future(coroutine)
     _tasks.add(task)
     task.add_done_callback(_tasks.discard)
@@ -560,7 +560,7 @@ _tasks: set[asyncio.Future[None]] = set()
 
 
 def _is_whole(end: WritingEnd | ReadingEnd) -> bool:
-    """Return whether a call of the end's core is all that a message usually takes."""
+    """Return whether one call of the core is usually enough to send or receive a message."""
     if isinstance(end, WritingEnd):
         return end.network is None
     return type(end.gate.core) is ReaderCore and not end.has_news
