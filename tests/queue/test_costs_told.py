@@ -58,7 +58,7 @@ def ends(ring: ShmRingBuffer) -> Iterator[tuple[RingWriter, RingReader, RingRead
 @pytest.fixture(params=["awaited", "blocking"])
 def wait(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wait:
     """Wait once at an end of a ring whose other ends are in other processes, as `process` has it."""
-    monkeypatch.setattr(waiting, "usable_cpus", lambda pids: 4)
+    monkeypatch.setattr(waiting, "usable_cpus", lambda **_: 4)
 
     def once(cursor: RingWriter | RingReader) -> None:
         blocks = request.param == "blocking"

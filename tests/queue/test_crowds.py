@@ -17,7 +17,7 @@ def crowded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Let the ends of this process seem to be in three, which have two CPUs, or three."""
     cpus, crowded = request.param
     monkeypatch.setattr(waiting, "_apart", lambda _: True)
-    monkeypatch.setattr(waiting, "_cpus_of", lambda _: cpus)
+    monkeypatch.setattr(waiting, "usable_cpus", lambda **_: cpus)
     return bool(crowded)
 
 
@@ -32,7 +32,7 @@ async def test_a_spin_of_either_end_hands_its_cpu_on(crowded: bool) -> None:
 
 
 async def test_so_does_that_of_a_merge(crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_cpus_of", lambda _: 1 if crowded else 2)  # both writers are one process
+    monkeypatch.setattr(waiting, "usable_cpus", lambda **_: 1 if crowded else 2)  # both writers are one process
     async with AsyncExitStack() as stack:
         pairs = [await stack.enter_async_context(attached(1, wait="park")) for _ in range(2)]
         merged = await stack.enter_async_context(merge({rank: readers[0] for rank, (_, readers) in enumerate(pairs)}))
