@@ -56,11 +56,7 @@ class Test:
 
 
 def parse(path: Path) -> Test:
-    """Read a test.
-
-    Raises:
-        ValueError: A line is none of a test's.
-    """
+    """Read a test."""
     start: dict[str, int] = {}
     threads: list[list[Step]] = []
     fields: dict[str, str] = {}

@@ -21,16 +21,7 @@ class SpinError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of searching every state of a model.
-
-    Attributes:
-        failed: Whether some execution breaks a property.
-        why: Which one: SPIN's words.
-        states: States stored.
-        depth: Steps of the longest execution.
-        megabytes: Memory used.
-        seconds: Time taken, the compiler's included.
-    """
+    """What came of searching every state of a model."""
 
     failed: bool
     why: str
@@ -41,16 +32,7 @@ class Outcome:
 
 
 def check(model: str, defines: str, limit_s: float = 300.0) -> Outcome:
-    """Search a model exhaustively, or until it fails.
-
-    Args:
-        model: The name of its file.
-        defines: Bounds and mutations, as the preprocessor takes them.
-        limit_s: How long that may take.
-
-    Raises:
-        SpinError: It could not be searched to the end.
-    """
+    """Search a model exhaustively, or until it fails."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="aioshm-verify-") as folder:
         shutil.copy(MODELS / f"{model}.pml", folder)

@@ -21,9 +21,6 @@ def digest(place: str) -> str:
     """Return the hash of a function's source; ``place`` is its file, from aioshm/ on, ``::`` and its name.
 
     Comments, docstrings and white space do not count.
-
-    Raises:
-        LookupError: There is no such function.
     """
     file, name = place.split("::")
     text = (ROOT / "aioshm" / file).read_text()

@@ -37,13 +37,7 @@ so where there was a limit, nothing else."""
 
 
 class Campaign:
-    """All of it, from the first process to the last.
-
-    Args:
-        given: The command's arguments.
-        work: Where journals and logs are.
-        console: Where progress goes.
-    """
+    """All of it, from the first process to the last."""
 
     def __init__(self, given: argparse.Namespace, work: Path, console: Console) -> None:
         chance = random.Random(given.seed)

@@ -23,16 +23,7 @@ def actors() -> list[Actor]:
 
 
 class Load:
-    """Requests and calls one after the other, and what became of them.
-
-    Args:
-        part: Whose journal says what is odd.
-        supervisor: Whose engines are asked.
-        group: Whose workers are called.
-
-    Attributes:
-        counts: Of requests, and of how they ended.
-    """
+    """Requests and calls one after the other, and what became of them."""
 
     def __init__(self, part: Part, supervisor: EngineSupervisor, group: WorkerGroup) -> None:
         self.counts: Counter[str] = Counter()

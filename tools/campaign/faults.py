@@ -26,17 +26,7 @@ what dies before everything is ready ends the startup, by name."""
 
 
 class Faults:
-    """Strikes when it is time, and takes back what has lasted long enough.
-
-    Args:
-        stage: Whose processes are struck.
-        sandbox: Whose disks are filled.
-        chance: Decides.
-
-    Attributes:
-        done: How often what was done.
-        limited: Processes that had a limit at some time.
-    """
+    """Strikes when it is time, and takes back what has lasted long enough."""
 
     def __init__(self, stage: Stage, sandbox: Sandbox, chance: random.Random) -> None:
         self.done: Counter[str] = Counter()

@@ -14,13 +14,7 @@ _LENGTH_BYTES = 4
 
 
 class Record(NamedTuple):
-    """What was noted.
-
-    Attributes:
-        at: When, in seconds, on one clock for all.
-        kind: What it is about.
-        rest: The rest.
-    """
+    """What was noted."""
 
     at: float
     kind: str
@@ -28,14 +22,7 @@ class Record(NamedTuple):
 
 
 class Journal:
-    """A process' own file. Each record is one write to a file that is only appended to.
-
-    Args:
-        path: The file.
-
-    Attributes:
-        offset: By how many seconds this process' monotonic clock is ahead of the others'.
-    """
+    """A process' own file. Each record is one write to a file that is only appended to."""
 
     def __init__(self, path: Path) -> None:
         self.offset = 0

@@ -35,21 +35,12 @@ def enter() -> int | None:
 
 
 class Sandbox:
-    """Where the campaign happens.
-
-    Args:
-        work: A directory for journals and logs, which nothing fills.
-
-    Attributes:
-        disk: The directory that sockets, names and temporary files go to.
-        whole: Whether it has namespaces: then whatever is left behind is the campaign's.
-        lacks: What cannot be done here.
-    """
+    """Where the campaign happens."""
 
     def __init__(self, work: Path) -> None:
         self.disk = work / "disk"
         self.disk.mkdir(mode=0o700)
-        self.whole = INSIDE in os.environ
+        self.whole = INSIDE in os.environ  # in namespaces: then whatever is left behind is the campaign's
         self.lacks: list[str] = []
         self._clock = work / "clock"
         self._filled: list[Path] = []

@@ -32,41 +32,22 @@ _CLONE_NEWTIME = 0x80
 
 @dataclass
 class Actor:
-    """A part that one process plays after the other.
-
-    Attributes:
-        name: Such as ``steps.reader.1``.
-        play: Module and function, such as ``queues:read``.
-        spec: What it is told.
-        weight: How often it is struck, against others.
-        again: Whether another one follows when it ends.
-        pid: Of the one that lives; 0: none does.
-        since: When it was started, or, where none lives, when the last one ended.
-    """
+    """A part that one process plays after the other."""
 
     name: str
-    play: str
+    play: str  # module and function, such as queues:read
     spec: dict[str, Any]
-    weight: float = 1.0
+    weight: float = 1.0  # how often it is struck, against others
     again: bool = True
-    pid: int = 0
-    since: float = 0.0
+    pid: int = 0  # 0: none lives
+    since: float = 0.0  # its start, or the end of the last one
     killed: bool = False
     starts: int = 0
 
 
 @dataclass
 class Part:
-    """What a play is given, in its process.
-
-    Attributes:
-        name: Of its actor.
-        spec: What it is told.
-        work: Where journals and handles are.
-        journal: Its own.
-        chance: Its own, seeded.
-        stopping: Set when it is to end.
-    """
+    """What a play is given, in its process."""
 
     name: str
     spec: dict[str, Any]
@@ -94,13 +75,7 @@ class Part:
 
 
 class Stage:
-    """Starts them, and starts them again.
-
-    Args:
-        work: Where journals and logs are.
-        sandbox: Whose clocks some have.
-        chance: Decides what each process is like.
-    """
+    """Starts them, and starts them again."""
 
     def __init__(self, work: Path, sandbox: Sandbox, chance: random.Random) -> None:
         self.actors: list[Actor] = []

@@ -49,12 +49,7 @@ class Life:
 
 @dataclass
 class Verdict:
-    """What there was, and what must not be.
-
-    Attributes:
-        figures: How much of what there was.
-        wrong: What does not hold, under the word for it.
-    """
+    """What there was, and what must not be."""
 
     figures: Counter[str] = field(default_factory=Counter)
     wrong: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -72,12 +67,7 @@ def lives(journals: Path) -> list[Life]:
 
 
 def judge(journals: Path, limited: set[int]) -> Verdict:
-    """Return what the journals say, and the logs beside them.
-
-    Args:
-        journals: The directory of the journals.
-        limited: Processes that were short of memory or descriptors at some time.
-    """
+    """Return what the journals say, and the logs beside them."""
     verdict, found = Verdict(), lives(journals)
     verdict.figures["processes"] = len(found)
     for life in found:

@@ -29,14 +29,7 @@ STARTUP_S = 120
 
 
 class Job(NamedTuple):
-    """One target in one way of fuzzing.
-
-    Attributes:
-        target: The target.
-        how: ``"atheris"`` or ``"libFuzzer"``.
-        command: What to run, without options.
-        environ: With which environment.
-    """
+    """One target in one way of fuzzing."""
 
     target: Target
     how: str
@@ -45,15 +38,7 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a job.
-
-    Attributes:
-        runs: How often the target was called.
-        branches: How many places in the code libFuzzer has seen.
-        found: Inputs on which it failed.
-        log: What was printed.
-        failed: Whether it ended with an error.
-    """
+    """What came of a job."""
 
     runs: int
     branches: int

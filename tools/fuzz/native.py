@@ -21,11 +21,7 @@ _FLAGS = ("-std=c11", "-g", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-rec
 
 
 def build() -> Path | None:
-    """Return the program; None where there is no clang that has libFuzzer, or no Python to link with.
-
-    Raises:
-        subprocess.CalledProcessError: It does not compile.
-    """
+    """Return the program; None where there is no clang that has libFuzzer, or no Python to link with."""
     compiler = shutil.which("clang")
     library = Path(sysconfig.get_config_var("LIBDIR") or "") / str(sysconfig.get_config_var("LDLIBRARY"))
     if compiler is None or library.suffix != ".so" or not library.exists():

@@ -14,9 +14,6 @@ def smoke(target: Target, changes: int, seed: int = 0) -> int:
     """Run a target over every input, and over so many changed ones; return over how many in all.
 
     The changes are the same each time.
-
-    Raises:
-        AssertionError: It fails on one; the text has the input.
     """
     inputs = list(target.inputs())
     count = 0

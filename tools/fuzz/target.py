@@ -17,14 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Target:
-    """A decoder, or several that get the same bytes.
-
-    Attributes:
-        name: What it is called on the command line.
-        run: Decodes; raises if anything is wrong but the bytes.
-        seeds: Makes the inputs to begin with, by the encoders of today.
-        native: Whether there is C beneath it, which is to run under the sanitizers.
-    """
+    """A decoder, or several that get the same bytes."""
 
     name: str
     run: Callable[[bytes], object]
@@ -56,11 +49,7 @@ def attempt(errors: type[Exception] | tuple[type[Exception], ...], function: Cal
 
 
 class Pieces:
-    """Takes values from the front of an input; zeros where it is at its end.
-
-    Args:
-        data: The input.
-    """
+    """Takes values from the front of an input; zeros where it is at its end."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

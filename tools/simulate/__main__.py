@@ -12,8 +12,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
-from tools.simulate.bugs import BUGS
-from tools.simulate.patching import Bug, plant
+from tools.simulate.bugs import BUGS, Bug, plant
 
 SEEDS = 10_000
 HUNTED_SEEDS = 1_000

@@ -1,432 +1,65 @@
-"""The planted bugs, each of which some seed must find."""
+"""The planted bugs of ``bugs.txt``, each of which some seed must find, and how a module is loaded with one of them."""
 
 from __future__ import annotations
 
-from tools.simulate.patching import Bug
+import importlib.abc
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
-_WINDOW = "aioshm.queue.remote.window"
-_REGISTRY = "aioshm.queue.registry"
-_READERS = "aioshm.queue.remote.readers"
-_LINK = "aioshm.queue.remote.link"
-_TRACKER = "aioshm.events.protocol.tracker"
-_NUMBERING = "aioshm.events.protocol.numbering"
-_OUTBOX = "aioshm.events.protocol.outbox"
-_REPLAY = "aioshm.events.protocol.replay_buffer"
-_RESTART = "aioshm.process.restart"
-_RESTARTING = "aioshm.engine.startup.restarting"
-_HANDSHAKE = "aioshm.engine.protocol.handshake"
-_WAVES = "aioshm.engine.protocol.waves"
-_LOCKSTEP = "aioshm.engine.protocol.waves"
-_PENDING = "aioshm.engine.client.pending"
-_BALANCE = "aioshm.engine.protocol.balance"
-_PREDICTOR = "aioshm.wait.predictor"
+PARTS = {"queue": "remote", "events": "events", "engine": "engine", "process": "engine", "wait": "waiting"}
+"""The part of the simulation that runs the modules of a folder."""
 
-BUGS = (
-    Bug(
-        "gaps",
-        _WINDOW,
-        "            self._early[seq] = message, nbytes\n",
-        "            self.ready.append((message, nbytes))\n",
-        "what lies behind a gap is delivered before it",
-    ),
-    Bug(
-        "fastest",
-        _WINDOW,
-        "        needed = min(self.readers.values(), default=self.seq)\n        free",
-        "        needed = max(self.readers.values(), default=self.seq)\n        free",
-        "what the fastest reader has is let go of",
-    ),
-    Bug(
-        "asked-once",
-        _WINDOW,
-        "        self._asked = self.next\n",
-        "        pass\n",
-        "what was asked for in vain is not asked for again",
-        seed=17,
-    ),
-    Bug(
-        "marks",
-        _WINDOW,
-        "        self._known = max(self._known, seq)\n        self.ask_again()",
-        "        self.ask_again()",
-        "nobody asks for what came while a connection was down",
-    ),
-    Bug(
-        "sent-again",
-        _WINDOW,
-        "        self._again[rank] = set()\n",
-        "        pass\n",
-        "what was sent again over a connection that broke is not sent once more",
-    ),
-    Bug(
-        "counted-on",
-        _WINDOW,
-        "        self.readers.pop(rank, None)\n        self._again",
-        "        self._again",
-        "the window waits for a reader that is gone",
-    ),
-    Bug(
-        "history",
-        _WINDOW,
-        "self.seq - min(history, len(self._kept))",
-        "max(0, self.seq - history)",
-        "a newcomer is promised history that is not kept",
-    ),
-    Bug(
-        "copies",
-        _WINDOW,
-        "        if self.has(seq):\n            return False\n",
-        "        if seq < self.next:\n            self.ready.append((message, nbytes))\n            return True\n",
-        "what comes again is delivered again",
-        seed=29,
-    ),
-    Bug(
-        "room",
-        _WINDOW,
-        "len(self._kept) + messages <= self._max_messages and",
-        "len(self._kept) <= self._max_messages and",
-        "the window holds a message too many",
-    ),
-    Bug(
-        "skipped",
-        _WINDOW,
-        "last = message.last + 1 if isinstance(message, Missing) else last + 1",
-        "last = last + 1",
-        "a reader that skips counts what it has lost wrong",
-        seed=18,
-    ),
-    Bug(
-        "last-one",
-        _WINDOW,
-        "self.end is not None and self.next >= self.end",
-        "self.end is not None and self.next >= self.end - 1",
-        "a reader goes without the last message",
-        seed=26,
-    ),
-    Bug(
-        "heirs",
-        _READERS,
-        "first = window.readers[slot.rank] if slot.held else window.join(slot.rank, hello.history)",
-        "first = window.join(slot.rank, hello.history)",
-        "what was held for a replacement is not given to it",
-        seed=38,
-    ),
-    Bug(
-        "leavers",
-        _REGISTRY,
-        "        if slot.held:\n            slot.transport.keep",
-        '        if state != "died":\n            slot.transport.keep',
-        "the window waits for a reader that has left",
-    ),
-    Bug(
-        "two-in-one",
-        _REGISTRY,
-        "                if slot.is_vacant(transport):\n",
-        "                if True:\n",
-        "two readers have one place",
-    ),
-    Bug(
-        "raised-on",
-        _REGISTRY,
-        "        slot.settled = True\n        _forget(slot)\n",
-        "        slot.settled = True\n",
-        "a death is raised after the reader was dismissed",
-    ),
-    Bug(
-        "known-dead",
-        _READERS,
-        "        del self.attached[reader.identity]\n",
-        "        pass\n",
-        "a dead reader is still counted on",
-    ),
-    Bug(
-        "silence",
-        _READERS,
-        "if now - silent_since >= self.timeout_s:",
-        "if now - silent_since >= 100 * self.timeout_s:",
-        "a dead reader is never noticed",
-    ),
-    Bug(
-        "unwatched",
-        _READERS,
-        "        if self._timer is None:\n            self._tick()\n",
-        "",
-        "nobody looks whether readers live",
-        seed=49,
-    ),
-    Bug(
-        "finished",
-        _READERS,
-        "            reader.finished = True\n",
-        "",
-        "the writer waits for readers that have everything",
-    ),
-    Bug(
-        "unmarked",
-        _READERS,
-        "_mark(self.secret, rank, self.flow.window.seq)",
-        "_mark(self.secret, rank, 0)",
-        "a reader is not told what it has missed",
-    ),
-    Bug(
-        "reconnection",
-        _LINK,
-        "        self.window.ask_again()\n",
-        "",
-        "what was asked for over a connection that broke is never asked for again",
-        seed=29,
-    ),
-    Bug(
-        "wake-up",
-        _LINK,
-        "        if self.window.ready:\n            self._gate.wake()",
-        "        if len(self.window.ready) == 1:\n            self._gate.wake()",
-        "a reader is not woken where several messages come at once",
-        seed=85,
-    ),
-    Bug(
-        "proof",
-        _LINK,
-        "                    self._tell(wire.Proven())\n",
-        "                    pass\n",
-        "the writer does not learn that data reaches a reader",
-    ),
-    Bug(
-        "proof-again",
-        _LINK,
-        "            if self.writer.proven:  #",
-        "            if False:  #",
-        "a writer that has forgotten a reader meanwhile does not learn that data reaches it",
-        seed=1788,
-    ),
-    Bug(
-        "fingerprints",
-        _NUMBERING,
-        "        age = self.expected - seq\n",
-        "        age = self.expected - seq + 1\n",
-        "a copy is taken for another publisher's",
-    ),
-    Bug(
-        "holes",
-        _NUMBERING,
-        "        self._forget_fingerprints()  # older",
-        "        pass  # older",
-        "fingerprints belong to other numbers after a loss",
-        seed=11,
-    ),
-    Bug(
-        "last-hole",
-        _OUTBOX,
-        "if self.last_sent == self.published - 1:",
-        "if True:",
-        "nobody learns of the last batches that were dropped",
-    ),
-    Bug(
-        "numbers",
-        _OUTBOX,
-        "                self._has_no_room(seq)\n",
-        "                self._has_no_room(seq)\n                return False\n",
-        "a dropped batch leaves no hole",
-    ),
-    Bug(
-        "sleeper",
-        _OUTBOX,
-        "                self._wake_at = 1\n                return None",
-        "                self._wake_at = 2\n                return None",
-        "a batch waits until another one is published",
-    ),
-    Bug(
-        "replay-begin",
-        _REPLAY,
-        "begin = max(skip, bisect_left(chunks[0], start, key=_number))",
-        "begin = bisect_left(chunks[0], start, key=_number)",
-        "a replay has more than the buffer may",
-    ),
-    Bug(
-        "replay-size",
-        _REPLAY,
-        "skip = max(0, self._count - self._size)",
-        "skip = max(0, self._count - self._size + 1)",
-        "a replay lacks the oldest batch",
-    ),
-    Bug(
-        "one-restart",
-        _RESTART,
-        "if before >= policy.max_restarts:",
-        "if before > policy.max_restarts:",
-        "a crash loop goes on for one restart more",
-    ),
-    Bug(
-        "backoff",
-        _RESTART,
-        "return min(policy.backoff_s * 2.0**doublings, policy.backoff_max_s)",
-        "return 0.0",
-        "a crash loop takes all of a CPU",
-        seed=15,
-    ),
-    Bug(
-        "expected",
-        _RESTARTING,
-        "        self._startup.expect(rank)\n        life.turn",
-        "        life.turn",
-        "an engine that is started again is not let in",
-    ),
-    Bug(
-        "hanging",
-        _RESTARTING,
-        "            life.doomed = True\n            process.kill()\n",
-        "            life.doomed = True\n",
-        "an engine that never gets ready is waited for, for ever",
-    ),
-    Bug(
-        "twice",
-        _RESTARTING,
-        "if self.failure is not None or life.settle(found):",
-        "if self.failure is not None:",
-        "an engine that dies while it starts is started twice",
-    ),
-    Bug(
-        "relapse",
-        _RESTARTING,
-        "                self._relapse = life, found\n"
-        "                self._kill_processes()  # the others may wait for it\n",
-        "                pass\n",
-        "an engine that dies while others of its group start stays dead",
-        seed=79,
-    ),
-    Bug(
-        "late-lives",
-        _TRACKER,
-        "elif job.answered and ended and verdict in (Verdict.GAP, Verdict.NEXT):",
-        "elif job.answered and ended and verdict is Verdict.GAP:",
-        "what a dead publisher had sent is taken for its successor's",
-        seed=1332,
-    ),
-    Bug(
-        "old-lives",
-        _TRACKER,
-        "elif job.same and verdict is Verdict.BACK:",
-        "elif False:",
-        "what a dead publisher had sent is taken for another restart",
-        seed=80,
-    ),
-    Bug(
-        "first-lives",
-        _TRACKER,
-        "            stream.doubted = True\n        stream.numbers.accept(",
-        "            pass\n        stream.numbers.accept(",
-        "what comes after a replay is taken for its publisher's",
-        seed=672,
-    ),
-    Bug(
-        "whom-to-ask",
-        _TRACKER,
-        "return numbers.last[0]",
-        "return numbers.expected",
-        "a replay does not tell a publisher from the one before it",
-    ),
-    Bug(
-        "trust",
-        _TRACKER,
-        "stream.doubted = self._can_replay",
-        "stream.doubted = False",
-        "a publisher that came while the connection was down is taken for the old one",
-        seed=22697,
-    ),
-    Bug(
-        "half-answers",
-        _TRACKER,
-        "verdict is Verdict.COPY or (job.answered and verdict is Verdict.UNSURE)",
-        "verdict is Verdict.COPY",
-        "an old copy is taken for a restart where a replay was cut off",
-    ),
-    Bug(
-        "unproved",
-        _TRACKER,
-        "elif stream.moved:",
-        "elif False:",
-        "the next number over a new connection is taken for the old publisher's",
-        seed=45,
-    ),
-    Bug(
-        "forgotten",
-        _HANDSHAKE,
-        "        self.engines[index].state = CoreEngineState.NEW\n",
-        "",
-        "an engine's successor cannot shake hands",
-    ),
-    Bug(
-        "ready",
-        _HANDSHAKE,
-        "        engine.state = CoreEngineState.READY\n",
-        "",
-        "an engine that is ready may say so again",
-    ),
-    Bug(
-        "new-wave",
-        _WAVES,
-        "wave < self.wave or (wave == self.wave and self.running):",
-        "wave <= self.wave:",
-        "engines are not woken for a new wave",
-        seed=31,
-    ),
-    Bug(
-        "silent-start",
-        _LOCKSTEP,
-        "        self.running = True\n        return self.wave",
-        "        self.running = True\n        return None",
-        "an engine runs alone, and waits for the others",
-        seed=18,
-    ),
-    Bug(
-        "woken",
-        _LOCKSTEP,
-        "start.wave >= self.wave",
-        "start.wave > self.wave",
-        "an engine does not join the wave that begins",
-        seed=20,
-    ),
-    Bug(
-        "paused",
-        _LOCKSTEP,
-        "        self.wave += 1\n",
-        "",
-        "a wave that is over has the number of the next one",
-        seed=18,
-    ),
-    Bug(
-        "balance",
-        _PENDING,
-        "        self._balance.done(inbox.position)\n        inbox.end(error)",
-        "        inbox.end(error)",
-        "an engine seems to have requests for ever",
-    ),
-    Bug(
-        "unfinished",
-        _PENDING,
-        "            if is_finished(output):\n                self.finish(request_id)\n",
-        "",
-        "a request that was answered does not end",
-    ),
-    Bug(
-        "double",
-        _PENDING,
-        "            self.inboxes[request_id].put(output)\n",
-        "            self.inboxes[request_id].put(output)\n            self.inboxes[request_id].put(output)\n",
-        "each output comes twice",
-    ),
-    Bug(
-        "left-out",
-        _BALANCE,
-        "            self.choices.remove(position)",
-        "            pass",
-        "a dead engine gets requests",
-    ),
-    Bug(
-        "failures",
-        _PREDICTOR,
-        "self._failures = 0 if hit else self._failures + 1",
-        "self._failures = 0",
-        "spins go on however often they were in vain",
-    ),
-)
+
+class Bug(NamedTuple):
+    """A bug: its name, its module, what it breaks, a seed that finds it, the text to replace, and its replacement."""
+
+    name: str
+    module: str
+    breaks: str
+    seed: int | None
+    old: str
+    new: str
+
+    @property
+    def part(self) -> str:
+        """The part of the simulation in which the module runs."""
+        return PARTS[self.module.split(".")[1]]
+
+    def source(self) -> str:
+        """Return the module's source with the bug in it."""
+        file = Path(__file__).parents[2].joinpath(*self.module.split(".")).with_suffix(".py")
+        source = file.read_text()
+        if source.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {source.count(self.old)} times in {self.module}: {self.old!r}")
+        return source.replace(self.old, self.new)
+
+
+def _parse(text: str) -> Bug:
+    """Read one entry: name, module and seed; what the bug breaks; the lines it removes (-) and puts there (+)."""
+    head, breaks, *lines = text.splitlines()
+    name, module, *seed = head.split()
+    old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+    return Bug(name, module, breaks, int(seed[0]) if seed else None, old, new)
+
+
+BUGS = tuple(map(_parse, Path(__file__).with_suffix(".txt").read_text().split("\n\n")))
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, bug: Bug) -> None:
+        self._bug = bug
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_loader(name, self) if name == self._bug.module else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self._bug.source(), f"<{self._bug.name}>", "exec"), module.__dict__)
+
+
+def plant(bug: Bug) -> None:
+    """Load the bug's module, which this process has not loaded yet, with the bug in it."""
+    assert bug.module not in sys.modules, f"{bug.module} is loaded"
+    sys.meta_path.insert(0, _Finder(bug))

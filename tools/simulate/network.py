@@ -17,11 +17,7 @@ _numbers = itertools.count()
 
 
 class Network:
-    """What connects the processes of one world.
-
-    Attributes:
-        process: Whose sockets are being made.
-    """
+    """What connects the processes of one world."""
 
     current: Network
 

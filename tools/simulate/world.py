@@ -56,17 +56,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class World:
-    """One seed.
-
-    Args:
-        seed: Its number.
-        traced: Whether to note what happens.
-
-    Attributes:
-        chance: What is random in it, or in a part of it.
-        loop: Its clock.
-        trace: What has happened, if that is noted.
-    """
+    """One seed."""
 
     def __init__(self, seed: int, *, traced: bool = False) -> None:
         self.seed = seed
@@ -138,11 +128,6 @@ class Process:
     """A process that can be stopped, and can die.
 
     It has a loop of its own, which is the world's as long as it runs.
-
-    Attributes:
-        name: For the trace.
-        alive: Whether it has not died.
-        stopped: Whether it does nothing for now, by SIGSTOP.
     """
 
     def __init__(self, world: World, name: str) -> None:
