@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # "as": they are exported
     from aioshm.engine.core.joining import shake_hands as shake_hands
     from aioshm.engine.core.serving import run_engine_core as run_engine_core
     from aioshm.engine.dp.coordinator import DPCoordinator as DPCoordinator
+    from aioshm.engine.endpoints import get_engine_client_zmq_addr as get_engine_client_zmq_addr
     from aioshm.engine.kv import bind_kv_cache as bind_kv_cache
     from aioshm.engine.kv import copy_slice as copy_slice
     from aioshm.engine.protocol.addresses import ConstantList as ConstantList
@@ -41,7 +42,6 @@ if TYPE_CHECKING:  # "as": they are exported
     from aioshm.engine.startup.launch import CoreEngineLaunch as CoreEngineLaunch
     from aioshm.engine.startup.launch import launch_core_engines as launch_core_engines
     from aioshm.engine.startup.launch import wait_for_engine_startup as wait_for_engine_startup
-    from aioshm.engine.startup.layout import get_engine_client_zmq_addr as get_engine_client_zmq_addr
     from aioshm.engine.startup.processes import CoreEngineProcManager as CoreEngineProcManager
     from aioshm.engine.startup.supervisor import EngineSupervisor as EngineSupervisor
     from aioshm.engine.usage import report_usage_stats as report_usage_stats
@@ -85,7 +85,7 @@ if not TYPE_CHECKING:  # to which any name would be one of the package's
         "aioshm.engine.startup.api_servers": ("APIServerProcessManager",),
         "aioshm.engine.startup.completion": ("wait_for_completion_or_failure",),
         "aioshm.engine.startup.coordinator": ("EngineStartupCoordinator",),
-        "aioshm.engine.startup.layout": ("get_engine_client_zmq_addr",),
+        "aioshm.engine.endpoints": ("get_engine_client_zmq_addr",),
         "aioshm.engine.startup.launch": ("CoreEngineLaunch", "launch_core_engines", "wait_for_engine_startup"),
         "aioshm.engine.startup.processes": ("CoreEngineProcManager",),
         "aioshm.engine.startup.supervisor": ("EngineSupervisor",),

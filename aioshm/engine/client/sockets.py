@@ -10,9 +10,9 @@ import zmq
 from aioshm.engine.protocol.messages import SUBSCRIBE_TO_ALL
 from aioshm.engine.protocol.payloads import Frame, check_stranger
 from aioshm.engine.security.binding import Protection, over_tcp
-from aioshm.engine.security.ports import (
+from aioshm.engine.security.bound_sockets import (
     MAX_STRANGE_BYTES,
-    Ports,
+    BoundSockets,
     sender_of,
     user_of,
     with_property,
@@ -60,10 +60,10 @@ class ClientSockets:
         self.register_by_keys: bool = protection.encrypts(input_address)
         self._send_by_keys = protection.encrypts(output_address)
         self._open_to_all = over_tcp([output_address]) and not self._send_by_keys
-        self._ports = Ports(protection, retry=retry)
+        self._bound = BoundSockets(protection, retry=retry)
         try:
             strange = over_tcp([input_address]) and not self.register_by_keys
-            self._router = self._ports.open(
+            self._router = self._bound.open(
                 zmq.ROUTER,
                 input_address,
                 hwm=_UNBOUNDED,
@@ -76,17 +76,17 @@ class ClientSockets:
                 # a stranger takes nobody's place.
                 self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             # The link may be a weak reference.
-            self._connections = self._ports.watch(self._router, lambda number: link.disconnected(number))
-            self.input_address: str = self._ports.bind(self._router, input_address)
+            self._connections = self._bound.watch(self._router, lambda number: link.disconnected(number))
+            self.input_address: str = self._bound.bind(self._router, input_address)
             hwm = _OF_STRANGERS if self._open_to_all else _UNBOUNDED
-            self._pull = self._ports.open(zmq.PULL, output_address, hwm=hwm, max_bytes=max_bytes)
-            self.output_address: str = self._ports.bind(self._pull, output_address)
-            self.registrations: Pump = self._ports.read(
+            self._pull = self._bound.open(zmq.PULL, output_address, hwm=hwm, max_bytes=max_bytes)
+            self.output_address: str = self._bound.bind(self._pull, output_address)
+            self.registrations: Pump = self._bound.read(
                 self._router, self._registered, partial(with_sender, self._router)
             )
-            self.outputs: Pump = self._ports.read(self._pull, self._output, self._receive)
+            self.outputs: Pump = self._bound.read(self._pull, self._output, self._receive)
         except BaseException:
-            self._ports.close()
+            self._bound.close()
             raise
 
     def send(self, identity: bytes, kind: bytes, frames: list[Frame]) -> None:
@@ -95,12 +95,12 @@ class ClientSockets:
 
     def subscribe(self, address: str, curve: CurveKeys | None) -> None:
         """Receive what the coordinator publishes there, with these keys."""
-        sockets = self._ports.sockets
+        sockets = self._bound.sockets
         sub = sockets.add(open_socket(sockets.context, zmq.XSUB, address, bind=False, hwm=_UNBOUNDED, curve=curve))
         attach(sub, address, bind=False)
         sub.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
         self._coordinator = sub
-        self._counts = self._ports.read(sub, lambda frames: self._link.counts(frames[0]), whole(sub))
+        self._counts = self._bound.read(sub, lambda frames: self._link.counts(frames[0]), whole(sub))
 
     def tell_coordinator(self, payload: bytes) -> None:
         """Send the coordinator something, if there is one."""
@@ -112,13 +112,13 @@ class ClientSockets:
         """Close them once what was sent has left. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._ports.stop()
-            await give_back(lambda: self._ports.sockets.close(LINGER_MS))
+            self._bound.stop()
+            await give_back(lambda: self._bound.sockets.close(LINGER_MS))
 
     def close(self) -> None:
         """Close them at once, and forget what was sent. Idempotent."""
         self._closed = True
-        self._ports.close()
+        self._bound.close()
 
     # What comes
 

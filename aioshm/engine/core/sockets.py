@@ -15,8 +15,8 @@ from aioshm.engine.protocol.addresses import EngineZmqAddresses, identity
 from aioshm.engine.protocol.messages import COORDINATOR_READY, ENGINE_CORE_DEAD, SUBSCRIBE_TO_ALL
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import over_tcp
+from aioshm.engine.security.bound_sockets import with_views
 from aioshm.engine.security.keys import EngineCredentials
-from aioshm.engine.security.ports import with_views
 from aioshm.process.background import give_back
 from aioshm.zeromq.curve import limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket

@@ -28,8 +28,8 @@ from aioshm.engine.protocol.reports import (
 )
 from aioshm.engine.protocol.waves import Published, Waves
 from aioshm.engine.security.binding import ENGINES, FRONT_ENDS, Protection, over_tcp
+from aioshm.engine.security.bound_sockets import MAX_STRANGE_BYTES, BoundSockets, user_of, with_sender
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.engine.security.ports import MAX_STRANGE_BYTES, Ports, user_of, with_sender
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.pump import Pump, drain
 from aioshm.zeromq.sockets import Socket
@@ -80,7 +80,7 @@ class Coordination(Closing):
         self._protection = Protection(keys, own, range(waves.n_engines), secure=secure, more=True)
         for rank, incarnation in (valid or {}).items():
             self._protection.void(rank, incarnation)
-        self._ports = Ports(self._protection)
+        self._bound = BoundSockets(self._protection)
         try:
             self._front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish, _FRONT_END_HWM, FRONT_ENDS)
             self._engines, engine_input = self._bind(zmq.XPUB, addresses.engine_input, _ENGINE_HWM)
@@ -102,16 +102,16 @@ class Coordination(Closing):
         self._reminding.cancel()
         if self._publishing is not None:
             self._publishing.cancel()
-        self._ports.close()
+        self._bound.close()
 
     def _bind(self, kind: int, address: str, hwm: int, domain: str = ENGINES) -> tuple[Socket, str]:
         max_bytes = MAX_STRANGE_BYTES if over_tcp([address]) else _OVERSIZED
-        socket = self._ports.open(kind, address, hwm=hwm, max_bytes=max_bytes, domain=domain)
+        socket = self._bound.open(kind, address, hwm=hwm, max_bytes=max_bytes, domain=domain)
         if kind == zmq.XPUB:
             socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # each subscription, not only the first, and each end of one
         if over_tcp([address]):
-            self._ports.watch(socket)
-        return socket, self._ports.bind(socket, address)
+            self._bound.watch(socket)
+        return socket, self._bound.bind(socket, address)
 
     def _read(self, socket: Socket, handle: _Handle) -> Pump:
         def take(message: _Message) -> None:
@@ -122,7 +122,7 @@ class Coordination(Closing):
                 self._limiter.warn(logger, "dropped a message: %s", error)
 
         self._sources.append((socket, partial(with_sender, socket), take))
-        return self._ports.add(Pump(self._loop, socket, self._look))
+        return self._bound.add(Pump(self._loop, socket, self._look))
 
     # What comes
 

@@ -12,12 +12,12 @@ import zmq
 from aioshm.arguments import check_seconds
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
+from aioshm.engine.endpoints import check_handshake_address
 from aioshm.engine.protocol.addresses import CoreEngine, CoreEngineState, EngineZmqAddresses
 from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.protocol.progress import EngineReport, StartupProgress, StartupReport, Waiting
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.engine.startup.layout import check_handshake_address
 from aioshm.engine.startup.router import HandshakeRouter
 from aioshm.engine.startup.supervision import Supervision
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError

@@ -14,8 +14,8 @@ from aioshm.closing import Closing
 from aioshm.engine.protocol.addresses import identity
 from aioshm.engine.protocol.membership import Death, Failure, Membership, Progress, decode_progress, encode
 from aioshm.engine.security.binding import FRONT_ENDS, Protection
+from aioshm.engine.security.bound_sockets import BoundSockets, sender_of, with_sender
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.engine.security.ports import Ports, sender_of, with_sender
 from aioshm.errors import EngineDead
 from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
@@ -46,9 +46,9 @@ class FrontEnds(Closing):
         self._changed = asyncio.Event()
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
         protection = Protection.of_front_end([address], (), keys=keys, secure=secure)
-        self._ports = Ports(protection)
+        self._bound = BoundSockets(protection)
         try:
-            self._router = self._ports.open(
+            self._router = self._bound.open(
                 zmq.ROUTER,
                 address,
                 hwm=_UNBOUNDED,
@@ -58,11 +58,11 @@ class FrontEnds(Closing):
             )
             # What is unread keeps coming from one that is stopped: a send that would wait is an error instead.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._connections = self._ports.watch(self._router, self._left)
-            self.address: str = connectable(self._ports.bind(self._router, address))
-            self._pump = self._ports.read(self._router, self._take, partial(with_sender, self._router))
+            self._connections = self._bound.watch(self._router, self._left)
+            self.address: str = connectable(self._bound.bind(self._router, address))
+            self._pump = self._bound.read(self._router, self._take, partial(with_sender, self._router))
         except BaseException:
-            self._ports.close()
+            self._bound.close()
             raise
 
     def __repr__(self) -> str:
@@ -74,7 +74,7 @@ class FrontEnds(Closing):
 
     def close(self) -> None:
         """Tell them nothing any more. Idempotent."""
-        self._ports.close()
+        self._bound.close()
         self._progress.clear()
         self._changed.set()
 

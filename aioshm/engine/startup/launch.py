@@ -12,13 +12,14 @@ from aioshm.config import Options, engine_ready_timeout
 from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.link import OnEngineChange, OnEngineDeath, Resubmit
 from aioshm.engine.dp.coordinator import DPCoordinator
+from aioshm.engine.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.protocol.progress import StartupProgress, StartupReport
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.coordinator import EngineStartupCoordinator
 from aioshm.engine.startup.front_ends import FrontEnds
-from aioshm.engine.startup.layout import Layout, get_engine_client_zmq_addr
+from aioshm.engine.startup.layout import Layout
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.errors import RoleError
 from aioshm.lifeline.address import sweep_leftovers

@@ -9,8 +9,8 @@ import zmq
 
 from aioshm.engine.protocol.addresses import identity
 from aioshm.engine.security.binding import Protection, over_tcp, warn_of_strangers
+from aioshm.engine.security.bound_sockets import MAX_STRANGE_BYTES, BoundSockets, sender_of, user_of, with_sender
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.engine.security.ports import MAX_STRANGE_BYTES, Ports, sender_of, user_of, with_sender
 from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket
 
@@ -53,7 +53,7 @@ class HandshakeRouter:
             self.protection, self._encrypts = Protection(None, None, (), secure=False), False
             if not self.trusted:
                 warn_of_strangers([self.address])
-        self._ports = Ports(self.protection, asks=self.trusted and isinstance(place, str))
+        self._bound = BoundSockets(self.protection, asks=self.trusted and isinstance(place, str))
         try:
             self._router = self._open(place) if isinstance(place, str) else zmq.Socket.shadow(place)
             # An INIT that reaches nobody shall be an error.
@@ -62,22 +62,22 @@ class HandshakeRouter:
             # ignores it. But a stranger shall take nobody's place.
             self._router.setsockopt(zmq.ROUTER_HANDOVER, int(self.trusted))
             if isinstance(place, str):
-                self.address = self._ports.bind(self._router, place)
+                self.address = self._bound.bind(self._router, place)
             else:
                 # The socket's owner may watch its descriptor on this loop, too, which knows one watcher for each.
                 self._descriptor = os.dup(int(self._router.getsockopt(zmq.FD)))
-            self.pump: Pump = self._ports.read(self._router, self._take, self._receive, self._descriptor)
+            self.pump: Pump = self._bound.read(self._router, self._take, self._receive, self._descriptor)
         except BaseException:
             self.close()
             raise
 
     def _open(self, address: str) -> Socket:
         max_bytes = MAX_FRAME_BYTES if self.trusted else MAX_STRANGE_BYTES
-        router = self._ports.open(zmq.ROUTER, address, hwm=_HWM, max_bytes=max_bytes)
-        if self._ports.doorkeeper is not None:
-            self._ports.doorkeeper.admit_one_by_one(router)
+        router = self._bound.open(zmq.ROUTER, address, hwm=_HWM, max_bytes=max_bytes)
+        if self._bound.authenticator is not None:
+            self._bound.authenticator.admit_one_by_one(router)
         if over_tcp([address]):
-            self._ports.watch(router)
+            self._bound.watch(router)
         return router
 
     def _receive(self) -> tuple[zmq.Frame, list[bytes]]:
@@ -108,12 +108,12 @@ class HandshakeRouter:
     def answer(self, frames: list[bytes]) -> None:
         """Answer an engine's first message; the first frame is whom to. `zmq.ZMQError`: nobody has that name."""
         self._router.send_multipart([self._names.get(frames[0], frames[0]), *frames[1:]], zmq.NOBLOCK)
-        if self._ports.doorkeeper is not None:
-            self._ports.doorkeeper.heard()
+        if self._bound.authenticator is not None:
+            self._bound.authenticator.heard()
 
     def close(self) -> None:
         """Read no more, and close the socket unless it was given. Idempotent."""
-        self._ports.close()
+        self._bound.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

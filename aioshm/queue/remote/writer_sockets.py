@@ -14,14 +14,13 @@ from zmq.utils import z85
 from aioshm.config import Options
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline.address import own_address
-from aioshm.process.limits import naming_limits
-from aioshm.process.threads import start_thread
 from aioshm.queue.names.identity import Identity
 from aioshm.queue.remote import wire
 from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, send_frames
+from aioshm.zeromq.zap import admit_only
 
 PORT_PATIENCE_S, _PORT_PAUSE_S = 0.5, 0.02
 """For how long a writer tries to have the ports of its identity, which another process may have for a moment: a reader
@@ -29,7 +28,6 @@ that tries to connect while nobody listens, to which the system can give the ver
 
 _MAX_HWM = 2**31 - 1
 _WILDCARDS = ("*", "0.0.0.0", "::")
-_ZAP = "inproc://zeromq.zap.01"
 
 
 class WriterSockets:
@@ -59,7 +57,7 @@ class WriterSockets:
                     server = CurveKeys.generate()
                     self.keys = CurveKeys.generate(server.public)
                 assert self.keys is not None
-                self._admit_only(self.keys.public)
+                admit_only(context, z85.decode(self.keys.public), "a writer with remote readers")
             host = _host(own_address() if ip is None else ip)
             # A reader may have a window's messages on their way, once more if they are sent again. More than that waits
             # only on a connection that has ended without either end having noticed yet, where it may be dropped.
@@ -129,18 +127,6 @@ class WriterSockets:
             return f"tcp://{_host(own_address())}:{_port(bound)}"
         return bound
 
-    def _admit_only(self, key: bytes) -> None:
-        """Answer ZeroMQ's questions about who may connect (RFC 27), in a thread: no busy loop keeps them waiting."""
-        with naming_limits("a writer with remote readers"):
-            zap: Socket = self._sockets.context.socket(zmq.REP)
-            try:
-                zap.setsockopt(zmq.LINGER, 0)
-                zap.bind(_ZAP)
-                start_thread(_answer, zap, z85.decode(key), name="aioshm-zap", what="a writer with remote readers")
-            except BaseException:
-                zap.close()  # it is the thread's, which is not there
-                raise
-
     def start(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -209,17 +195,6 @@ class WriterSockets:
     def _take_message(self, frames: list[bytes]) -> None:
         if len(frames) == 2:  # one of another form is some stranger's: nobody else misses it
             self._on_message(*frames)
-
-
-def _answer(zap: Socket, key: bytes) -> None:
-    """Let in peers that have proven to own a key, and no others, until the context ends."""
-    try:
-        while True:
-            version, request, _domain, _address, _identity, mechanism, *credentials = zap.recv_multipart()
-            status = b"200" if mechanism == b"CURVE" and credentials == [key] else b"400"
-            zap.send_multipart([version, request, status, b"", b"", b""])
-    except zmq.ZMQError:
-        zap.close(linger=0)
 
 
 def _port(endpoint: str) -> int:

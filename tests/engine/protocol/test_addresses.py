@@ -19,7 +19,7 @@ from aioshm.engine import (
     EngineZmqAddresses,
     get_engine_client_zmq_addr,
 )
-from aioshm.engine.startup.layout import check_handshake_address
+from aioshm.engine.endpoints import check_handshake_address
 from aioshm.errors import SharedMemoryError
 
 

@@ -84,7 +84,7 @@ class TestFailure:
 
     async def test_two_engines_of_one_rank_at_the_same_moment(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         # However long the first one takes: its HELLO would be forgotten if the second one came in before.
-        monkeypatch.setattr("aioshm.engine.security.doorkeeper.PATIENCE_S", 20.0)
+        monkeypatch.setattr("aioshm.zeromq.zap.PATIENCE_S", 20.0)
         async with EngineStartupCoordinator(path, [CoreEngine(0), CoreEngine(1)], addresses()) as startup:
             async with tasks(*(engine(path, 0, initialize=never) for _ in range(2))):
                 await asyncio.sleep(0)

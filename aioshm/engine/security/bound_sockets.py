@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import zmq
 
 from aioshm.engine.security.binding import ENGINES, Protection
-from aioshm.engine.security.doorkeeper import Doorkeeper
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.curve import limit_frames
 from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket, Sockets
+from aioshm.zeromq.zap import ZapAuthenticator
 
 MAX_STRANGE_BYTES = 1 << 16
 """The largest frame at a socket that strangers can reach, and where legitimate peers send only small frames."""
@@ -83,11 +83,11 @@ class Connections(Monitor):
                 self._on_end(connection)
 
 
-class Ports:
+class BoundSockets:
     """The bound sockets of one front end, or of the coordinator, on the running loop.
 
-    With ``asks`` a `Doorkeeper` admits peers even if no keys are in use. With ``retry`` a peer with an unknown key may
-    try again, since the key may be known soon.
+    With ``asks`` a `ZapAuthenticator` admits peers even if no keys are in use. With ``retry`` a peer with an unknown
+    key may try again, since the key may be known soon.
     """
 
     def __init__(self, protection: Protection, *, retry: bool = False, asks: bool = False) -> None:
@@ -96,12 +96,12 @@ class Ports:
         self._pumps: list[Pump] = []
         self._files: list[BoundFile] = []
         self._connections: list[Connections] = []
-        self.doorkeeper: Doorkeeper | None = None
+        self.authenticator: ZapAuthenticator | None = None
         self.sockets: Sockets = Sockets()
         try:
             if protection.recognises or asks:
                 recognise = protection.recognise if protection.recognises else None
-                self.doorkeeper = Doorkeeper(self.sockets, recognise, retry=retry)
+                self.authenticator = ZapAuthenticator(self.sockets, recognise, retry=retry)
         except BaseException:
             self.sockets.close()
             raise
@@ -172,8 +172,8 @@ class Ports:
             file.remove()
         for connections in self._connections:
             connections.close()
-        if self.doorkeeper is not None:
-            self.doorkeeper.close()
+        if self.authenticator is not None:
+            self.authenticator.close()
 
     def close(self) -> None:
         """Close all sockets, and drop messages that were not delivered yet. Idempotent."""

@@ -1,0 +1,52 @@
+"""Endpoints of the sockets between front ends, engines and the coordinator."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from aioshm.config import Options
+from aioshm.lifeline.address import new_address
+
+_LAST_PORT = 65535
+
+
+def get_engine_client_zmq_addr(local_only: bool, host: str, port: int = 0) -> str:
+    """Return an address for a socket between the front end and its engines.
+
+    No port is tried out here: with port 0 the kernel chooses one when the socket is bound, and the end that
+    binds it publishes what was chosen (`EngineStartupCoordinator.handshake_address`, ``zmq.LAST_ENDPOINT``).
+
+    Args:
+        local_only: Whether both ends are on this host; a new ``ipc://`` path in the runtime directory, which only this
+            user can reach, then.
+        host: The address to bind otherwise; IPv6 may stand in brackets.
+        port: The port to bind.
+
+    Raises:
+        SharedMemoryError: The runtime directory is unusable.
+        TypeError, ValueError: ``host`` or ``port`` makes no sense.
+    """
+    if local_only:
+        options = msgspec.structs.replace(Options.from_env(), lifeline="directory")
+        return f"ipc://{new_address(options, secrets.token_bytes(8), 'engine')}"
+    if not isinstance(port, int) or isinstance(port, bool):
+        raise TypeError(f"port must be an int, not {port!r}")
+    if not 0 <= port <= _LAST_PORT:
+        raise ValueError(f"port must be 0 to {_LAST_PORT}, not {port}")
+    if not isinstance(host, str) or not host:
+        raise ValueError(f"host must be an address, not {host!r}")
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    return f"tcp://{host}:{port}"
+
+
+def check_handshake_address(address: object) -> str:
+    """Return ``address`` if a front end can bind it."""
+    if not isinstance(address, str):
+        raise TypeError(f"handshake_address must be a string, not {address!r}")
+    transport, _, rest = address.partition("://")
+    if transport not in ("ipc", "tcp") or not rest:
+        raise ValueError(f"handshake_address must be ipc://PATH or tcp://HOST:PORT, not {address!r}")
+    return address
