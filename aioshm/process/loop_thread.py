@@ -1,6 +1,6 @@
 """An event loop in a thread of its own, for callers that block; the whole process shares one such loop.
 
-The shared loop holds the process lock (`turn`) while it runs callbacks, and releases the lock while it sleeps. So a
+The shared loop holds `process_lock` while it runs callbacks, and releases the lock while it sleeps. So a
 thread that holds the lock may use objects that belong to the shared loop.
 """
 
@@ -23,8 +23,8 @@ from typing import Any, Generic, TypeVar
 from aioshm.arguments import check_plain
 from aioshm.errors import EndClosed, QueueClosed, RoleError
 from aioshm.process.limits import check_descriptors, naming_limits
+from aioshm.process.lock import ProcessLock
 from aioshm.process.threads import start_thread
-from aioshm.process.turn import Turn
 
 LOOK_S = 1.0
 """How late a waiting caller may notice that the loop's thread has ended."""
@@ -35,7 +35,7 @@ END_S = 10.0
 
 LOOP_DESCRIPTORS = 5  # an epoll, a pair of sockets, a pipe
 
-turn: Turn = Turn(recheck_s=0.01)
+process_lock: ProcessLock = ProcessLock(recheck_s=0.01)
 """The process lock: the shared loop holds it in callbacks, other threads hold it for short pieces of their calls."""
 
 T = TypeVar("T")
@@ -320,7 +320,7 @@ class _Errand(Generic[T]):
 
 
 class _TurnSelector(selectors.BaseSelector):
-    """Releases the process lock (`turn`) while the loop sleeps.
+    """Releases `process_lock` while the loop sleeps.
 
     It uses poll(2): a forked child shares an epoll, and would unregister the descriptors for the parent, too.
     """
@@ -345,15 +345,15 @@ class _TurnSelector(selectors.BaseSelector):
         try:
             return self._selector.select(timeout)
         finally:
-            turn.inherit()
+            process_lock.acquire_first()
 
     def close(self) -> None:
         self._give()
         self._selector.close()
 
     def _give(self) -> None:
-        if turn.user == get_ident():
-            turn.give()
+        if process_lock.owner == get_ident():
+            process_lock.release()
 
 
 _running: weakref.WeakSet[LoopThread] = weakref.WeakSet()
@@ -402,8 +402,8 @@ def _forget_the_parents() -> None:
         _running.discard(_shared)
         _shared = None
     _starting = threading.RLock()
-    turn.user = turn.heir = 0
-    turn.waiting.clear()
+    process_lock.owner = process_lock.next_owner = 0
+    process_lock.waiting.clear()
 
 
 atexit.register(_end_all)

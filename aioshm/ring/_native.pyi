@@ -1,5 +1,5 @@
-from aioshm.ring.reference import ELSEWHERE as ELSEWHERE
-from aioshm.ring.reference import NOTHING as NOTHING
+from aioshm.ring.reference import EMPTY as EMPTY
+from aioshm.ring.reference import SLOW_PATH as SLOW_PATH
 from aioshm.ring.reference import Calls as Calls
 from aioshm.ring.reference import ReaderBase as ReaderBase
 from aioshm.ring.reference import WriterBase as WriterBase

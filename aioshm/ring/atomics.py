@@ -11,10 +11,10 @@ from aioshm.config import native_wanted
 from aioshm.ring.reference import STRONG_ORDER
 
 __all__ = [
-    "ELSEWHERE",
+    "EMPTY",
     "FULL_FENCE",
-    "NOTHING",
     "RECHECK_S",
+    "SLOW_PATH",
     "STRONG_ORDER",
     "Calls",
     "ReaderBase",
@@ -44,9 +44,9 @@ FULL_FENCE = native_core or STRONG_ORDER
 """Whether `memory_fence` is a full one, so that no wake-up can be lost."""
 
 if native_core:
-    from aioshm.ring._native import ELSEWHERE, NOTHING, Calls, ReaderBase, WriterBase, memory_fence
+    from aioshm.ring._native import EMPTY, SLOW_PATH, Calls, ReaderBase, WriterBase, memory_fence
 else:
-    from aioshm.ring.reference import ELSEWHERE, NOTHING, Calls, memory_fence
+    from aioshm.ring.reference import EMPTY, SLOW_PATH, Calls, memory_fence
 
     if STRONG_ORDER:
         from aioshm.ring.reference import ReaderBase, WriterBase

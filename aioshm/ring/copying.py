@@ -13,7 +13,7 @@ from typing import Any
 
 from aioshm.ring import layout as at
 from aioshm.ring import reference
-from aioshm.ring.atomics import ELSEWHERE, NOTHING, memory_fence
+from aioshm.ring.atomics import EMPTY, SLOW_PATH, memory_fence
 from aioshm.ring.layout import Layout
 from aioshm.ring.reader_core import ReaderControl
 from aioshm.ring.slot import Slot, Slots
@@ -23,7 +23,7 @@ _SEQ_AT = 8  # in a slot's header
 
 
 class CopyingCore(ReaderControl, reference.ReaderBase):
-    """A reader's end that copies; `ELSEWHERE` also means that the next message is lost, which `lose` finds out."""
+    """A reader's end that copies; `SLOW_PATH` also means that the next message is lost, which `lose` finds out."""
 
     copies = True
 
@@ -73,11 +73,11 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
 
     def take(self) -> Any:
         obj = super().take()
-        return NOTHING if obj is reference.NOTHING else ELSEWHERE if obj is reference.ELSEWHERE else obj
+        return EMPTY if obj is reference.EMPTY else SLOW_PATH if obj is reference.SLOW_PATH else obj
 
     def receive(self) -> Any:
         obj = super().receive()
-        return NOTHING if obj is reference.NOTHING else obj
+        return EMPTY if obj is reference.EMPTY else obj
 
     def close(self) -> None:
         super().close()

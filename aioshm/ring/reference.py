@@ -4,7 +4,7 @@ Nothing here waits, and nothing is kept that is not the message itself. A messag
 comparisons of a slice with constant bytes (whatever the number of readers), and one fence.
 
 **Who may use an end.** An end belongs to one thread and one event loop, which other tasks share. `send` and `receive`,
-the two calls that a message normally costs, pass only while the end is ``open`` and some of the ``turn`` is left, on
+the two calls that a message normally costs, pass only while the end is ``open`` and some of the ``budget`` is left, on
 the thread that called `belong`, while its ``runs()`` is true. An end whose calls block belongs to no thread: the
 threads that use it exclude each other. All other methods leave that to their caller.
 """
@@ -25,10 +25,10 @@ from aioshm.ring import layout as at
 from aioshm.ring.book import NO_MESSAGE, ReaderBook, WriterBook
 from aioshm.ring.layout import Pool, Sizes, chunk_at
 
-NOTHING: Final[Any] = object()
+EMPTY: Final[Any] = object()
 """There is no message, or the gate is shut."""
 
-ELSEWHERE: Final[Any] = object()
+SLOW_PATH: Final[Any] = object()
 """There is a message, but not an ordinary one: the caller has to look at the slot."""
 
 DECODINGS = 3
@@ -69,8 +69,8 @@ class _End(ABC):
         seq: Sequence number of the next message.
         published_ns: When the latest message was published, by ``time.monotonic_ns()``.
         open: Whether the gate is open.
-        turn: Messages that may still pass before the event loop has to have its turn.
-        turn_ends_ns: When that is at the latest.
+        budget: Messages that may still pass before the event loop runs.
+        budget_ends_ns: When the event loop runs at the latest.
         spin_ns: How long `send` and `receive` spin where they cannot go on at once.
         spin_yields: Whether a spin hands its CPU on between its looks.
         in_use: How many calls run code of others with the memory in their hands.
@@ -91,8 +91,8 @@ class _End(ABC):
         self.seq: int = 0
         self.published_ns: int = 0
         self.open: bool = False
-        self.turn: int = 0
-        self.turn_ends_ns = 0
+        self.budget: int = 0
+        self.budget_ends_ns = 0
         self.spin_ns = 0
         self.spin_yields: bool = False
         self.spins: int = 0
@@ -101,7 +101,7 @@ class _End(ABC):
         self.copied: int = 0
         self._thread = -1
         self._runs: Callable[[], object] | None = bool
-        self._shared: Any = None
+        self._lock: Any = None
         self._code: Callable[[Any], Any] = bytes
         self._what = 0
         self._raw = False
@@ -137,7 +137,7 @@ class _End(ABC):
         Args:
             beside: Writer: is called with where a slot begins, what encoding has returned and its sequence number,
                 fills that slot with it and returns True, or returns False where it cannot. Reader: is called with where
-                the next message's slot begins, and decodes that, or returns `ELSEWHERE`. The core itself publishes and
+                the next message's slot begins, and decodes that, or returns `SLOW_PATH`. The core itself publishes and
                 releases.
             measure: Writer: returns how many bytes what encoding has returned takes.
         """
@@ -148,34 +148,33 @@ class _End(ABC):
         self._thread = get_ident()
         self._runs = runs
 
-    def share(self, turn: Any, /) -> None:
-        """Belong to any thread; `send` and `receive_next` take this `Turn` for themselves."""
+    def share(self, lock: Any, /) -> None:
+        """Belong to any thread; `send` and `receive_next` acquire this `ProcessLock`."""
         self.belong(None)
-        self._shared = turn
+        self._lock = lock
 
-    def _take_shared(self) -> int | None:
-        """Take the turn of the threads that share this end; return its user before, or None where it is another's."""
-        turn = self._shared
-        if turn is None:
+    def _acquire(self) -> int | None:
+        """Acquire the shared lock; return its owner before, or None: another thread holds it."""
+        lock = self._lock
+        if lock is None:
             return 0
         me = get_ident()
-        before: int = turn.user
+        before: int = lock.owner
         if before not in (0, me):
             return None
-        turn.user = me
+        lock.owner = me
         return before
 
-    def _give_shared(self, before: int) -> None:
-        turn = self._shared
-        if turn is not None:
-            turn.user = before or turn.heir
+    def _release(self, before: int) -> None:
+        if self._lock is not None:
+            self._lock.owner = before or self._lock.next_owner
 
     def passes(self) -> bool:
         """Return whether the gate (loop, thread, process of this end) lets this thread pass."""
         return self._lets_pass(get_ident())
 
     def _lets_pass(self, me: int) -> bool:
-        if not (self.open and self.turn > 0 and not self.in_use):
+        if not (self.open and self.budget > 0 and not self.in_use):
             return False
         return self._runs is None or (me == self._thread and bool(self._runs()))
 
@@ -243,8 +242,8 @@ class _End(ABC):
         index = self._index + 1
         self._index = index if index < self._amount else 0
 
-    def _count_turn(self, messages: int, now_ns: int) -> None:
-        self.turn = self.turn - messages if now_ns < self.turn_ends_ns and messages < self.turn else 0
+    def _spend(self, messages: int, now_ns: int) -> None:
+        self.budget = self.budget - messages if now_ns < self.budget_ends_ns and messages < self.budget else 0
 
     def _notify(self) -> None:
         if self._on_parked is None:
@@ -318,7 +317,7 @@ class WriterBase(_End):
             return False
         self.published_ns = now = monotonic_ns()
         self._fill(message, now)
-        self.turn: int = self.turn - 1 if now < self.turn_ends_ns and self.turn > 1 else 0
+        self.budget: int = self.budget - 1 if now < self.budget_ends_ns and self.budget > 1 else 0
         if self.commit():
             self._notify()
         return True
@@ -345,7 +344,7 @@ class WriterBase(_End):
         if number == start:
             return 0
         self.published_ns = now
-        self._count_turn(number - start, monotonic_ns())
+        self._spend(number - start, monotonic_ns())
         memory_fence()
         if self._readers_parked():
             self._notify()
@@ -359,7 +358,7 @@ class WriterBase(_End):
             False: The gate is shut; nothing was done.
             Anything else: What encoding it returned; there is no slot, or it is no ordinary message.
         """
-        before = self._take_shared() if self._lets_pass(get_ident()) else None
+        before = self._acquire() if self._lets_pass(get_ident()) else None
         if before is None:
             return False
         try:
@@ -368,7 +367,7 @@ class WriterBase(_End):
                 return message
             return None if self.put(message) else message
         finally:
-            self._give_shared(before)
+            self._release(before)
 
     def _put_beside(self, message: Any) -> bool:
         """Publish a message that is not bytes; return False if it is no ordinary one, or while no slot is free."""
@@ -389,7 +388,7 @@ class WriterBase(_End):
             self.in_use -= 1
         self.published_ns = _unpack(self._view, begin)[2]
         self.copied += nbytes
-        self._count_turn(1, monotonic_ns())
+        self._spend(1, monotonic_ns())
         if self.commit():
             self._notify()
         return True
@@ -557,14 +556,14 @@ class ReaderBase(_End):
         self.kept = True
 
     def take(self) -> Any:
-        """Return the next message, `NOTHING`, or `ELSEWHERE`.
+        """Return the next message, `EMPTY`, or `SLOW_PATH`.
 
         It is finished with once it is decoded, or cannot be: the next call returns the one behind it. But where
         decoding was interrupted, by what is no `Exception` or does not come again, the next call returns it.
         """
         self.check_unused()
         if not self._may_go_on():
-            return NOTHING
+            return EMPTY
         try:
             obj = self._decode()
         except Exception:
@@ -572,14 +571,14 @@ class ReaderBase(_End):
             if not self._fails_again():
                 raise
             if self.was_evicted():
-                return NOTHING
+                return EMPTY
             self.damaged = True
             self._finish_and_tell()
             raise
-        if obj is ELSEWHERE:
+        if obj is SLOW_PATH:
             return obj
         if self.was_evicted():
-            return NOTHING
+            return EMPTY
         self._finish_and_tell(took=True)
         return obj
 
@@ -624,17 +623,17 @@ class ReaderBase(_End):
         self._finished_ns = now
         if took and self._counts():
             self._note_latency(now)
-        self.turn: int = self.turn - 1 if now < self.turn_ends_ns and self.turn > 1 else 0
+        self.budget: int = self.budget - 1 if now < self.budget_ends_ns and self.budget > 1 else 0
         if self.release():
             self._notify()
 
     def _decode(self) -> Any:
-        """Decode the next message, which is there and stays where it is; `ELSEWHERE` if it is no ordinary one."""
+        """Decode the next message, which is there and stays where it is; `SLOW_PATH` if it is no ordinary one."""
         message: Any = self._copy_plain()
         code, arg = self._code, message
         if message is None:
             if self._beside is None:
-                return ELSEWHERE
+                return SLOW_PATH
             code, arg = self._beside, self._first + self._index * self._stride
         elif self._raw:
             return message
@@ -645,13 +644,13 @@ class ReaderBase(_End):
             self.in_use -= 1
 
     def receive(self) -> Any:
-        """Take the next message, if this thread may receive now; else `NOTHING`."""
+        """Take the next message, if this thread may receive now; else `EMPTY`."""
         if not self._lets_pass(get_ident()):
-            return NOTHING
+            return EMPTY
         return self._take_if_there()
 
     def receive_into(self, messages: list[Any], /) -> Any:
-        """Append the next message to a list, whoever may receive; return None, `NOTHING` or `ELSEWHERE`.
+        """Append the next message to a list, whoever may receive; return None, `EMPTY` or `SLOW_PATH`.
 
         The native one is a single call, in which no handler of a signal runs once the message is taken.
         """
@@ -659,25 +658,25 @@ class ReaderBase(_End):
             raise TypeError("receive_into() takes a list")
         self.check_unused()
         obj = self._take_if_there()
-        if obj is NOTHING or obj is ELSEWHERE:
+        if obj is EMPTY or obj is SLOW_PATH:
             return obj
         messages.append(obj)
         return None
 
     def receive_next(self, messages: list[Any], /) -> Any:
-        """As `receive_into`, where the end is open and no other thread has the turn; else return `NOTHING`."""
-        before = self._take_shared() if self.open else None
+        """As `receive_into`, where the end is open and no other thread holds the lock; else return `EMPTY`."""
+        before = self._acquire() if self.open else None
         if before is None:
-            return NOTHING
+            return EMPTY
         try:
             return self.receive_into(messages)
         finally:
-            self._give_shared(before)
+            self._release(before)
 
     def _take_if_there(self) -> Any:
         # Slots go back in order.
         if self.kept or (not self._may_go_on() and (self.spin_ns <= 0 or not self.spin(self.spin_ns))):
-            return NOTHING
+            return EMPTY
         return self.take()
 
     def take_many(self, most: int, /) -> list[Any]:
@@ -713,14 +712,14 @@ class ReaderBase(_End):
                 self._finish()
                 if len(batch) % BATCH_LOOKS == 0:
                     self._note_latency(now := monotonic_ns())
-                    if now >= self.turn_ends_ns:
+                    if now >= self.budget_ends_ns:
                         break
         finally:
             self.in_use -= 1
         now = monotonic_ns()
         if len(batch) % BATCH_LOOKS:
             self._note_latency(now)
-        self._count_turn(len(batch), now)
+        self._spend(len(batch), now)
         memory_fence()
         if self._parked[0]:
             self._notify()
@@ -837,7 +836,7 @@ class Calls:
             if self._fail is None:
                 raise
             self._fail(error)
-        return await self._rest(timeout, cancel, indefinite) if obj is NOTHING or obj is ELSEWHERE else obj
+        return await self._rest(timeout, cancel, indefinite) if obj is EMPTY or obj is SLOW_PATH else obj
 
     def __aiter__(self) -> Self:
         return self

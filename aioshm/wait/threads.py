@@ -1,7 +1,7 @@
 """Waiting for a ring in the calling thread: the policy of `Poller`, with poll(2) to sleep.
 
 A coroutine that awaits only a `ThreadPoller` never suspends: one ``send(None)`` runs it until it
-returns. The queue end belongs to the background loop, which holds the process lock (`turn`) while it
+returns. The queue end belongs to the background loop, which holds `process_lock` while it
 runs callbacks; a waiting thread acquires that lock each time it polls the ring.
 """
 
@@ -19,7 +19,7 @@ from time import monotonic, monotonic_ns
 from aioshm.config import Wait
 from aioshm.lifeline.bell import Bell
 from aioshm.process.limits import naming_limits
-from aioshm.process.loop_thread import turn
+from aioshm.process.loop_thread import process_lock
 from aioshm.ring.atomics import memory_fence
 from aioshm.wait.poller import Flags, Poller, Waiting
 from aioshm.wait.predictor import NAPS, Predictor
@@ -87,15 +87,15 @@ class ThreadPoller(Poller):
             return await self._wait_on_loop(look, count, at_ns, deadline, cancel, stall)
         self._here = True
         try:
-            turn.user = turn.heir
-            if turn.waiting:
-                turn.wake()
+            process_lock.owner = process_lock.next_owner
+            if process_lock.waiting:
+                process_lock.wake()
             return await super().wait(
                 lambda: _looked(look, me), count, at_ns, deadline=deadline, cancel=cancel, stall=stall
             )
         finally:
             self._here = False
-            turn.take(me)
+            process_lock.acquire(me)
 
     async def _wait_on_loop(
         self,
@@ -198,10 +198,10 @@ class ThreadPoller(Poller):
 
 
 def _looked(look: Callable[[], object], me: int) -> object:
-    turn.take(me)
+    process_lock.acquire(me)
     try:
         return look()
     finally:
-        turn.user = turn.heir
-        if turn.waiting:
-            turn.wake()
+        process_lock.owner = process_lock.next_owner
+        if process_lock.waiting:
+            process_lock.wake()

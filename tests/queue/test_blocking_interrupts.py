@@ -149,7 +149,7 @@ def read_interrupted(how: str, numbers: tuple[signal.Signals, ...], more: int = 
                 assert view[0] == received % 256, f"interrupted at place {place}"
             view = None
             received += 1
-            assert (reader.messages, reader.held.turn.user) == (received, 0), f"interrupted at place {place}"
+            assert (reader.messages, reader.held.lock.owner) == (received, 0), f"interrupted at place {place}"
         assert place > 50
 
 
@@ -175,7 +175,7 @@ def write_interrupted(numbers: tuple[signal.Signals, ...], more: int = 0) -> Non
             with writer.acquire_write(20) as chunk:
                 chunk[0] = 2
             chunk = None
-            assert writer.held.turn.user == 0, f"interrupted at place {place}"
+            assert writer.held.lock.owner == 0, f"interrupted at place {place}"
             received = [reader.dequeue(20)[0] for _ in range(writer.messages - before)]
             assert received in ([1, 2], [2]), f"interrupted at place {place}"
         assert received == [1, 2]

@@ -49,7 +49,7 @@ def take(merged: Merged, count: int) -> list[tuple[int, Any]]:
 
 def asleep(readers: dict[int, MessageQueue]) -> None:
     """Return once all of them are waited for."""
-    eventually(lambda: all(reader.held.turn.user for reader in readers.values()), "a sleep")
+    eventually(lambda: all(reader.held.lock.owner for reader in readers.values()), "a sleep")
 
 
 @pytest.mark.parametrize("ready", [True, False])

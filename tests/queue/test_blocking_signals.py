@@ -284,7 +284,7 @@ def test_exception_of_a_handler_leaves_a_waiting_read_and_the_message_stays(how:
     with ready_pair() as (writer, reader):
         took_s: list[float] = []
         while len(took_s) < 3 or (min(took_s) >= SOON_S and len(took_s) < TRIES):
-            took_s.append(interrupt(READS[how], reader, lambda: reader.held.turn.user))
+            took_s.append(interrupt(READS[how], reader, lambda: reader.held.lock.owner))
             writer.enqueue(len(took_s), 20)
             assert reader.dequeue(20) == len(took_s)
         assert min(took_s) < SOON_S, took_s
@@ -296,7 +296,7 @@ def test_exception_of_a_handler_leaves_a_waiting_write_and_nothing_is_sent(how: 
         writer.enqueue_many(range(4), 20)
         took_s: list[float] = []
         while not took_s or (min(took_s) >= SOON_S and len(took_s) < TRIES):
-            took_s.append(interrupt(WRITES[how], writer, lambda: writer.held.turn.user))
+            took_s.append(interrupt(WRITES[how], writer, lambda: writer.held.lock.owner))
         assert min(took_s) < SOON_S, took_s
         assert writer.messages == 4
         assert reader.dequeue_many(9, 20) == [*range(4)]

@@ -16,7 +16,7 @@ from faces import Thread, make_writer
 from support import eventually
 
 from aioshm import Options, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
-from aioshm.process.loop_thread import turn
+from aioshm.process.loop_thread import process_lock
 
 WAITS: dict[str, Callable[[Any], Any]] = {
     "dequeue": lambda reader: reader.dequeue(),
@@ -54,7 +54,7 @@ def fill(writer: blocking.MessageQueue) -> int:
 
 
 def until_it_waits(end: blocking.MessageQueue) -> None:
-    eventually(lambda: end.held.turn.user, "the call to wait")
+    eventually(lambda: end.held.lock.owner, "the call to wait")
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -210,12 +210,12 @@ def test_message_of_a_thread_that_waited_for_the_turn_wakes_a_sleeping_reader() 
         assert reader.dequeue(20) == "first"
         waiting = Thread(reader.dequeue)
         eventually(lambda: writer.held.end.ring.ring.readers_parked[0], "the reader to sleep")  # type: ignore[union-attr]
-        turn.take(threading.get_ident())
+        process_lock.acquire(threading.get_ident())
         try:
             sending = Thread(writer.enqueue, "second", 60)
-            eventually(lambda: turn.waiting, "the wait for the turn")
+            eventually(lambda: process_lock.waiting, "the wait for the turn")
         finally:
-            turn.give()
+            process_lock.release()
         assert waiting.result() == "second"
         sending.result()
 

@@ -12,7 +12,7 @@ import pytest
 
 from aioshm import MessageQueue, Options
 from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
-from aioshm.process.loop_thread import turn
+from aioshm.process.loop_thread import process_lock
 from aioshm.queue.ends import waiting
 from aioshm.queue.ends.waiting import new_poller
 from aioshm.ring import RingReader, RingWriter, ShmRingBuffer
@@ -71,7 +71,7 @@ def wait(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wai
             if blocks:
                 with pytest.raises(StopIteration):
                     waiting_once.send(None)
-                turn.user = 0
+                process_lock.owner = 0
             else:
                 loop.run_until_complete(waiting_once)
         finally:

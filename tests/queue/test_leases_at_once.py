@@ -202,7 +202,7 @@ def test_other_threads_wait_until_it_ends() -> None:
             with reader.lease() as obj:
                 assert obj == b"l" * size
                 other = Thread(reader.dequeue, 20)
-                eventually(lambda: bool(reader.held.turn.waiting), "the thread to wait for its turn")
+                eventually(lambda: bool(reader.held.lock.waiting), "the thread to wait for its turn")
                 with pytest.raises(RoleError, match="wait for itself"):
                     reader.dequeue()
                 assert other.running

@@ -162,7 +162,7 @@ async def test_a_call_that_lets_others_run_first_waits_already() -> None:
         await writer.enqueue(_array(1, LARGE))
         assert await _lease(reader) == 1
         gate = reader.end.gate
-        gate.core.turn = 0
+        gate.core.budget = 0
         waiting = asyncio.ensure_future(_lease(reader))
         await asyncio.sleep(0)
         assert gate.in_line == 0

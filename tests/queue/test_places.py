@@ -366,7 +366,7 @@ class TestDismiss:
                 ready.result()
                 writer.enqueue(0, 20)
                 waiting = Thread(writer.enqueue, 1, 60)
-                while writer.held.turn.user == 0:
+                while writer.held.lock.owner == 0:
                     pass
                 writer.dismiss(0)
                 with pytest.raises(PeerClosed, match="every reader has left"):

@@ -43,7 +43,7 @@ def check(ring: ShmRingBuffer, kind: str, index: int) -> None:
     reader = RingReader(ring.layout, ring.view, index, CORES[kind].reader)
     core, room = reader.core, ring.layout.max_chunk_bytes
     core.bind(bytes, PLAIN, True, None)
-    nothing = CORES[kind].module.NOTHING
+    nothing = CORES[kind].module.EMPTY
     ended = False
     while not ended:
         number = core.seq

@@ -39,8 +39,8 @@ class Notes(list[str]):
 def open_gate(core: Any, turn: int = 1 << 30) -> None:
     core.belong(None)
     core.open = True
-    core.turn = turn
-    core.turn_ends_ns = FAR_NS
+    core.budget = turn
+    core.budget_ends_ns = FAR_NS
 
 
 def make_pair(ring: ShmRingBuffer, cores: Cores, raw: bool = True) -> Pair:

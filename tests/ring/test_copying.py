@@ -8,7 +8,7 @@ import pytest
 from rings import CORES, Cores, NewRing
 
 from aioshm.ring import RingReader, RingWriter, ShmRingBuffer
-from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.ring.atomics import EMPTY, SLOW_PATH
 from aioshm.ring.copying import CopyingCore
 
 CHUNKS = 4
@@ -58,9 +58,9 @@ class Pair:
     def take(self) -> int | str | tuple[int, int]:
         """Return the next message's number, the run of messages that is lost instead, or "nothing"."""
         obj = self.core.take()
-        if obj is NOTHING:
+        if obj is EMPTY:
             return "nothing"
-        if obj is ELSEWHERE:
+        if obj is SLOW_PATH:
             return self.core.lose()
         assert obj == obj[:1] * SIZE, "it is whole"
         return int(obj[0])

@@ -110,7 +110,7 @@ class TestBeside:
             pair.reader.take()
         assert pair.reader.seq == (0 if left else 1)
         pair.reader.bind_beside(None)
-        assert pair.reader.take() == (pair.cores.module.ELSEWHERE if left else b"good")
+        assert pair.reader.take() == (pair.cores.module.SLOW_PATH if left else b"good")
 
 
 class TestKept:
@@ -120,7 +120,7 @@ class TestKept:
         pair.writer.put(b"next")
         pair.reader.skip()
         assert pair.reader.kept
-        assert pair.reader.receive() is pair.cores.module.NOTHING
+        assert pair.reader.receive() is pair.cores.module.EMPTY
         assert pair.reader.passes(), "who gives it back first may go on"
         pair.reader.give_back(0)
         assert not pair.reader.kept

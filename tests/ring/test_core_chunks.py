@@ -195,7 +195,7 @@ class TestDamage:
         pair = new_pair()
         pair.writer.put(LARGE)
         struct.pack_into("<Q", pair.slots[0].header, at.CHUNK, word)
-        assert pair.reader.take() is pair.cores.module.ELSEWHERE
+        assert pair.reader.take() is pair.cores.module.SLOW_PATH
         assert pair.reader.take_many(1) == []
 
     @pytest.mark.parametrize("size", [101, 1 << 16, 1 << 63, (1 << 64) - 1])
@@ -203,13 +203,13 @@ class TestDamage:
         pair = new_pair()
         pair.writer.put(LARGE)
         struct.pack_into("<Q", pair.slots[0].header, 24, size)
-        assert pair.reader.take() is pair.cores.module.ELSEWHERE
+        assert pair.reader.take() is pair.cores.module.SLOW_PATH
 
     def test_a_size_beyond_the_slot(self, new_pair: NewPair) -> None:
         pair = new_pair()
         pair.writer.put(b"small")
         struct.pack_into("<Q", pair.slots[0].header, 24, 17)
-        assert pair.reader.take() is pair.cores.module.ELSEWHERE
+        assert pair.reader.take() is pair.cores.module.SLOW_PATH
 
     def test_a_chunk_that_has_another_message_by_now(self, new_pair: NewPair) -> None:
         pair = new_pair(2, 1, slots=4)
@@ -218,7 +218,7 @@ class TestDamage:
         assert pair.readers[1].take() == LARGE
         assert pair.writer.put(LARGE.lower())
         pair.slots[0].flags[1] = 0
-        assert pair.readers[0].take() is pair.cores.module.ELSEWHERE, "not the wrong message"
+        assert pair.readers[0].take() is pair.cores.module.SLOW_PATH, "not the wrong message"
 
     def test_headers_say_nothing_to_the_writer(self, new_pair: NewPair) -> None:
         pair, chance = new_pair(1, 3, slots=3), random.Random(5)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pairs_of_cores import PLAIN, NewPair, Notes, in_a_thread, open_gate
 
-from aioshm.process.turn import Turn
+from aioshm.process.lock import ProcessLock
 from aioshm.ring.reference import ReaderBase, WriterBase
 
 
@@ -33,75 +33,75 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return call
 
 
-class TestSharedTurn:
-    """An end that threads share takes their turn for each message."""
+class TestSharedLock:
+    """An end that threads share acquires their lock for each message."""
 
-    def test_turn_of_another_thread_lets_nothing_pass(self, new_pair: NewPair) -> None:
+    def test_lock_held_by_another_thread_lets_nothing_pass(self, new_pair: NewPair) -> None:
         pair = new_pair()
-        turn = Turn(1)
-        pair.writer.share(turn)
-        pair.reader.share(turn)
+        lock = ProcessLock(1)
+        pair.writer.share(lock)
+        pair.reader.share(lock)
         received: list[Any] = []
-        turn.user = get_ident() + 1
+        lock.owner = get_ident() + 1
         assert pair.writer.send(b"1") is False
-        assert pair.reader.receive_next(received) is pair.cores.module.NOTHING
-        assert turn.user == get_ident() + 1
-        turn.user = 0
+        assert pair.reader.receive_next(received) is pair.cores.module.EMPTY
+        assert lock.owner == get_ident() + 1
+        lock.owner = 0
         assert pair.writer.send(b"1") is None
         assert pair.reader.receive_next(received) is None
-        assert (received, turn.user) == ([b"1"], 0)
+        assert (received, lock.owner) == ([b"1"], 0)
 
-    def test_turn_goes_to_the_heir_after_a_message(self, new_pair: NewPair) -> None:
+    def test_lock_goes_to_the_next_owner_after_a_message(self, new_pair: NewPair) -> None:
         pair = new_pair(raw=False)
-        turn = Turn(1)
-        turn.heir = 7
+        lock = ProcessLock(1)
+        lock.next_owner = 7
         users: list[int] = []
 
         def code(message: Any) -> Any:
-            users.append(turn.user)
+            users.append(lock.owner)
             return message
 
-        pair.writer.share(turn)
+        pair.writer.share(lock)
         pair.writer.bind(code, PLAIN, False, None)
         assert pair.writer.send(b"1") is None
-        assert (users, turn.user) == ([get_ident()], 7)
-        pair.reader.share(turn)
+        assert (users, lock.owner) == ([get_ident()], 7)
+        pair.reader.share(lock)
         pair.reader.bind(code, PLAIN, False, None)
-        turn.user = 0
+        lock.owner = 0
         assert pair.reader.receive_next([]) is None
-        assert (users, turn.user) == ([get_ident()] * 2, 7)
+        assert (users, lock.owner) == ([get_ident()] * 2, 7)
 
-    def test_turn_of_this_thread_stays_its_own(self, new_pair: NewPair) -> None:
+    def test_lock_of_this_thread_stays_its_own(self, new_pair: NewPair) -> None:
         pair = new_pair()
-        turn = Turn(1)
-        turn.user, turn.heir = get_ident(), 7
-        pair.writer.share(turn)
-        pair.reader.share(turn)
+        lock = ProcessLock(1)
+        lock.owner, lock.next_owner = get_ident(), 7
+        pair.writer.share(lock)
+        pair.reader.share(lock)
         assert pair.writer.send(b"1") is None
         assert pair.reader.receive_next([]) is None
-        assert turn.user == get_ident()
+        assert lock.owner == get_ident()
 
-    def test_turn_is_given_back_where_a_codec_raises(self, new_pair: NewPair) -> None:
+    def test_lock_is_released_where_a_codec_raises(self, new_pair: NewPair) -> None:
         pair = new_pair(raw=False)
-        turn = Turn(1)
-        pair.writer.share(turn)
-        pair.reader.share(turn)
+        lock = ProcessLock(1)
+        pair.writer.share(lock)
+        pair.reader.share(lock)
         pair.writer.put(b"1")
         for core in (pair.writer, pair.reader):
             core.bind(raising(EOFError()), PLAIN, False, None)
         with pytest.raises(EOFError):
             pair.writer.send(b"2")
-        assert turn.user == 0
+        assert lock.owner == 0
         with pytest.raises(EOFError):
             pair.reader.receive_next([])
-        assert turn.user == 0
+        assert lock.owner == 0
 
     def test_shut_end_receives_nothing(self, new_pair: NewPair) -> None:
         pair = new_pair()
-        pair.reader.share(Turn(1))
+        pair.reader.share(ProcessLock(1))
         pair.writer.put(b"1")
         pair.reader.open = False
-        assert pair.reader.receive_next([]) is pair.cores.module.NOTHING
+        assert pair.reader.receive_next([]) is pair.cores.module.EMPTY
 
 
 class TestGate:
@@ -115,8 +115,8 @@ class TestGate:
             pair.cores.writer(pair.ring.layout, pair.ring.view, pair.slots),
             pair.cores.reader(pair.ring.layout, pair.ring.view, pair.slots, 0),
         ):
-            assert (core.open, core.turn, core.turn_ends_ns, core.spin_ns, core.seq) == (False, 0, 0, 0, 0)
-            core.open, core.turn = True, 1
+            assert (core.open, core.budget, core.budget_ends_ns, core.spin_ns, core.seq) == (False, 0, 0, 0, 0)
+            core.open, core.budget = True, 1
             assert core.passes() is False, "it belongs to nobody"
             core.belong(None)
             assert core.passes() is True
@@ -127,10 +127,10 @@ class TestGate:
         core.open = False
         assert core.passes() is False
 
-    @pytest.mark.parametrize(("turn", "passes"), [(1, True), (0, False), (-1, False), (1 << 40, True)])
-    def test_turn(self, core: Any, turn: int, passes: bool) -> None:
-        core.turn = turn
-        assert core.turn == turn
+    @pytest.mark.parametrize(("budget", "passes"), [(1, True), (0, False), (-1, False), (1 << 40, True)])
+    def test_budget(self, core: Any, budget: int, passes: bool) -> None:
+        core.budget = budget
+        assert core.budget == budget
         assert core.passes() is passes
 
     def test_thread(self, core: Any) -> None:
@@ -140,12 +140,12 @@ class TestGate:
         assert in_a_thread(core.passes) is True
 
     def test_shared_end_belongs_to_any_thread(self, core: Any) -> None:
-        core.share(Turn(1))
+        core.share(ProcessLock(1))
         assert core.passes() is True
         assert in_a_thread(core.passes) is True
 
     @pytest.mark.parametrize("wrong", [None, 5, b"read-only memory", bytearray(8)])
-    def test_turn_without_two_words_is_refused(self, core: Any, wrong: object) -> None:
+    def test_lock_without_two_words_is_refused(self, core: Any, wrong: object) -> None:
         if isinstance(core, WriterBase | ReaderBase):
             pytest.skip("the Python reference takes any object with these attributes")
         with pytest.raises((TypeError, BufferError, ValueError)):
@@ -182,30 +182,30 @@ class TestGate:
         calls = Notes()
         pair.writer.bind(lambda obj: calls.append("code"), 1, False, None)
         assert pair.writer.send("x") is False
-        assert pair.reader.receive() is pair.cores.module.NOTHING
+        assert pair.reader.receive() is pair.cores.module.EMPTY
         assert calls == []
         assert bytes(pair.ring.view) == before
 
-    def test_each_message_takes_of_the_turn(self, new_pair: NewPair) -> None:
+    def test_each_message_takes_of_the_budget(self, new_pair: NewPair) -> None:
         pair = new_pair()
-        pair.writer.turn = pair.reader.turn = 2
+        pair.writer.budget = pair.reader.budget = 2
         assert [pair.writer.send(b"%d" % number) for number in range(3)] == [None, None, False]
-        assert [pair.reader.receive() for _ in range(3)] == [b"0", b"1", pair.cores.module.NOTHING]
-        assert (pair.writer.turn, pair.reader.turn) == (0, 0)
+        assert [pair.reader.receive() for _ in range(3)] == [b"0", b"1", pair.cores.module.EMPTY]
+        assert (pair.writer.budget, pair.reader.budget) == (0, 0)
 
-    def test_a_turn_that_is_over_ends_with_the_next_message(self, new_pair: NewPair) -> None:
+    def test_budget_that_is_over_in_time_ends_with_the_next_message(self, new_pair: NewPair) -> None:
         pair = new_pair()
-        pair.writer.turn_ends_ns = pair.reader.turn_ends_ns = monotonic_ns()
+        pair.writer.budget_ends_ns = pair.reader.budget_ends_ns = monotonic_ns()
         assert [pair.writer.send(b""), pair.writer.send(b"")] == [None, False]
         assert pair.reader.receive() == b""
-        assert (pair.writer.turn, pair.reader.turn) == (0, 0)
+        assert (pair.writer.budget, pair.reader.budget) == (0, 0)
 
-    def test_what_is_not_gated_leaves_no_negative_turn(self, new_pair: NewPair) -> None:
+    def test_what_is_not_gated_leaves_no_negative_budget(self, new_pair: NewPair) -> None:
         pair = new_pair()
-        pair.writer.turn = pair.reader.turn = 0
+        pair.writer.budget = pair.reader.budget = 0
         assert pair.writer.put(b"x")
         assert pair.reader.take() == b"x"
-        assert (pair.writer.turn, pair.reader.turn) == (0, 0)
+        assert (pair.writer.budget, pair.reader.budget) == (0, 0)
 
     def test_closed_and_opened_again_it_still_refuses(self, new_pair: NewPair) -> None:
         pair = new_pair()

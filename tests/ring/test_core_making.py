@@ -233,7 +233,7 @@ class TestHostileLayouts:
 
     def test_members_refuse_garbage(self, new_pair: NewPair) -> None:
         core: Any = next(of_numbers(bytearray(GOOD.total_bytes)))
-        for name in ("open", "turn", "turn_ends_ns", "spin_ns", "spin_yields"):
+        for name in ("open", "budget", "budget_ends_ns", "spin_ns", "spin_yields"):
             with pytest.raises(TypeError):
                 setattr(core, name, "1")
             with pytest.raises(TypeError):
@@ -242,7 +242,7 @@ class TestHostileLayouts:
             with pytest.raises(AttributeError):
                 setattr(core, name, 1)
         with pytest.raises(OverflowError):
-            core.turn = 1 << 63
+            core.budget = 1 << 63
 
 
 class Owner:
@@ -281,8 +281,8 @@ class TestMemory:
         text, message, code = "a text of its own", b"bytes of its own", lambda obj: message
         bad: Any = object()
         writer.bind(code, PLAIN, False, None)
-        NOTHING, ELSEWHERE = pair.cores.module.NOTHING, pair.cores.module.ELSEWHERE  # noqa: N806
-        watched = (text, message, code, bad, slots, NOTHING, ELSEWHERE, True, False, None)
+        EMPTY, SLOW_PATH = pair.cores.module.EMPTY, pair.cores.module.SLOW_PATH  # noqa: N806
+        watched = (text, message, code, bad, slots, EMPTY, SLOW_PATH, True, False, None)
         process = psutil.Process()
 
         def rounds(amount: int) -> None:
@@ -290,7 +290,7 @@ class TestMemory:
             for _ in range(amount):
                 assert writer.send(text) is None
                 assert reader.take() == "bytes of its own"
-                assert reader.receive() is NOTHING
+                assert reader.receive() is EMPTY
                 assert writer.put_many(many, 0) == 3
                 assert len(reader.take_many(2)) == 2
                 assert reader.peek() is not None

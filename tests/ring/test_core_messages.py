@@ -32,7 +32,7 @@ class TestPut:
         pair.writer.open = pair.reader.open = False
         assert pair.writer.put(b"x") is True
         assert pair.reader.take() == b"x"
-        assert pair.reader.take() is pair.cores.module.NOTHING
+        assert pair.reader.take() is pair.cores.module.EMPTY
 
     @pytest.mark.parametrize("message", [bytearray(b"x"), "x", None, 1, memoryview(b"x")])
     def test_takes_bytes(self, new_pair: NewPair, message: Any) -> None:
@@ -99,15 +99,15 @@ class TestPutMany:
     def test_counts_of_the_turn_and_tells_once(self, new_pair: NewPair) -> None:
         pair, notes = new_pair(1, 4), Notes()
         pair.writer.bind(bytes, PLAIN, True, notes.noting("parked"))
-        pair.writer.turn = 10
+        pair.writer.budget = 10
         pair.ring.view[192] = 1
         assert pair.writer.put_many([b"x"] * 3, 0) == 3
-        assert (notes, pair.writer.turn) == (["parked"], 7)
+        assert (notes, pair.writer.budget) == (["parked"], 7)
         assert pair.writer.put_many([None], 0) == 0
         assert notes == ["parked"], "nothing passed"
-        pair.writer.turn = 1
+        pair.writer.budget = 1
         pair.writer.put_many([b"x"], 0)
-        assert pair.writer.turn == 0
+        assert pair.writer.budget == 0
 
 
 class TestTake:
@@ -132,7 +132,7 @@ class TestTake:
         rewrite(pair, **words)
         for call in (pair.reader.take, pair.reader.receive, lambda: pair.reader.take_many(3)):
             if not plain:
-                elsewhere = pair.cores.module.ELSEWHERE
+                elsewhere = pair.cores.module.SLOW_PATH
                 assert call() == ([] if call not in (pair.reader.take, pair.reader.receive) else elsewhere)
                 assert (pair.reader.seq, pair.reader.ready()) == (0, True), "it is still there"
         if plain:
@@ -144,7 +144,7 @@ class TestTake:
         pair.reader.bind(bytes, PLAIN, False, None)  # what is not decoded may have any size
         message = b"z" * size
         assert pair.writer.put(message)
-        assert pair.reader.take() == (message if plain else pair.cores.module.ELSEWHERE)
+        assert pair.reader.take() == (message if plain else pair.cores.module.SLOW_PATH)
         if not plain:
             assert pair.reader.take_many(2) == []
 
@@ -170,7 +170,7 @@ class TestTake:
 
         pair.reader.bind(code, PLAIN, False, None)
         assert pair.reader.take() == b"1"
-        assert pair.reader.take() is pair.cores.module.NOTHING
+        assert pair.reader.take() is pair.cores.module.EMPTY
 
     @pytest.mark.parametrize("way", ["take", "receive", "receive_into", "take_many"])
     @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError])
@@ -214,7 +214,7 @@ class TestTake:
     def test_receive_into_appends_whatever_the_gate_says(self, new_pair: NewPair) -> None:
         pair, received = new_pair(1, 4), [b"earlier"]
         pair.reader.open = False
-        assert pair.reader.receive_into(received) is pair.cores.module.NOTHING
+        assert pair.reader.receive_into(received) is pair.cores.module.EMPTY
         pair.writer.put(b"1")
         assert pair.reader.receive_into(received) is None
         assert (received, pair.reader.seq) == ([b"earlier", b"1"], 1)
@@ -285,14 +285,14 @@ class TestTakeMany:
         pair.writer.bind(bytes, PLAIN + 1, True, None)
         pair.writer.put(b"other")
         assert [pair.reader.take_many(9), pair.reader.take_many(9)] == [[b"a"], []]
-        assert pair.reader.take() is pair.cores.module.ELSEWHERE
+        assert pair.reader.take() is pair.cores.module.SLOW_PATH
 
     def test_ends_with_the_turn(self, new_pair: NewPair) -> None:
         pair = new_pair(1, 64)
         pair.writer.put_many([b"x"] * 64, 0)
-        pair.reader.turn_ends_ns = monotonic_ns()
+        pair.reader.budget_ends_ns = monotonic_ns()
         assert len(pair.reader.take_many(64)) == 8
-        assert pair.reader.turn == 0
+        assert pair.reader.budget == 0
 
     def test_nothing_but_looking_is_possible_from_inside(self, new_pair: NewPair) -> None:
         pair = new_pair(1, 4)
@@ -313,7 +313,7 @@ class TestTakeMany:
                 refused.append(call)
             with pytest.raises(BufferError):
                 reader.close()
-            assert reader.receive() is pair.cores.module.NOTHING
+            assert reader.receive() is pair.cores.module.EMPTY
             assert (reader.passes(), reader.ready()) == (False, True)
             return message
 
@@ -321,7 +321,7 @@ class TestTakeMany:
         assert reader.take_many(9) == [b"1", b"2"]
         assert len(refused) == 12
         reader.bind(decode, PLAIN, True, None)
-        assert reader.take() is pair.cores.module.NOTHING
+        assert reader.take() is pair.cores.module.EMPTY
 
 
 class TestTelling:

@@ -142,7 +142,7 @@ class TestEvicting:
         assert pair.ring.view[at.READERS_PARKED + 1] == 0
         pair.writer.put(b"y")
         assert flags(pair)[1] == b"\1\0\1\0"
-        assert pair.readers[1].take() is pair.cores.module.NOTHING
+        assert pair.readers[1].take() is pair.cores.module.EMPTY
 
     @pytest.mark.parametrize("reader", [-1, 2, 1 << 40, -3])
     def test_no_such_reader(self, new_pair: NewPair, reader: int) -> None:
@@ -189,7 +189,7 @@ class TestClosing:
                 call()
         assert bytes(pair.ring.view) == before
         assert writer.send(b"") is False
-        assert reader.receive() is pair.cores.module.NOTHING
+        assert reader.receive() is pair.cores.module.EMPTY
 
     def test_lets_the_memory_go(self, new_pair: NewPair) -> None:
         pair = new_pair()

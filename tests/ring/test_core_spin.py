@@ -55,7 +55,7 @@ class TestSpin:
         for call in (pair.reader.take, pair.reader.peek, pair.reader.release, pair.reader.skip):
             with pytest.raises(RuntimeError, match="in use"):
                 call()
-        assert pair.reader.receive() is pair.cores.module.NOTHING
+        assert pair.reader.receive() is pair.cores.module.EMPTY
         assert pair.writer.put(b"x")
         thread.join(60)
         assert hits == [True]
@@ -120,10 +120,10 @@ class TestSpin:
     @pytest.mark.parametrize("spin_ns", [1000, MS])
     def test_receive_spins(self, new_pair: NewPair, spin_ns: int) -> None:
         pair = new_pair()
-        assert pair.reader.receive() is pair.cores.module.NOTHING
+        assert pair.reader.receive() is pair.cores.module.EMPTY
         assert pair.reader.spins == 0
         pair.reader.spin_ns = spin_ns
-        assert pair.reader.receive() is pair.cores.module.NOTHING
+        assert pair.reader.receive() is pair.cores.module.EMPTY
         assert pair.reader.spins == 1
         assert pair.reader.spun_ns >= spin_ns
         pair.reader.open = False

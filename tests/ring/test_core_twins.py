@@ -105,12 +105,12 @@ class Side:
             if isinstance(answer, Slot):
                 return "slot", answer.index
             module: Any = self.cores.module
-            return "NOTHING" if answer is module.NOTHING else "ELSEWHERE" if answer is module.ELSEWHERE else answer
+            return "EMPTY" if answer is module.EMPTY else "SLOW_PATH" if answer is module.SLOW_PATH else answer
         return None
 
     def state(self) -> list[object]:
         cores = (self.writer, *self.readers)
-        return [(core.seq, core.turn, core.open, core.spins, core.hits) for core in cores] + [self.told]
+        return [(core.seq, core.budget, core.open, core.spins, core.hits) for core in cores] + [self.told]
 
     def bytes_but_times(self) -> bytes:
         memory = bytearray(self.memory)

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from aioshm.errors import QueueClosed
-from aioshm.process.loop_thread import turn
+from aioshm.process.loop_thread import process_lock
 from aioshm.queue.blocking.end import BlockingEnd, deadline_of
 from aioshm.queue.encoded import body_of
 from aioshm.queue.ends.leasing import ReadBlock
@@ -22,7 +22,7 @@ from aioshm.ring.reader_core import ReaderCore
 
 
 class Block(AbstractContextManager[Any]):
-    """One block. It holds the end's lock (`turn`) until the block is left, or dropped by an exception of a handler.
+    """One block. It holds the end's lock until the block is left, or dropped by an exception of a handler.
 
     The background loop enters and leaves the asynchronous block, so that no signal handler can interrupt halfway.
 
@@ -161,13 +161,13 @@ class LeaseBlock(Block):
             return False
         me = get_ident()
         try:
-            turn.take(me)
+            process_lock.acquire(me)
             small = ring.slots.size(ring.slots.begin(core.seq % len(ring.slots))) < VIEW_BYTES
         finally:
-            if turn.user == me:
-                turn.user = turn.heir
-            if turn.waiting:
-                turn.wake()
+            if process_lock.owner == me:
+                process_lock.owner = process_lock.next_owner
+            if process_lock.waiting:
+                process_lock.wake()
         return small and end.take(1)
 
     async def _enter_on_loop(self, deadline: float | None, cancel: Any) -> None:

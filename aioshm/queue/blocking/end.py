@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aioshm.closing import warn_not_closed
 from aioshm.config import check_bool, check_timeout, shown
 from aioshm.errors import AioshmError, QueueClosed, QueueRestarted, RoleError
-from aioshm.process.loop_thread import LoopThread, shared_loop, turn
-from aioshm.process.turn import Turn
+from aioshm.process.lock import ProcessLock
+from aioshm.process.loop_thread import LoopThread, process_lock, shared_loop
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
-from aioshm.ring.atomics import ELSEWHERE, NOTHING, native_core
+from aioshm.ring.atomics import EMPTY, SLOW_PATH, native_core
 from aioshm.ring.reader_core import ReaderCore
 from aioshm.wait.threads import CANCEL_POLL_S
 
@@ -47,7 +47,7 @@ class BlockingEnd:
         undelivered: Messages that were received, but not returned by a call yet; always the same list.
         failure: An error to raise after the undelivered messages.
         send_if_room, receive_next: The fast path of each call: methods of the native core, once the end is ready.
-        turn: The lock of this end; held by the thread that waits in a call or is in a block.
+        lock: The lock of this end; held by the thread that waits in a call or is in a block.
         block: The open block. Its slot is in `inner` (the asynchronous block), or its message in `taken`.
         left: Abandoned blocks: the asynchronous block, its value, and whether the user never saw the value.
         closed: Whether all resources were released.
@@ -61,8 +61,8 @@ class BlockingEnd:
         self.failure: AioshmError | None = None
         self.send_if_room: Callable[[Any], Any] = _send_nothing
         self.receive_next: Callable[[list[Any]], Any] = _receive_nothing
-        self.owed: list[None] = end.gate.owed
-        self.turn: Turn = Turn(recheck_s=0.1)
+        self.pending_wakeups: list[None] = end.gate.pending_wakeups
+        self.lock: ProcessLock = ProcessLock(recheck_s=0.1)
         self.block: weakref.ref[Block] | None = None
         self.inner: Any = None
         self.taken: list[Any] = []
@@ -81,7 +81,7 @@ class BlockingEnd:
         """
         if asyncio._get_running_loop() is not None:
             raise RoleError(f"{self!r} would block this thread's event loop: use aioshm.MessageQueue there")
-        if turn.user == get_ident():
+        if process_lock.owner == get_ident():
             raise RoleError(
                 f"{self!r}: a codec or a signal handler called inside of another call, and would wait for it"
             )
@@ -100,7 +100,7 @@ class BlockingEnd:
                 self.receive_next = _receive_nothing
                 raise
             finally:
-                self.gate.pay()
+                self.gate.wake_peers()
 
         try:
             return self.loop().run(called)
@@ -137,7 +137,7 @@ class BlockingEnd:
     # One call at a time
 
     def begin(self, deadline: float | None, busy: type[AioshmError] | None = None) -> None:
-        """Acquire this end's lock for a call or a block; ``turn.user = 0`` and `finished` release the lock.
+        """Acquire this end's lock for a call or a block; ``lock.owner = 0`` and `finished` release the lock.
 
         Args:
             deadline: When to give up, by ``time.monotonic()``.
@@ -151,13 +151,13 @@ class BlockingEnd:
         if self._loop is not None and self._loop.elsewhere:
             self.gate.check_refusal()
         self.loop()
-        me, mine = get_ident(), self.turn
-        if mine.user == me and self.block is not None and self.block() is None:
+        me, mine = get_ident(), self.lock
+        if mine.owner == me and self.block is not None and self.block() is None:
             self.drop_block()
-        if mine.user == me:
+        if mine.owner == me:
             self.gate.check_refusal()
             raise RoleError(f"{self!r}: called inside of a block that has its slot, and so would wait for itself")
-        while not mine.take(me, monotonic() + (0 if busy is not None else 0.1)):
+        while not mine.acquire(me, monotonic() + (0 if busy is not None else 0.1)):
             self.gate.check_refusal()
             if busy is not None:
                 raise busy(f"{self!r}: another thread waits here, or is in a block that has a slot")
@@ -167,26 +167,26 @@ class BlockingEnd:
             try:
                 self.run(self._leave_blocks)
             except BaseException:
-                mine.user = 0
+                mine.owner = 0
                 raise
 
     def finished(self) -> None:
         """Wake waiting threads after a call, reopen the fast path, and close the end if `close` was postponed."""
-        if self.turn.waiting:
-            self.turn.wake()
+        if self.lock.waiting:
+            self.lock.wake()
         if self._closes_later:
             self.close()
         gate, me = self.gate, get_ident()
         core: Any = gate.core
         if gate.ready and not core.open:
             try:
-                turn.take(me)  # the loop's thread could refuse calls at the same moment
+                process_lock.acquire(me)  # the loop's thread could refuse calls at the same moment
                 gate.reopen()
             finally:
-                if turn.user == me:
-                    turn.user = turn.heir
-                if turn.waiting:
-                    turn.wake()
+                if process_lock.owner == me:
+                    process_lock.owner = process_lock.next_owner
+                if process_lock.waiting:
+                    process_lock.wake()
         whole = native_core and gate.ready and self.failure is None and _is_whole(self.end)
         if isinstance(self.end, WritingEnd):
             self.send_if_room = core.send if whole else _send_nothing
@@ -201,7 +201,7 @@ class BlockingEnd:
         try:
             while len(undelivered) < most and self.receive_next(undelivered) is None:
                 pass
-            if self.owed or turn.waiting:
+            if self.pending_wakeups or process_lock.waiting:
                 self.settle()
         except BaseException as error:
             self.interrupted(error)
@@ -209,23 +209,23 @@ class BlockingEnd:
     def settle(self) -> None:
         """Wake sleeping peers that can continue, and threads that wait for the process lock."""
         me = get_ident()
-        nested = turn.user == me  # called by a codec or a handler, inside of another call
+        nested = process_lock.owner == me  # called by a codec or a handler, inside of another call
         try:
-            turn.take(me)
-            self.gate.pay()
+            process_lock.acquire(me)
+            self.gate.wake_peers()
         finally:
-            if turn.user == me and not nested:
-                turn.user = turn.heir
-            if turn.waiting:
-                turn.wake()
+            if process_lock.owner == me and not nested:
+                process_lock.owner = process_lock.next_owner
+            if process_lock.waiting:
+                process_lock.wake()
 
     def interrupted(self, error: BaseException) -> None:
         """Raise an error of the core or of `settle`; the loop wakes the peers that were not woken.
 
         An error of decoding a message is raised after the messages before that message.
         """
-        if self.gate.owed and self._loop is not None:
-            self._loop.post(self.gate.pay)
+        if self.gate.pending_wakeups and self._loop is not None:
+            self._loop.post(self.gate.wake_peers)
         if isinstance(error, Exception) and isinstance(self.end, ReadingEnd):
             self.fail(error)
         else:
@@ -238,7 +238,7 @@ class BlockingEnd:
             while not self.undelivered:
                 self.receive_once(deadline, cancel, indefinite, most)
         finally:
-            self.turn.user = 0
+            self.lock.owner = 0
             self.finished()
 
     def receive_once(
@@ -263,7 +263,7 @@ class BlockingEnd:
         me, gate = get_ident(), self.gate
         core = gate.core
         try:
-            turn.take(me)
+            process_lock.acquire(me)
             gate.in_line = 1  # keeps the memory mapped; nothing else sets this before `finally`
             core.open = False
             self.reader.next_of_writer(deadline, cancel, indefinite).send(None)
@@ -272,10 +272,10 @@ class BlockingEnd:
             there = bool(done.value)
         finally:
             gate.in_line = 0
-            if turn.user == me:
-                turn.user = turn.heir
-            if turn.waiting:
-                turn.wake()
+            if process_lock.owner == me:
+                process_lock.owner = process_lock.next_owner
+            if process_lock.waiting:
+                process_lock.wake()
         if not there:
             self.run(self._go_on)
         return there
@@ -286,18 +286,18 @@ class BlockingEnd:
         if type(core) is not ReaderCore or not native_core:
             return False
         try:
-            turn.take(me)
+            process_lock.acquire(me)
             answer = None
             while answer is None and len(self.undelivered) < most:
                 answer = core.receive_into(self.undelivered)
-            self.gate.pay()
+            self.gate.wake_peers()
         except Exception as error:
             self.fail(error)
         finally:
-            if turn.user == me:
-                turn.user = turn.heir
-            if turn.waiting:
-                turn.wake()
+            if process_lock.owner == me:
+                process_lock.owner = process_lock.next_owner
+            if process_lock.waiting:
+                process_lock.wake()
         return bool(self.undelivered)
 
     def fail(self, error: Exception) -> None:
@@ -338,7 +338,7 @@ class BlockingEnd:
         if self.undelivered or not source.look():
             return
         obj = source.take()
-        if obj is ELSEWHERE:
+        if obj is SLOW_PATH:
             await reader.rest(deadline, cancel, indefinite)
         else:
             self.undelivered.append(obj)
@@ -355,7 +355,7 @@ class BlockingEnd:
         """Send an object with the core. Return None: sent; False: not tried; else the encoded object, to send later."""
         try:
             message = self.send_if_room(obj)
-            if self.owed or turn.waiting:
+            if self.pending_wakeups or process_lock.waiting:
                 self.settle()
         except BaseException as error:
             self.interrupted(error)
@@ -365,13 +365,13 @@ class BlockingEnd:
         """Encode an object under the process lock, as the core does: codecs are used by one thread at a time."""
         me = get_ident()
         try:
-            turn.take(me)
+            process_lock.acquire(me)
             return writer.encode(obj)
         finally:
-            if turn.user == me:
-                turn.user = turn.heir
-            if turn.waiting:
-                turn.wake()
+            if process_lock.owner == me:
+                process_lock.owner = process_lock.next_owner
+            if process_lock.waiting:
+                process_lock.wake()
 
     def send(self, obj: Any, message: Any, deadline: float | None) -> None:
         """Send an object, waiting for room.
@@ -391,7 +391,7 @@ class BlockingEnd:
             if writer.network is not None or not native_core or not self._put(writer, message, deadline):
                 self.run(lambda: writer.send_one(message, deadline))
         finally:
-            self.turn.user = 0
+            self.lock.owner = 0
             self.finished()
 
     def _put(self, writer: WritingEnd, message: Any, deadline: float | None) -> bool:
@@ -399,7 +399,7 @@ class BlockingEnd:
         me, gate = get_ident(), self.gate
         core: Any = gate.core
         try:
-            turn.take(me)
+            process_lock.acquire(me)
             gate.in_line = 1
             core.open = False
             gate.check_usable()
@@ -410,16 +410,16 @@ class BlockingEnd:
                     if not done.value:
                         return False
                 gate.check_usable()
-            gate.pay()
+            gate.wake_peers()
             return True
         finally:
             gate.in_line = 0
-            if turn.user == me:
-                turn.user = turn.heir
-            if turn.waiting:
-                turn.wake()
-            if gate.owed and self._loop is not None:
-                self._loop.post(gate.pay)
+            if process_lock.owner == me:
+                process_lock.owner = process_lock.next_owner
+            if process_lock.waiting:
+                process_lock.wake()
+            if gate.pending_wakeups and self._loop is not None:
+                self._loop.post(gate.wake_peers)
 
     # Blocks
 
@@ -432,7 +432,7 @@ class BlockingEnd:
             self.gate.in_line = 0
         self.taken = []
         self.block = None
-        self.turn.user = 0
+        self.lock.owner = 0
         self.finished()
         if self.left:
             self.leave_soon()
@@ -464,16 +464,16 @@ class BlockingEnd:
         """Close the end from any thread: now, or when the call or block that uses the end is over."""
         if self.closed or (self._loop is not None and self._loop.elsewhere):
             return
-        me, mine, gate = get_ident(), self.turn, self.gate
-        if turn.user == me:  # a codec or a signal handler calls this inside of another call
+        me, mine, gate = get_ident(), self.lock, self.gate
+        if process_lock.owner == me:  # a codec or a signal handler calls this inside of another call
             self._closes_later = True
             gate.refuse_closed()
             return
         self._do(gate.refuse_closed)
-        if mine.user == me or self.block is not None:
+        if mine.owner == me or self.block is not None:
             self._closes_later = True
             return
-        while not mine.take(me, monotonic() + 0.1):
+        while not mine.acquire(me, monotonic() + 0.1):
             if self.block is not None:
                 self._closes_later = True
                 return
@@ -486,7 +486,7 @@ class BlockingEnd:
                     self.run(gate.aclose)
                 self.closed = True
         finally:
-            mine.user = 0
+            mine.owner = 0
             if mine.waiting:
                 mine.wake()
 
@@ -516,7 +516,7 @@ def _send_nothing(_obj: Any) -> bool:
 
 
 def _receive_nothing(_messages: list[Any]) -> Any:
-    return NOTHING
+    return EMPTY
 
 
 def deadline_of(timeout: float | None, cancel: object = None, indefinite: bool = False) -> float | None:

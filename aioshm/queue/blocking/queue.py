@@ -14,7 +14,7 @@ from aioshm.closing import Closing
 from aioshm.codec import Codec, S, T
 from aioshm.config import Options, SlowReader, check_int
 from aioshm.errors import QueueClosed, QueueEmpty, QueueFull, RoleError
-from aioshm.process.loop_thread import turn
+from aioshm.process.loop_thread import process_lock
 from aioshm.queue.base import QueueBase
 from aioshm.queue.blocking.blocks import EachLeased, LeaseBlock, WriteBlock
 from aioshm.queue.blocking.end import BlockingEnd, deadline_of, made
@@ -251,7 +251,7 @@ class MessageQueue(QueueBase[T], Closing):
         try:
             held.run(lambda: end.wait_until_ready(deadline))
         finally:
-            held.turn.user = 0
+            held.lock.owner = 0
             held.finished()
 
     # Sending
@@ -261,7 +261,7 @@ class MessageQueue(QueueBase[T], Closing):
         held = self.held
         try:  # as `BlockingEnd.send_now`, whose call would cost as much as a tenth of a small message
             message = held.send_if_room(obj)
-            if held.owed or turn.waiting:
+            if held.pending_wakeups or process_lock.waiting:
                 held.settle()
         except BaseException as error:
             held.interrupted(error)
@@ -279,7 +279,7 @@ class MessageQueue(QueueBase[T], Closing):
             messages = [held.encode(writer, obj) for obj in objs]
             held.run(lambda: writer.send_many(messages, deadline))
         finally:
-            held.turn.user = 0
+            held.lock.owner = 0
             held.finished()
 
     def enqueue_nowait(self, obj: T) -> None:
@@ -300,7 +300,7 @@ class MessageQueue(QueueBase[T], Closing):
                 message = held.encode(writer, obj)
             held.run(send)
         finally:
-            held.turn.user = 0
+            held.lock.owner = 0
             held.finished()
 
     def acquire_write(
@@ -343,7 +343,7 @@ class MessageQueue(QueueBase[T], Closing):
         if not undelivered:
             try:  # as `BlockingEnd.receive_now`
                 held.receive_next(undelivered)
-                if held.owed or turn.waiting:
+                if held.pending_wakeups or process_lock.waiting:
                     held.settle()
             except BaseException as error:
                 held.interrupted(error)
@@ -404,7 +404,7 @@ class MessageQueue(QueueBase[T], Closing):
                 held.raise_failure()
                 held.run(receive)
             finally:
-                held.turn.user = 0
+                held.lock.owner = 0
                 held.finished()
 
     def acquire_read(

@@ -11,8 +11,8 @@ class Core(Protocol):
     """The gate's interface to a ring's core; see ``ring/reference.py``."""
 
     open: bool
-    turn: int
-    turn_ends_ns: int
+    budget: int
+    budget_ends_ns: int
     published_ns: int
     spin_ns: int
     spin_yields: bool
@@ -37,7 +37,7 @@ class NoRing:
     def __init__(self) -> None:
         self.open = False
         self.spin_yields: bool = False
-        self.turn = self.turn_ends_ns = self.published_ns = self.spin_ns = self.spins = self.hits = self.spun_ns = 0
+        self.budget = self.budget_ends_ns = self.published_ns = self.spin_ns = self.spins = self.hits = self.spun_ns = 0
         self.copied: int = 0
         self.garbled: int = 0
         self._thread = -1
@@ -45,7 +45,7 @@ class NoRing:
 
     def passes(self) -> bool:
         """Return whether this thread may pass."""
-        if not self.open or self.turn <= 0:
+        if not self.open or self.budget <= 0:
             return False
         return self._runs is None or (get_ident() == self._thread and bool(self._runs()))
 

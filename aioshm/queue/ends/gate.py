@@ -19,7 +19,7 @@ import msgspec
 from aioshm.config import Options
 from aioshm.errors import AioshmError, EndClosed, RoleError
 from aioshm.lifeline.bell import Bell
-from aioshm.process.loop_thread import turn
+from aioshm.process.loop_thread import process_lock
 from aioshm.queue.ends.closing import ClosingOrder, Whole
 from aioshm.queue.ends.core import Core, NoRing
 from aioshm.queue.ends.waiting import new_poller
@@ -53,9 +53,9 @@ class Gate:
         self.loop: asyncio.AbstractEventLoop | None = None
         # True where threads use the end, which belongs to the background loop.
         self.blocks: bool = False
-        # Of a blocking end: not empty while a sleeping peer has to be woken; see `pay`.
-        self.owed: list[None] = []
-        self.owe: Callable[[], None] = functools.partial(self.owed.append, None)
+        # Of a blocking end: not empty while a sleeping peer has to be woken; see `wake_peers`.
+        self.pending_wakeups: list[None] = []
+        self.defer_wakeup: Callable[[], None] = functools.partial(self.pending_wakeups.append, None)
         # Whether every end of the queue is there.
         self.ready: bool = False
         # Makes the error that every call raises.
@@ -101,7 +101,7 @@ class Gate:
         """Make the hot calls pass this core from now on; called on the core's thread."""
         self.core = core
         if self.blocks:
-            core.share(turn)
+            core.share(process_lock)
         else:
             core.belong(self._loop_runs)
 
@@ -119,13 +119,13 @@ class Gate:
     def block(self) -> None:
         """Admit threads, and disable wake-ups in Python (platform notes: signal handlers)."""
         self.blocks = True
-        self.core.share(turn)
+        self.core.share(process_lock)
 
-    def pay(self) -> None:
+    def wake_peers(self) -> None:
         """Wake sleeping peers that can continue; call it again after an interruption."""
-        if self.owed:
+        if self.pending_wakeups:
             self._inside.wake_peers()
-            self.owed.clear()
+            self.pending_wakeups.clear()
 
     @property
     def on_its_thread(self) -> bool:
@@ -181,27 +181,27 @@ class Gate:
         """Start a new budget, now or at a time: the loop's other tasks have run."""
         core = self.core
         if self.blocks:
-            core.turn = core.turn_ends_ns = NO_TURNS
+            core.budget = core.budget_ends_ns = NO_TURNS
             return
-        core.turn = SHORT_TURN_MESSAGES if self._hurried else TURN_MESSAGES
+        core.budget = SHORT_TURN_MESSAGES if self._hurried else TURN_MESSAGES
         self._hurried = False
-        core.turn_ends_ns = (now_ns or monotonic_ns()) + TURN_NS
+        core.budget_ends_ns = (now_ns or monotonic_ns()) + TURN_NS
 
     def hurry(self) -> None:
         """Shorten the budget, so that the loop has its next turn soon."""
         if self.blocks:
             return
         self._hurried = True
-        self.core.turn = min(self.core.turn, SHORT_TURN_MESSAGES)
+        self.core.budget = min(self.core.budget, SHORT_TURN_MESSAGES)
 
     def count_turn(self) -> None:
         """Count a message that has passed, but not in the core."""
         core = self.core
-        core.turn = core.turn - 1 if monotonic_ns() < core.turn_ends_ns else 0
+        core.budget = core.budget - 1 if monotonic_ns() < core.budget_ends_ns else 0
 
     async def yield_turn(self) -> None:
         """Run other tasks, if this end's budget is spent."""
-        if self.core.turn <= 0 or monotonic_ns() >= self.core.turn_ends_ns:
+        if self.core.budget <= 0 or monotonic_ns() >= self.core.budget_ends_ns:
             self._yielding += 1
             self.give_way()
             try:
@@ -285,8 +285,8 @@ class Gate:
     def new_poller(self, cursor: RingWriter | RingReader, others: Sequence[int], bell: Bell | None) -> None:
         """Make the calls' poller; the arguments are those of `waiting.new_poller`."""
         assert self.loop is not None
-        pay = self.pay if self.blocks else None
-        self.poller = new_poller(self.loop, self.options, cursor, others, self.core.spin, bell, pay)
+        wake_peers = self.wake_peers if self.blocks else None
+        self.poller = new_poller(self.loop, self.options, cursor, others, self.core.spin, bell, wake_peers)
         self.core.spin_yields = self.poller.crowded and not self.blocks
         if self.blocks:
             self.new_turn()

@@ -15,7 +15,7 @@ from aioshm.queue.ends.source import SourceBlock, Waker
 from aioshm.queue.handle import Handle
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import NOTHING
+from aioshm.ring.atomics import EMPTY
 from aioshm.wait.stall import seconds
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
@@ -117,7 +117,7 @@ class NoWriter:
     look_on = ready
 
     def take(self) -> Any:
-        return NOTHING
+        return EMPTY
 
     def take_many(self, _most: int) -> list[Any]:
         return []
@@ -179,4 +179,4 @@ def _look(looking: weakref.ref[NoWriter], loop: asyncio.AbstractEventLoop) -> No
 
 
 def _nothing() -> Any:
-    return NOTHING
+    return EMPTY

@@ -21,7 +21,7 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import Inquiry
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext, unpack_trace
-from aioshm.ring.atomics import ELSEWHERE, NOTHING, Calls
+from aioshm.ring.atomics import EMPTY, SLOW_PATH, Calls
 from aioshm.ring.layout import TRAIL
 from aioshm.ring.reader_core import ReaderCore
 from aioshm.wait.line import settle
@@ -132,7 +132,7 @@ class ReadingEnd:
             obj = self.receive()
         except Exception as error:
             self.fail(error)
-        return await self.dequeue(timeout, cancel, indefinite) if obj is NOTHING or obj is ELSEWHERE else obj
+        return await self.dequeue(timeout, cancel, indefinite) if obj is EMPTY or obj is SLOW_PATH else obj
 
     def messages(self) -> AsyncIterator[Any]:
         """Return an iterator over messages until the writer closes."""
@@ -150,7 +150,7 @@ class ReadingEnd:
         try:
             while True:
                 await self.next(deadline, cancel, indefinite)
-                if (obj := self.source.take()) is not ELSEWHERE:
+                if (obj := self.source.take()) is not SLOW_PATH:
                     return obj
                 await self.rest(deadline, cancel, indefinite)
         finally:
@@ -174,7 +174,7 @@ class ReadingEnd:
                 batch = self.source.take_many(max_items)
                 if batch:
                     return batch
-                if (obj := self.source.take()) is not ELSEWHERE:
+                if (obj := self.source.take()) is not SLOW_PATH:
                     return [obj]
                 await self.rest(deadline, cancel, indefinite)
         finally:
@@ -195,12 +195,12 @@ class ReadingEnd:
         source = self.source
         gone = source.gone  # before looking: what was published before the writer went is then seen
         obj = self.poll()
-        if obj is not NOTHING and obj is not ELSEWHERE:
+        if obj is not EMPTY and obj is not SLOW_PATH:
             return obj
         if gone is not None:
-            self.go_on_after(gone() if obj is NOTHING else source.lost())
+            self.go_on_after(gone() if obj is EMPTY else source.lost())
             raise QueueEmpty(str(self.source.too_late()))
-        what = "nothing to read yet" if obj is NOTHING else f"the body of message {source.progress} is on its way"
+        what = "nothing to read yet" if obj is EMPTY else f"the body of message {source.progress} is on its way"
         raise QueueEmpty(f"{gate!r}: {what}")
 
     # Blocks
@@ -423,4 +423,4 @@ def _next_of(dequeue: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., 
 
 
 def _nothing() -> Any:
-    return NOTHING
+    return EMPTY

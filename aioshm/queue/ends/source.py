@@ -78,7 +78,7 @@ class Source(Inside, Protocol):
         """Return the same; look for as long as a call should before it waits."""
 
     def take(self) -> Any:
-        """Return the next message, `NOTHING`, or `ELSEWHERE` if incomplete; skip a damaged one."""
+        """Return the next message, `EMPTY`, or `SLOW_PATH` if incomplete; skip a damaged one."""
 
     def take_many(self, most: int) -> list[Any]:
         """Return available messages up to a special one, which may be the first."""

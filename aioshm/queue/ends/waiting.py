@@ -23,18 +23,18 @@ def new_poller(
     others: Sequence[int],
     spin: Callable[[int], bool],
     bell: Bell | None,
-    pay: Callable[[], object] | None,
+    wake_peers: Callable[[], object] | None,
 ) -> Poller:
     """Make the poller of an end; ``others``: the peers' pids, 0 where unknown."""
     told = cursor.costs if isinstance(cursor, RingReader) else None
     tell = cursor.set_costs if isinstance(cursor, RingWriter) else None
-    if pay is None:
+    if wake_peers is None:
         predictor = predictor_among(others, options)
         return Poller(loop, cursor.parked, predictor, options.wait, spin, told, tell, crowded=predictor.crowded)
     predictor, bells = predictor_among(others, options, yields=True), () if bell is None else (bell,)
     if bell is not None:
         loop.remove_reader(bell.fd)  # the thread that waits polls it
-    return ThreadPoller(loop, cursor.parked, predictor, options.wait, spin, bells, pay, told, tell)
+    return ThreadPoller(loop, cursor.parked, predictor, options.wait, spin, bells, wake_peers, told, tell)
 
 
 def predictor_among(others: Sequence[int], options: Options, *, yields: bool = False) -> Predictor:

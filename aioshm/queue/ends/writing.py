@@ -243,7 +243,7 @@ class WritingEnd:
     def block(self) -> None:
         """See `Gate.block`."""
         self.gate.block()
-        self._sender.bind(self.gate.owe)
+        self._sender.bind(self.gate.defer_wakeup)
 
     def encode(self, obj: Any) -> Encoded:
         """Encode an object that is to be sent."""

@@ -13,7 +13,7 @@ from aioshm.errors import CodecError, CorruptSlot, MessagesLost, ReaderEvicted
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import ELSEWHERE
+from aioshm.ring.atomics import SLOW_PATH
 from aioshm.ring.copying import CopyingCore
 from aioshm.ring.reader_core import ReaderCore
 
@@ -50,11 +50,11 @@ class CopyingSlots:
             if not was_damaged(self._core):
                 raise
             raise cannot_decode(error, self._codec.name) from error
-        if obj is not ELSEWHERE:
+        if obj is not SLOW_PATH:
             return obj
         copied = self._copy()
         if copied is None:
-            return ELSEWHERE
+            return SLOW_PATH
         self.finished()
         if copied.kind == RAW:
             return bytearray(copied.body)

@@ -380,7 +380,7 @@ class LocalReaders:
     def _commit(self) -> None:
         core = self.ring.core
         core.published_ns = now = monotonic_ns()
-        core.turn = core.turn - 1 if now < core.turn_ends_ns else 0
+        core.budget = core.budget - 1 if now < core.budget_ends_ns else 0
         if self.ring.commit():
             self.wake_readers()
 

@@ -28,7 +28,7 @@ from aioshm.queue.local.leases import VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import ELSEWHERE, NOTHING, memory_fence
+from aioshm.ring.atomics import EMPTY, SLOW_PATH, memory_fence
 
 Header: TypeAlias = tuple[int, int, int, int, int, int, int]
 """Kind, codec, way of placing, number of buffers, sequence number, time of publishing, bytes: see `unpack_header`."""
@@ -60,7 +60,7 @@ class SlotReader:
         self._leases: Leases | None = None
         self._shown: tuple[int, int, int] | None = None  # chunk, slot and bytes of what a lease sees where it lies
         self.overflows: int = 0  # how many messages did not fit a chunk
-        on_parked = gate.owe if gate.blocks else waker.slot_is_free
+        on_parked = gate.defer_wakeup if gate.blocks else waker.slot_is_free
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), on_parked)
         self._core.bind_beside(self._decode_beside)
 
@@ -74,10 +74,10 @@ class SlotReader:
             if not was_damaged(self._core):
                 raise
             raise cannot_decode(error, self._codec.name) from error
-        if obj is not NOTHING and obj is not ELSEWHERE:
+        if obj is not EMPTY and obj is not SLOW_PATH:
             return obj
         try:
-            obj = obj if obj is NOTHING else self._take_unusual()
+            obj = obj if obj is EMPTY else self._take_unusual()
         except AioshmError:
             self.check_place()
             raise
@@ -103,10 +103,10 @@ class SlotReader:
             raise cannot_decode(error, self._codec.name) from error
 
     def _decode_beside(self, begin: int) -> Any:
-        """Decode a message with buffers for the core; `ELSEWHERE` if there is anything else about it."""
+        """Decode a message with buffers for the core; `SLOW_PATH` if there is anything else about it."""
         kind, code, how, n_buffers, seq, at, size = unpack_header(self._slots.bodies, begin)
         if kind != INLINE or code != self._code or seq != self._core.seq:
-            return ELSEWHERE
+            return SLOW_PATH
         main, buffers = (split_placed if how else split_body)(self._slots.body(begin), n_buffers, size)
         obj = self._codec.decode(main, buffers)
         self._core.published_ns = at
@@ -120,7 +120,7 @@ class SlotReader:
         try:
             if elsewhere:
                 body = self._elsewhere_body(begin)
-                return ELSEWHERE if body is None else self._decoded(body, how, n_buffers, size)
+                return SLOW_PATH if body is None else self._decoded(body, how, n_buffers, size)
             room = self._inline_body(begin, header)
             return bytearray(room[:size]) if kind == RAW else self._decoded(room, how, n_buffers, size)
         except CorruptSlot:
@@ -142,7 +142,7 @@ class SlotReader:
             nbytes = self._slots.size(begin)
             if nbytes < VIEW_BYTES:
                 obj = self.take()
-                if obj is NOTHING or obj is ELSEWHERE:
+                if obj is EMPTY or obj is SLOW_PATH:
                     return None
                 self._core.copied += nbytes
                 return TakenMessage(obj)
@@ -262,7 +262,7 @@ class SlotReader:
                 return obj
         body = self._elsewhere_body(begin)
         if body is None:
-            return ELSEWHERE
+            return SLOW_PATH
         with body:
             return self._decoded(body, header[2], header[3], header[6])
 

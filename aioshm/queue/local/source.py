@@ -32,7 +32,7 @@ from aioshm.queue.local.slots import SlotReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import NOTHING
+from aioshm.ring.atomics import EMPTY
 from aioshm.ring.copying import CopyingCore
 from aioshm.ring.layout import VERSION
 from aioshm.wait.cpus import usable_cpus
@@ -357,4 +357,4 @@ class RingSource:
 
 
 def _nothing() -> Any:
-    return NOTHING
+    return EMPTY

@@ -1,6 +1,6 @@
 """One blocking stream of many queues: round robin, and one sleep in the calling thread.
 
-While it sleeps, a merge has the turn of every reader. The background loop handles attaching,
+While it sleeps, a merge holds the lock of every reader. The background loop handles attaching,
 deaths and special messages.
 """
 
@@ -17,8 +17,8 @@ from aioshm.closing import Closing
 from aioshm.codec import T
 from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerDied, QueueClosed, ReaderEvicted, RoleError
-from aioshm.process.loop_thread import shared_loop, turn
-from aioshm.process.turn import Turn
+from aioshm.process.lock import ProcessLock
+from aioshm.process.loop_thread import process_lock, shared_loop
 from aioshm.queue.blocking.end import BlockingEnd
 from aioshm.queue.blocking.queue import MessageQueue
 from aioshm.queue.ends.reading import ReadingEnd
@@ -27,7 +27,7 @@ from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.merge.places import SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.ring.atomics import EMPTY, SLOW_PATH
 from aioshm.wait.predictor import Predictor
 from aioshm.wait.stall import Stall
 from aioshm.wait.threads import ThreadPoller
@@ -93,9 +93,9 @@ class _Place:
             raise news
         source = reader.source
         gone = source.gone  # before looking: what was published before the writer went is then seen
-        obj = reader.poll() if gate.ready else NOTHING
-        self.late = obj is ELSEWHERE
-        if obj is not NOTHING and not self.late:
+        obj = reader.poll() if gate.ready else EMPTY
+        self.late = obj is SLOW_PATH
+        if obj is not EMPTY and not self.late:
             self.held.undelivered.append(obj)
         elif gone is not None:
             error = source.lost() if self.late else gone()
@@ -105,11 +105,11 @@ class _Place:
     # For the round
 
     def reserve(self) -> bool:
-        """Return whether this thread has the reader's turn."""
-        return self.held.turn.user == get_ident()
+        """Return whether this thread holds the reader's lock."""
+        return self.held.lock.owner == get_ident()
 
     def release(self) -> None:
-        """Do nothing: the merge has the turn until it wakes."""
+        """Do nothing: the merge holds the lock until it wakes."""
 
 
 class Merged(Closing, Iterator[tuple[int, T | Any]]):
@@ -139,7 +139,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         self._shared = SharedSleep()
         self._poller: ThreadPoller | None = None
         self._slept_for: list[RingReader] = []  # what the poller was made for
-        self._turn = Turn(OTHERS_S)  # of the threads that wait
+        self._lock = ProcessLock(OTHERS_S)  # of the threads that wait
         self._news = False  # whether anything has happened since the loop has looked
         self._found: list[tuple[_Place, AioshmError]] = []  # errors to be told
         self._budget = LOOK_EVERY
@@ -228,17 +228,17 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
 
     def _wait(self, running: list[_Place]) -> None:
         """Run the loop's checks of the queues; sleep if there is nothing to do."""
-        me, mine = get_ident(), self._turn
+        me, mine = get_ident(), self._lock
         running[0].held.loop()  # refuses a thread that has an event loop
-        if mine.user == me:
+        if mine.owner == me:
             raise RoleError(
                 f"{self!r}: called by a signal handler that has interrupted it, and so would wait for itself"
             )
-        if mine.take(me, monotonic() + OTHERS_S):
+        if mine.acquire(me, monotonic() + OTHERS_S):
             try:
                 self._wait_in_turn(running, me)
             finally:
-                mine.user = 0
+                mine.owner = 0
                 if mine.waiting:
                     mine.wake()
 
@@ -247,7 +247,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         gates: list[Any] = []
         taken: list[_Place] = []
         # Consumed without a call, so that no handler comes in between.
-        end_turns = map(setattr, turns, repeat("user"), repeat(0))
+        end_turns = map(setattr, turns, repeat("owner"), repeat(0))
         leave = map(setattr, gates, repeat("in_line"), repeat(0))
         unwatch = map(setattr, gates, repeat("watcher"), repeat(None))
         loop = running[0].held.loop()
@@ -255,8 +255,8 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
             place.held.loop()
         try:
             for place in running:
-                mine = place.held.turn
-                mine.user = (before := mine.user) or me
+                mine = place.held.lock
+                mine.owner = (before := mine.owner) or me
                 if before == me:
                     raise RoleError(
                         f"{place.reader!r}: called inside of a block that has its slot, and so would wait for itself"
@@ -275,8 +275,8 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
                 self._sleep(running, taken, gates, me)
         finally:
             _ = [*leave, *unwatch, *end_turns]
-            if turn.user == me:
-                turn.user = turn.heir
+            if process_lock.owner == me:
+                process_lock.owner = process_lock.next_owner
             for place in taken:
                 place.held.finished()
 
@@ -300,14 +300,14 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
                     around.begin_behind(place)
                 self._found.append((place, error))
                 return
-            place.held.gate.pay()
+            place.held.gate.wake_peers()
 
     def _sleep(self, running: list[_Place], taken: list[_Place], gates: list[Any], me: int) -> None:
         rings = [place.ring for place in taken if place.running and place.ring is not None]
         poller = self._poller
         if poller is None or rings != self._slept_for:
             poller = self._new_poller(taken, rings)
-        turn.take(me)
+        process_lock.acquire(me)
         for gate in gates:
             gate.in_line = 1
             gate.core.open = False
@@ -349,15 +349,15 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
             self._options.wait if others else "park",
             self._shared.spin,
             bells,
-            self._pay,
+            self._wake_peers,
             self._shared.told,
         )
         self._slept_for = rings
         return self._poller
 
-    def _pay(self) -> None:
+    def _wake_peers(self) -> None:
         for place in self._round.running:
-            place.held.gate.pay()
+            place.held.gate.wake_peers()
 
     def _woken(self) -> None:
         self._news = True

@@ -12,7 +12,7 @@ from aioshm.errors import AioshmError, RoleError
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.ring.atomics import EMPTY, SLOW_PATH
 from aioshm.wait.poller import Poller
 
 Q = TypeVar("Q")
@@ -163,17 +163,17 @@ class Place:
         return gate.ready or self._ending() or self.reader.has_news
 
     def poll(self) -> Any:
-        """Return the next message, or `NOTHING`: see `late`."""
+        """Return the next message, or `EMPTY`: see `late`."""
         try:
             obj = self.reader.poll()
         except AioshmError:
             if self.reader.gate.refusal is not None:  # which is the end of the queue, not of a message
-                return NOTHING
+                return EMPTY
             raise
-        if obj is not ELSEWHERE:
+        if obj is not SLOW_PATH:
             return obj
         self.late, self.receive = True, _nothing
-        return NOTHING
+        return EMPTY
 
     def goes_on_after(self, error: AioshmError) -> bool:
         """Wait for the next writer, if the reader does; return whether it does."""
@@ -247,4 +247,4 @@ def checked_readers(
 
 
 def _nothing() -> Any:
-    return NOTHING
+    return EMPTY

@@ -25,7 +25,7 @@ from aioshm.queue.ends.waiting import predictor_among
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
-from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.ring.atomics import EMPTY, SLOW_PATH
 from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller
 from aioshm.wait.predictor import Predictor
@@ -173,12 +173,12 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                     obj = place.receive()
                 except Exception as error:
                     return self._tell(place, place.damaged(error))
-                if obj is ELSEWHERE:
+                if obj is SLOW_PATH:
                     try:
                         obj = place.poll()
                     except AioshmError as error:
                         return self._tell(place, error)
-                if obj is not NOTHING:
+                if obj is not EMPTY:
                     self._turn -= 1
                     return place.rank, obj
                 left -= 1
@@ -338,12 +338,12 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         if error is None:
             gone = source.gone  # before looking: what was published before the writer went is then seen
             try:
-                obj = NOTHING if place.quick is None or place.late else place.poll()
+                obj = EMPTY if place.quick is None or place.late else place.poll()
             except AioshmError as damage:
                 if not place.hidden:
                     self._round.begin_behind(place)
                 return self._tell(place, damage)
-            if obj is not NOTHING:
+            if obj is not EMPTY:
                 self._turn -= 1
                 if not place.hidden:
                     self._round.begin_behind(place)

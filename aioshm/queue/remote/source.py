@@ -24,7 +24,7 @@ from aioshm.queue.remote.window import Missing
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import NO_TRACE, is_trace
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import NOTHING
+from aioshm.ring.atomics import EMPTY
 from aioshm.ring.layout import TRAIL
 
 COPY_BYTES = 16 * 1024
@@ -81,14 +81,14 @@ class NetworkSource:
     # Receiving
 
     def _receive(self) -> Any:
-        """Return the next message, or `NOTHING` if it is not there or needs more than a look."""
+        """Return the next message, or `EMPTY` if it is not there or needs more than a look."""
         if not self._core.passes() or not self.look():
-            return NOTHING
+            return EMPTY
         return self._first()
 
     def _receive_at_hand(self) -> Any:
-        """Return the next message if the sockets have been read up to it, or `NOTHING`."""
-        return self._first() if self._window.ready and self._core.passes() else NOTHING
+        """Return the next message if the sockets have been read up to it, or `EMPTY`."""
+        return self._first() if self._window.ready and self._core.passes() else EMPTY
 
     def quick(self) -> Callable[[], Any]:
         return self._receive_at_hand
@@ -108,7 +108,7 @@ class NetworkSource:
         return bool(self._window.ready)
 
     def take(self) -> Any:
-        return self._first() if self.look() else NOTHING
+        return self._first() if self.look() else EMPTY
 
     def _first(self) -> Any:
         """Return the first message in line, which is there, and let go of it whatever it is."""
@@ -124,7 +124,7 @@ class NetworkSource:
     def take_many(self, most: int) -> list[Any]:
         batch = [self._first()]
         ready = self._window.ready
-        while len(batch) < most and self._core.turn > 0 and self.look():
+        while len(batch) < most and self._core.budget > 0 and self.look():
             message = ready[0][0]
             if isinstance(message, Missing):
                 break

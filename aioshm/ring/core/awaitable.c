@@ -97,7 +97,7 @@ static int begin_call(Call *self, PyObject **result)
             Py_DECREF((PyObject *)core);
             return -1;
         }
-        bool done = sends ? answer == Py_None : answer != core->nothing && answer != core->elsewhere;
+        bool done = sends ? answer == Py_None : answer != core->empty && answer != core->slow_path;
         Py_DECREF((PyObject *)core);
         if (done) {
             *result = answer;

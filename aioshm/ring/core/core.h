@@ -78,13 +78,13 @@ typedef struct {
     uint64_t what;
     bool raw;
     PyObject *code, *beside, *on_parked;
-    PyObject *nothing, *elsewhere;
+    PyObject *empty, *slow_path;
     /* Who may use this end, and for how long */
     char open;
-    long long turn, turn_ends_ns;
+    long long budget, budget_ends_ns;
     unsigned long thread;     /* the thread that this end belongs to */
     PyObject *runs;           /* None: any thread may use it, and they exclude each other themselves */
-    Py_buffer shared;         /* the turn of those threads: its user and its heir; nothing where there is none */
+    Py_buffer lock;           /* the ProcessLock of those threads: owner, next owner; no memory: there is none */
     /* Spinning, and figures */
     long long spin_ns;
     char spin_yields;
@@ -112,7 +112,7 @@ typedef struct {
 } ReaderEnd;
 
 typedef struct {
-    PyObject *nothing, *elsewhere;
+    PyObject *empty, *slow_path;
     PyTypeObject *writer, *reader, *call, *calls;
 } State;
 
@@ -161,8 +161,8 @@ static inline void advance(End *end)
     store_count(end->own, end->seq);
 }
 
-/* Whether a message lies elsewhere: its slot then names no chunk, though it has one. */
-static inline bool is_elsewhere(const uint8_t *slot)
+/* Whether the body lies in an overflow segment: the slot then names no chunk, though the message has one. */
+static inline bool overflows(const uint8_t *slot)
 {
     return (load_word(slot) & 0xff) == OVERFLOW;
 }
@@ -240,7 +240,7 @@ static inline PyObject *call(PyObject *callable, PyObject *arg)
 static inline bool lets_in(const End *end)
 {
     unsigned long me = PyThread_get_thread_ident();
-    return end->open && end->turn > 0 && !end->in_use
+    return end->open && end->budget > 0 && !end->in_use
            && (end->runs == Py_None || end->thread == me);
 }
 
@@ -260,11 +260,11 @@ static inline int passes(const End *end)
     return truth > 0 && check_usable(end) < 0 ? -1 : truth;
 }
 
-/* Take the turn of the threads that share this end, if there is one: one step, which no signal's handler interrupts.
- * Whether this thread has it now; before is its user until then: this thread, or none. */
-static inline bool take_shared(const End *end, unsigned long *before)
+/* Acquire the lock of the threads that share this end, if there is one: one step, which no signal's handler interrupts.
+ * Whether this thread holds it now; before is its owner until then: this thread, or none. */
+static inline bool acquire_lock(const End *end, unsigned long *before)
 {
-    unsigned long *words = end->shared.buf, me = PyThread_get_thread_ident();
+    unsigned long *words = end->lock.buf, me = PyThread_get_thread_ident();
     *before = 0;
     if (words == NULL)
         return true;
@@ -275,16 +275,16 @@ static inline bool take_shared(const End *end, unsigned long *before)
     return true;
 }
 
-static inline void give_shared(const End *end, unsigned long before)
+static inline void release_lock(const End *end, unsigned long before)
 {
-    unsigned long *words = end->shared.buf;
+    unsigned long *words = end->lock.buf;
     if (words != NULL)
         words[0] = before ? before : words[1];
 }
 
-static inline void count_turn(End *end, Py_ssize_t messages, uint64_t now)
+static inline void spend(End *end, Py_ssize_t messages, uint64_t now)
 {
-    end->turn = (long long)now < end->turn_ends_ns && messages < end->turn ? end->turn - messages : 0;
+    end->budget = (long long)now < end->budget_ends_ns && messages < end->budget ? end->budget - messages : 0;
 }
 
 /* ring.c */
@@ -315,7 +315,7 @@ extern PyType_Spec writer_spec, reader_spec, calls_spec, call_spec;
 PyObject *end_spin(End *end, PyObject *arg);
 PyObject *end_bind(End *end, PyObject *args);
 PyObject *end_belong(End *end, PyObject *runs);
-PyObject *end_share(End *end, PyObject *turn);
+PyObject *end_share(End *end, PyObject *lock);
 PyObject *end_passes(End *end, PyObject *ignored);
 PyObject *end_check_open(End *end, PyObject *ignored);
 PyObject *end_check_unused(End *end, PyObject *ignored);
@@ -327,7 +327,7 @@ PyObject *end_close(End *end, PyObject *ignored);
 #define BOTH_ENDS                                                                                                  \
     {"bind", CALL end_bind, METH_VARARGS, "Set how messages are coded, and what wakes the other end."},            \
     {"belong", CALL end_belong, METH_O, "Belong to this thread, while runs() is true; None: to any thread."},      \
-    {"share", CALL end_share, METH_O, "Belong to any thread, and take its turn in send and receive_next."},         \
+    {"share", CALL end_share, METH_O, "Belong to any thread, and acquire a lock in send and receive_next."},         \
     {"passes", CALL end_passes, METH_NOARGS, "Return whether this thread may send or receive now."},               \
     {"spin", CALL end_spin, METH_O, "Spin for at most so many nanoseconds; return whether this end may go on."},   \
     {"check_open", CALL end_check_open, METH_NOARGS, "Raise if the ring was closed."},                             \
@@ -339,8 +339,8 @@ PyObject *end_close(End *end, PyObject *ignored);
     {"in_use", T_INT, offsetof(End, in_use), 0, "Calls that run code of others with the memory in their hands."},  \
     {"published_ns", T_ULONGLONG, offsetof(End, published_ns), 0, "When the latest message was published."},       \
     {"open", T_BOOL, offsetof(End, open), 0, "Whether send and receive may pass at all."},                         \
-    {"turn", T_LONGLONG, offsetof(End, turn), 0, "Messages that may still pass before the loop runs."},            \
-    {"turn_ends_ns", T_LONGLONG, offsetof(End, turn_ends_ns), 0, "When the turn ends at the latest."},             \
+    {"budget", T_LONGLONG, offsetof(End, budget), 0, "Messages that may still pass before the loop runs."},            \
+    {"budget_ends_ns", T_LONGLONG, offsetof(End, budget_ends_ns), 0, "When the loop runs at the latest."},             \
     {"spin_ns", T_LONGLONG, offsetof(End, spin_ns), 0, "How long send and receive spin where they cannot go on."}, \
     {"spin_yields", T_BOOL, offsetof(End, spin_yields), 0, "Whether a spin yields its CPU between its looks."},    \
     {"spins", T_ULONGLONG, offsetof(End, spins), READONLY, "Spins so far."},                                       \

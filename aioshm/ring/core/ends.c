@@ -106,8 +106,8 @@ static int end_init(End *end, PyObject *sizes, PyObject *pools, PyObject *view, 
         return -1;
     }
     end->flag = flag;
-    end->nothing = Py_NewRef(state->nothing);
-    end->elsewhere = Py_NewRef(state->elsewhere);
+    end->empty = Py_NewRef(state->empty);
+    end->slow_path = Py_NewRef(state->slow_path);
     end->code = Py_NewRef(Py_None);
     end->beside = Py_NewRef(Py_None);
     end->on_parked = Py_NewRef(Py_None);
@@ -221,13 +221,13 @@ int reader_clear(ReaderEnd *self)
 static void end_dealloc(End *end)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)end);
-    Py_CLEAR(end->nothing);
-    Py_CLEAR(end->elsewhere);
+    Py_CLEAR(end->empty);
+    Py_CLEAR(end->slow_path);
     if (end->base != NULL) {
         PyBuffer_Release(&end->buffer);
         PyBuffer_Release(&end->book);
     }
-    PyBuffer_Release(&end->shared);
+    PyBuffer_Release(&end->lock);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(end);
     Py_DECREF(type);

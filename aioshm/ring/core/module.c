@@ -27,11 +27,11 @@ static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
 static int execute(PyObject *module)
 {
     State *state = PyModule_GetState(module);
-    state->nothing = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
-    state->elsewhere = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
-    if (state->nothing == NULL || state->elsewhere == NULL
-        || PyModule_AddObjectRef(module, "NOTHING", state->nothing) < 0
-        || PyModule_AddObjectRef(module, "ELSEWHERE", state->elsewhere) < 0)
+    state->empty = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
+    state->slow_path = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
+    if (state->empty == NULL || state->slow_path == NULL
+        || PyModule_AddObjectRef(module, "EMPTY", state->empty) < 0
+        || PyModule_AddObjectRef(module, "SLOW_PATH", state->slow_path) < 0)
         return -1;
     state->call = (PyTypeObject *)PyType_FromModuleAndSpec(module, &call_spec, NULL);
     if (state->call == NULL)
@@ -47,8 +47,8 @@ static int execute(PyObject *module)
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     State *state = PyModule_GetState(module);
-    Py_VISIT(state->nothing);
-    Py_VISIT(state->elsewhere);
+    Py_VISIT(state->empty);
+    Py_VISIT(state->slow_path);
     Py_VISIT(state->writer);
     Py_VISIT(state->reader);
     Py_VISIT(state->call);
@@ -59,8 +59,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 static int module_clear(PyObject *module)
 {
     State *state = PyModule_GetState(module);
-    Py_CLEAR(state->nothing);
-    Py_CLEAR(state->elsewhere);
+    Py_CLEAR(state->empty);
+    Py_CLEAR(state->slow_path);
     Py_CLEAR(state->writer);
     Py_CLEAR(state->reader);
     Py_CLEAR(state->call);

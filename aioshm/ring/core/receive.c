@@ -27,7 +27,7 @@ static inline void note(ReaderEnd *self)
     const End *end = &self->end;
     const uint8_t *slot = slot_of(end, end->index);
     uint64_t size;
-    if (is_elsewhere(slot))
+    if (overflows(slot))
         memcpy(&size, slot + OVERFLOW_SIZE, sizeof size);
     else
         size = load_word(slot + SIZE);
@@ -76,7 +76,7 @@ static void finish_and_tell(ReaderEnd *self, bool took)
     if (took && (!self->rushes || end->seq % LATENCY_EVERY == 0))
         note_latency(self, now);
     finish(self);
-    count_turn(end, 1, now);
+    spend(end, 1, now);
     if (writer_parked(self)) {
         PyObject *type, *error, *traceback;
         PyErr_Fetch(&type, &error, &traceback);
@@ -119,7 +119,7 @@ static PyObject *copy_plain(End *end)
     return PyBytes_FromStringAndSize((const char *)body, (Py_ssize_t)size);
 }
 
-/* Decode the next message, which is there and stays where it is; `elsewhere` if it is no ordinary one. */
+/* Decode the next message, which is there and stays where it is; `slow_path` if it is no ordinary one. */
 static PyObject *decode(ReaderEnd *self)
 {
     End *end = &self->end;
@@ -129,7 +129,7 @@ static PyObject *decode(ReaderEnd *self)
             return NULL;
         callable = end->beside;
         if (callable == NULL || callable == Py_None)
-            return Py_NewRef(end->elsewhere);
+            return Py_NewRef(end->slow_path);
         arg = PyLong_FromSize_t(end->slots_at + end->index * end->slot_bytes);
         if (arg == NULL)
             return NULL;
@@ -184,7 +184,7 @@ static PyObject *dropped(ReaderEnd *self, PyObject *obj)
     End *end = &self->end;
     PyErr_Clear();
     Py_XDECREF(obj);
-    return Py_NewRef(end->nothing);
+    return Py_NewRef(end->empty);
 }
 
 /* Take the next message, which is there: return it, or None if it is appended to a list. */
@@ -192,7 +192,7 @@ static PyObject *take(ReaderEnd *self, PyObject *list)
 {
     End *end = &self->end;
     PyObject *obj = decode(self);
-    if (obj == end->elsewhere || (obj == NULL && !is_damaged(self)))
+    if (obj == end->slow_path || (obj == NULL && !is_damaged(self)))
         return obj;  /* interrupted: the next call returns the same message */
     if (was_evicted(self))
         return dropped(self, obj);
@@ -212,7 +212,7 @@ static PyObject *reader_take(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
     End *end = &self->end;
     if (check_unused(end) < 0)
         return NULL;
-    return is_ready(end, end->index) ? take(self, NULL) : Py_NewRef(end->nothing);
+    return is_ready(end, end->index) ? take(self, NULL) : Py_NewRef(end->empty);
 }
 
 /* Whether the next message is there: 1, 0, or -1 with an error; spins for it if that is worth it. */
@@ -233,7 +233,7 @@ static int message_is_there(ReaderEnd *self)
 static PyObject *take_if_there(ReaderEnd *self, PyObject *list)
 {
     int there = message_is_there(self);
-    return there > 0 ? take(self, list) : there < 0 ? NULL : Py_NewRef(self->end.nothing);
+    return there > 0 ? take(self, list) : there < 0 ? NULL : Py_NewRef(self->end.empty);
 }
 
 PyObject *reader_receive(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
@@ -241,7 +241,7 @@ PyObject *reader_receive(ReaderEnd *self, PyObject *Py_UNUSED(ignored))
     End *end = &self->end;
     int passed = self->kept ? 0 : passes(end);  /* slots go back in order */
     if (passed <= 0)
-        return passed < 0 ? NULL : Py_NewRef(end->nothing);
+        return passed < 0 ? NULL : Py_NewRef(end->empty);
     return take_if_there(self, NULL);
 }
 
@@ -255,17 +255,17 @@ static PyObject *reader_receive_into(ReaderEnd *self, PyObject *list)
     }
     if (check_unused(&self->end) < 0)
         return NULL;
-    return self->kept ? Py_NewRef(self->end.nothing) : take_if_there(self, list);
+    return self->kept ? Py_NewRef(self->end.empty) : take_if_there(self, list);
 }
 
-/* The same where the end is open and no other thread has the turn. */
+/* The same where the end is open and no other thread holds the lock. */
 static PyObject *reader_receive_next(ReaderEnd *self, PyObject *list)
 {
     unsigned long before;
-    if (!self->end.open || !take_shared(&self->end, &before))
-        return Py_NewRef(self->end.nothing);
+    if (!self->end.open || !acquire_lock(&self->end, &before))
+        return Py_NewRef(self->end.empty);
     PyObject *result = reader_receive_into(self, list);
-    give_shared(&self->end, before);
+    release_lock(&self->end, before);
     return result;
 }
 
@@ -312,7 +312,7 @@ static PyObject *reader_take_many(ReaderEnd *self, PyObject *arg)
         if (n % BATCH_LOOKS == 0) {
             uint64_t now = now_ns();
             note_latency(self, now);
-            if ((long long)now >= end->turn_ends_ns)
+            if ((long long)now >= end->budget_ends_ns)
                 break;
         }
     }
@@ -322,7 +322,7 @@ static PyObject *reader_take_many(ReaderEnd *self, PyObject *arg)
     uint64_t now = now_ns();
     if (n % BATCH_LOOKS != 0)
         note_latency(self, now);
-    count_turn(end, n, now);
+    spend(end, n, now);
     if (writer_parked(self))
         notify(end);
     if (type != NULL && n > 0 && PyErr_GivenExceptionMatches(type, PyExc_Exception)) {
@@ -408,7 +408,7 @@ static PyMethodDef methods[] = {
     {"start_at", CALL reader_start_at, METH_O, "Continue at a message, whatever lies before it."},
     {"skip", CALL reader_skip, METH_NOARGS, "Continue with the next message, but keep the slot."},
     {"taken", CALL reader_taken, METH_O, "Note when the message was published that was taken just now."},
-    {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},
+    {"take", CALL reader_take, METH_NOARGS, "Return the next message, EMPTY or SLOW_PATH."},
     {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
     {"receive_into", CALL reader_receive_into, METH_O, "Append the next message to a list, whoever may receive."},
     {"receive_next", CALL reader_receive_next, METH_O, "The same where this thread may receive now."},

@@ -90,18 +90,18 @@ PyObject *end_belong(End *end, PyObject *runs)
     Py_RETURN_NONE;
 }
 
-PyObject *end_share(End *end, PyObject *turn)
+PyObject *end_share(End *end, PyObject *lock)
 {
-    Py_buffer shared;
-    if (PyObject_GetBuffer(turn, &shared, PyBUF_WRITABLE) < 0)
+    Py_buffer words;
+    if (PyObject_GetBuffer(lock, &words, PyBUF_WRITABLE) < 0)
         return NULL;
-    if (shared.len < 2 * (Py_ssize_t)sizeof(unsigned long)) {
-        PyBuffer_Release(&shared);
-        PyErr_SetString(PyExc_ValueError, "a turn has two words: its user and its heir");
+    if (words.len < 2 * (Py_ssize_t)sizeof(unsigned long)) {
+        PyBuffer_Release(&words);
+        PyErr_SetString(PyExc_ValueError, "a lock has two words: its owner and its next owner");
         return NULL;
     }
-    Py_buffer old = end->shared;
-    end->shared = shared;
+    Py_buffer old = end->lock;
+    end->lock = words;
     PyBuffer_Release(&old);
     return end_belong(end, Py_None);
 }

@@ -109,8 +109,8 @@ static inline void publish(WriterEnd *self)
     End *end = &self->end;
     WriterBook *notes = self->notes;
     uint8_t *slot = slot_of(end, end->index), *flags = flags_of(end, end->index);
-    bool elsewhere = is_elsewhere(slot);
-    if (!elsewhere)  /* where it is, its marker says so */
+    bool overflow = overflows(slot);
+    if (!overflow)  /* an overflow message's marker has its size */
         memcpy(slot + SIZE, &self->claimed_bytes, 8);
     if (end->trace_at)
         memcpy(slot + end->trace_at, notes->trace, TRACE_BYTES);
@@ -126,7 +126,7 @@ static inline void publish(WriterEnd *self)
     memcpy(flags + 1, notes->unread, notes->places);
     store_release(flags, 1);  /* last: readers may look the moment this is visible */
     add_to_word(end->own + BYTES, self->claimed_bytes);
-    if (elsewhere)
+    if (overflow)
         add_to_word(end->own + OVERFLOWS, 1);
     advance(end);
 }
@@ -174,7 +174,7 @@ static bool put(WriterEnd *self, const char *bytes, size_t size)
             return false;
     }
     end->published_ns = now;
-    count_turn(end, 1, now);
+    spend(end, 1, now);
     if (readers_parked(self))
         notify(end);
     return true;
@@ -204,7 +204,7 @@ static PyObject *writer_put_many(WriterEnd *self, PyObject *const *args, Py_ssiz
     }
     if (n > start) {
         end->published_ns = now;
-        count_turn(end, n - start, now_ns());
+        spend(end, n - start, now_ns());
         if (readers_parked(self))
             notify(end);
     }
@@ -258,7 +258,7 @@ static PyObject *send_beside(WriterEnd *self, PyObject *message)
     end->published_ns = load_word(slot_of(end, end->index) + 16);
     end->copied += nbytes;
     publish(self);
-    count_turn(end, 1, now_ns());
+    spend(end, 1, now_ns());
     if (readers_parked(self))
         notify(end);
     Py_RETURN_NONE;
@@ -315,10 +315,10 @@ PyObject *writer_send(WriterEnd *self, PyObject *obj)
 {
     unsigned long before;
     int passed = passes(&self->end);
-    if (passed <= 0 || !take_shared(&self->end, &before))
+    if (passed <= 0 || !acquire_lock(&self->end, &before))
         return passed < 0 ? NULL : Py_NewRef(Py_False);
     PyObject *result = send_passed(self, obj);
-    give_shared(&self->end, before);
+    release_lock(&self->end, before);
     return result;
 }
 

@@ -54,14 +54,14 @@ class _Side:
         for core in (self.writer, *self.readers):
             core.bind(bytes, _PLAIN, False, None)
             core.belong(None)
-            core.open, core.turn, core.turn_ends_ns = True, 1 << 30, _FAR_NS
+            core.open, core.budget, core.budget_ends_ns = True, 1 << 30, _FAR_NS
         for reader in self.readers:
             reader.bind_beside(functools.partial(self._decode_beside, reader))
 
     def _decode_beside(self, reader: Any, begin: int) -> object:
         kind, code, how, n_buffers, seq, _, size = unpack_header(self.slots.bodies, begin)
         if kind != INLINE or code != _PLAIN >> 8 or seq != reader.seq or n_buffers != 1:
-            return self.module.ELSEWHERE
+            return self.module.SLOW_PATH
         main, (buffer,) = split(self.slots.body(begin), how, n_buffers, size)
         return bytes(main), bytes(buffer)
 
@@ -73,8 +73,8 @@ class _Side:
         if isinstance(answer, Slot):
             room = attempt(AioshmError, lambda: bytes(answer.body))
             return "slot", answer.index, None if room is None else len(room)
-        if answer is self.module.NOTHING or answer is self.module.ELSEWHERE:
-            return "NOTHING" if answer is self.module.NOTHING else "ELSEWHERE"
+        if answer is self.module.EMPTY or answer is self.module.SLOW_PATH:
+            return "EMPTY" if answer is self.module.EMPTY else "SLOW_PATH"
         return answer
 
     def content(self) -> bytes:
