@@ -24,6 +24,7 @@ from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext
+from aioshm.ring.atomics import Calls
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -300,9 +301,9 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             QueueClosed: This end was closed, or every reader has left.
         """
         writer = self._writer or self._wrong_end("enqueue", "writer")
-        message = writer.send(obj)
-        if message is not None:
-            await writer.enqueue(obj, message, timeout)
+        outcome = writer.send(obj)
+        if outcome is not None:
+            await writer.enqueue(outcome, obj, timeout)
 
     async def enqueue_many(self, objs: Iterable[T], timeout: float | None = None) -> None:
         """Send objects, in order and one right after the other, with one wake-up of each reader.
@@ -362,7 +363,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             QueueRestarted: With ``reconnect=True``: the writer is another one, whose messages later calls return.
         """
         reader = self._reader or self._wrong_end("dequeue", "reader")
-        return await reader.receive_or_wait(timeout, cancel, indefinite)  # type: ignore[no-any-return]
+        return await reader.calls.dequeue(timeout, cancel, indefinite)  # type: ignore[no-any-return]
 
     async def dequeue_many(
         self,
@@ -606,10 +607,10 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     # Iterating, closing
 
     def __aiter__(self) -> AsyncIterator[T]:
-        reader, own = self._reader, type(self).__anext__ is MessageQueue.__anext__
-        if reader is None or not own or vars(self).get("dequeue") != reader.calls.dequeue:
-            return self  # by way of the `dequeue` that a subclass, or whoever measures it, has put in its place
-        return reader.messages()
+        reader = self._reader
+        if reader is None or vars(self).get("dequeue") != reader.calls.dequeue:
+            return self  # `__anext__` calls the `dequeue` of a subclass, or of an observer
+        return _Messages(reader)
 
     async def __anext__(self) -> T:
         try:
@@ -648,3 +649,27 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     def _wrong_end(self, call: str, end: str) -> NoReturn:
         side = "reader" if self._writer is None else "writer"
         raise RoleError(f"{call}() belongs to the queue's {end}; this is a {side}: {self!r}")
+
+
+class _Messages(Calls):
+    """An iteration over messages, until the queue is closed. Ending the iteration does not close the queue."""
+
+    def __init__(self, reader: ReadingEnd) -> None:
+        super().__init__(self._slow_path)
+        self._reader = reader
+
+    def __aiter__(self) -> Self:
+        return self
+
+    __anext__ = Calls.dequeue
+
+    async def _slow_path(self, *args: Any) -> Any:
+        try:
+            return await self._reader.dequeue(*args)
+        except QueueClosed:
+            raise StopAsyncIteration from None
+        finally:
+            self.core = self._reader.calls.core
+
+    async def aclose(self) -> None:
+        """End the iteration."""

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from threading import get_ident
 from time import monotonic_ns
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final
 
 from aioshm.ring import layout as at
 from aioshm.ring.book import NO_MESSAGE, ReaderBook, WriterBook
@@ -793,59 +793,46 @@ class ReaderBase(_End):
 
 
 class Calls:
-    """The calls of an awaited queue that a core answers at once where it can.
+    """The calls of an awaited queue, which ask a core first.
 
-    The native ones return what is a coroutine to everybody that has it, but takes no frame where it need not wait.
-    To iterate over them is to receive; what they make the coroutines of says when that ends.
+    The native ones return a coroutine that takes no frame unless it has to wait.
 
     Args:
-        rest: Makes the coroutine that goes on where the core could not: of what is sent, what `WriterBase.send` has
-            answered (False without a core), and the timeout; or of what `dequeue` was called with.
-        whole: Makes the coroutine of a `dequeue` that has no core to ask; None: ``rest`` does.
-        fail: Raises the error that `ReaderBase.receive` has raised, as callers are to see it; None: as it is.
+        slow_path: Makes the coroutine that continues where the core could not. Its arguments are the core's answer, its
+            exception, or None without a core, and then those of `enqueue` or `dequeue`.
 
     Attributes:
         core: The core that is asked first; None: there is none, or it is of another make.
     """
 
-    def __init__(
-        self,
-        rest: Callable[..., Coroutine[Any, Any, Any]],
-        whole: Callable[..., Coroutine[Any, Any, Any]] | None = None,
-        fail: Callable[[Exception], NoReturn] | None = None,
-        /,
-    ) -> None:
-        self._rest = rest
-        self._whole = whole or rest
-        self._fail = fail
+    def __init__(self, slow_path: Callable[..., Coroutine[Any, Any, Any]], /) -> None:
+        self._slow_path = slow_path
         self.core: WriterBase | ReaderBase | None = None
 
     async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
         """Send an object to every reader; see `aioshm.MessageQueue.enqueue`."""
-        message = self.core.send(obj) if isinstance(self.core, WriterBase) else False
-        if message is not None:
-            await self._rest(obj, message, timeout)
+        outcome = None
+        if isinstance(self.core, WriterBase):
+            try:
+                outcome = self.core.send(obj)
+            except Exception as error:
+                outcome = error
+            if outcome is None:
+                return
+        await self._slow_path(outcome, obj, timeout)
 
     async def dequeue(self, timeout: float | None = None, cancel: Any = None, indefinite: bool = False) -> Any:
         """Receive the next message; see `aioshm.MessageQueue.dequeue`."""
-        if not isinstance(self.core, ReaderBase):
-            return await self._whole(timeout, cancel, indefinite)
-        try:
-            obj = self.core.receive()
-        except Exception as error:
-            if self._fail is None:
-                raise
-            self._fail(error)
-        return await self._rest(timeout, cancel, indefinite) if obj is EMPTY or obj is SLOW_PATH else obj
-
-    def __aiter__(self) -> Self:
-        return self
-
-    def __anext__(self) -> Coroutine[Any, Any, Any]:
-        return self.dequeue()
-
-    async def aclose(self) -> None:
-        """End an iteration: the queue stays open."""
+        outcome = None
+        if isinstance(self.core, ReaderBase):
+            try:
+                obj = outcome = self.core.receive()
+            except Exception as error:
+                obj = SLOW_PATH
+                outcome = error
+            if obj is not EMPTY and obj is not SLOW_PATH:
+                return obj
+        return await self._slow_path(outcome, timeout, cancel, indefinite)
 
 
 class OrderedWriterBase(WriterBase):

@@ -77,14 +77,12 @@ async def test_they_are_documented_and_the_wrong_end_has_none() -> None:
 # Iterating
 
 
-async def test_iterating_takes_the_same_call_and_ends_when_the_writer_closes() -> None:
+async def test_iterating_receives_what_dequeue_leaves_and_ends_when_the_writer_closes() -> None:
     async with attached(slots=128) as (writer, [reader]):
         await writer.enqueue_many(range(100))
         messages = aiter(reader)
         for number in range(0, 50, 2):
-            calls = reader.dequeue(), messages.__anext__()
-            assert type(calls[0]) is type(calls[1]), "of the core's own making, where there is one"
-            assert [await call for call in calls] == [number, number + 1]
+            assert [await reader.dequeue(), await anext(messages)] == [number, number + 1]
         closing = asyncio.create_task(writer.aclose())
         assert [number async for number in messages] == list(range(50, 100))
         assert [number async for number in reader] == []

@@ -1,9 +1,10 @@
-"""Awaited calls that a core answers at once where it can, in both makes: coroutines to whoever has them."""
+"""Awaited calls, which ask a core first and continue in Python where the core could not; native and Python."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine
@@ -15,25 +16,19 @@ from rings import Cores
 
 
 class Calling(Notes):
-    """Has the calls of one core; notes what goes on where that could not."""
+    """Has the calls of one core; notes each call that the core could not answer."""
 
-    def __init__(self, pair: Pair, core: Any, **makers: Any) -> None:
+    def __init__(self, pair: Pair, core: Any, slow_path: Any = None) -> None:
         self.future: asyncio.Future[str] | None = None
-        made = {"rest": self.rest, "whole": self.whole, "fail": self.fail, **makers}
-        self.calls = pair.cores.module.Calls(*made.values())
+        self.module = pair.cores.module
+        self.calls = self.module.Calls(slow_path or self.slow_path)
         self.calls.core = core
 
-    async def rest(self, *args: Any) -> Any:
-        self.append(f"rest {args}")
+    async def slow_path(self, outcome: Any, *args: Any) -> Any:
+        if isinstance(outcome, Exception):
+            raise outcome
+        self.append(f"{'empty' if outcome is self.module.EMPTY else outcome} {args}")
         return "later" if self.future is None else await self.future
-
-    async def whole(self, *args: Any) -> Any:
-        self.append(f"whole {args}")
-        return "whole"
-
-    def fail(self, error: Exception) -> None:
-        self.append(repr(error))
-        raise ArithmeticError("seen from outside") from error
 
 
 @pytest.fixture
@@ -66,7 +61,7 @@ class TestAnswers:
         assert run(received) == b"one"
         assert not sending + receiving
 
-    async def test_where_the_core_cannot_the_rest_goes_on(
+    async def test_call_that_the_core_cannot_answer_continues_on_the_slow_path(
         self, pair: Pair, sending: Calling, receiving: Calling
     ) -> None:
         assert await receiving.calls.dequeue() == "later"
@@ -76,31 +71,35 @@ class TestAnswers:
         await sending.calls.enqueue(b"y")
         pair.writer.open = False
         await sending.calls.enqueue(obj=b"z", timeout=2)
-        assert receiving == ["rest (None, None, False)", "rest (1.5, None, True)"]
-        assert sending == ["rest (b'y', b'y', None)", "rest (b'z', False, 2)"]
+        assert receiving == ["empty (None, None, False)", "empty (1.5, None, True)"]
+        assert sending == ["b'y' (b'y', None)", "False (b'z', 2)"]
 
-    async def test_without_a_core(self, sending: Calling, receiving: Calling) -> None:
-        for calling in (sending, receiving):
-            assert calling.calls.core is not None
-            calling.calls.core = None
-        await sending.calls.enqueue(b"x", 1)
-        assert await receiving.calls.dequeue(2, None) == "whole"
-        assert sending + receiving == ["rest (b'x', False, 1)", "whole (2, None, False)"]
-
-    async def test_the_other_ends_core_is_not_asked(self, pair: Pair, sending: Calling, receiving: Calling) -> None:
-        sending.calls.core, receiving.calls.core = pair.reader, pair.writer
-        await sending.calls.enqueue(b"x")
-        assert await receiving.calls.dequeue() == "whole"
-
-    async def test_an_error_of_the_core_is_raised_as_callers_are_to_see_it(
-        self, pair: Pair, receiving: Calling
+    async def test_call_without_a_core_of_its_kind_asks_none(
+        self, pair: Pair, sending: Calling, receiving: Calling
     ) -> None:
-        pair.reader.bind(lambda message: message.decode(), 7, False, None)
+        for sends, receives in ((None, None), (pair.reader, pair.writer), (object(), object())):
+            sending.calls.core, receiving.calls.core = sends, receives
+            await sending.calls.enqueue(b"x", 1)
+            assert await receiving.calls.dequeue(2, None) == "later"
+        assert set(sending + receiving) == {"None (b'x', 1)", "None (2, None, False)"}
+        assert (pair.writer.seq, pair.reader.seq) == (0, 0)
+
+    async def test_error_of_the_reader_goes_to_the_slow_path_with_its_traceback(self, pair: Pair) -> None:
+        async def slow_path(outcome: Any, *_: object) -> None:
+            raise ArithmeticError("seen from outside") from outcome
+
+        def decode(message: bytes) -> str:
+            return message.decode()
+
+        calling = Calling(pair, pair.reader, slow_path)
+        pair.reader.bind(decode, 7, False, None)
         pair.writer.put(b"\xff")
         with pytest.raises(ArithmeticError, match="seen") as raised:
-            await receiving.calls.dequeue()
-        assert isinstance(raised.value.__cause__, UnicodeDecodeError)
-        assert await receiving.calls.dequeue() == "later"
+            await calling.calls.dequeue()
+        cause = raised.value.__cause__
+        assert isinstance(cause, UnicodeDecodeError)
+        assert "decode" in {frame.name for frame in traceback.extract_tb(cause.__traceback__)}
+        assert pair.reader.seq == 1
 
     async def test_an_error_of_the_writer_is_its_own(self, pair: Pair, sending: Calling) -> None:
         def refuse(obj: object) -> bytes:
@@ -189,9 +188,6 @@ class TestCoroutines:
         receiving.future = asyncio.get_running_loop().create_future()
         call = receiving.calls.dequeue()
         assert call.send(None) is receiving.future
-        assert call.cr_await is not None
-        with pytest.raises(RuntimeError, match="being awaited already"):
-            await call
         with pytest.raises(LookupError):
             call.throw(LookupError("thrown"))
         with pytest.raises(RuntimeError, match="cannot reuse"):
@@ -219,30 +215,42 @@ class TestCoroutines:
     async def test_closing_while_the_rest_waits(self, pair: Pair) -> None:
         ended = []
 
-        async def rest(*_: object) -> None:
+        async def slow_path(*_: object) -> None:
             try:
                 await asyncio.get_running_loop().create_future()
             finally:
                 ended.append(True)
 
-        calling = Calling(pair, pair.reader, rest=rest)
-        call = calling.calls.dequeue()
+        call = Calling(pair, pair.reader, slow_path).calls.dequeue()
         call.send(None)
         call.close()
         assert ended
 
+    async def test_call_awaited_by_two_tasks_is_an_error_of_one(self, receiving: Calling) -> None:
+        async def receive() -> Any:
+            return await call
+
+        call = receiving.calls.dequeue()
+        receiving.future = asyncio.get_running_loop().create_future()
+        waiting = [asyncio.create_task(receive()) for _ in range(2)]
+        await asyncio.sleep(0)
+        receiving.future.set_result("came")
+        first, second = await asyncio.gather(*waiting, return_exceptions=True)
+        assert first == "came"
+        assert isinstance(second, RuntimeError)
+
     def test_once_only(self, pair: Pair, receiving: Calling) -> None:
         pair.writer.put(b"x")
         call = receiving.calls.dequeue()
-        with pytest.raises(TypeError, match="just-started"):
-            call.send(1)
         assert run(call) == b"x"
         with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
             call.send(None)
+        with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
+            call.throw(KeyError("k"))
 
     def test_it_is_not_begun_from_inside_of_itself(self, pair: Pair, receiving: Calling) -> None:
         def decode(message: bytes) -> object:
-            with pytest.raises(ValueError, match="already executing"):
+            with pytest.raises((ValueError, RuntimeError), match=r"already executing|cannot reuse"):
                 call.send(None)
             return message
 
@@ -295,12 +303,6 @@ class TestMemory:
             run(call)
         del calls, call
         assert [run(receiving.calls.dequeue()) for _ in range(3)] == [b"\2", b"\1", b"\0"]
-
-    def test_a_core_of_another_make_is_refused(self, cores: Cores, sending: Calling) -> None:
-        if cores.module.__name__.endswith("reference"):
-            pytest.skip("the twin takes any")
-        with pytest.raises(TypeError, match="core"):
-            sending.calls.core = object()
 
 
 async def _wait_with(args: object) -> None:

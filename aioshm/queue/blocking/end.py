@@ -321,7 +321,7 @@ class BlockingEnd:
             if most > 1:
                 self.undelivered += await reader.dequeue_many(most, left, cancel, indefinite)
             else:
-                self.undelivered.append(await reader.dequeue(left, cancel, indefinite))
+                self.undelivered.append(await reader.dequeue(EMPTY, left, cancel, indefinite))
 
     async def _go_on(self) -> None:
         """Switch to waiting for the next writer if this writer is gone and drained."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -11,7 +11,7 @@ import msgspec
 
 from aioshm.codec import Codec, Encoded, cannot_decode
 from aioshm.config import check_int
-from aioshm.errors import AioshmError, CodecError, QueueClosed, QueueEmpty
+from aioshm.errors import AioshmError, CodecError, QueueEmpty
 from aioshm.queue.ends.following import Following
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.leasing import AwaitedReadBlock, LeasedMessages, Leases
@@ -53,8 +53,7 @@ class ReadingEnd:
         # `Source.receive`, once a call has found the end ready.
         self.receive: Callable[[], Any] = _nothing
         # The coroutines of the async API; they ask the ring's core first, once the end is ready.
-        self.calls: Calls = Calls(self.dequeue, self.receive_or_wait, self.fail)
-        self._iterating = Calls(_next_of(self.dequeue), _next_of(self.receive_or_wait), self.fail)
+        self.calls: Calls = Calls(self.dequeue)
         self._stall: Stall | None = None
         self._stalled_at = -1
         gate.enclose(self)
@@ -63,7 +62,7 @@ class ReadingEnd:
         """Receive from another source from now on."""
         self.source, self.handle, self._codec = source, handle, codec
         self.receive, self._stall = _nothing, None
-        self.calls.core = self._iterating.core = None
+        self.calls.core = None
 
     # Attaching
 
@@ -126,24 +125,21 @@ class ReadingEnd:
         """Return an object with `dequeue` as `aioshm.MessageQueue` has it."""
         return self.calls
 
-    async def receive_or_wait(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
-        """Receive the next message, as `aioshm.MessageQueue.dequeue`."""
-        try:
-            obj = self.receive()
-        except Exception as error:
-            self.fail(error)
-        return await self.dequeue(timeout, cancel, indefinite) if obj is EMPTY or obj is SLOW_PATH else obj
-
-    def messages(self) -> AsyncIterator[Any]:
-        """Return an iterator over messages until the writer closes."""
-        return self._iterating
-
     def leases(self) -> Leases[Any]:
         """Return an iterator that leases each message until the next one."""
         return LeasedMessages(self)
 
-    async def dequeue(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
-        """Receive the next message, where `receive` has found nothing; as `aioshm.MessageQueue.dequeue`."""
+    async def dequeue(self, outcome: Any, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
+        """Receive the next message after the core did not; ``outcome``: its answer, its exception, or None."""
+        if outcome is None:
+            try:
+                outcome = self.receive()
+            except Exception as error:
+                self.fail(error)
+            if outcome is not EMPTY and outcome is not SLOW_PATH:
+                return outcome
+        elif isinstance(outcome, Exception):
+            self.fail(outcome)
         deadline = deadline_after(timeout, cancel, indefinite)
         if not self.begin_turn():
             await self.line_up(deadline, cancel)
@@ -231,7 +227,7 @@ class ReadingEnd:
         gate.check_usable()
         self.receive = self.source.receive
         if type(gate.core) is ReaderCore:
-            self.calls.core = self._iterating.core = gate.core
+            self.calls.core = gate.core
         await gate.yield_turn()
         await gate.enter(deadline, cancel)
         if settles:
@@ -408,18 +404,6 @@ class ReadingEnd:
 
     def __repr__(self) -> str:
         return repr(self.gate)
-
-
-def _next_of(dequeue: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Return a way to receive the next message that ends an iteration where the queue is closed."""
-
-    async def receive(timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
-        try:
-            return await dequeue(timeout, cancel, indefinite)
-        except QueueClosed:
-            raise StopAsyncIteration from None
-
-    return receive
 
 
 def _nothing() -> Any:

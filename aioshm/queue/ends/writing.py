@@ -218,13 +218,15 @@ class WritingEnd:
         calls.core = self.ring.ring.core
         return calls
 
-    async def enqueue(self, obj: Any, message: Any, timeout: float | None) -> None:
-        """Send an object; ``message`` is the answer of `send`."""
+    async def enqueue(self, outcome: Any, obj: Any, timeout: float | None) -> None:
+        """Send an object after `send` did not; ``outcome``: the answer of `send`, its exception, or None."""
+        if isinstance(outcome, Exception):
+            raise outcome
         deadline = deadline_after(timeout)
-        if message is False:
+        if outcome is None or outcome is False:
             await self.prepare(deadline)
-            message = self._sender.encode(obj)
-        await self.send_one(message, deadline)
+            outcome = self._sender.encode(obj)
+        await self.send_one(outcome, deadline)
 
     async def send_one(self, message: Encoded, deadline: float | None) -> None:
         """Send an encoded object, of an end that is ready."""

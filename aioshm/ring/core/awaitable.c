@@ -1,49 +1,38 @@
-/* A call: what enqueue() and dequeue() return, a coroutine without a frame where it need not wait */
+/* What enqueue() and dequeue() return: asks the core, and takes a Python coroutine only where it has to wait. */
 
 #include "core.h"
 
-typedef enum { NEW, RUNNING, WAITING, ENDED } Stage;
+/* Makes the awaitables of one end of a queue. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *core;           /* asked first, where it is a native one of this end */
+    PyObject *slow_path;      /* makes the coroutine: of the core's outcome, then of the call's arguments */
+    PyTypeObject *writer, *reader, *call;
+    void *spare;              /* the memory of a call that has ended: 10% of a message of 64 bytes */
+} Calls;
 
 typedef struct {
     PyObject_HEAD
     Calls *calls;
-    PyObject *args[3];        /* enqueue: obj, timeout; dequeue: timeout, cancel, indefinite */
-    PyObject *rest;           /* the coroutine that goes on where the core could not */
-    Stage stage;
-    CallKind kind;
+    PyObject *args[3];        /* enqueue: obj, timeout, NULL; dequeue: timeout, cancel, indefinite; NULL once begun */
+    PyObject *rest;           /* the coroutine that continues where the core could not; NULL: none, or it has ended */
+    bool sends;
 } Call;
 
-PyObject *new_call(Calls *calls, CallKind kind, PyObject *const *args)
+static bool is_new(const Call *self)
 {
-    Call *made = calls->spare;
-    if (made != NULL) {
-        calls->spare = NULL;
-        PyObject_Init((PyObject *)made, calls->call);
-    } else {
-        made = PyObject_GC_New(Call, calls->call);
-        if (made == NULL)
-            return NULL;
-    }
-    made->calls = (Calls *)Py_NewRef((PyObject *)calls);
-    for (int n = 0; n < 3; n++)
-        made->args[n] = Py_XNewRef(args[n]);
-    made->rest = NULL;
-    made->stage = NEW;
-    made->kind = kind;
-    PyObject_GC_Track(made);
-    return (PyObject *)made;
+    return self->args[0] != NULL;
 }
 
-/* Let go of everything but the memory. */
-static void end_call(Call *self)
+static int call_clear(Call *self)
 {
-    self->stage = ENDED;
     for (int n = 0; n < 3; n++)
         Py_CLEAR(self->args[n]);
     Py_CLEAR(self->rest);
+    return 0;
 }
 
-/* Take the error that is set, as an object. */
+/* Take the exception that is set, as an object. */
 static PyObject *fetch_error(void)
 {
     PyObject *type, *error, *traceback;
@@ -56,204 +45,102 @@ static PyObject *fetch_error(void)
     return error;
 }
 
-/* Set an error again; takes the reference. */
-static void restore_error(PyObject *error)
+/* Make the coroutine that continues: what a core did not do (None: none was asked), or it raises the core's error. */
+static PySendResult begin_rest(Call *self, PyObject *outcome, PyObject **args)
 {
-    PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error, PyException_GetTraceback(error));
+    self->rest = PyObject_CallFunctionObjArgs(self->calls->slow_path, outcome, args[0], args[1], args[2], NULL);
+    Py_DECREF(outcome);
+    for (int n = 0; n < 3; n++)
+        Py_XDECREF(args[n]);
+    return self->rest == NULL ? PYGEN_ERROR : PYGEN_NEXT;
 }
 
-/* Raise the error as `fail` does, which always raises; what is no Exception says nothing about the message, and stays. */
-static void raise_as(PyObject *fail)
+/* Have the core do it. PYGEN_NEXT: it could not, and the rest continues. */
+static PySendResult begin(Call *self, bool asks, PyObject **result)
 {
-    if (fail == NULL || fail == Py_None || !PyErr_ExceptionMatches(PyExc_Exception))
-        return;
-    PyObject *error = fetch_error(), *nothing = call(fail, error);
-    if (nothing == NULL) {
-        Py_DECREF(error);
-        return;
-    }
-    Py_DECREF(nothing);
-    restore_error(error);
-}
-
-/* Have the core do it, if it can: 1 with the result, 0 with the coroutine that goes on, -1 with an error. */
-static int begin_call(Call *self, PyObject **result)
-{
-    Calls *calls = self->calls;
-    const bool sends = self->kind == SENDS;
-    PyObject *timeout = self->args[sends], *answer = NULL;
-    End *core = calls->sends == sends ? calls->core : NULL;
-    if (self->kind == CLOSES) {
-        *result = Py_NewRef(Py_None);
-        return 1;
-    }
-    timeout = timeout == NULL ? Py_None : timeout;
-    if (core != NULL) {
-        Py_INCREF((PyObject *)core);
-        answer = sends ? writer_send((WriterEnd *)core, self->args[0]) : reader_receive((ReaderEnd *)core, NULL);
-        if (answer == NULL) {
-            if (!sends)
-                raise_as(calls->fail);
-            Py_DECREF((PyObject *)core);
-            return -1;
-        }
-        bool done = sends ? answer == Py_None : answer != core->empty && answer != core->slow_path;
-        Py_DECREF((PyObject *)core);
-        if (done) {
-            *result = answer;
-            return 1;
+    PyObject *args[3], *core = self->calls->core, *outcome = Py_NewRef(Py_None);
+    memcpy(args, self->args, sizeof args);
+    memset(self->args, 0, sizeof args);
+    if (asks && core != NULL && PyObject_TypeCheck(core, self->sends ? self->calls->writer : self->calls->reader)) {
+        End *end = (End *)Py_NewRef(core);
+        Py_DECREF(outcome);
+        outcome = self->sends ? writer_send((WriterEnd *)end, args[0]) : reader_receive((ReaderEnd *)end, NULL);
+        bool done = self->sends ? outcome == Py_None : outcome != end->empty && outcome != end->slow_path;
+        Py_DECREF(core);
+        if (outcome == NULL && PyErr_ExceptionMatches(PyExc_Exception)) {
+            outcome = fetch_error();
+        } else if (outcome == NULL || done) {
+            for (int n = 0; n < 3; n++)
+                Py_XDECREF(args[n]);
+            *result = outcome;
+            return outcome == NULL ? PYGEN_ERROR : PYGEN_RETURN;
         }
     }
-    if (sends) {
-        PyObject *message = answer == NULL ? Py_False : answer;
-        self->rest = PyObject_CallFunctionObjArgs(calls->rest, self->args[0], message, timeout, NULL);
-    } else {
-        PyObject *cancel = self->args[1] == NULL ? Py_None : self->args[1];
-        PyObject *indefinite = self->args[2] == NULL ? Py_False : self->args[2];
-        PyObject *callable = core == NULL && calls->whole != Py_None ? calls->whole : calls->rest;
-        self->rest = PyObject_CallFunctionObjArgs(callable, timeout, cancel, indefinite, NULL);
-    }
-    Py_XDECREF(answer);
-    return self->rest == NULL ? -1 : 0;
+    return begin_rest(self, outcome, args);
 }
 
-/* Raise what a coroutine raises in the place of a StopIteration, which would be its return (PEP 479). */
-static void refuse_stop(void)
+static PySendResult call_am_send(Call *self, PyObject *sent, PyObject **result)
 {
-    PyObject *stop = fetch_error();
-    PyErr_SetString(PyExc_RuntimeError, "coroutine raised StopIteration");
-    PyObject *error = fetch_error();
-    PyException_SetCause(error, stop);  /* takes the reference */
-    restore_error(error);
-}
-
-static bool is_running(const Call *self)
-{
-    if (self->stage == RUNNING)
-        PyErr_SetString(PyExc_ValueError, "coroutine already executing");
-    return self->stage == RUNNING;
-}
-
-static PySendResult call_send(Call *self, PyObject *sent, PyObject **result)
-{
+    PySendResult outcome = PYGEN_NEXT;
     *result = NULL;
-    if (is_running(self))
-        return PYGEN_ERROR;
-    if (self->stage == ENDED) {
+    if (is_new(self)) {
+        outcome = begin(self, true, result);
+    } else if (self->rest == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited coroutine");
         return PYGEN_ERROR;
     }
-    if (self->stage == NEW) {
-        if (sent != NULL && sent != Py_None) {
-            PyErr_SetString(PyExc_TypeError, "can't send non-None value to a just-started coroutine");
-            return PYGEN_ERROR;
-        }
-        self->stage = RUNNING;
-        int done = begin_call(self, result);
-        if (done != 0) {
-            end_call(self);
-            if (done < 0 && PyErr_ExceptionMatches(PyExc_StopIteration))
-                refuse_stop();
-            return done > 0 ? PYGEN_RETURN : PYGEN_ERROR;
-        }
-        sent = Py_None;
+    if (outcome == PYGEN_NEXT) {
+        PyObject *rest = Py_NewRef(self->rest);
+        outcome = PyIter_Send(rest, sent, result);
+        Py_DECREF(rest);
     }
-    self->stage = RUNNING;
-    PySendResult outcome = PyIter_Send(self->rest, sent, result);
-    if (outcome == PYGEN_NEXT)
-        self->stage = WAITING;
-    else
-        end_call(self);
+    if (outcome != PYGEN_NEXT)
+        Py_CLEAR(self->rest);
     return outcome;
 }
 
-/* Return what was yielded, or raise what a coroutine that has ended raises. */
-static PyObject *as_coroutine(PySendResult outcome, PyObject *result)
+static PyObject *call_send(Call *self, PyObject *sent)
 {
-    if (outcome != PYGEN_RETURN)
+    PyObject *result;
+    if (call_am_send(self, sent, &result) != PYGEN_RETURN)
         return result;
     PyObject *stop = PyObject_CallFunctionObjArgs(PyExc_StopIteration, result, NULL);
     Py_DECREF(result);
-    if (stop != NULL) {
+    if (stop != NULL)
         PyErr_SetObject(PyExc_StopIteration, stop);
-        Py_DECREF(stop);
-    }
+    Py_XDECREF(stop);
     return NULL;
-}
-
-/* Let `args`, of a coroutine's throw(), be raised. */
-static void raise_thrown(PyObject *args)
-{
-    PyObject *type, *value = Py_None, *traceback = Py_None;
-    if (!PyArg_ParseTuple(args, "O|OO:throw", &type, &value, &traceback))
-        return;
-    bool raised = PyExceptionInstance_Check(type);
-    if (!raised && !PyExceptionClass_Check(type)) {
-        PyErr_SetString(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException");
-        return;
-    }
-    PyErr_Restore(Py_NewRef(raised ? (PyObject *)Py_TYPE(type) : type), Py_NewRef(raised ? type : value),
-                  traceback == Py_None ? NULL : Py_NewRef(traceback));
-}
-
-static PyObject *call_send_method(Call *self, PyObject *sent)
-{
-    PyObject *result;
-    PySendResult outcome = call_send(self, sent, &result);
-    return as_coroutine(outcome, result);
 }
 
 static PyObject *call_next(Call *self)
 {
-    return call_send_method(self, Py_None);
+    return call_send(self, Py_None);
 }
 
 static PyObject *call_throw(Call *self, PyObject *args)
 {
-    if (is_running(self))
+    PyObject *unused;
+    if (is_new(self) && begin(self, false, &unused) == PYGEN_ERROR)
         return NULL;
-    if (self->stage == ENDED) {
+    if (self->rest == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited coroutine");
         return NULL;
     }
-    if (self->stage == NEW) {
-        end_call(self);
-        raise_thrown(args);
-        return NULL;
-    }
-    self->stage = RUNNING;
     PyObject *throw = PyObject_GetAttrString(self->rest, "throw");
     PyObject *result = throw == NULL ? NULL : PyObject_CallObject(throw, args);
     Py_XDECREF(throw);
-    if (result != NULL)
-        self->stage = WAITING;
-    else
-        end_call(self);
+    if (result == NULL)
+        Py_CLEAR(self->rest);
     return result;
 }
 
 static PyObject *call_close(Call *self, PyObject *Py_UNUSED(ignored))
 {
-    if (is_running(self))
-        return NULL;
-    PyObject *closed = Py_NewRef(Py_None);
-    if (self->stage == WAITING) {
-        self->stage = RUNNING;
-        Py_DECREF(closed);
-        closed = PyObject_CallMethod(self->rest, "close", NULL);
-    }
-    end_call(self);
-    return closed;
-}
-
-static PyObject *call_await(Call *self)
-{
-    /* anext(iterator, default) asks again before each step, and coroutines let that pass. */
-    if ((self->stage == RUNNING || self->stage == WAITING) && self->kind != ITERATES) {
-        PyErr_SetString(PyExc_RuntimeError, "coroutine is being awaited already");
-        return NULL;
-    }
-    return Py_NewRef((PyObject *)self);
+    PyObject *rest = Py_XNewRef(self->rest);
+    call_clear(self);
+    PyObject *result = rest == NULL ? Py_NewRef(Py_None) : PyObject_CallMethod(rest, "close", NULL);
+    Py_XDECREF(rest);
+    return result;
 }
 
 static int call_traverse(Call *self, visitproc visit, void *arg)
@@ -266,35 +153,29 @@ static int call_traverse(Call *self, visitproc visit, void *arg)
     return 0;
 }
 
-static int call_clear(Call *self)
-{
-    for (int n = 0; n < 3; n++)
-        Py_CLEAR(self->args[n]);
-    Py_CLEAR(self->rest);
-    return 0;
-}
-
 static const char *name_of(const Call *self)
 {
-    return self->kind == SENDS    ? "MessageQueue.enqueue"
-           : self->kind == CLOSES ? "MessageQueue.aclose"
-                                  : "MessageQueue.dequeue";
+    return self->sends ? "MessageQueue.enqueue" : "MessageQueue.dequeue";
+}
+
+static PyObject *call_name(Call *self, void *Py_UNUSED(closure))
+{
+    return PyUnicode_FromString(name_of(self));
 }
 
 static void call_dealloc(Call *self)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    Calls *calls = self->calls;
     PyObject_GC_UnTrack(self);
-    if (self->stage == NEW) {
+    if (is_new(self)) {
         PyObject *kind, *error, *traceback;
         PyErr_Fetch(&kind, &error, &traceback);
         if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1, "coroutine '%s' was never awaited", name_of(self)) < 0)
-            PyErr_WriteUnraisable((PyObject *)calls);
+            PyErr_WriteUnraisable((PyObject *)self->calls);
         PyErr_Restore(kind, error, traceback);
     }
     call_clear(self);
-    self->calls = NULL;
+    Calls *calls = self->calls;
     if (calls->spare == NULL)
         calls->spare = self;
     else
@@ -303,40 +184,27 @@ static void call_dealloc(Call *self)
     Py_DECREF(type);
 }
 
-static PyObject *call_name(Call *self, void *closure)
-{
-    const char *name = name_of(self);
-    return PyUnicode_FromString(closure == NULL ? name : name + sizeof "MessageQueue." - 1);
-}
-
-static PyObject *call_awaits(Call *self, void *Py_UNUSED(closure))
-{
-    return Py_NewRef(self->rest == NULL ? Py_None : self->rest);
-}
-
 static PyMethodDef call_methods[] = {
-    {"send", (PyCFunction)call_send_method, METH_O, "As a coroutine's."},
-    {"throw", (PyCFunction)call_throw, METH_VARARGS, "As a coroutine's."},
-    {"close", (PyCFunction)call_close, METH_NOARGS, "As a coroutine's."},
+    {"send", CALL call_send, METH_O, "See `collections.abc.Coroutine`."},
+    {"throw", CALL call_throw, METH_VARARGS, "See `collections.abc.Coroutine`."},
+    {"close", CALL call_close, METH_NOARGS, "See `collections.abc.Coroutine`."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef call_attributes[] = {
-    {"__qualname__", (getter)call_name, NULL, "What was called.", NULL},
-    {"__name__", (getter)call_name, NULL, "The same without its class.", (void *)1},
-    {"cr_await", (getter)call_awaits, NULL, "What it awaits, or None.", NULL},
+    {"__qualname__", (getter)call_name, NULL, "The method that was called.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot call_slots[] = {
-    {Py_tp_doc, "A call of an awaited queue, which is a coroutine to whoever has it."},
+    {Py_tp_doc, "A call of a queue: a `collections.abc.Coroutine`."},
     {Py_tp_dealloc, call_dealloc},
     {Py_tp_traverse, call_traverse},
     {Py_tp_clear, call_clear},
     {Py_tp_iter, PyObject_SelfIter},
     {Py_tp_iternext, call_next},
-    {Py_am_await, call_await},
-    {Py_am_send, call_send},
+    {Py_am_await, PyObject_SelfIter},
+    {Py_am_send, call_am_send},
     {Py_tp_methods, call_methods},
     {Py_tp_getset, call_attributes},
     {0, NULL},
@@ -345,4 +213,131 @@ static PyType_Slot call_slots[] = {
 PyType_Spec call_spec = {
     "aioshm.ring._native.Call", sizeof(Call), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, call_slots,
+};
+
+/* Calls */
+
+/* Make a call from arguments by place or name; `found` has the defaults. */
+static PyObject *new_call(Calls *calls, const char *const *names, Py_ssize_t most, PyObject **found,
+                          PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    if (nargs > most)
+        return PyErr_Format(PyExc_TypeError, "%s() takes at most %zd arguments (%zd given)", names[0], most, nargs);
+    for (Py_ssize_t n = 0; n < nargs; n++)
+        found[n] = args[n];
+    for (Py_ssize_t n = 0; kwnames != NULL && n < PyTuple_Size(kwnames); n++) {
+        PyObject *word = PyTuple_GetItem(kwnames, n);
+        Py_ssize_t at = 0;
+        while (at < most && PyUnicode_CompareWithASCIIString(word, names[1 + at]) != 0)
+            at++;
+        if (at == most || at < nargs)
+            return PyErr_Format(PyExc_TypeError, "%s() got %s argument '%U'", names[0],
+                                at == most ? "an unexpected keyword" : "multiple values for", word);
+        found[at] = args[nargs + n];
+    }
+    if (found[0] == NULL)
+        return PyErr_Format(PyExc_TypeError, "%s() missing a required argument: '%s'", names[0], names[1]);
+    Call *made = calls->spare == NULL ? PyObject_GC_New(Call, calls->call)
+                                      : (Call *)PyObject_Init(calls->spare, calls->call);
+    if (made == NULL)
+        return NULL;
+    calls->spare = NULL;
+    made->calls = (Calls *)Py_NewRef((PyObject *)calls);
+    for (int n = 0; n < 3; n++)
+        made->args[n] = Py_XNewRef(found[n]);
+    made->rest = NULL;
+    made->sends = found[2] == NULL;
+    PyObject_GC_Track(made);
+    return (PyObject *)made;
+}
+
+static PyObject *calls_enqueue(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    static const char *const NAMES[] = {"enqueue", "obj", "timeout"};
+    PyObject *found[3] = {NULL, Py_None, NULL};
+    return new_call(self, NAMES, 2, found, args, nargs, kwnames);
+}
+
+static PyObject *calls_dequeue(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    static const char *const NAMES[] = {"dequeue", "timeout", "cancel", "indefinite"};
+    PyObject *found[3] = {Py_None, Py_None, Py_False};
+    return new_call(self, NAMES, 3, found, args, nargs, kwnames);
+}
+
+static int calls_init(Calls *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *slow_path;
+    State *state = state_of((PyObject *)self);
+    if (state == NULL || no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "O:Calls", &slow_path))
+        return -1;
+    if (self->call != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "this was made already");
+        return -1;
+    }
+    self->slow_path = Py_NewRef(slow_path);
+    self->writer = (PyTypeObject *)Py_NewRef((PyObject *)state->writer);
+    self->reader = (PyTypeObject *)Py_NewRef((PyObject *)state->reader);
+    self->call = (PyTypeObject *)Py_NewRef((PyObject *)state->call);
+    return 0;
+}
+
+static int calls_traverse(Calls *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->core);
+    Py_VISIT(self->slow_path);
+    return 0;
+}
+
+static int calls_clear(Calls *self)
+{
+    Py_CLEAR(self->core);
+    Py_CLEAR(self->slow_path);
+    return 0;
+}
+
+static void calls_dealloc(Calls *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    calls_clear(self);
+    if (self->spare != NULL)
+        PyObject_GC_Del(self->spare);
+    Py_CLEAR(self->writer);
+    Py_CLEAR(self->reader);
+    Py_CLEAR(self->call);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef calls_methods[] = {
+    {"enqueue", FAST calls_enqueue, METH_FASTCALL | METH_KEYWORDS,
+     "enqueue($self, obj, timeout=None)\n--\n\nSend an object to every reader; see `aioshm.MessageQueue.enqueue`."},
+    {"dequeue", FAST calls_dequeue, METH_FASTCALL | METH_KEYWORDS,
+     "dequeue($self, timeout=None, cancel=None, indefinite=False)\n--\n\n"
+     "Receive the next message; see `aioshm.MessageQueue.dequeue`."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef calls_members[] = {
+    {"core", T_OBJECT, offsetof(Calls, core), 0, "The core that is asked first, or None."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot calls_slots[] = {
+    {Py_tp_doc, "The calls of an awaited queue; see reference.py."},
+    {Py_tp_init, calls_init},
+    {Py_tp_dealloc, calls_dealloc},
+    {Py_tp_traverse, calls_traverse},
+    {Py_tp_clear, calls_clear},
+    {Py_tp_methods, calls_methods},
+    {Py_tp_members, calls_members},
+    {0, NULL},
+};
+
+PyType_Spec calls_spec = {
+    "aioshm.ring._native.Calls", sizeof(Calls), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, calls_slots,
 };

@@ -77,7 +77,7 @@ typedef struct {
     /* How messages are coded */
     uint64_t what;
     bool raw;
-    PyObject *code, *beside, *on_parked;
+    PyObject *code, *beside, *measure, *on_parked;
     PyObject *empty, *slow_path;
     /* Who may use this end, and for how long */
     char open;
@@ -97,7 +97,6 @@ typedef struct {
     WriterBook *notes;        /* in the book */
     unsigned long long claimed_bytes;  /* of the message that the claimed slot is for */
     unsigned long long awaited;        /* the message that spins wait for until all have read it; NONE: the next slot's */
-    PyObject *measure;
 } WriterEnd;
 
 typedef struct {
@@ -113,19 +112,8 @@ typedef struct {
 
 typedef struct {
     PyObject *empty, *slow_path;
-    PyTypeObject *writer, *reader, *call, *calls;
-} State;
-
-typedef struct {
-    PyObject_HEAD
-    End *core;                /* the core that is asked first, or NULL */
-    bool sends;               /* whether that is a writer's */
-    PyObject *rest, *whole, *fail;
-    void *spare;              /* the memory of a call that has ended: 7% of a message of 64 bytes */
     PyTypeObject *writer, *reader, *call;
-} Calls;
-
-typedef enum { RECEIVES, SENDS, ITERATES, CLOSES } CallKind;
+} State;
 
 /* Places */
 
@@ -295,18 +283,14 @@ bool spin_unless(End *end, long long budget_ns);
 int writer_init(WriterEnd *self, PyObject *args, PyObject *kwargs);
 int reader_init(ReaderEnd *self, PyObject *args, PyObject *kwargs);
 int no_keywords(PyObject *kwargs);
-int writer_traverse(WriterEnd *self, visitproc visit, void *arg);
-int reader_traverse(ReaderEnd *self, visitproc visit, void *arg);
-int writer_clear(WriterEnd *self);
-int reader_clear(ReaderEnd *self);
-void writer_dealloc(WriterEnd *self);
-void reader_dealloc(ReaderEnd *self);
+int end_traverse(End *end, visitproc visit, void *arg);
+int end_clear(End *end);
+void end_dealloc(End *end);
 State *state_of(PyObject *self);
 
-/* send.c, receive.c, awaitable.c */
+/* send.c, receive.c */
 PyObject *writer_send(WriterEnd *self, PyObject *obj);
 PyObject *reader_receive(ReaderEnd *self, PyObject *ignored);
-PyObject *new_call(Calls *calls, CallKind kind, PyObject *const *args);
 
 extern PyType_Spec writer_spec, reader_spec, calls_spec, call_spec;
 
@@ -314,6 +298,7 @@ extern PyType_Spec writer_spec, reader_spec, calls_spec, call_spec;
 
 PyObject *end_spin(End *end, PyObject *arg);
 PyObject *end_bind(End *end, PyObject *args);
+PyObject *end_bind_beside(End *end, PyObject *args);
 PyObject *end_belong(End *end, PyObject *runs);
 PyObject *end_share(End *end, PyObject *lock);
 PyObject *end_passes(End *end, PyObject *ignored);
@@ -326,6 +311,7 @@ PyObject *end_close(End *end, PyObject *ignored);
 
 #define BOTH_ENDS                                                                                                  \
     {"bind", CALL end_bind, METH_VARARGS, "Set how messages are coded, and what wakes the other end."},            \
+    {"bind_beside", CALL end_bind_beside, METH_VARARGS, "Set what handles messages with out-of-band buffers."},     \
     {"belong", CALL end_belong, METH_O, "Belong to this thread, while runs() is true; None: to any thread."},      \
     {"share", CALL end_share, METH_O, "Belong to any thread, and acquire a lock in send and receive_next."},         \
     {"passes", CALL end_passes, METH_NOARGS, "Return whether this thread may send or receive now."},               \

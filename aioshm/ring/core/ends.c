@@ -175,52 +175,34 @@ State *state_of(PyObject *self)
 
 /* buffer.obj is not visited: CPython's collector clears a memoryview that it finds in garbage although others have its
  * memory, and crashes (seen in 3.11). Unseen it is no garbage; it knows nobody that could know this object. */
-static int end_traverse(End *end, visitproc visit, void *arg)
+int end_traverse(End *end, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)end));
     Py_VISIT(end->code);
     Py_VISIT(end->beside);
+    Py_VISIT(end->measure);
     Py_VISIT(end->on_parked);
     Py_VISIT(end->runs);
     return 0;
 }
 
-int writer_traverse(WriterEnd *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->measure);
-    return end_traverse(&self->end, visit, arg);
-}
-
-int reader_traverse(ReaderEnd *self, visitproc visit, void *arg)
-{
-    return end_traverse(&self->end, visit, arg);
-}
-
 /* The buffers stay: others in the same cycle may still use what is cleared, and the memory must outlast that. */
-static int end_clear(End *end)
+int end_clear(End *end)
 {
     Py_CLEAR(end->code);
     Py_CLEAR(end->beside);
+    Py_CLEAR(end->measure);
     Py_CLEAR(end->on_parked);
     Py_CLEAR(end->runs);
     end->open = 0;
     return 0;
 }
 
-int writer_clear(WriterEnd *self)
-{
-    Py_CLEAR(self->measure);
-    return end_clear(&self->end);
-}
-
-int reader_clear(ReaderEnd *self)
-{
-    return end_clear(&self->end);
-}
-
-static void end_dealloc(End *end)
+void end_dealloc(End *end)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)end);
+    PyObject_GC_UnTrack(end);
+    end_clear(end);
     Py_CLEAR(end->empty);
     Py_CLEAR(end->slow_path);
     if (end->base != NULL) {
@@ -231,18 +213,4 @@ static void end_dealloc(End *end)
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(end);
     Py_DECREF(type);
-}
-
-void writer_dealloc(WriterEnd *self)
-{
-    PyObject_GC_UnTrack(self);
-    writer_clear(self);
-    end_dealloc(&self->end);
-}
-
-void reader_dealloc(ReaderEnd *self)
-{
-    PyObject_GC_UnTrack(self);
-    reader_clear(self);
-    end_dealloc(&self->end);
 }

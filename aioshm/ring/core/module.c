@@ -15,7 +15,7 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* Add a type to the module; it is the caller's, too. */
+/* Add a type to the module; the caller owns the reference that is returned. */
 static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
@@ -37,11 +37,10 @@ static int execute(PyObject *module)
     if (state->call == NULL)
         return -1;
     state->writer = add_type(module, &writer_spec);
-    state->reader = state->writer == NULL ? NULL : add_type(module, &reader_spec);
-    state->calls = state->reader == NULL ? NULL : add_type(module, &calls_spec);
-    if (state->calls == NULL)
-        return -1;
-    return 0;
+    state->reader = add_type(module, &reader_spec);
+    PyTypeObject *calls = add_type(module, &calls_spec);
+    Py_XDECREF((PyObject *)calls);
+    return state->writer == NULL || state->reader == NULL || calls == NULL ? -1 : 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -52,7 +51,6 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->writer);
     Py_VISIT(state->reader);
     Py_VISIT(state->call);
-    Py_VISIT(state->calls);
     return 0;
 }
 
@@ -64,7 +62,6 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->writer);
     Py_CLEAR(state->reader);
     Py_CLEAR(state->call);
-    Py_CLEAR(state->calls);
     return 0;
 }
 

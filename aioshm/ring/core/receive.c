@@ -392,17 +392,8 @@ static PyObject *reader_note_trace(ReaderEnd *self, PyObject *Py_UNUSED(ignored)
     Py_RETURN_NONE;
 }
 
-static PyObject *reader_bind_beside(ReaderEnd *self, PyObject *beside)
-{
-    PyObject *old = self->end.beside;
-    self->end.beside = Py_NewRef(beside);
-    Py_XDECREF(old);
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef methods[] = {
     BOTH_ENDS,
-    {"bind_beside", CALL reader_bind_beside, METH_O, "Set what decodes messages that have buffers beside them."},
     {"ready", CALL reader_ready, METH_NOARGS, "Return whether a message waits."},
     {"release", CALL reader_release, METH_NOARGS, "Finish with the slot; return whether the writer is parked."},
     {"start_at", CALL reader_start_at, METH_O, "Continue at a message, whatever lies before it."},
@@ -428,9 +419,9 @@ static PyMemberDef members[] = {
 static PyType_Slot slots[] = {
     {Py_tp_doc, "The hot calls of a reader's end; see reference.py."},
     {Py_tp_init, reader_init},
-    {Py_tp_dealloc, reader_dealloc},
-    {Py_tp_traverse, reader_traverse},
-    {Py_tp_clear, reader_clear},
+    {Py_tp_dealloc, end_dealloc},
+    {Py_tp_traverse, end_traverse},
+    {Py_tp_clear, end_clear},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
     {0, NULL},

@@ -81,6 +81,18 @@ PyObject *end_bind(End *end, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyObject *end_bind_beside(End *end, PyObject *args)
+{
+    PyObject *beside, *measure = Py_None, *old = end->beside, *old_measure = end->measure;
+    if (!PyArg_ParseTuple(args, "O|O:bind_beside", &beside, &measure))
+        return NULL;
+    end->beside = Py_NewRef(beside);
+    end->measure = Py_NewRef(measure);
+    Py_XDECREF(old);
+    Py_XDECREF(old_measure);
+    Py_RETURN_NONE;
+}
+
 PyObject *end_belong(End *end, PyObject *runs)
 {
     PyObject *old = end->runs;

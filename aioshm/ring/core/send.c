@@ -234,7 +234,7 @@ static PyObject *send_beside(WriterEnd *self, PyObject *message)
     End *end = &self->end;
     if (end->beside == NULL || end->beside == Py_None)
         return Py_NewRef(message);
-    PyObject *size = call(self->measure, message);
+    PyObject *size = call(end->measure, message);
     if (size == NULL)
         return NULL;
     size_t nbytes = PyLong_AsSize_t(size);
@@ -324,21 +324,8 @@ PyObject *writer_send(WriterEnd *self, PyObject *obj)
 
 /* The type */
 
-static PyObject *writer_bind_beside(WriterEnd *self, PyObject *args)
-{
-    PyObject *beside, *measure = Py_None, *old = self->end.beside, *old_measure = self->measure;
-    if (!PyArg_ParseTuple(args, "O|O:bind_beside", &beside, &measure))
-        return NULL;
-    self->end.beside = Py_NewRef(beside);
-    self->measure = Py_NewRef(measure);
-    Py_XDECREF(old);
-    Py_XDECREF(old_measure);
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef methods[] = {
     BOTH_ENDS,
-    {"bind_beside", CALL writer_bind_beside, METH_VARARGS, "Set what sends messages that have buffers beside them."},
     {"finished", CALL writer_finished, METH_O, "Return whether all have read a message, or its slot has another one."},
     {"claim_slot", CALL writer_claim_slot, METH_O, "Claim the next slot for so many bytes; return whether it is free."},
     {"commit", CALL writer_commit, METH_NOARGS, "Publish the claimed slot; return whether a reader is parked."},
@@ -358,9 +345,9 @@ static PyMemberDef members[] = {
 static PyType_Slot slots[] = {
     {Py_tp_doc, "The hot calls of a writer's end; see reference.py."},
     {Py_tp_init, writer_init},
-    {Py_tp_dealloc, writer_dealloc},
-    {Py_tp_traverse, writer_traverse},
-    {Py_tp_clear, writer_clear},
+    {Py_tp_dealloc, end_dealloc},
+    {Py_tp_traverse, end_traverse},
+    {Py_tp_clear, end_clear},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
     {0, NULL},
