@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE
 from types import FrameType
 
 from aioshm.process.limits import abandon_when_forked
@@ -19,7 +21,7 @@ class Termination:
     Only in the main thread, and if SIGTERM would end the process otherwise.
 
     Attributes:
-        interrupts: Whether SIGTERM raises SystemExit in a task that holds up the loop. A task that waits is cancelled.
+        interrupts: Whether SIGTERM raises SystemExit in a task of the user's that holds up the loop.
         ignored: Whether the task ends by itself: the first SIGTERM does nothing then, the second ends the process.
     """
 
@@ -34,11 +36,15 @@ class Termination:
         """Begin. Idempotent."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            # The loop wakes up for a signal that comes just before it sleeps: Python alone would not notice.
-            self._loop.add_signal_handler(signal.SIGTERM, self._come)
-            signal.signal(signal.SIGTERM, self._interrupt)
-            signal.siginterrupt(signal.SIGTERM, False)
-            self._armed = True
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the loop's own handler drops it
+            try:
+                # The loop wakes up for a signal that comes just before it sleeps: Python alone would not notice.
+                self._loop.add_signal_handler(signal.SIGTERM, self._come)
+                signal.signal(signal.SIGTERM, self._interrupt)
+                signal.siginterrupt(signal.SIGTERM, False)
+                self._armed = True
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def disarm(self) -> None:
         """End. Idempotent."""
@@ -63,9 +69,11 @@ class Termination:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
+    def _interrupt(self, _number: int, frame: FrameType | None) -> None:
         self._signalled = True
-        if self.interrupts and not self._came and not self.ignored and asyncio.current_task(self._loop) is not None:
+        if not self.interrupts or self._came or self.ignored or _returns_to_loop(frame):
+            return
+        if asyncio.current_task(self._loop) is not None:
             self._came = self._raised = True
             raise SystemExit(TERMINATED)
 
@@ -82,3 +90,21 @@ class Termination:
             # The task goes on: Python ignored the SystemExit, as it does in destructors and in some callbacks.
             self._raised = False
             self._task.cancel("SIGTERM")
+
+
+def _returns_to_loop(frame: FrameType | None) -> bool:
+    """Tell whether asyncio, or a coroutine of aioshm, runs, and not a function of the user's.
+
+    Both return to the loop soon. An exception there would tear them: a task whose `call_soon` raises never runs again.
+    """
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package == "asyncio":
+            return True
+        if package == "aioshm":
+            if frame.f_code.co_flags & (CO_COROUTINE | CO_ASYNC_GENERATOR):
+                return True
+        elif package not in sys.stdlib_module_names:
+            return False
+        frame = frame.f_back
+    return False

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -42,6 +43,30 @@ async def test_task_that_waits_is_cancelled_by_sigterm() -> None:
     task = asyncio.create_task(work())
     assert await task
     assert task.cancelling() == 0
+
+
+async def test_sigterm_amid_arm_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    install = signal.signal
+
+    def late(number: int, handler: Any) -> Any:
+        if not is_default():  # the loop has installed its own handler, which does nothing
+            signal.raise_signal(signal.SIGTERM)
+        return install(number, handler)
+
+    async def work() -> bool:
+        termination = Termination()
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", late)
+            termination.arm()
+        try:
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            return termination.take_back()
+        finally:
+            termination.disarm()
+        return False
+
+    assert await asyncio.create_task(work())
 
 
 async def test_task_that_holds_up_the_loop_is_interrupted_once_by_sigterm() -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,25 @@ class TestStarting:
         eventually(lambda: open_things() <= before, f"the end of {open_things() - before}")
 
 
+async def closed_by_sigterm_at_line(log: Path, number: int, *, scheduling: bool = False) -> None:
+    """Assert that a worker is closed by a SIGTERM that comes at that line after a call."""
+    on_uvloop = type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+    factory = uvloop.new_event_loop if on_uvloop else None
+    sent = log / "sent"
+    async with group_of(1, kwargs={"log": str(log)}, loop_factory=factory) as group:
+        await group.call(0, "add", 1)
+        with suppress(WorkerDied):  # it answers before that line, or does not
+            await group.call(0, targets.sigterm_at_line, number, str(sent), scheduling=scheduling)
+            async with asyncio.timeout(10):
+                while not sent.exists():
+                    await group.call(0, "add", 1)
+        async with asyncio.timeout(10):
+            await group.join_first()
+        with pytest.raises(WorkerDied, match="killed by SIGTERM"):
+            await group.call(0, "add", 1)
+    assert (log / "0").read_text() == "closed", sent.read_text()
+
+
 class TestClosing:
     async def test_workers_are_closed(self, tmp_path: Path) -> None:
         async with group_of(kwargs={"log": str(tmp_path)}) as group:
@@ -376,6 +396,17 @@ class TestClosing:
             with pytest.raises(WorkerDied, match="killed by SIGTERM"):
                 await (calls[0] if calls else call("add", 1))
             assert (tmp_path / "0").read_text() == "closed"
+
+    @pytest.mark.one_loop
+    async def test_worker_that_gets_sigterm_while_asyncio_schedules_a_task_is_closed(self, tmp_path: Path) -> None:
+        await closed_by_sigterm_at_line(tmp_path, 1, scheduling=True)
+
+    @pytest.mark.slow
+    async def test_worker_that_gets_sigterm_at_any_line_is_closed(self, tmp_path: Path) -> None:
+        for number in range(1, 500, 23):
+            directory = tmp_path / f"{number}"
+            directory.mkdir()
+            await closed_by_sigterm_at_line(directory, number)
 
     async def test_start_that_is_cancelled_closes_the_worker_that_is_made(self, tmp_path: Path) -> None:
         group = group_of(worker=targets.OneHangs, kwargs={"log": str(tmp_path)})

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any
 
 LONG_S = 100
@@ -122,6 +123,33 @@ def rank_of(worker: Worker, more: int) -> int:
 
 async def loop_of(worker: Worker) -> str:
     return type(asyncio.get_running_loop()).__module__
+
+
+def sigterm_at_line(worker: Worker, number: int, sent: str, *, scheduling: bool = False) -> None:
+    """Send SIGTERM to this process at a line after this call.
+
+    Args:
+        worker: The worker.
+        number: The lines until then.
+        sent: The file that notes the line.
+        scheduling: Whether only those lines count with which asyncio schedules the next step of a task.
+    """
+
+    def trace(frame: FrameType, event: str, _arg: object) -> object:
+        nonlocal number
+        caller = frame.f_back
+        counts = not scheduling or (frame.f_code.co_name == "call_soon" and caller and caller.f_code.co_name == "_run")
+        if event == "line" and counts:
+            number -= 1
+            if not number:
+                sys.settrace(None)
+                Path(sent).write_text(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+                signal.raise_signal(signal.SIGTERM)
+        return tracing
+
+    # The handler of the signal looks at the modules of functions that run: this one is not the user's.
+    tracing = FunctionType(trace.__code__, {**globals(), "__name__": "trace"}, closure=trace.__closure__)
+    sys.settrace(tracing)
 
 
 async def made_slowly(rank: int) -> Worker:
