@@ -20,7 +20,14 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from aioshm.engine import CoreEngine, EngineClient, EngineStartupCoordinator, EngineZmqAddresses, run_engine_core
+from aioshm.engine import (
+    ClientOptions,
+    CoreEngine,
+    EngineClient,
+    EngineStartupCoordinator,
+    EngineZmqAddresses,
+    run_engine_core,
+)
 from benchmarks.framework.crew import BenchmarkError, Boss, Crew
 from benchmarks.framework.harness import Settings, main, progress
 from benchmarks.framework.report import Report, latencies
@@ -145,7 +152,7 @@ async def client_of(crew: Crew) -> AsyncIterator[Ask]:
     """Start an engine; yield a function that sends it a request and returns the first output."""
     with tempfile.TemporaryDirectory(prefix="aioshm-") as folder:
         addresses = EngineZmqAddresses([f"ipc://{folder}/in"], [f"ipc://{folder}/out"])
-        async with EngineClient(addresses, 1, output_type=Output) as client:
+        async with EngineClient(addresses, 1, options=ClientOptions(output_type=Output)) as client:
             handshake = f"ipc://{folder}/handshake"
             hand = crew.start("engine of aioshm", serve, handshake)
             async with EngineStartupCoordinator(handshake, [CoreEngine(0)], client.addresses) as startup:

@@ -18,10 +18,13 @@ import msgspec
 
 from aioshm.cli.outcome import CommandFailed, loop_factory
 from aioshm.engine import (
+    ClientOptions,
     EngineClient,
+    EngineLayout,
     EngineSupervisor,
     EngineZmqAddresses,
     OutputStream,
+    StartupOptions,
     run_engine_core,
 )
 from aioshm.errors import EngineDead
@@ -92,13 +95,12 @@ async def run_engines(lines: list[bytes], n_engines: int, loop: str, say: Say) -
         _run_engine,
         n_engines,
         kwargs={"loop": loop},
-        coordinator=False,
-        request_type=Request,
-        output_type=Word,
-        on_progress=lambda progress: say(str(progress).partition(";")[0]),
-        progress_timeout=START_S,
         start_timeout=START_S,
-        **places,
+        layout=EngineLayout(coordinator=False, **places),
+        client=ClientOptions(request_type=Request, output_type=Word),
+        startup=StartupOptions(
+            on_progress=lambda progress: say(str(progress).partition(";")[0]), progress_timeout=START_S
+        ),
     ) as supervisor:
         asked = [texts[number % len(texts)] for number in range(REQUESTS * n_engines)]
         say(f"sending {len(asked)} requests")

@@ -9,8 +9,10 @@ from aioshm.deferred import import_when_used as _import_when_used
 
 if TYPE_CHECKING:  # "as": they are exported
     from aioshm.engine.client.client import EngineClient as EngineClient
+    from aioshm.engine.client.options import ClientOptions as ClientOptions
     from aioshm.engine.client.streams import OutputStream as OutputStream
     from aioshm.engine.core.core import EngineCore as EngineCore
+    from aioshm.engine.core.joining import HandshakeOptions as HandshakeOptions
     from aioshm.engine.core.joining import shake_hands as shake_hands
     from aioshm.engine.core.serving import run_engine_core as run_engine_core
     from aioshm.engine.dp.coordinator import DPCoordinator as DPCoordinator
@@ -39,9 +41,11 @@ if TYPE_CHECKING:  # "as": they are exported
     from aioshm.engine.startup.api_servers import APIServerProcessManager as APIServerProcessManager
     from aioshm.engine.startup.completion import wait_for_completion_or_failure as wait_for_completion_or_failure
     from aioshm.engine.startup.coordinator import EngineStartupCoordinator as EngineStartupCoordinator
+    from aioshm.engine.startup.coordinator import StartupOptions as StartupOptions
     from aioshm.engine.startup.launch import CoreEngineLaunch as CoreEngineLaunch
     from aioshm.engine.startup.launch import launch_core_engines as launch_core_engines
     from aioshm.engine.startup.launch import wait_for_engine_startup as wait_for_engine_startup
+    from aioshm.engine.startup.layout import EngineLayout as EngineLayout
     from aioshm.engine.startup.processes import CoreEngineProcManager as CoreEngineProcManager
     from aioshm.engine.startup.supervisor import EngineSupervisor as EngineSupervisor
     from aioshm.engine.usage import report_usage_stats as report_usage_stats
@@ -58,9 +62,10 @@ if TYPE_CHECKING:  # "as": they are exported
 if not TYPE_CHECKING:  # to which any name would be one of the package's
     _homes = {
         "aioshm.engine.client.client": ("EngineClient",),
+        "aioshm.engine.client.options": ("ClientOptions",),
         "aioshm.engine.client.streams": ("OutputStream",),
         "aioshm.engine.core.core": ("EngineCore",),
-        "aioshm.engine.core.joining": ("shake_hands",),
+        "aioshm.engine.core.joining": ("HandshakeOptions", "shake_hands"),
         "aioshm.engine.core.serving": ("run_engine_core",),
         "aioshm.engine.dp.coordinator": ("DPCoordinator",),
         "aioshm.engine.kv": ("bind_kv_cache", "copy_slice"),
@@ -84,8 +89,9 @@ if not TYPE_CHECKING:  # to which any name would be one of the package's
         "aioshm.engine.security.keys": ("EngineCredentials", "EngineKeys"),
         "aioshm.engine.startup.api_servers": ("APIServerProcessManager",),
         "aioshm.engine.startup.completion": ("wait_for_completion_or_failure",),
-        "aioshm.engine.startup.coordinator": ("EngineStartupCoordinator",),
+        "aioshm.engine.startup.coordinator": ("EngineStartupCoordinator", "StartupOptions"),
         "aioshm.engine.endpoints": ("get_engine_client_zmq_addr",),
+        "aioshm.engine.startup.layout": ("EngineLayout",),
         "aioshm.engine.startup.launch": ("CoreEngineLaunch", "launch_core_engines", "wait_for_engine_startup"),
         "aioshm.engine.startup.processes": ("CoreEngineProcManager",),
         "aioshm.engine.startup.supervisor": ("EngineSupervisor",),

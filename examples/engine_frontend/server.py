@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from aioshm.engine import EngineClient, EngineSupervisor, RankInfo
+from aioshm.engine import ClientOptions, EngineClient, EngineLayout, EngineSupervisor, RankInfo, StartupOptions
 from aioshm.errors import EngineDead, EngineStartupError
 from engine_frontend import engine
 from engine_frontend.http import make_app
@@ -32,11 +32,10 @@ async def serve(n_engines: int, n_workers: int, host: str, port: int) -> int:
         n_engines,
         kwargs={"n_workers": n_workers},
         resubmit="unstarted",
-        coordinator=False,  # the one client here knows what there is to do
-        request_type=Generation,
-        output_type=Progress,
-        on_progress=lambda progress: print(progress, flush=True),
         on_change=tell,
+        layout=EngineLayout(coordinator=False),
+        client=ClientOptions(request_type=Generation, output_type=Progress),
+        startup=StartupOptions(on_progress=lambda progress: print(progress, flush=True)),
     ) as supervisor:
         looping = asyncio.create_task(crash_loop(supervisor))
         try:

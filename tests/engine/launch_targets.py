@@ -11,12 +11,13 @@ from typing import Any
 
 from served_engine import Engine
 
-from aioshm.engine import run_engine_core
+from aioshm.engine import HandshakeOptions, run_engine_core
 
 
-def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, **others: Any) -> None:
-    """Serve; ``others`` are of `run_engine_core`."""
-    asyncio.run(run_engine_core(Engine(), handshake_address, dp_rank, **others))
+def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, **options: Any) -> None:
+    """Serve; ``options`` are of the handshake."""
+    handshake = HandshakeOptions(**options)
+    asyncio.run(run_engine_core(Engine(), handshake_address, dp_rank, handshake=handshake))
 
 
 def serve_over_there(handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:

@@ -10,11 +10,14 @@ import sys
 from typing import Any
 
 from aioshm.engine import (
+    ClientOptions,
     CoreEngine,
     EngineClient,
     EngineKeys,
     EngineStartupCoordinator,
     EngineZmqAddresses,
+    HandshakeOptions,
+    StartupOptions,
     run_engine_core,
 )
 
@@ -47,12 +50,14 @@ async def main(role: str, host: str) -> None:
     addresses = EngineZmqAddresses([f"tcp://{host}:5561"], [f"tcp://{host}:5562"])
     handshake = f"tcp://{host}:5563"
     if role == "engine":
-        await run_engine_core(Engine(), handshake, 0, local=False, headless=True, keys=KEYS)
+        await run_engine_core(Engine(), handshake, 0, handshake=HandshakeOptions(local=False, headless=True, keys=KEYS))
         return
-    async with EngineClient(addresses, 1, keys=KEYS) as client:
+    async with EngineClient(addresses, 1, options=ClientOptions(keys=KEYS)) as client:
         if role == "launch":
             engines = [CoreEngine(0, local=False)]
-            async with EngineStartupCoordinator(handshake, engines, addresses, keys=KEYS) as startup:
+            async with EngineStartupCoordinator(
+                handshake, engines, addresses, options=StartupOptions(keys=KEYS)
+            ) as startup:
                 print("bound", flush=True)
                 await startup.wait(60)
         await client.wait_until_ready(60)

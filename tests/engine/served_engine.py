@@ -16,12 +16,15 @@ import uvloop
 from startups import tasks
 
 from aioshm.engine import (
+    ClientOptions,
     CoreEngine,
     CoreEngineProcManager,
     EngineClient,
     EngineKeys,
     EngineStartupCoordinator,
     EngineZmqAddresses,
+    HandshakeOptions,
+    StartupOptions,
     die_with_parent,
     get_engine_client_zmq_addr,
     run_engine_core,
@@ -167,7 +170,9 @@ async def clients_of(
 ) -> AsyncIterator[Serving]:
     async with AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(EngineClient(addresses, n_engines, client_index=index, **options))
+            await stack.enter_async_context(
+                EngineClient(addresses, n_engines, options=ClientOptions(client_index=index, **options))
+            )
             for index in range(n_clients)
         ]
         yield Serving(clients)
@@ -200,7 +205,7 @@ async def served(
         work = [
             run_engine_core(
                 each, startup.handshake_address, rank, request_type=request_type, options=options.get("options"),
-                max_pending_bytes=max_pending_bytes, **security,
+                max_pending_bytes=max_pending_bytes, handshake=HandshakeOptions(**security),
             )
             for rank, each in enumerate(engines)
         ]  # fmt: skip
@@ -240,7 +245,9 @@ def starting(
 ) -> EngineStartupCoordinator:
     """Return a startup of as many engines as the clients have; `shaken` ends it."""
     engines = [CoreEngine(rank) for rank in range(len(serving.client.ranks))]
-    return EngineStartupCoordinator(handshake or get_engine_client_zmq_addr(True, ""), engines, addresses, **security)
+    return EngineStartupCoordinator(
+        handshake or get_engine_client_zmq_addr(True, ""), engines, addresses, options=StartupOptions(**security)
+    )
 
 
 async def shaken(serving: Serving, startup: EngineStartupCoordinator) -> None:

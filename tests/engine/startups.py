@@ -11,7 +11,7 @@ from typing import Any
 
 from fake_process import FakeProcess
 
-from aioshm.engine import EngineHandshakeMetadata, EngineZmqAddresses, shake_hands
+from aioshm.engine import EngineHandshakeMetadata, EngineZmqAddresses, HandshakeOptions, shake_hands
 
 ADDRESSES = ("ipc:///nowhere/in", "ipc:///nowhere/out")
 LOADING = "connected", "nothing"
@@ -40,8 +40,8 @@ async def tasks(*work: Awaitable[Any]) -> AsyncIterator[list[asyncio.Task[Any]]]
 
 
 def engine(address: str, index: int, **options: Any) -> Awaitable[EngineHandshakeMetadata]:
-    options.setdefault("initialize", ready_with(num_gpu_blocks=100))
-    return shake_hands(address, index, **options)
+    initialize = options.pop("initialize", ready_with(num_gpu_blocks=100))
+    return shake_hands(address, index, initialize=initialize, handshake=HandshakeOptions(**options))
 
 
 class FakeManager:

@@ -32,7 +32,7 @@ if "--like-macos" in sys.argv or "AIOSHM_LIKE_MACOS" in os.environ:
 import aioshm
 import aioshm.blocking
 from aioshm import Handle, MessageQueue, Options, PeerDied
-from aioshm.engine import WorkerGroup, launch_core_engines, run_engine_core
+from aioshm.engine import StartupOptions, WorkerGroup, launch_core_engines, run_engine_core
 from aioshm.events import AllBlocksCleared, EventBatch, EventSubscriber, Received, ZmqEventPublisher
 
 TIMEOUT_S = 30.0
@@ -207,7 +207,7 @@ def _serve(handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
 
 async def engines() -> None:
     """Two engines with a coordinator: started, asked, stopped."""
-    async with launch_core_engines(_serve, 2, progress_timeout=TIMEOUT_S) as launch:
+    async with launch_core_engines(_serve, 2, startup=StartupOptions(progress_timeout=TIMEOUT_S)) as launch:
         for number in range(4):
             outputs = [output async for output in launch.client.submit({"request_id": str(number)})]
             assert len(outputs) == 1

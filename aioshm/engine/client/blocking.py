@@ -11,6 +11,7 @@ from aioshm.arguments import check_plain, check_seconds
 from aioshm.closing import Closing, warn_not_closed
 from aioshm.engine.client import client as awaited
 from aioshm.engine.client.blocking_streams import OutputStream
+from aioshm.engine.client.options import ClientOptions
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.stats import EngineClientStats
 from aioshm.errors import RoleError
@@ -37,7 +38,7 @@ class EngineClient(Closing):
         addresses: Where to bind.
         engines: The engines, or how many there are.
         loop_factory: Makes an event loop for a thread of its own; None: the background loop of the process.
-        arguments: Every other argument of `aioshm.engine.EngineClient`.
+        options: See `ClientOptions`; None: the defaults.
 
     Raises:
         TypeError, ValueError: An argument makes no sense; the text names it.
@@ -47,16 +48,16 @@ class EngineClient(Closing):
         self,
         addresses: EngineZmqAddresses,
         engines: Sequence[CoreEngine] | int,
+        options: ClientOptions | None = None,
         *,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
-        **arguments: Any,
     ) -> None:
         self._host: LoopThread | None = None
         self._closing = threading.RLock()
         self._owns_host = True
         self._closed = False
         self._loop_factory = check_plain("loop_factory", loop_factory)
-        self._client = awaited.EngineClient(addresses, engines, **arguments)
+        self._client = awaited.EngineClient(addresses, engines, options)
 
     @classmethod
     def around(cls, client: awaited.EngineClient, host: LoopThread) -> EngineClient:

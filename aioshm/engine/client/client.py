@@ -11,14 +11,13 @@ import msgspec
 
 from aioshm.arguments import check_int, check_seconds
 from aioshm.closing import AsyncClosing
-from aioshm.config import Options
-from aioshm.engine.client.link import ClientOptions, EngineLink, OnEngineChange, OnEngineDeath, Resubmit
+from aioshm.engine.client.link import EngineLink
+from aioshm.engine.client.options import ClientOptions
 from aioshm.engine.client.pending import PendingCall
 from aioshm.engine.client.streams import OutputStream
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
 from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
 from aioshm.engine.protocol.payloads import Frame, PayloadEncoder
-from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.stats import EngineClientStats
 from aioshm.errors import CodecError, EngineDead
 from aioshm.process.watch import WatchedManager, WatchedProcess
@@ -49,24 +48,7 @@ class EngineClient(AsyncClosing):
             ready. What is bound is written back here, in a form that engines can connect to: with port 0 that is a port
             that the kernel has chosen, and in the place of a wildcard (``tcp://*:0``) this host's own address.
         engines: The engines, or how many there are, with the ranks from 0 on.
-        client_index: Which of the addresses' inputs and outputs are this client's.
-        request_type: What requests have to be; None: anything that MessagePack can say, and arrays and tensors.
-        output_type: What outputs are decoded as; any type that msgspec knows, or None for plain data. A plain array is
-            read as vLLM's outputs are: the first is the request's id, the sixth why it is finished.
-        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here; None: as the environment says.
-        keys: Who may connect over TCP, and as whom; None: those of this process.
-        secure: Whether connections over TCP are encrypted, and only holders of keys get in; engines and the coordinator
-            must say the same. False for engines that know no keys, as vLLM's: see SECURITY.md for what strangers can
-            do then.
-        on_engine_death: What becomes of the rest when an engine is gone: ``"fail"``, or ``"continue"``, for engines
-            that do not need each other. An engine of the same rank that registers later is taken for its successor.
-        resubmit: Which requests of a dead engine others get, with ``"continue"``: ``"unstarted"``, those that have
-            brought no output yet, each to an engine that has not had it; None: none.
-        on_engine_change: Called on the loop, with ``"continue"``, when an engine is gone, with its rank and the error,
-            and when one is back, with its rank and None.
-        membership_address: Where the process that starts the engines tells which ones there are, see
-            `CoreEngineLaunch.membership_address`, with ``"continue"``; then ``engines`` may be any that were before.
-            None: they are those that are given, and those that `add_engine` and `remove_engine` say.
+        options: See `ClientOptions`; None: the defaults.
 
     Attributes:
         addresses: What engines are to be told.
@@ -79,32 +61,12 @@ class EngineClient(AsyncClosing):
         self,
         addresses: EngineZmqAddresses,
         engines: Sequence[CoreEngine] | int,
-        *,
-        client_index: int = 0,
-        request_type: type[Any] | None = None,
-        output_type: Any = None,
-        options: Options | None = None,
-        keys: EngineKeys | None = None,
-        secure: bool = True,
-        on_engine_death: OnEngineDeath = "fail",
-        resubmit: Resubmit | None = None,
-        on_engine_change: OnEngineChange | None = None,
-        membership_address: str | None = None,
+        options: ClientOptions | None = None,
     ) -> None:
-        chosen = ClientOptions(
-            client_index=client_index,
-            output_type=output_type,
-            options=options,
-            keys=keys,
-            secure=secure,
-            on_engine_death=on_engine_death,
-            resubmit=resubmit,
-            on_engine_change=on_engine_change,
-            membership_address=membership_address,
-        )
+        chosen = options or ClientOptions()
         self._link = EngineLink(addresses, engines, chosen)
-        self._resubmits = resubmit is not None
-        self._request_type = request_type
+        self._resubmits = chosen.resubmit is not None
+        self._request_type = chosen.request_type
         self._encode = PayloadEncoder(self._link.options.max_message_bytes).encode
 
     def __repr__(self) -> str:

@@ -7,8 +7,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import zmq
@@ -19,6 +17,7 @@ from aioshm.config import Options
 from aioshm.engine.client.engines import Engines, again
 from aioshm.engine.client.liveness import Liveness
 from aioshm.engine.client.membership import EarlyRegistration, MembershipLink
+from aioshm.engine.client.options import ClientOptions
 from aioshm.engine.client.pending import Pending
 from aioshm.engine.client.sockets import ClientSockets
 from aioshm.engine.client.streams import Inbox
@@ -29,7 +28,7 @@ from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestT
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.protocol.reports import encode_scale
 from aioshm.engine.security.binding import Protection, over_tcp
-from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
+from aioshm.engine.security.keys import keys_for_front_end
 from aioshm.errors import CodecError, EndClosed, EngineDead, RoleError
 from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
@@ -40,36 +39,8 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 _LOG_INTERVAL_S = 10.0
 _ABORT = EngineCoreRequestType.ABORT.value
 
-OnEngineChange: TypeAlias = Callable[[int, EngineDead | None], object]
-OnEngineDeath: TypeAlias = Literal["fail", "continue"]
-Resubmit: TypeAlias = Literal["unstarted"]
-
 _encode_plain = msgspec.msgpack.Encoder().encode
 _decode_counts = msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bool]).decode
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientOptions:
-    """The arguments of `EngineClient` that concern its engines."""
-
-    client_index: int = 0
-    output_type: Any = None
-    options: Options | None = None
-    keys: EngineKeys | None = None
-    secure: bool = True
-    on_engine_death: OnEngineDeath = "fail"
-    resubmit: Resubmit | None = None
-    on_engine_change: OnEngineChange | None = None
-    membership_address: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.on_engine_death not in get_args(OnEngineDeath):
-            raise ValueError(f"on_engine_death must be 'fail' or 'continue', not {self.on_engine_death!r}")
-        given = self.resubmit
-        if given is not None and (given not in get_args(Resubmit) or self.on_engine_death == "fail"):
-            raise ValueError(f"resubmit must be None, or 'unstarted' with on_engine_death='continue', not {given!r}")
-        if self.membership_address is not None and self.on_engine_death == "fail":
-            raise ValueError("membership_address needs on_engine_death='continue', not 'fail'")
 
 
 class EngineLink:
@@ -85,7 +56,7 @@ class EngineLink:
         else:
             ranks = [engine.index for engine in engines]
         n_clients = min(len(addresses.inputs), len(addresses.outputs))
-        self.index: int = check_int("client_index", chosen.client_index, minimum=0)
+        self.index: int = chosen.client_index
         if self.index >= n_clients:
             raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {self.index}")
         self.addresses = addresses  # what engines are to be told

@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -40,65 +41,83 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 ReadyFields = Mapping[str, Any] | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandshakeOptions:
+    """The options of an engine's handshake.
+
+    Attributes:
+        local: Whether the engine runs on the front end's host.
+        headless: Whether the engine's host has no front end.
+        client_handshake_address: Where the engine's own front end listens, if ``handshake_address`` is the address of a
+            head node elsewhere (hybrid and external load balancing, at ranks above 0). The engine shakes hands with
+            both: requests come from its own front end, and the head node decides everything else.
+        keys: The keys of this engine for TCP, see `EngineKeys`; None: the keys that its process was started with.
+        secure: Whether TCP connections are encrypted; the front end needs the same setting. False for front ends
+            without keys, such as vLLM's.
+    """
+
+    local: bool = True
+    headless: bool = False
+    client_handshake_address: str | None = None
+    # Security
+    keys: AnyKeys | None = None
+    secure: bool = True
+
+
 async def shake_hands(
     handshake_address: str,
     index: int,
     *,
-    local: bool = True,
-    headless: bool = False,
-    client_handshake_address: str | None = None,
     initialize: Callable[[EngineHandshakeMetadata], ReadyFields | Awaitable[ReadyFields]],
     timeout: float | None = INIT_TIMEOUT_S,
-    keys: AnyKeys | None = None,
-    secure: bool = True,
+    handshake: HandshakeOptions | None = None,
 ) -> EngineHandshakeMetadata:
-    """Say HELLO to the front end, initialise with what it answers, and say READY.
+    """Say HELLO to the front end, initialise with its answer, and say READY.
 
     Cancelling this, or an error in ``initialize``, leaves the front end without a READY.
 
-    Over TCP a message whose connection breaks is sent again over the next one. For READY this goes on
-    after the return, until a connection has lasted for 9 s, or the calling task ends: run the engine in that task.
+    Over TCP a message whose connection breaks is sent again over the next one. For READY this continues after the
+    return, until a connection has lasted for 9 s, or the calling task ends: run the engine in that task.
 
     Args:
         handshake_address: Where the front end listens, or will listen.
         index: The engine's rank.
-        local: Whether it runs on the front end's host.
-        headless: Whether there is no front end beside it.
-        client_handshake_address: Where the engine's own front end listens, if ``handshake_address`` is that of a head
-            node elsewhere (hybrid and external load balancing, at ranks above 0). The engine shakes hands with both:
-            it gets requests from its own front end, and everything else is as the head node says.
-        initialize: Gets what the front end says, connects the engine's data sockets, and returns the fields of READY,
+        initialize: Gets the front end's answer, connects the engine's data sockets, and returns the fields of READY,
             such as ``num_gpu_blocks``; may be async.
         timeout: Seconds that each front end may take to answer; None waits for ever.
-        keys: See `run_engine_core`.
-        secure: See `run_engine_core`.
+        handshake: See `HandshakeOptions`; None: the defaults.
 
     Returns:
-        What the front end said; of two, both together.
+        The front end's answer; with two front ends, both answers combined.
 
     Raises:
-        HandshakeError: What the front end said is not understood.
-        TimeoutError: It did not answer; the text names its address.
+        HandshakeError: The front end's answer is invalid.
+        TimeoutError: The front end did not answer; the text names its address.
         OSError: An address is malformed.
         RoleError: There are no keys for this engine.
         TypeError, ValueError: The fields of READY cannot be sent, or an engine with a front end of its own is headless
             or not local.
     """
+    chosen = handshake or HandshakeOptions()
+    local = chosen.local
+    headless = chosen.headless
     if timeout is not None:
         check_seconds("timeout", timeout)
     async with AsyncExitStack() as stack:
 
         async def greet(address: str, local: bool) -> tuple[_FrontEnd, EngineHandshakeMetadata]:
             credentials = (
-                keys_for_engine(index, keys) if secure and check_endpoint(address).startswith("tcp://") else None
+                keys_for_engine(index, chosen.keys)
+                if chosen.secure and check_endpoint(address).startswith("tcp://")
+                else None
             )
             # Only aioshm's front ends have keys: vLLM's would get bytes that vLLM does not send.
-            handshake = EngineHandshake(index, local=local, headless=headless, named=credentials is not None)
-            front_end = _FrontEnd(address, handshake, credentials)
+            state = EngineHandshake(index, local=local, headless=headless, named=credentials is not None)
+            front_end = _FrontEnd(address, state, credentials)
             stack.callback(front_end.close)
             return front_end, await front_end.greet(timeout)
 
-        if client_handshake_address is None:
+        if chosen.client_handshake_address is None:
             front_end, metadata = await greet(handshake_address, local)
             front_ends = [front_end]
         else:
@@ -108,7 +127,7 @@ async def shake_hands(
                     f"it must be local and not headless, not local={local}, headless={headless}"
                 )
             head, metadata = await greet(handshake_address, False)
-            own, beside = await greet(client_handshake_address, True)
+            own, beside = await greet(chosen.client_handshake_address, True)
             metadata.addresses.inputs = beside.addresses.inputs
             metadata.addresses.outputs = beside.addresses.outputs
             front_ends = [own, head]

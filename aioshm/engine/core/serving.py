@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from aioshm.config import Options
 from aioshm.engine.core.core import EngineCore
-from aioshm.engine.core.joining import shake_hands
+from aioshm.engine.core.joining import HandshakeOptions, shake_hands
 from aioshm.engine.core.sockets import MAX_PENDING_BYTES
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
-from aioshm.engine.security.keys import AnyKeys
 from aioshm.process.termination import Termination
 
 
@@ -19,14 +19,10 @@ async def run_engine_core(
     handshake_address: str,
     index: int,
     *,
-    local: bool = True,
-    headless: bool = False,
-    client_handshake_address: str | None = None,
     request_type: Any = None,
     options: Options | None = None,
-    keys: AnyKeys | None = None,
-    secure: bool = True,
     max_pending_bytes: int = MAX_PENDING_BYTES,
+    handshake: HandshakeOptions | None = None,
 ) -> None:
     """Shake hands with the front end, and serve requests until the process is told to end.
 
@@ -62,20 +58,14 @@ async def run_engine_core(
         engine: The engine.
         handshake_address: Where the front end listens.
         index: The engine's rank.
-        local: Whether it runs on the front end's host.
-        headless: Whether there is no front end beside it.
-        client_handshake_address: Where the engine's own front end listens, if ``handshake_address`` is the head node's,
-            see `shake_hands`.
         request_type: What requests are decoded as, any type that msgspec knows; None for plain data.
         options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here; None: as the environment says.
-        keys: What makes it known over TCP; None: what its process was started with, see `EngineKeys`.
-        secure: Whether connections over TCP are encrypted, as the front end has to say, too. False for front ends that
-            know no keys, as vLLM's.
         max_pending_bytes: Bytes of outputs that may wait for one front end of this host, besides the last 8 messages,
             which ZeroMQ holds. With more than that the front end has stopped reading, and the engine drops it: it logs
             a warning that names the front end, and aborts its requests. A front end that runs again raises `EngineDead`
             for them, and the engine registers with it anew. Answers to calls do not count. Over TCP a front end is
             dropped after ``options.remote_timeout`` seconds of silence instead.
+        handshake: See `HandshakeOptions`; None: the defaults.
 
     Raises:
         HandshakeError: What the front end said is not understood.
@@ -84,14 +74,15 @@ async def run_engine_core(
         Exception: Whatever the engine has raised in ``initialize`` or ``step``.
     """
     options = options or Options.from_env()
-    secure = secure and options.secure
+    chosen = handshake or HandshakeOptions()
+    chosen = replace(chosen, secure=chosen.secure and options.secure)
     core = EngineCore(
         engine,
         index,
         request_type=request_type,
         options=options,
-        keys=keys,
-        secure=secure,
+        keys=chosen.keys,
+        secure=chosen.secure,
         max_pending_bytes=max_pending_bytes,
     )
     termination = Termination()
@@ -112,16 +103,7 @@ async def run_engine_core(
 
     try:
         try:
-            await shake_hands(
-                handshake_address,
-                index,
-                local=local,
-                headless=headless,
-                client_handshake_address=client_handshake_address,
-                initialize=initialize,
-                keys=keys,
-                secure=secure,
-            )
+            await shake_hands(handshake_address, index, initialize=initialize, handshake=chosen)
             await core.run()
         finally:
             await core.aclose()

@@ -34,6 +34,7 @@ from aioshm.engine.protocol.addresses import (
     parallel_settings,
 )
 from aioshm.engine.protocol.messages import decode_single
+from aioshm.engine.protocol.progress import EngineReport, StartupReport
 from aioshm.errors import HandshakeError
 
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -109,7 +110,7 @@ class FrontEndHandshake:
         self._inits: dict[int, bytes] = {}
         self._restarts = False
         self._early: dict[int, Sequence[bytes]] = {}  # of engines whose predecessors are not known to be dead
-        self._addresses = addresses
+        self.addresses: EngineZmqAddresses = addresses
         self._parallel = parallel_settings(parallel_config)
         self._expected_hash = config_hash
         self._remote_headless = not balanced_outside(parallel_config) if remote_headless is None else remote_headless
@@ -139,6 +140,14 @@ class FrontEndHandshake:
         """Where the coordinator's counts are published, if an engine passes that on."""
         address: str | None = self._first("dp_stats_address")
         return address
+
+    def report(self) -> StartupReport:
+        """Return the answers of all engines, once complete."""
+        engines = {
+            index: EngineReport(index, engine.local, self.hello[index], self.ready[index])
+            for index, engine in self.engines.items()
+        }
+        return StartupReport(engines, self.num_gpu_blocks or 0, self.parallel_config_hash, self.stats_address)
 
     def receive(self, identity: bytes, frames: Sequence[bytes]) -> list[bytes] | None:
         """Take a message; return the frames to send in reply, the identity first.
@@ -280,7 +289,7 @@ class FrontEndHandshake:
         return next((value for value in said if value is not None), None)
 
     def _init(self) -> bytes:
-        init: dict[str, Any] = {"addresses": self._addresses, "parallel_config": self._parallel}
+        init: dict[str, Any] = {"addresses": self.addresses, "parallel_config": self._parallel}
         if self._expected_hash is not None:  # releases of vLLM around 0.12 look for the hash here
             init["parallel_config_hash"] = self._expected_hash
         return _encode(init)

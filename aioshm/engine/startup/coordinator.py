@@ -1,11 +1,13 @@
-"""Waits until engines are ready, or says who is not, and why."""
+"""Waits until engines are ready, or reports which engines are not, and why."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from time import monotonic
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -15,7 +17,7 @@ from aioshm.config import engine_ready_timeout
 from aioshm.engine.endpoints import check_handshake_address
 from aioshm.engine.protocol.addresses import CoreEngine, CoreEngineState, EngineZmqAddresses
 from aioshm.engine.protocol.handshake import FrontEndHandshake
-from aioshm.engine.protocol.progress import EngineReport, StartupProgress, StartupReport, Waiting
+from aioshm.engine.protocol.progress import StartupProgress, StartupReport, Waiting
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.router import HandshakeRouter
@@ -32,10 +34,92 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 _LOG_INTERVAL_S = 10.0
 
 REMINDER_S, LAST_REMINDER_S = 10.0, 60.0
-"""After this long without progress, and then ever more rarely, it is said once more who is waited for."""
+"""Seconds without progress until the first reminder in the log; the interval doubles up to the second figure."""
 
 SETTLE_S = 0.1
-"""What brings one process down often brings down others: those are named, too, if they exit within this."""
+"""A cause that ends one process often ends others. The error names processes that exit within this time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartupOptions:
+    """The options of an `EngineStartupCoordinator`.
+
+    Attributes:
+        parallel_config: Changes to the parallel configuration of engines: a mapping, sent as it is, or an object with
+            vLLM's attributes. Its ``data_parallel_hybrid_lb`` and ``data_parallel_external_lb`` say whether engines on
+            other hosts have front ends of their own.
+        parallel_config_hash: The hash that engines must report, if they report one; None: all report the same.
+        remote_headless: Whether engines on other hosts must be headless; None: as ``parallel_config`` says.
+        cache_config: Its ``num_gpu_blocks`` grows by the blocks of all engines, if they report them.
+        watched_processes: Other processes whose exit ends the startup, such as front ends. They are not stopped.
+        progress_timeout: Seconds without progress (a HELLO or a READY) after which the startup has failed; None:
+            ``AIOSHM_ENGINE_READY_TIMEOUT_S``, or 600.
+        on_progress: Called on the loop when an engine has advanced, and with reminders.
+        keys: The keys of the deployment, for TCP; None: the keys of this process.
+        secure: Whether TCP connections are encrypted and admit holders of keys only; engines need the same setting.
+            False for engines without keys, such as vLLM's. A refused message is logged then, and does not end the
+            startup: a stranger may have sent it.
+
+    Raises:
+        TypeError, ValueError: A value is invalid; the text names it.
+    """
+
+    # Parallel configuration
+    parallel_config: object = None
+    parallel_config_hash: object = None
+    remote_headless: bool | None = None
+    cache_config: Any = None
+    # Waiting
+    watched_processes: Iterable[WatchedProcess] = ()
+    progress_timeout: float | None = None
+    on_progress: Callable[[StartupProgress], object] | None = None
+    # Security
+    keys: EngineKeys | None = None
+    secure: bool = True
+
+    def __post_init__(self) -> None:
+        if self.progress_timeout is not None:
+            check_seconds("progress_timeout", self.progress_timeout)
+
+
+class _Failure(NamedTuple):
+    """Why a startup has failed; an exit of a process has no cause of its own."""
+
+    cause: str = ""
+    refusal: HandshakeError | None = None
+
+
+class _ProgressClock:
+    """Measures the time without progress, and calls back after it and for reminders in between."""
+
+    def __init__(self, patience_s: float, on_timeout: Callable[[], None], on_reminder: Callable[[], None]) -> None:
+        self.patience_s: float = patience_s
+        self.since: dict[int, float] = {}  # the last progress of each engine
+        self._on_timeout = on_timeout
+        self._on_reminder = on_reminder
+        self._timers: list[asyncio.TimerHandle] = []
+
+    @property
+    def running(self) -> bool:
+        return bool(self._timers)
+
+    def restart(self) -> None:
+        self.stop()
+        loop = asyncio.get_running_loop()
+        self._timers = [
+            loop.call_later(self.patience_s, self._on_timeout),
+            loop.call_later(REMINDER_S, self._remind, REMINDER_S),
+        ]
+
+    def stop(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers = []
+
+    def _remind(self, interval: float) -> None:
+        self._on_reminder()
+        interval = min(2 * interval, LAST_REMINDER_S)
+        self._timers[1] = asyncio.get_running_loop().call_later(interval, self._remind, interval)
 
 
 class EngineStartupCoordinator(AsyncClosing):
@@ -44,46 +128,32 @@ class EngineStartupCoordinator(AsyncClosing):
         async with EngineStartupCoordinator(address, engines, addresses, proc_manager=manager) as startup:
             report = await startup.wait()
 
-    It has failed when a watched process exits, however well; when a handshake message is refused, from any sender,
-    because an engine with a wrong rank is a message from an unknown sender, and the engine that is missing would never
-    come; and when nothing has moved for ``progress_timeout``. What has failed, or is left before every engine is ready,
-    stops the engines of ``proc_manager`` and ``coord_process``; ``watched_processes`` belong to others and are only
-    watched.
+    The startup fails if a watched process exits, even with code 0, or after ``progress_timeout`` without progress. It
+    also fails if a handshake message is refused, from any sender: an engine with a wrong rank is an unknown sender, and
+    the missing engine would never come. A failure, or leaving the block before every engine is ready, stops the engines
+    of ``proc_manager`` and ``coord_process``.
 
-    Messages are read from the beginning of the block on, processes that are given are watched from then on, and the
-    time without progress runs from the first `wait` on. ``proc_manager`` and ``coord_process`` may be set until then:
-    with an address whose port the kernel chooses, engines can only be started inside the block, and told
-    `handshake_address`.
+    From the beginning of the block on, messages are read and processes watched. The time without progress runs from the
+    first `wait` on. ``proc_manager`` and ``coord_process`` may be set until then: with a port that the kernel chooses,
+    engines can only start inside the block, with `handshake_address`.
 
     Args:
         handshake_address: Where engines say HELLO: an ``ipc://`` or ``tcp://`` address to bind, or a bound ROUTER
-            socket (plain, or of ``zmq.asyncio``), which stays open and is read by nothing else meanwhile. With such a
-            socket two engines of one rank that come at the same moment are noticed only by the lack of progress.
-        engines: Those that are expected; their states are kept up to date.
-        addresses: What engines are told, as it is when they say HELLO. Gets the ``frontend_stats_publish_address`` that
-            an engine passes on.
-        parallel_config: What engines are to change in their parallel configuration: a mapping, sent as it is, or an
-            object with vLLM's attributes. Its ``data_parallel_hybrid_lb`` and ``data_parallel_external_lb`` say
-            whether engines on other hosts have front ends of their own.
-        proc_manager: What has started the local engines.
+            socket (plain, or of ``zmq.asyncio``). Such a socket stays open, and nothing else may read from it. Two
+            engines of one rank that come at the same moment are noticed there only by the lack of progress.
+        engines: The expected engines; their states are kept up to date.
+        addresses: The addresses that engines get, as of their HELLO. Receives the ``frontend_stats_publish_address``
+            that an engine passes on.
+        proc_manager: The manager of the local engines.
         coord_process: The process of the data-parallel coordinator.
-        watched_processes: Other processes without which there is nothing to start for, such as front ends.
-        progress_timeout: Seconds without progress after which the startup has failed; None:
-            ``AIOSHM_ENGINE_READY_TIMEOUT_S``, or 600. Progress is a HELLO or a READY.
-        parallel_config_hash: What engines that say such a hash must say; None: the same as each other.
-        remote_headless: Whether engines on other hosts must be headless; None: as ``parallel_config`` says.
-        on_progress: Called on the loop when an engine came further, and with reminders in between.
-        keys: Who may connect over TCP, and as whom; None: those of this process.
-        secure: Whether connections over TCP are encrypted, and only holders of keys get in; engines have to say the
-            same. False for engines that know no keys, as vLLM's: then what is refused is logged, and does not end the
-            startup, since it may be a stranger's.
+        options: See `StartupOptions`; None: the defaults.
 
     Attributes:
         proc_manager: See above.
         coord_process: See above; stopped if it is one of ``multiprocessing``.
 
     Raises:
-        TypeError, ValueError: An argument makes no sense; the text names it.
+        TypeError, ValueError: An argument is invalid; the text names it.
     """
 
     def __init__(
@@ -92,16 +162,9 @@ class EngineStartupCoordinator(AsyncClosing):
         engines: Iterable[CoreEngine],
         addresses: EngineZmqAddresses,
         *,
-        parallel_config: object = None,
         proc_manager: WatchedManager | None = None,
         coord_process: WatchedProcess | None = None,
-        watched_processes: Iterable[WatchedProcess] = (),
-        progress_timeout: float | None = None,
-        parallel_config_hash: object = None,
-        remote_headless: bool | None = None,
-        on_progress: Callable[[StartupProgress], object] | None = None,
-        keys: EngineKeys | None = None,
-        secure: bool = True,
+        options: StartupOptions | None = None,
     ) -> None:
         self._router: HandshakeRouter | None = None
         self._closed = False
@@ -110,26 +173,26 @@ class EngineStartupCoordinator(AsyncClosing):
         self.proc_manager = proc_manager
         self.coord_process = coord_process
         self._place = handshake_address
-        self._addresses = addresses
+        self._options = chosen = options or StartupOptions()
         self.handshake: FrontEndHandshake = FrontEndHandshake(
-            engines, addresses, parallel_config, config_hash=parallel_config_hash, remote_headless=remote_headless
+            engines,
+            addresses,
+            chosen.parallel_config,
+            config_hash=chosen.parallel_config_hash,
+            remote_headless=chosen.remote_headless,
         )
-        self._patience = (
-            engine_ready_timeout() if progress_timeout is None else check_seconds("progress_timeout", progress_timeout)
+        self.progress_timeout: float = (
+            engine_ready_timeout() if chosen.progress_timeout is None else chosen.progress_timeout
         )
-        self._on_progress = on_progress
-        self._keys, self._secure = keys, secure
-        self._limiter = LogLimiter(_LOG_INTERVAL_S)
-        self._strange = ""  # the last message that was refused and may be a stranger's
-        self._since: dict[int, float] = {}
-        self._processes = Supervision(watched_processes, self._process_exited)
-        self._timers: list[asyncio.TimerHandle] = []
+        self._clock = _ProgressClock(self.progress_timeout, self._give_up, self._remind)
+        self.limiter: LogLimiter = LogLimiter(_LOG_INTERVAL_S)
+        self.ignored: str = ""  # the last refused message that may be a stranger's
+        self._processes = Supervision(chosen.watched_processes, self._process_exited)
         self._settled = asyncio.Event()
         self._report: StartupReport | None = None
-        self._refusal: HandshakeError | None = None
-        self._failed, self._cause = False, ""
+        self._failure: _Failure | None = None
         self._conclusion: asyncio.Task[EngineStartupError] | None = None
-        self._on_ready: Callable[[int], object] | None = None  # engines may come back
+        self._on_ready: Callable[[int], object] | None = None  # set when engines may come back
 
     def __repr__(self) -> str:
         return f"<EngineStartupCoordinator at {self.handshake_address}: {self.progress}>"
@@ -151,7 +214,7 @@ class EngineStartupCoordinator(AsyncClosing):
         return self
 
     def open(self) -> None:
-        """Bind the address and begin to listen; ``async with`` does it.
+        """Bind the address and begin to read; ``async with`` does it.
 
         Raises:
             OSError: The address cannot be bound.
@@ -160,10 +223,11 @@ class EngineStartupCoordinator(AsyncClosing):
         """
         if self._router is not None or self._closed:
             raise RoleError("a startup of engines can be entered once")
+        chosen = self._options
         self._router = HandshakeRouter(
-            self._place, self.take, self.handshake.engines, keys=self._keys, secure=self._secure
+            self._place, self.take, self.handshake.engines, keys=chosen.keys, secure=chosen.secure
         )
-        self._since = dict.fromkeys(self.handshake.engines, monotonic())
+        self._clock.since = dict.fromkeys(self.handshake.engines, monotonic())
         try:
             self._processes.watch(self.proc_manager, self.coord_process)
         except BaseException:
@@ -196,8 +260,8 @@ class EngineStartupCoordinator(AsyncClosing):
         if self._report is None and self._conclusion is None and not self._closed:
             self._processes.watch(self.proc_manager, self.coord_process)
         if not self._settled.is_set():
-            if not self._timers:
-                self._restart_timers()
+            if not self._clock.running:
+                self._clock.restart()
             if self.handshake.complete:  # there are none
                 self._succeed()
         try:
@@ -207,7 +271,7 @@ class EngineStartupCoordinator(AsyncClosing):
             raise TimeoutError(f"engines are not ready after {timeout} s: {self.progress}") from None
         if self._report is not None:
             return self._report
-        if not self._failed:
+        if self._failure is None:
             raise RoleError("this startup of engines was left before they were ready")
         if self._conclusion is None:
             self._conclusion = asyncio.create_task(self._conclude(), name="aioshm-engine-startup-failed")
@@ -299,8 +363,8 @@ class EngineStartupCoordinator(AsyncClosing):
         if not goes_on and self._on_ready is None:
             self._fail(text, error)
             return False
-        self._strange = text
-        self._limiter.warn(logger, "ignored a message: %s", text)
+        self.ignored = text
+        self.limiter.warn(logger, "ignored a message: %s", text)
         return True
 
     def _hear_out(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
@@ -309,31 +373,32 @@ class EngineStartupCoordinator(AsyncClosing):
         The kernel tells of an exit at once, and ZeroMQ's thread hands over messages when it has its turn.
         """
         assert self._router is not None
-        if not self._failed or self._cause:
+        if self._failure is None or self._failure.cause:
             return False
         try:
             self.handshake.receive(identity, frames)
         except HandshakeError as error:
             if self._router.trusted:
-                self._cause, self._refusal = f"{error}; it came from {sender}", error
+                self._failure = _Failure(f"{error}; it came from {sender}", error)
         except (TypeError, ValueError):  # the addresses were changed to something else
             return False
-        return not self._cause
+        return not self._failure.cause
 
     def _move(self, index: int) -> None:
         if self._on_ready is not None:
             if self.handshake.engines[index].state is CoreEngineState.READY:
                 notify(self._on_ready, index)
             return
-        self._since[index] = monotonic()
-        if self._addresses.frontend_stats_publish_address is None:
-            self._addresses.frontend_stats_publish_address = self.handshake.stats_address
-        if self._on_progress is not None or logger.isEnabledFor(logging.DEBUG):
+        self._clock.since[index] = monotonic()
+        addresses = self.handshake.addresses
+        if addresses.frontend_stats_publish_address is None:
+            addresses.frontend_stats_publish_address = self.handshake.stats_address
+        if self._options.on_progress is not None or logger.isEnabledFor(logging.DEBUG):
             progress = self._progress(index)
             logger.debug("engine %d is %s: %s", index, self.handshake.engines[index].state.name, progress)
             self._announce(progress)
-        if self._timers:
-            self._restart_timers()
+        if self._clock.running:
+            self._clock.restart()
         if self.handshake.complete:
             self._succeed()
 
@@ -341,15 +406,10 @@ class EngineStartupCoordinator(AsyncClosing):
         if self._processes.exited():
             self._fail()  # READY was the last message of a process that has exited
             return
-        self._report = StartupReport(
-            {
-                index: EngineReport(index, engine.local, self.handshake.hello[index], self.handshake.ready[index])
-                for index, engine in self.handshake.engines.items()
-            },
-            self.handshake.num_gpu_blocks or 0,
-            self.handshake.parallel_config_hash,
-            self.handshake.stats_address,
-        )
+        self._report = report = self.handshake.report()
+        cache_config = self._options.cache_config
+        if cache_config is not None and self.handshake.num_gpu_blocks is not None:
+            cache_config.num_gpu_blocks = (getattr(cache_config, "num_gpu_blocks", None) or 0) + report.num_gpu_blocks
         self._settle()
         self._processes.close()
 
@@ -360,38 +420,23 @@ class EngineStartupCoordinator(AsyncClosing):
 
     def _fail(self, cause: str = "", refusal: HandshakeError | None = None) -> None:
         if not self._settled.is_set():
-            self._failed, self._cause, self._refusal = True, cause, refusal
+            self._failure = _Failure(cause, refusal)
             self._settle()
 
     def _settle(self) -> None:
-        self._cancel_timers()
+        self._clock.stop()
         self._settled.set()
 
     # Time
 
-    def _restart_timers(self) -> None:
-        self._cancel_timers()
-        loop = asyncio.get_running_loop()
-        self._timers = [
-            loop.call_later(self._patience, self._give_up),
-            loop.call_later(REMINDER_S, self._remind, REMINDER_S),
-        ]
-
     def _give_up(self) -> None:
-        text = f"no progress for {self._patience:g} s"
-        self._fail(f"{text}; the last message that was ignored: {self._strange}" if self._strange else text)
+        text = f"no progress for {self.progress_timeout:g} s"
+        self._fail(f"{text}; the last message that was ignored: {self.ignored}" if self.ignored else text)
 
-    def _remind(self, interval: float) -> None:
+    def _remind(self) -> None:
         progress = self._progress(None)
         logger.info("%s", progress)
         self._announce(progress)
-        interval = min(2 * interval, LAST_REMINDER_S)
-        self._timers[1] = asyncio.get_running_loop().call_later(interval, self._remind, interval)
-
-    def _cancel_timers(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-        self._timers = []
 
     # What is said
 
@@ -399,7 +444,7 @@ class EngineStartupCoordinator(AsyncClosing):
         now = monotonic()
         pids = {index: process.pid for index, process in self._processes.engines().items()}
         waiting = tuple(
-            Waiting(index, engine.state, now - self._since.get(index, now), pids.get(index))
+            Waiting(index, engine.state, now - self._clock.since.get(index, now), pids.get(index))
             for index, engine in self.handshake.engines.items()
             if engine.state is not CoreEngineState.READY
         )
@@ -407,8 +452,9 @@ class EngineStartupCoordinator(AsyncClosing):
         return StartupProgress(len(self.handshake.engines), heard, len(self.handshake.ready), waiting, moved)
 
     def _announce(self, progress: StartupProgress) -> None:
-        if self._on_progress is not None:
-            asyncio.get_running_loop().call_soon(notify, self._on_progress, progress)
+        on_progress = self._options.on_progress
+        if on_progress is not None:
+            asyncio.get_running_loop().call_soon(notify, on_progress, progress)
 
     # Failure and closing
 
@@ -416,7 +462,8 @@ class EngineStartupCoordinator(AsyncClosing):
         """Stop everything, and return what is to be raised."""
         try:
             await asyncio.sleep(SETTLE_S)
-            error = self._processes.failure(self._cause, self._refusal, self.progress, self.handshake.engines)
+            cause, refusal = self._failure or _Failure()
+            error = self._processes.failure(cause, refusal, self.progress, self.handshake.engines)
         finally:
             await self._processes.stop()
         logger.debug("%s", error)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any, Self
 
 from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.client.client import EngineClient
-from aioshm.engine.client.link import Resubmit
+from aioshm.engine.client.options import ClientOptions, Resubmit
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
@@ -39,13 +40,13 @@ class EngineSupervisor(AsyncClosing):
         target_fn: What each engine's process runs.
         engine_count: How many engines there are at first.
         restart: When processes are started again, for each one by itself.
-        resubmit: See `EngineClient`.
+        resubmit: See `ClientOptions`.
         lockstep: Whether no engine can go on without the others, as those of mixtures of experts: then all of them are
             started again when one dies.
         start_timeout: Seconds that an engine may take until it is ready, when it is started again; then it is killed,
             which counts as a death. None: ``AIOSHM_ENGINE_READY_TIMEOUT_S``, or 600.
         on_change: Called on the loop when an engine's state has changed.
-        options: Every other argument of `launch_core_engines`.
+        options: The other arguments of `launch_core_engines`, such as ``layout`` and ``client``.
 
     Raises:
         EngineStartupError: As from `launch_core_engines`, when this is entered: the first start is tried once.
@@ -66,9 +67,11 @@ class EngineSupervisor(AsyncClosing):
     ) -> None:
         self._stack: AsyncExitStack | None = None
         self._closed = False
-        for name in ("on_engine_death", "on_engine_change", "wait"):
-            if name in options:
-                raise TypeError(f"{name} is the supervisor's own, and cannot be given")
+        if "wait" in options:
+            raise TypeError("wait is the supervisor's own, and cannot be given")
+        client = options.pop("client", None) or ClientOptions()
+        if client.on_engine_change is not None:
+            raise TypeError("on_engine_change is the supervisor's own, and cannot be given")
         self._lives: dict[int, EngineLife] = {}
         self._restarting: Restarting | None = None
         self._restart = restart or Restart()
@@ -79,9 +82,12 @@ class EngineSupervisor(AsyncClosing):
         self._on_change = on_change
         self._options = {
             **options,
-            "on_engine_death": "continue",
-            "resubmit": resubmit,
-            "on_engine_change": self._engine_changed,
+            "client": replace(
+                client,
+                on_engine_death="continue",
+                resubmit=resubmit or client.resubmit,
+                on_engine_change=self._engine_changed,
+            ),
             "wait": False,
         }
         self._target = check_plain("target_fn", target_fn)

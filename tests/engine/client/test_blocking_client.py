@@ -28,7 +28,9 @@ from served_engine import Engine, ask, here_and_there, stop
 from support import eventually
 
 from aioshm.engine import (
+    ClientOptions,
     CoreEngine,
+    EngineLayout,
     EngineStartupCoordinator,
     EngineZmqAddresses,
     get_engine_client_zmq_addr,
@@ -67,7 +69,7 @@ def served(*engines: Any, loop: Callable[[], Any] | None = None, **options: Any)
     """Let engines in a loop in another thread serve a client."""
     engines = engines or (Slow(is_async=True),)
     handshake, ending = get_engine_client_zmq_addr(True, ""), threading.Event()
-    with EngineClient(here_and_there(), len(engines), loop_factory=loop, **options) as client:
+    with EngineClient(here_and_there(), len(engines), loop_factory=loop, options=ClientOptions(**options)) as client:
 
         async def serve() -> None:
             running = [asyncio.create_task(run_engine_core(each, handshake, n)) for n, each in enumerate(engines)]
@@ -435,7 +437,7 @@ class TestLaunch:
 
     def test_over_tcp(self) -> None:
         addresses = EngineZmqAddresses(["tcp://127.0.0.1:0"], ["tcp://127.0.0.1:0"])
-        with launch_core_engines(targets.serve, addresses=addresses) as launch:
+        with launch_core_engines(targets.serve, layout=EngineLayout(addresses=addresses)) as launch:
             assert launch.addresses.inputs[0].startswith("tcp://127.0.0.1:")
             assert tokens(launch.client.submit(ask("a"))) == [0, 1, 2]
 

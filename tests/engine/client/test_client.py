@@ -17,7 +17,7 @@ from iterating import EACH_WAY, END, Way, by_aclosing
 from served_engine import Engine, ask, collected, here_and_there, served, until
 from typed_messages import Output, Request
 
-from aioshm.engine import CoreEngine, EngineClient, EngineZmqAddresses, get_engine_client_zmq_addr
+from aioshm.engine import ClientOptions, CoreEngine, EngineClient, EngineZmqAddresses, get_engine_client_zmq_addr
 from aioshm.errors import (
     CallFailed,
     CodecError,
@@ -422,7 +422,7 @@ class TestLife:
             with pytest.raises(ValueError, match=text):
                 EngineClient(here_and_there(), engines)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="client_index must be below 1"):
-            EngineClient(here_and_there(), 1, client_index=1)
+            EngineClient(here_and_there(), 1, options=ClientOptions(client_index=1))
         with pytest.raises(OSError, match="cannot bind"):
             EngineClient(EngineZmqAddresses([path], ["tcp://256.0.0.1:1"]), 1).open()
         assert not Path(path.removeprefix("ipc://")).exists()

@@ -27,6 +27,7 @@ from served_engine import (
 from startups import tasks
 
 from aioshm.engine import (
+    ClientOptions,
     CoreEngine,
     EngineClient,
     EngineCoreOutputs,
@@ -271,4 +272,4 @@ async def test_processes_that_are_killed(place: str, watched: bool) -> None:
 )
 def test_arguments(options: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        EngineClient(here_and_there(), 1, **options)
+        EngineClient(here_and_there(), 1, options=ClientOptions(**options))

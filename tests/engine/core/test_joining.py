@@ -13,7 +13,7 @@ import pytest
 import zmq
 from startups import addresses, ready_with, tasks
 
-from aioshm.engine import EngineHandshakeMetadata, EngineKeys, EngineZmqAddresses, shake_hands
+from aioshm.engine import EngineHandshakeMetadata, EngineKeys, EngineZmqAddresses, HandshakeOptions, shake_hands
 from aioshm.errors import HandshakeError
 from aioshm.zeromq.endpoint import open_socket
 
@@ -60,7 +60,9 @@ async def test_the_whole_way(front: FrontEnd, path: str, is_async: bool) -> None
         fields = {"num_gpu_blocks": 3}
         return asyncio.sleep(0.01, fields) if is_async else fields
 
-    async with tasks(shake_hands(path, 5, local=False, headless=True, initialize=initialize)) as (engine,):
+    async with tasks(
+        shake_hands(path, 5, initialize=initialize, handshake=HandshakeOptions(local=False, headless=True))
+    ) as (engine,):
         assert await front.hears() == {"status": "HELLO", "local": False, "headless": True}
         assert not told
         front.says(INIT)
@@ -169,7 +171,9 @@ class TestTwoFrontEnds:
 
         head_says = EngineZmqAddresses(["h-in"], ["h-out"], "c-in", "c-out", "stats")
         own_says = EngineZmqAddresses(["in"], ["out"], "not", "these", "at all")
-        joining = shake_hands(path, 5, client_handshake_address=own_path, initialize=initialize)
+        joining = shake_hands(
+            path, 5, initialize=initialize, handshake=HandshakeOptions(client_handshake_address=own_path)
+        )
         async with tasks(joining) as (engine,):
             assert await front.hears() == {"status": "HELLO", "local": False, "headless": False}
             front.says(msgspec.msgpack.encode(EngineHandshakeMetadata(head_says, {"data_parallel_size": 9})))
@@ -192,7 +196,13 @@ class TestTwoFrontEnds:
         own, own_path = beside
         # The first one's answer has to come in time.
         timeout = 0.3 if silent == "head" else 1.5
-        joining = shake_hands(path, 5, client_handshake_address=own_path, initialize=ready_with(), timeout=timeout)
+        joining = shake_hands(
+            path,
+            5,
+            initialize=ready_with(),
+            timeout=timeout,
+            handshake=HandshakeOptions(client_handshake_address=own_path),
+        )
         async with tasks(joining) as (engine,):
             await front.hears()
             if silent == "own":
@@ -205,7 +215,12 @@ class TestTwoFrontEnds:
         self, front: FrontEnd, path: str, beside: tuple[FrontEnd, str]
     ) -> None:
         own, own_path = beside
-        joining = shake_hands(path, 5, client_handshake_address=own_path, initialize=lambda _: 1 / 0)  # type: ignore
+        joining = shake_hands(
+            path,
+            5,
+            initialize=lambda _: 1 / 0,  # type: ignore[arg-type,return-value]
+            handshake=HandshakeOptions(client_handshake_address=own_path),
+        )
         async with tasks(joining) as (engine,):
             await front.hears()
             front.says(INIT)
@@ -220,7 +235,12 @@ class TestTwoFrontEnds:
     @pytest.mark.parametrize("options", [{"headless": True}, {"local": False}])
     async def test_it_has_a_front_end_beside_it(self, options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="must be local and not headless"):
-            await shake_hands("ipc:///h", 5, client_handshake_address="ipc:///o", initialize=ready_with(), **options)
+            await shake_hands(
+                "ipc:///h",
+                5,
+                initialize=ready_with(),
+                handshake=HandshakeOptions(client_handshake_address="ipc:///o", **options),
+            )
 
 
 @pytest.mark.parametrize(
@@ -250,7 +270,13 @@ async def test_front_end_that_hangs_up_in_the_handshake_is_named(secure: bool) -
     address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     keys = EngineKeys.generate() if secure else None
     with pytest.raises(TimeoutError) as caught:
-        await shake_hands(address, 5, initialize=lambda metadata: None, timeout=1, keys=keys, secure=secure)  # type: ignore[arg-type,return-value]
+        await shake_hands(
+            address,
+            5,
+            initialize=lambda metadata: None,
+            timeout=1,
+            handshake=HandshakeOptions(keys=keys, secure=secure),
+        )  # type: ignore[arg-type,return-value]
     server.close()
     await server.wait_closed()
     end = ", or the front end refuses these keys, which have to be of its EngineKeys" if secure else ""
@@ -266,4 +292,10 @@ async def test_front_end_that_encrypts_or_does_not_is_named(secure: bool, hint: 
         router.bind(LOOPBACK)
         address = router.getsockopt_string(zmq.LAST_ENDPOINT)
         with pytest.raises(TimeoutError, match=f"only one of the two ends encrypts; .*{hint}"):
-            await shake_hands(address, 5, initialize=lambda metadata: None, timeout=1, keys=keys, secure=secure)  # type: ignore[arg-type,return-value]
+            await shake_hands(
+                address,
+                5,
+                initialize=lambda metadata: None,
+                timeout=1,
+                handshake=HandshakeOptions(keys=keys, secure=secure),
+            )  # type: ignore[arg-type,return-value]

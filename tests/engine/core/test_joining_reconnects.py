@@ -14,7 +14,15 @@ import zmq
 from startups import addresses, tasks
 from support import until
 
-from aioshm.engine import CoreEngine, EngineHandshakeMetadata, EngineKeys, EngineStartupCoordinator, shake_hands
+from aioshm.engine import (
+    CoreEngine,
+    EngineHandshakeMetadata,
+    EngineKeys,
+    EngineStartupCoordinator,
+    HandshakeOptions,
+    StartupOptions,
+    shake_hands,
+)
 from aioshm.engine.core.joining import MAX_REPEATS
 from aioshm.engine.protocol.progress import StartupReport
 from aioshm.engine.startup.router import HandshakeRouter
@@ -118,9 +126,9 @@ class Proxy:
         raise ConnectionResetError
 
 
-async def serve(*args: Any, **options: Any) -> None:
+async def serve(address: str, *, initialize: Callable[[Any], Any], **options: Any) -> None:
     """Shake hands, and go on for ever, as an engine does."""
-    await shake_hands(*args, **options)
+    await shake_hands(address, 0, initialize=initialize, handshake=HandshakeOptions(**options))
     await asyncio.Event().wait()
 
 
@@ -130,12 +138,14 @@ async def starting(
 ) -> AsyncIterator[tuple[Proxy, Callable[..., Awaitable[None]], EngineStartupCoordinator]]:
     """Give a front end behind a proxy, and what runs its engine."""
     keys = EngineKeys.generate()
-    async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], addresses(), keys=keys, secure=secure) as startup:
+    async with EngineStartupCoordinator(
+        LOOPBACK, [CoreEngine(0)], addresses(), options=StartupOptions(keys=keys, secure=secure)
+    ) as startup:
         port = int(startup.handshake_address.rpartition(":")[2])
         async with Proxy(port) as proxy:
 
             def engine(initialize: Callable[[Any], Any]) -> Awaitable[None]:
-                return serve(proxy.address, 0, initialize=initialize, keys=keys, secure=secure)
+                return serve(proxy.address, initialize=initialize, keys=keys, secure=secure)
 
             yield proxy, engine, startup
 
@@ -213,7 +223,7 @@ async def test_ready_is_given_up_where_two_engines_take_the_connection_from_each
         router = Router(context)
         async with (
             Proxy(router.port) as proxy,
-            tasks(serve(proxy.address, 0, initialize=lambda _: None, secure=False)),
+            tasks(serve(proxy.address, initialize=lambda _: None, secure=False)),
         ):
             await router.hears()
             router.answers()
@@ -252,7 +262,7 @@ async def test_messages_are_sent_once_and_as_vllm_sends_them_while_their_connect
     """Connections that broke before a message was sent into them do not count."""
     with zmq.Context() as context:
         router = Router(context)
-        async with Proxy(None) as proxy, tasks(serve(proxy.address, 0, initialize=lambda _: None, secure=False)):
+        async with Proxy(None) as proxy, tasks(serve(proxy.address, initialize=lambda _: None, secure=False)):
             await until(lambda: proxy.connections == 2, "two connections that are refused")
             proxy.target = router.port
             assert await router.hears() == HELLO
@@ -269,7 +279,7 @@ async def test_messages_are_sent_once_and_as_vllm_sends_them_while_their_connect
 async def test_repeated_messages_name_their_process() -> None:
     with zmq.Context() as context:
         router = Router(context)
-        async with Proxy(router.port) as proxy, tasks(serve(proxy.address, 0, initialize=lambda _: None, secure=False)):
+        async with Proxy(router.port) as proxy, tasks(serve(proxy.address, initialize=lambda _: None, secure=False)):
             assert await router.hears() == HELLO
             proxy.cut()
             again = await router.hears()
@@ -285,7 +295,7 @@ async def test_ready_is_sent_again_no_more_once_the_engine_ends() -> None:
     with zmq.Context() as context:
         router = Router(context)
         async with Proxy(router.port) as proxy:
-            async with tasks(serve(proxy.address, 0, initialize=lambda _: None, secure=False)):
+            async with tasks(serve(proxy.address, initialize=lambda _: None, secure=False)):
                 await router.hears()
                 router.answers()
                 await router.hears()

@@ -20,6 +20,7 @@ from served_engine import Engine, Serving, ask, collected, here_and_there, serve
 
 from aioshm.engine import (
     APIServerProcessManager,
+    ClientOptions,
     EngineClient,
     EngineSupervisor,
     EngineZmqAddresses,
@@ -193,7 +194,9 @@ def ask_for_much(listen_address: str, sock: Any, directory: str, config: dict[st
     async def work() -> None:
         addresses = EngineZmqAddresses([config["input_address"]], [config["output_address"]])
         where = config["membership_address"]
-        async with EngineClient(addresses, 1, on_engine_death="continue", membership_address=where) as client:
+        async with EngineClient(
+            addresses, 1, options=ClientOptions(on_engine_death="continue", membership_address=where)
+        ) as client:
             for number in count():
                 await client.wait_until_ready(WITHIN_S)
                 try:

@@ -16,6 +16,8 @@ from aioshm.engine import (
     EngineKeys,
     EngineStartupCoordinator,
     EngineZmqAddresses,
+    HandshakeOptions,
+    StartupOptions,
     get_engine_client_zmq_addr,
     run_engine_core,
 )
@@ -158,13 +160,15 @@ async def test_an_engine_with_a_front_end_of_its_own() -> None:
         await stack.enter_async_context(
             tasks(
                 run_engine_core(engines[0], handshake, 0),
-                run_engine_core(engines[1], handshake, 1, client_handshake_address=beside),
+                run_engine_core(engines[1], handshake, 1, handshake=HandshakeOptions(client_handshake_address=beside)),
             )
         )
         lb = {"data_parallel_external_lb": True}
         all_of_them = [CoreEngine(0), CoreEngine(1, local=False)]
         async with (
-            EngineStartupCoordinator(handshake, all_of_them, head_addresses, parallel_config=lb) as at_head,
+            EngineStartupCoordinator(
+                handshake, all_of_them, head_addresses, options=StartupOptions(parallel_config=lb)
+            ) as at_head,
             EngineStartupCoordinator(beside, [CoreEngine(1)], own_addresses) as at_own,
         ):
             await asyncio.gather(at_head.wait(20), at_own.wait(20))

@@ -9,7 +9,7 @@ import sys
 
 import ray_targets as targets
 
-from aioshm.engine import EngineNeeds, EngineSupervisor
+from aioshm.engine import EngineLayout, EngineNeeds, EngineSupervisor
 
 
 async def run(cluster: str, moment: str) -> None:
@@ -21,7 +21,9 @@ async def run(cluster: str, moment: str) -> None:
         "ray_options": {"address": cluster, "log_to_driver": False},
     }
     async with EngineSupervisor(
-        targets.serve_launched, 1, backend="ray", coordinator=True, host="127.0.0.1", manager_options=options
+        targets.serve_launched,
+        1,
+        layout=EngineLayout(backend="ray", coordinator=True, host="127.0.0.1", manager_options=options),
     ) as supervisor:
         os.kill(supervisor.engines[0].pid or 0, signal.SIGKILL)
         if moment == "starting":

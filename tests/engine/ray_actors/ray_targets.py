@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from aioshm.engine import shake_hands
+from aioshm.engine import HandshakeOptions, shake_hands
 
 LONG_S = 100
 
@@ -33,7 +33,12 @@ def shake_and_stay(address: str, faults: dict[int, str], dp_rank: int, local_dp_
         return {"num_gpu_blocks": 10, "pid": os.getpid(), "local_rank": local_dp_rank, "devices": len(devices)}
 
     async def run() -> None:
-        await shake_hands(address, dp_rank, local=local_client, headless=not local_client, initialize=initialize)
+        await shake_hands(
+            address,
+            dp_rank,
+            initialize=initialize,
+            handshake=HandshakeOptions(local=local_client, headless=not local_client),
+        )
         await asyncio.sleep(LONG_S)
 
     asyncio.run(run())
@@ -45,7 +50,11 @@ def serve(address: str, dp_rank: int, local_dp_rank: int, local_client: bool) ->
 
     from aioshm.engine import run_engine_core
 
-    asyncio.run(run_engine_core(Engine(), address, dp_rank, local=local_client, headless=not local_client))
+    asyncio.run(
+        run_engine_core(
+            Engine(), address, dp_rank, handshake=HandshakeOptions(local=local_client, headless=not local_client)
+        )
+    )
 
 
 def serve_launched(handshake_address: str, dp_rank: int, local_dp_rank: int, local_client: bool) -> None:

@@ -23,13 +23,16 @@ from support import eventually
 
 from aioshm.engine import (
     APIServerProcessManager,
+    ClientOptions,
     CoreEngine,
     CoreEngineActorManager,
     EngineClient,
     EngineKeys,
+    EngineLayout,
     EngineNeeds,
     EngineStartupCoordinator,
     EngineZmqAddresses,
+    StartupOptions,
     get_engine_client_zmq_addr,
     launch_core_engines,
     wait_for_completion_or_failure,
@@ -65,7 +68,10 @@ async def startup(count: int, local: int, faults: dict[int, str] | None = None, 
 class TestLaunch:
     async def test_everything_in_one_call(self, cluster: str) -> None:
         async with launch_core_engines(
-            targets.serve_launched, 2, 1, backend="ray", host="127.0.0.1", manager_options={"timeout": 60}
+            targets.serve_launched,
+            2,
+            1,
+            layout=EngineLayout(backend="ray", host="127.0.0.1", manager_options={"timeout": 60}),
         ) as launch:
             assert isinstance(launch.engine_manager, CoreEngineActorManager)
             assert launch.processes == []
@@ -198,8 +204,8 @@ async def test_serve_requests_and_are_named_to_clients_when_they_die() -> None:
     told, keys = EngineZmqAddresses([ADDRESS], [ADDRESS]), EngineKeys.generate()
     engines = [CoreEngine(rank, local=rank < 1) for rank in range(2)]
     async with (
-        EngineClient(told, engines, keys=keys) as client,
-        EngineStartupCoordinator(ADDRESS, engines, told, keys=keys) as made,
+        EngineClient(told, engines, options=ClientOptions(keys=keys)) as client,
+        EngineStartupCoordinator(ADDRESS, engines, told, options=StartupOptions(keys=keys)) as made,
     ):
         address = made.handshake_address
         assert all(each.startswith("tcp://") for each in (address, *told.inputs, *told.outputs))

@@ -17,7 +17,7 @@ from managed import gone
 from served_engine import ask, collected
 from support import eventually, until
 
-from aioshm.engine import CoreEngineActorManager, EngineNeeds, EngineSupervisor, Restart
+from aioshm.engine import CoreEngineActorManager, EngineLayout, EngineNeeds, EngineSupervisor, Restart
 from aioshm.errors import EngineDead, EngineStartupError, RoleError
 
 ray: Any = pytest.importorskip("ray")
@@ -66,9 +66,13 @@ def nodes(ray_cluster: Any) -> Iterator[Nodes]:
 async def supervised(
     count: int, local: int, target: Callable[..., object] = targets.serve_launched, **options: Any
 ) -> AsyncIterator[tuple[EngineSupervisor, CoreEngineActorManager]]:
-    options.setdefault("manager_options", {"needs": ONE_CHIP, "timeout": 60})
+    manager_options = options.pop("manager_options", {"needs": ONE_CHIP, "timeout": 60})
     async with EngineSupervisor(
-        target, count, local_engine_count=local, backend="ray", host="127.0.0.1", **options
+        target,
+        count,
+        local_engine_count=local,
+        layout=EngineLayout(backend="ray", host="127.0.0.1", manager_options=manager_options),
+        **options,
     ) as supervisor:
         manager = supervisor.launch.engine_manager
         assert isinstance(manager, CoreEngineActorManager)

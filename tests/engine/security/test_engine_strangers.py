@@ -23,12 +23,14 @@ from startups import engine
 from support import tell_to_end, until
 
 from aioshm.engine import (
+    ClientOptions,
     CoreEngine,
     DPCoordinator,
     EngineClient,
     EngineKeys,
     EngineStartupCoordinator,
     EngineZmqAddresses,
+    StartupOptions,
 )
 from aioshm.engine.dp.coordination import CoordinatorAddresses
 from aioshm.errors import EngineDead, EngineStartupError
@@ -200,7 +202,7 @@ class TestSecure:
         """Engine 1's keys are no use for rank 0: not under its name, and not in what is said."""
         keys = EngineKeys.generate()
         addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
-        async with EngineClient(addresses, 2, keys=keys) as client:
+        async with EngineClient(addresses, 2, options=ClientOptions(keys=keys)) as client:
             with zmq.Context() as context:
                 mine = keys.for_engine(1).to_front_end()
                 for identity in (keys.name(0), b"\0\0"):
@@ -287,7 +289,9 @@ class TestInsecure:
 
     async def test_a_startup_goes_on(self, caplog: pytest.LogCaptureFixture) -> None:
         where = EngineZmqAddresses(["ipc:///nowhere/1"], ["ipc:///nowhere/2"])
-        async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], where, secure=False) as startup:
+        async with EngineStartupCoordinator(
+            LOOPBACK, [CoreEngine(0)], where, options=StartupOptions(secure=False)
+        ) as startup:
             place = startup.handshake_address
             async with Watcher() as watcher:
                 assert await attack("garbage", place, place, place) == b""
@@ -300,7 +304,9 @@ class TestInsecure:
 
     async def test_a_second_hello_gets_nothing(self) -> None:
         where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
-        async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], where, secure=False) as startup:
+        async with EngineStartupCoordinator(
+            LOOPBACK, [CoreEngine(0)], where, options=StartupOptions(secure=False)
+        ) as startup:
             place, told = startup.handshake_address, asyncio.Event()
             go_on = asyncio.Event()
 
@@ -320,7 +326,7 @@ class TestInsecure:
     async def test_what_was_ignored_is_told_in_the_end(self) -> None:
         where = EngineZmqAddresses(["ipc:///nowhere/1"], ["ipc:///nowhere/2"])
         async with EngineStartupCoordinator(
-            LOOPBACK, [CoreEngine(0)], where, secure=False, progress_timeout=4
+            LOOPBACK, [CoreEngine(0)], where, options=StartupOptions(secure=False, progress_timeout=4)
         ) as startup:
             waiting = asyncio.ensure_future(startup.wait(30))
             joining = asyncio.ensure_future(engine(startup.handshake_address, 5, secure=False))
@@ -364,7 +370,7 @@ class TestInsecure:
 
     async def test_a_rank_is_whose_comes_first(self) -> None:
         addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
-        async with EngineClient(addresses, 1, secure=False) as client:
+        async with EngineClient(addresses, 1, options=ClientOptions(secure=False)) as client:
             stranger = asyncio.create_task(
                 attack("rank", *addresses.inputs, *addresses.outputs, until=lambda heard: b"a prompt" in heard)
             )
@@ -377,7 +383,9 @@ class TestInsecure:
 
     async def test_addresses_are_told_to_whom_comes_first(self) -> None:
         where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
-        async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], where, secure=False) as startup:
+        async with EngineStartupCoordinator(
+            LOOPBACK, [CoreEngine(0)], where, options=StartupOptions(secure=False)
+        ) as startup:
             place = startup.handshake_address
             await attack("hello", place, place, place, until=lambda heard: b"tcp://secret:1" in heard)
             joining = asyncio.ensure_future(engine(place, 0, secure=False))

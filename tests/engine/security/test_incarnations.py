@@ -16,9 +16,11 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from aioshm.engine import (
+    ClientOptions,
     DPCoordinator,
     EngineCredentials,
     EngineKeys,
+    EngineLayout,
     EngineSupervisor,
     EngineZmqAddresses,
 )
@@ -121,10 +123,8 @@ async def test_a_dead_engine_s_keys_open_no_socket_of_the_front_end(
         2,
         restart=MANY,
         kwargs={"stuck": str(stuck)},
-        addresses=addresses,
-        handshake_address=LOOPBACK,
-        keys=keys,
-        coordinator=False,
+        layout=EngineLayout(addresses=addresses, handshake_address=LOOPBACK, coordinator=False),
+        client=ClientOptions(keys=keys),
     ) as supervisor:
         client = supervisor.client
         where = (

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from aioshm.engine import EngineClient, EngineZmqAddresses
+from aioshm.engine import ClientOptions, EngineClient, EngineZmqAddresses
 from aioshm.errors import EngineDead
 
 ASKING = 3
@@ -78,9 +78,9 @@ def serve_front_end(listen_address: str, sock: Any, args: str, client_config: di
         async with EngineClient(
             addresses,
             2,
-            on_engine_death="continue",
-            resubmit="unstarted",
-            membership_address=client_config["membership_address"],
+            options=ClientOptions(
+                on_engine_death="continue", resubmit="unstarted", membership_address=client_config["membership_address"]
+            ),
         ) as client:
             await client.wait_until_ready(30)
             await ask_on(client, index, Path(args, "stop"), Path(args, f"{index}.json"))

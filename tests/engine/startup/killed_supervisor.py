@@ -14,7 +14,15 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from aioshm.engine import DPCoordinator, EngineSupervisor, Restart, WorkerGroup, die_with_parent, run_engine_core
+from aioshm.engine import (
+    DPCoordinator,
+    EngineLayout,
+    EngineSupervisor,
+    Restart,
+    WorkerGroup,
+    die_with_parent,
+    run_engine_core,
+)
 from aioshm.engine.client.link import EngineLink
 from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.startup.processes import CoreEngineProcManager
@@ -266,7 +274,7 @@ async def run(moment: str) -> None:
         args=(moment,),
         restart=SLOWLY if moment == "at backoff" else None,
         lockstep=moment in OF_GROUPS,
-        coordinator=moment in WITH_COORDINATOR,
+        layout=EngineLayout(coordinator=moment in WITH_COORDINATOR),
     ) as supervisor:
         await MOMENTS[moment](supervisor)
 

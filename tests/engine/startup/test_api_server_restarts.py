@@ -25,7 +25,9 @@ from support import eventually
 
 from aioshm.engine import (
     APIServerProcessManager,
+    ClientOptions,
     EngineClient,
+    EngineLayout,
     EngineSupervisor,
     EngineZmqAddresses,
     RankInfo,
@@ -88,7 +90,7 @@ def front_end(listen_address: str, sock: socket.socket, n_engines: int, config: 
         addresses = EngineZmqAddresses([config["input_address"]], [config["output_address"]])
         membership = config["membership_address"]
         async with EngineClient(
-            addresses, n_engines, on_engine_death="continue", membership_address=membership
+            addresses, n_engines, options=ClientOptions(on_engine_death="continue", membership_address=membership)
         ) as client:
             await client.wait_until_ready(30)
             server = await asyncio.start_server(lambda *streams: talk(client, *streams), sock=sock)
@@ -137,7 +139,9 @@ async def connected_to(listener: socket.socket, servers: APIServerProcessManager
 async def serving(
     listener: socket.socket, n_engines: int, n_servers: int, **options: Any
 ) -> AsyncIterator[tuple[EngineSupervisor, APIServerProcessManager]]:
-    async with EngineSupervisor(serve, n_engines, num_api_servers=n_servers, coordinator=False) as supervisor:
+    async with EngineSupervisor(
+        serve, n_engines, num_api_servers=n_servers, layout=EngineLayout(coordinator=False)
+    ) as supervisor:
         addresses = supervisor.launch.addresses
         async with APIServerProcessManager(
             front_end,
@@ -290,7 +294,9 @@ async def test_a_failing_engine_ends_them_all_the_same(listener: socket.socket) 
 
 async def test_with_a_supervisor_of_engines(listener: socket.socket) -> None:
     """A crash loop of engines ends the front ends, too."""
-    supervisor = EngineSupervisor(serve, 1, num_api_servers=1, restart=Restart(max_restarts=0), coordinator=False)
+    supervisor = EngineSupervisor(
+        serve, 1, num_api_servers=1, restart=Restart(max_restarts=0), layout=EngineLayout(coordinator=False)
+    )
     await supervisor.open()
     servers = simple([None])
     waiting = asyncio.create_task(wait_for_completion_or_failure(servers, supervisor))

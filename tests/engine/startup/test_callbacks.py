@@ -25,6 +25,7 @@ from aioshm.engine import (
     EngineSupervisor,
     EngineZmqAddresses,
     ProcessManager,
+    StartupOptions,
     WorkerGroup,
     launch_core_engines,
     report_usage_stats,
@@ -44,7 +45,9 @@ def sleep_on(*_arguments: Any) -> None:
 
 @asynccontextmanager
 async def progress(path: str, callback: Callback) -> AsyncIterator[None]:
-    async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), on_progress=callback) as startup:
+    async with EngineStartupCoordinator(
+        path, [CoreEngine(0)], addresses(), options=StartupOptions(on_progress=callback)
+    ) as startup:
         async with tasks(engine(path, 0)):
             await startup.wait(30)
             yield

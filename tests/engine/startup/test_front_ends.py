@@ -18,13 +18,17 @@ from supervised import LOOPBACK, MANY, pids, serve
 
 from aioshm.engine import (
     APIServerProcessManager,
+    ClientOptions,
     CoreEngine,
     EngineClient,
     EngineKeys,
+    EngineLayout,
     EngineStartupCoordinator,
     EngineSupervisor,
     EngineZmqAddresses,
+    HandshakeOptions,
     Restart,
+    StartupOptions,
     run_engine_core,
 )
 from aioshm.engine.startup.front_ends import FrontEnds
@@ -144,14 +148,16 @@ async def supervised(
     count: int, keys: EngineKeys | None = None, **options: Any
 ) -> AsyncIterator[tuple[EngineSupervisor, list[EngineClient]]]:
     """Engines, and two front ends in this process; with keys over TCP."""
+    layout: dict[str, Any] = {}
     if keys is not None:
         addresses = EngineZmqAddresses([LOOPBACK] * 2, [LOOPBACK] * 2)
-        options |= {"addresses": addresses, "handshake_address": LOOPBACK, "membership_address": LOOPBACK, "keys": keys}
+        layout = {"addresses": addresses, "handshake_address": LOOPBACK, "membership_address": LOOPBACK}
+        options["client"] = ClientOptions(keys=keys)
         ports = [_free_port() for _ in range(4)]
         addresses.inputs = [f"tcp://127.0.0.1:{port}" for port in ports[:2]]
         addresses.outputs = [f"tcp://127.0.0.1:{port}" for port in ports[2:]]
     async with EngineSupervisor(
-        serve, count, num_api_servers=2, coordinator=False, restart=MANY, **options
+        serve, count, num_api_servers=2, restart=MANY, layout=EngineLayout(coordinator=False, **layout), **options
     ) as supervisor:
         launch = supervisor.launch
         common: dict[str, Any] = {
@@ -160,9 +166,9 @@ async def supervised(
             "membership_address": launch.membership_address,
         }
         async with (
-            EngineClient(launch.addresses, count, client_index=0, **common) as one,
+            EngineClient(launch.addresses, count, options=ClientOptions(client_index=0, **common)) as one,
             # One that was started again does not know how many there are.
-            EngineClient(launch.addresses, 1, client_index=1, **common) as other,
+            EngineClient(launch.addresses, 1, options=ClientOptions(client_index=1, **common)) as other,
         ):
             for client in (one, other):
                 await client.wait_until_ready(30)
@@ -243,7 +249,9 @@ async def test_each_is_told_how_one_has_died(secure: bool, tmp_path: Path) -> No
 
 async def test_one_that_was_given_another_address(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="membership_address needs on_engine_death='continue'"):
-        EngineClient(EngineZmqAddresses(["ipc:///a"], ["ipc:///b"]), 1, membership_address="ipc:///c")
+        EngineClient(
+            EngineZmqAddresses(["ipc:///a"], ["ipc:///b"]), 1, options=ClientOptions(membership_address="ipc:///c")
+        )
 
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -255,11 +263,18 @@ async def test_engine_that_comes_before_its_front_end_knows_of_it_is_let_in_late
     options: dict[str, Any] = {"keys": keys, "on_engine_death": "continue"}
     with FrontEnds(LOOPBACK, [0], keys=keys) as front_ends:
         async with (
-            EngineClient(addresses, 1, membership_address=front_ends.address, **options) as client,
-            EngineStartupCoordinator(LOOPBACK, [CoreEngine(0), CoreEngine(1)], addresses, keys=keys) as startup,
+            EngineClient(
+                addresses, 1, options=ClientOptions(membership_address=front_ends.address, **options)
+            ) as client,
+            EngineStartupCoordinator(
+                LOOPBACK, [CoreEngine(0), CoreEngine(1)], addresses, options=StartupOptions(keys=keys)
+            ) as startup,
         ):
             place = startup.handshake_address
-            engines = (run_engine_core(Engine(), place, rank, keys=keys.for_engine(rank)) for rank in (0, 1))
+            engines = (
+                run_engine_core(Engine(), place, rank, handshake=HandshakeOptions(keys=keys.for_engine(rank)))
+                for rank in (0, 1)
+            )
             running = [asyncio.ensure_future(each) for each in engines]
             await startup.wait(30)
             await client.wait_until_ready(30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from inspect import signature
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +21,15 @@ from support import eventually
 
 from aioshm.engine import (
     APIServerProcessManager,
+    ClientOptions,
     CoreEngineLaunch,
     CoreEngineProcManager,
     DPCoordinator,
     EngineClient,
+    EngineKeys,
+    EngineLayout,
     EngineZmqAddresses,
+    StartupOptions,
     StartupProgress,
     launch_core_engines,
     run_engine_core,
@@ -61,7 +66,9 @@ class TestServing:
         progress: list[StartupProgress] = []
         cache = SimpleNamespace(num_gpu_blocks=1)
         async with launch_core_engines(
-            targets.serve, 2, on_progress=progress.append, cache_config=cache, progress_timeout=60
+            targets.serve,
+            2,
+            startup=StartupOptions(on_progress=progress.append, cache_config=cache, progress_timeout=60),
         ) as launch:
             assert launch.report is not None
             assert sorted(launch.report.engines) == [0, 1]
@@ -93,7 +100,7 @@ class TestServing:
     async def test_addresses_of_ones_own(self) -> None:
         addresses = EngineZmqAddresses([ANY], [ANY])
         async with launch_core_engines(
-            targets.serve, 2, addresses=addresses, handshake_address=ANY, coordinator=False
+            targets.serve, 2, layout=EngineLayout(addresses=addresses, handshake_address=ANY, coordinator=False)
         ) as launch:
             assert launch.addresses is addresses
             for address in (*addresses.inputs, *addresses.outputs, launch.handshake_address):
@@ -105,7 +112,11 @@ class TestServing:
         """What is bound with a wildcard is told with an address that others can connect to."""
         addresses = EngineZmqAddresses(["tcp://*:0"], ["tcp://0.0.0.0:0"])
         async with launch_core_engines(
-            targets.serve, 2, 1, host="*", addresses=addresses, handshake_address="tcp://*:0", wait=False
+            targets.serve,
+            2,
+            1,
+            wait=False,
+            layout=EngineLayout(host="*", addresses=addresses, handshake_address="tcp://*:0"),
         ) as launch:
             told = [launch.handshake_address, *addresses.inputs, *addresses.outputs]
             told += [addresses.coordinator_input or "", addresses.coordinator_output or ""]
@@ -122,7 +133,10 @@ class TestServing:
         """Over TCP everything is encrypted unless that is switched off; here somebody says that an engine has died."""
         addresses = EngineZmqAddresses([ANY], [ANY])
         async with launch_core_engines(
-            targets.serve, kwargs={"secure": secure}, addresses=addresses, handshake_address=ANY, secure=secure
+            targets.serve,
+            kwargs={"secure": secure},
+            layout=EngineLayout(addresses=addresses, handshake_address=ANY),
+            client=ClientOptions(secure=secure),
         ) as launch:
             stream = launch.client.submit(ask("a", None))
             await anext(stream)
@@ -140,7 +154,9 @@ class TestServing:
 
     async def test_engines_on_another_host(self) -> None:
         """They are started there, told the handshake address, and meet everybody over TCP."""
-        async with launch_core_engines(targets.serve, 2, 1, host="127.0.0.1", wait=False) as launch:
+        async with launch_core_engines(
+            targets.serve, 2, 1, wait=False, layout=EngineLayout(host="127.0.0.1")
+        ) as launch:
             assert launch.report is None
             there = CoreEngineProcManager(targets.serve_over_there, 1, 1, handshake_address=launch.handshake_address)
             async with there:
@@ -155,7 +171,9 @@ class TestServing:
 
     @pytest.mark.slow
     async def test_no_engine_on_this_host(self) -> None:
-        async with launch_core_engines(targets.serve, 1, 0, host="127.0.0.1", wait=False) as launch:
+        async with launch_core_engines(
+            targets.serve, 1, 0, wait=False, layout=EngineLayout(host="127.0.0.1")
+        ) as launch:
             assert launch.engine_manager.finished_procs() == {}
             async with CoreEngineProcManager(targets.serve_over_there, 1, handshake_address=launch.handshake_address):
                 await launch.wait_until_ready(60)
@@ -165,9 +183,20 @@ class TestServing:
         """Hybrid load balancing: the head node, and a launch of the second host's engine and client."""
         lb = {"data_parallel_hybrid_lb": True}
         async with (
-            launch_core_engines(targets.serve, 2, 1, host="127.0.0.1", parallel_config=lb, wait=False) as head,
             launch_core_engines(
-                targets.serve, 2, 1, start_index=1, handshake_address=head.handshake_address, wait=False
+                targets.serve,
+                2,
+                1,
+                wait=False,
+                layout=EngineLayout(host="127.0.0.1"),
+                startup=StartupOptions(parallel_config=lb),
+            ) as head,
+            launch_core_engines(
+                targets.serve,
+                2,
+                1,
+                wait=False,
+                layout=EngineLayout(start_index=1, handshake_address=head.handshake_address),
             ) as second,
         ):
             await asyncio.gather(head.wait_until_ready(60), second.wait_until_ready(60))
@@ -228,7 +257,9 @@ class TestFailures:
         with pytest.raises(
             EngineStartupError, match=r"no progress for .* waiting for engines 0 \(pid \d+, before HELLO"
         ):
-            async with launch_core_engines(targets.fail, 1, kwargs={"how": {0: "hangs"}}, progress_timeout=0.5):
+            async with launch_core_engines(
+                targets.fail, 1, kwargs={"how": {0: "hangs"}}, startup=StartupOptions(progress_timeout=0.5)
+            ):
                 raise AssertionError("not reached")
 
     async def test_what_cannot_be_started(self) -> None:
@@ -239,14 +270,14 @@ class TestFailures:
     async def test_an_address_that_cannot_be_bound(self) -> None:
         addresses = EngineZmqAddresses(["tcp://256.0.0.1:1"], [ANY])
         with pytest.raises(OSError, match=r"cannot bind tcp://256\.0\.0\.1:1"):
-            async with launch_core_engines(targets.serve, 2, addresses=addresses):
+            async with launch_core_engines(targets.serve, 2, layout=EngineLayout(addresses=addresses)):
                 raise AssertionError("not reached")
 
     @pytest.mark.slow
     async def test_a_coordinator_that_dies_meanwhile(self) -> None:
         with pytest.raises(EngineStartupError, match=r"DPCoordinator \(pid \d+\) was killed by SIGKILL"):
             async with launch_core_engines(
-                targets.fail, 2, kwargs={"how": {0: "hangs"}}, wait=False, progress_timeout=60
+                targets.fail, 2, kwargs={"how": {0: "hangs"}}, wait=False, startup=StartupOptions(progress_timeout=60)
             ) as launch:
                 assert launch.coordinator is not None
                 launch.coordinator.proc.kill()
@@ -260,7 +291,10 @@ class TestFailures:
         async with servers:
             with pytest.raises(EngineStartupError, match=r"ApiServer_0 \(pid \d+\) exited with code 1"):
                 async with launch_core_engines(
-                    targets.fail, 1, kwargs={"how": {0: "hangs"}}, watched_processes=servers.processes
+                    targets.fail,
+                    1,
+                    kwargs={"how": {0: "hangs"}},
+                    startup=StartupOptions(watched_processes=servers.processes),
                 ):
                     raise AssertionError("not reached")
 
@@ -322,13 +356,25 @@ class TestArguments:
                 "coordinator must be the head node's",
             ),
             ({"start_index": 1, "handshake_address": ANY}, ValueError, "2 from rank 1 on, not 2"),
-            ({"progress_timeout": 0}, ValueError, "progress_timeout"),
         ],
     )
     async def test_bad_ones_are_named(self, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+        own = {name: arguments[name] for name in signature(launch_core_engines).parameters if name in arguments}
+        layout = {name: value for name, value in arguments.items() if name not in own}
         with pytest.raises(error, match=text):
-            async with launch_core_engines(targets.serve, **{"engine_count": 2, **arguments}):
+            options = {"engine_count": 2, **own, "layout": EngineLayout(**layout)}
+            async with launch_core_engines(targets.serve, **options):
                 raise AssertionError("not reached")
+
+    @pytest.mark.parametrize("security", [{"secure": False}, {"keys": EngineKeys.generate()}])
+    async def test_keys_of_the_handshake_alone_are_refused(self, security: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=r"set in client=ClientOptions\(\.\.\.\), not in startup"):
+            async with launch_core_engines(targets.serve, startup=StartupOptions(**security)):
+                raise AssertionError("not reached")
+
+    def test_progress_timeout_that_makes_no_sense_is_named(self) -> None:
+        with pytest.raises(ValueError, match="progress_timeout"):
+            StartupOptions(progress_timeout=0)
 
     async def test_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What the manager of actors is told; tests/engine/ray_actors/test_actors.py has real ones."""
@@ -346,7 +392,11 @@ class TestArguments:
 
         monkeypatch.setattr(launching, "CoreEngineActorManager", Manager)
         async with launch_core_engines(
-            targets.serve, 2, args=(1,), kwargs={"model": "m"}, backend="ray", manager_options={"timeout": 5}
+            targets.serve,
+            2,
+            args=(1,),
+            kwargs={"model": "m"},
+            layout=EngineLayout(backend="ray", manager_options={"timeout": 5}),
         ) as launch:
             assert len(await collected(launch.client.submit(ask("a")))) == 3
             for task in running:

@@ -23,6 +23,7 @@ from aioshm.engine import (
     CoreEngineProcManager,
     CoreEngineState,
     EngineStartupCoordinator,
+    StartupOptions,
     StartupProgress,
     get_engine_client_zmq_addr,
     wait_for_engine_startup,
@@ -50,7 +51,7 @@ class TestSuccess:
 
         where = addresses()
         async with EngineStartupCoordinator(
-            address, engines, where, parallel_config={"data_parallel_size": 4}
+            address, engines, where, options=StartupOptions(parallel_config={"data_parallel_size": 4})
         ) as startup:
             assert not startup.handshake_address.endswith(":0")
             async with tasks(
@@ -129,7 +130,9 @@ class TestSuccess:
                 await startup.wait(20)
 
     async def test_engines_may_be_started_inside(self) -> None:
-        async with EngineStartupCoordinator(ANY, [CoreEngine(0)], addresses(), secure=False) as startup:
+        async with EngineStartupCoordinator(
+            ANY, [CoreEngine(0)], addresses(), options=StartupOptions(secure=False)
+        ) as startup:
             async with managed(startup.handshake_address, GOOD) as manager:
                 startup.proc_manager = manager
                 assert (await startup.wait(20)).num_gpu_blocks == 100
@@ -212,7 +215,7 @@ class TestProgress:
                 go.set()
 
         async with EngineStartupCoordinator(
-            path, [CoreEngine(0), CoreEngine(1)], addresses(), on_progress=on_progress
+            path, [CoreEngine(0), CoreEngine(1)], addresses(), options=StartupOptions(on_progress=on_progress)
         ) as startup:
             assert str(startup.progress).startswith("0 of 2 engines connected, 0 ready; waiting for engines 0 (before")
             async with tasks(*(engine(path, rank, initialize=initialize) for rank in range(2))):
@@ -235,7 +238,7 @@ class TestProgress:
         caplog.set_level(logging.INFO, "aioshm.engine")
         reminded = asyncio.Queue[StartupProgress]()
         async with EngineStartupCoordinator(
-            path, [CoreEngine(0)], addresses(), on_progress=reminded.put_nowait
+            path, [CoreEngine(0)], addresses(), options=StartupOptions(on_progress=reminded.put_nowait)
         ) as startup:
             waiting = asyncio.create_task(startup.wait())
             for _ in range(3):
@@ -264,7 +267,9 @@ class TestWaiting:
                 await startup.wait(20)
 
     async def test_by_several(self, path: str) -> None:
-        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), progress_timeout=0.1) as startup:
+        async with EngineStartupCoordinator(
+            path, [CoreEngine(0)], addresses(), options=StartupOptions(progress_timeout=0.1)
+        ) as startup:
             outcomes = await asyncio.gather(startup.wait(), startup.wait(), return_exceptions=True)
             assert [type(outcome) for outcome in outcomes] == [EngineStartupError] * 2
             with pytest.raises(EngineStartupError, match=r"no progress for 0\.1 s"):
@@ -282,7 +287,7 @@ class TestWaiting:
 
         started = time.monotonic()
         async with EngineStartupCoordinator(
-            path, [CoreEngine(rank) for rank in range(4)], addresses(), progress_timeout=1.0
+            path, [CoreEngine(rank) for rank in range(4)], addresses(), options=StartupOptions(progress_timeout=1.0)
         ) as startup:
             async with tasks(*(later(rank) for rank in range(4))):
                 await startup.wait(20)
@@ -325,9 +330,10 @@ class TestWaiting:
     async def test_bad_arguments_are_named(
         self, path: str, options: dict[str, Any], error: type[Exception], text: str
     ) -> None:
-        arguments = {"handshake_address": path, "engines": [], "addresses": addresses(), **options}
+        given = {"handshake_address": path, "engines": [], **options}
+        place, engines = given.pop("handshake_address"), given.pop("engines")
         with pytest.raises(error, match=text):
-            EngineStartupCoordinator(**arguments)  # type: ignore[arg-type]
+            EngineStartupCoordinator(place, engines, addresses(), options=StartupOptions(**given))
 
     async def test_an_address_that_cannot_be_bound(self, path: str) -> None:
         async with EngineStartupCoordinator(ANY, [], addresses()) as first:

@@ -17,7 +17,7 @@ import zmq
 from fake_process import FakeProcess
 from startups import GOOD, LOADING, FakeManager, addresses, engine, managed, tasks
 
-from aioshm.engine import CoreEngine, CoreEngineState, EngineStartupCoordinator, wait_for_engine_startup
+from aioshm.engine import CoreEngine, CoreEngineState, EngineStartupCoordinator, StartupOptions, wait_for_engine_startup
 from aioshm.engine.startup import coordinator as startup_module
 from aioshm.engine.startup import supervision
 from aioshm.errors import EngineStartupError, HandshakeError
@@ -74,7 +74,7 @@ class TestFailure:
     async def test_a_second_engine_of_one_rank(self, path: str) -> None:
         heard = asyncio.Event()
         async with EngineStartupCoordinator(
-            path, [CoreEngine(0), CoreEngine(1)], addresses(), on_progress=lambda _: heard.set()
+            path, [CoreEngine(0), CoreEngine(1)], addresses(), options=StartupOptions(on_progress=lambda _: heard.set())
         ) as startup:
             async with tasks(engine(path, 0, initialize=never)):
                 await heard.wait()
@@ -144,13 +144,18 @@ class TestProcesses:
     async def test_a_watched_process(self, path: str, sleeper: Any) -> None:
         sleeper.name = "ApiServer_0"
         startup = EngineStartupCoordinator(
-            path, [CoreEngine(0)], addresses(), watched_processes=[sleeper], progress_timeout=0.05
+            path,
+            [CoreEngine(0)],
+            addresses(),
+            options=StartupOptions(watched_processes=[sleeper], progress_timeout=0.05),
         )
         async with startup:
             with pytest.raises(EngineStartupError, match="no progress"):
                 await startup.wait()
         assert sleeper.is_alive(), "it belongs to somebody else"
-        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), watched_processes=[sleeper]) as startup:
+        async with EngineStartupCoordinator(
+            path, [CoreEngine(0)], addresses(), options=StartupOptions(watched_processes=[sleeper])
+        ) as startup:
             sleeper.terminate()
             with pytest.raises(EngineStartupError, match=r"ApiServer_0 .* was killed by SIGTERM") as caught:
                 await startup.wait(20)
@@ -191,7 +196,11 @@ class TestProcesses:
         connected = asyncio.Event()
         async with managed(path, LOADING) as manager:
             async with EngineStartupCoordinator(
-                path, [CoreEngine(0)], addresses(), proc_manager=manager, on_progress=lambda _: connected.set()
+                path,
+                [CoreEngine(0)],
+                addresses(),
+                proc_manager=manager,
+                options=StartupOptions(on_progress=lambda _: connected.set()),
             ) as startup:
                 await connected.wait()
                 manager.processes[0].kill()

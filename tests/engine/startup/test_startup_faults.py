@@ -16,6 +16,7 @@ from aioshm.engine import (
     CoreEngineProcManager,
     CoreEngineState,
     EngineStartupCoordinator,
+    StartupOptions,
     wait_for_engine_startup,
 )
 from aioshm.errors import EngineStartupError, HandshakeError
@@ -87,7 +88,11 @@ async def test_a_message_that_is_refused(path: str, phase: str, fault: str, rank
     heard = asyncio.Event()
     async with managed(path, LOADING) as manager:
         async with EngineStartupCoordinator(
-            path, engines(2), addresses(), proc_manager=manager, on_progress=lambda _: heard.set()
+            path,
+            engines(2),
+            addresses(),
+            proc_manager=manager,
+            options=StartupOptions(on_progress=lambda _: heard.set()),
         ) as startup:
             await heard.wait()  # else which of two with one rank comes first is anybody's guess
             culprit = manager.start(phase, fault)
@@ -115,7 +120,7 @@ async def test_a_process_that_hangs(path: str, phase: str) -> None:
     async with managed(path, GOOD, (phase, "SIGSTOP")) as manager:
         pid = manager.processes[1].pid
         async with EngineStartupCoordinator(
-            path, engines(2), addresses(), proc_manager=manager, progress_timeout=0.3
+            path, engines(2), addresses(), proc_manager=manager, options=StartupOptions(progress_timeout=0.3)
         ) as startup:
             await until(lambda: process_state(pid) == "stopped" and startup.progress.ready == 1)
             began = time.monotonic()
@@ -139,7 +144,7 @@ async def test_all_that_end_at_once_are_named(path: str) -> None:
             engines(3),
             addresses(),
             proc_manager=manager,
-            on_progress=lambda progress: heard.set() if progress.connected == 3 else None,
+            options=StartupOptions(on_progress=lambda progress: heard.set() if progress.connected == 3 else None),
         ) as startup:
             await heard.wait()
             manager.processes[0].kill()
@@ -182,7 +187,11 @@ async def test_cancelling_stops_everything(path: str) -> None:
 async def test_with_the_manager_of_this_library(path: str, fault: str, text: str | None) -> None:
     async with CoreEngineProcManager(shaking_engine.run, 2, args=(path, fault)) as manager:
         async with EngineStartupCoordinator(
-            path, engines(2), addresses(), proc_manager=manager, progress_timeout=0.3 if fault == "SIGSTOP" else 20.0
+            path,
+            engines(2),
+            addresses(),
+            proc_manager=manager,
+            options=StartupOptions(progress_timeout=0.3 if fault == "SIGSTOP" else 20.0),
         ) as startup:
             if fault == "SIGSTOP":
                 pid = manager.processes[1].pid or 0

@@ -14,7 +14,7 @@ import pytest
 from served_engine import ask, collected, stop, until
 from supervised import MANY, pids, serve, serve_after_death, serve_one_by_one
 
-from aioshm.engine import EngineSupervisor, RankInfo, Restart, StartupProgress
+from aioshm.engine import EngineLayout, EngineSupervisor, RankInfo, Restart, StartupOptions, StartupProgress
 from aioshm.engine.startup.restarting import EngineLife
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
 from aioshm.process.watch import ProcessExit
@@ -63,7 +63,9 @@ async def test_engines_that_die_before_the_client_knows_them_are_restarted_while
     kwargs = {"died": str(tmp_path / "died"), "kill": str(kill)}
     async with (
         asyncio.timeout(60),
-        EngineSupervisor(serve_after_death, 2, restart=MANY, kwargs=kwargs, on_progress=progressed) as supervisor,
+        EngineSupervisor(
+            serve_after_death, 2, restart=MANY, kwargs=kwargs, startup=StartupOptions(on_progress=progressed)
+        ) as supervisor,
     ):
         assert [info.restarts for info in supervisor.engines] == [1, 1]
         for rank in (0, 1):
@@ -83,7 +85,11 @@ async def test_crash_loop_while_opening_raises_every_cause(tmp_path: Path) -> No
         async with (
             asyncio.timeout(60),
             EngineSupervisor(
-                serve_after_death, 2, restart=Restart(max_restarts=1), kwargs=kwargs, on_progress=progressed
+                serve_after_death,
+                2,
+                restart=Restart(max_restarts=1),
+                kwargs=kwargs,
+                startup=StartupOptions(on_progress=progressed),
             ),
         ):
             pass
@@ -114,7 +120,11 @@ async def test_engine_that_dies_is_logged_once(lockstep: bool, caplog: pytest.Lo
 async def test_a_crash_loop_ends_everything_with_every_cause(tmp_path: Path) -> None:
     crash = tmp_path / "crash"
     async with EngineSupervisor(
-        serve, 2, restart=Restart(max_restarts=2, backoff_s=0.001), kwargs={"crash": str(crash)}, coordinator=False
+        serve,
+        2,
+        restart=Restart(max_restarts=2, backoff_s=0.001),
+        kwargs={"crash": str(crash)},
+        layout=EngineLayout(coordinator=False),
     ) as supervisor:
         stream = supervisor.client.submit(ask("a", None), engine=0)
         await anext(stream)
@@ -252,7 +262,12 @@ async def test_engines_in_lockstep_are_started_again_together() -> None:
 async def test_one_in_lockstep_that_dies_while_others_start_has_all_started_again(tmp_path: Path) -> None:
     stuck = tmp_path / "stuck"
     async with EngineSupervisor(
-        serve_one_by_one, 2, restart=MANY, lockstep=True, coordinator=False, kwargs={"stuck": str(stuck)}
+        serve_one_by_one,
+        2,
+        restart=MANY,
+        lockstep=True,
+        kwargs={"stuck": str(stuck)},
+        layout=EngineLayout(coordinator=False),
     ) as supervisor:
 
         def states() -> list[str]:
@@ -275,7 +290,7 @@ async def test_one_in_lockstep_that_dies_while_others_start_has_all_started_agai
 
 @pytest.mark.parametrize("turns", [3, *(pytest.param(turns, marks=pytest.mark.slow) for turns in (0, 1, 10, 40))])
 async def test_closing_at_any_moment_of_a_restart_leaves_nothing(turns: int) -> None:
-    async with EngineSupervisor(serve, 1, restart=MANY, coordinator=False) as supervisor:
+    async with EngineSupervisor(serve, 1, restart=MANY, layout=EngineLayout(coordinator=False)) as supervisor:
         victim = pids(supervisor)[0]
         waiting = asyncio.create_task(supervisor.wait())
         stop(victim)
