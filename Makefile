@@ -45,7 +45,8 @@ types: .venv/.ready       ## mypy --strict
 verifytypes: .venv-types/.ready ## how much of what is exported is typed, by pyright; fails below 97%; fetches 100 MB
 	rm -rf build/lib*
 	.venv-types/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
-	.venv-types/bin/python tools/verifytypes.py
+	cd .venv-types/bin && PATH=$$PWD:$$PATH ./basedpyright --verifytypes aioshm --ignoreexternal \
+		| awk '{ print } /completeness score/ { score = $$NF } END { exit score + 0 < 97 }'
 
 packages: .venv-packages/.ready ## the source distribution and a wheel, in dist/, and what others check of them
 	rm -rf dist build/lib* build/bdist*
@@ -68,7 +69,6 @@ litmus: .venv/.ready      ## the fences as litmus tests, each with and without t
 
 docs: .venv/.ready        ## the pages as a site, in site/; fails on a link or a reference that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
-	$(BIN)/python -m tools.links site
 
 bench: .venv/.ready       ## every benchmark that needs no rival of its own, one after the other
 	$(BIN)/python -m benchmarks.compare $(ARGS)

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import before_after
-from benchmarks.before_after import NAMES, Player, Tree, estimate, judge
+from benchmarks.before_after import NAMES, estimate, judge
 from benchmarks.compare.cases import Case
 from benchmarks.compare.slices import PLAYED, playing
-from benchmarks.framework.crew import BenchmarkError
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,38 +54,6 @@ def test_what_an_interval_tells(low: float, high: float, verdict: str) -> None:
 def test_nothing_is_slower_where_the_control_differs_as_much(control: tuple[float, float]) -> None:
     assert judge(0.9, 0.96, 3, control) == "not told"
     assert judge(0.98, 1.0, 3, control) == "not slower"
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Tree:
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
-    return Tree(tmp_path, tmp_path)
-
-
-async def test_warnings_without_end_hold_nobody_up(tree: Tree) -> None:
-    warns = "import sys; sys.stderr.write('warning ' * 100_000); print([], flush=True); sys.stdin.read()"
-    player = await Player.of(tree, "-c", warns)
-    await player.ready()
-    await player.end()
-
-
-async def test_what_a_tree_died_of_is_told(tree: Tree) -> None:
-    player = await Player.of(tree, "-c", "raise SystemExit('out of slots')")
-    with pytest.raises(BenchmarkError, match="out of slots"):
-        await player.ready()
-    await player.end()
-
-
-async def test_an_answer_that_does_not_come_is_not_waited_for_for_ever(
-    tree: Tree, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(before_after, "ANSWER_S", 0.1)
-    monkeypatch.setattr(before_after, "END_S", 0.1)
-    player = await Player.of(tree, "-c", "import signal; signal.pause()")
-    with pytest.raises(BenchmarkError, match=r"no answer within 0\.1 s"):
-        await player.ready()
-    await player.end()  # kills it: it does not heed the end of its stdin
 
 
 @pytest.mark.parametrize("case", PLAYED, ids=lambda case: case.name)

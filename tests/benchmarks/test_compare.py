@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +13,6 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.compare.cases import CASES, Case
-from benchmarks.compare.install_vllm import DEVICES, extract, pinned
 from benchmarks.compare.measure import cadence, fitting
 from benchmarks.framework.loops import Order
 from benchmarks.framework.stage import Stage
@@ -120,16 +118,3 @@ def test_cadence_is_listened_to_for_long_and_with_other_gaps_each_time(case: Cas
     for seed in range(3):
         asyncio.run(cadence(case, stage, count, seed))
     assert listening.orders == [(count // 4, count, seed) for seed in range(3)]
-
-
-def test_only_a_few_files_come_out_of_vllm_s_wheel(tmp_path: Path) -> None:
-    wheel, target = tmp_path / "vllm.whl", tmp_path / "packages"
-    queue, arena = f"{DEVICES}/shm_broadcast.py", f"{DEVICES}/shm_tensor_arena.py"
-    metadata = f"{pinned().replace('==', '-')}.dist-info/METADATA"
-    kept = [queue, arena, "vllm/distributed/kv_events.py", metadata]
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for name in [*kept, "vllm/__init__.py"]:
-            archive.writestr(name, name)
-    assert sorted(extract(wheel, target)) == sorted(kept)
-    assert (target / queue).read_text() == queue
-    assert not (target / "vllm/__init__.py").exists()

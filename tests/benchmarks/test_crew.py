@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import forkserver
-from pathlib import Path
 
 import pytest
 
@@ -26,13 +24,6 @@ async def obey(boss: Boss, answer: str) -> None:
         if order == "die":
             os._exit(7)
         boss.reply(f"{answer} {order}")
-
-
-async def litter(boss: Boss) -> None:
-    _, path = tempfile.mkstemp()
-    await boss.order()
-    boss.reply(path)
-    await boss.order()
 
 
 def fail_at_once(*_: object) -> None:
@@ -54,15 +45,6 @@ def crew() -> Iterator[Crew]:
         yield crew
 
 
-@pytest.mark.slow_on_uvloop
-async def test_orders_are_answered(crew: Crew) -> None:
-    hand = crew.start("a hand", obey, "done:")
-    hand.order("sweep")
-    assert await hand.reply() == "done: sweep"
-    await crew.dismiss([hand])
-    assert hand.process.exitcode == 0
-
-
 async def test_a_failure_comes_with_its_reason(crew: Crew) -> None:
     hand = crew.start("a hand", obey, "done:")
     hand.order("fail")
@@ -75,17 +57,6 @@ async def test_a_death_is_noticed(crew: Crew) -> None:
     hand.order("die")
     with pytest.raises(BenchmarkError, match="a hand died with exit code 7"):
         await hand.reply()
-
-
-@pytest.mark.slow_on_uvloop
-async def test_temporary_files_go_with_those_who_left_them() -> None:
-    with Crew(asyncio.new_event_loop) as crew:
-        hand = crew.start("a hand", litter)
-        hand.order("where")
-        path = Path(await hand.reply())
-        assert path.exists()
-    assert not path.parent.exists()
-    assert path.parent != Path(tempfile.gettempdir())
 
 
 @pytest.mark.slow_on_uvloop

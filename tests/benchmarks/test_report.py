@@ -35,16 +35,6 @@ def test_a_result_is_the_median_of_its_repetitions() -> None:
     assert report().find("small dict", "aioshm", n_reader=2) is None
 
 
-def test_json_has_every_repetition() -> None:
-    (result,) = json.loads(json.dumps(report().as_dict()))["results"]
-    assert result["figures"]["messages_per_s"] == {
-        "median": 30,
-        "min": 10,
-        "max": 2000,
-        "repetitions": [30, 10, 2000],
-    }
-
-
 def test_the_table_has_units_and_the_spread(capsys: pytest.CaptureFixture[str]) -> None:
     found = report()
     found.promises.append(Promise("against the abacus (at least 5x)", 6.123, "x", 5, at_least=True))
@@ -98,14 +88,6 @@ def test_ratios_and_a_promise_need_both_contestants() -> None:
     found.hold("against the abacus", ratios, "x", 5, at_least=True)
     [promise] = found.promises
     assert (promise.text, promise.measured, promise.kept) == ("against the abacus (at least 5x)", 3, False)
-
-
-def test_cases_with_other_figures_have_a_table_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report()
-    found.result("64 B", "aioshm").add(p50_us=1.0)
-    found.show()
-    rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[-1] for row in rows if row.startswith(("small dict", "64 B"))] == ["2,000)", "1"]
 
 
 @pytest.mark.slow

@@ -195,13 +195,6 @@ def test_replay_of_another_engines_event_says_what_was_recorded(tmp_path: Path, 
     assert msgspec.msgpack.decode(payload) == batch
 
 
-def test_replay_to_the_end(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
-    file = tmp_path / "events.rec"
-    invoke("record", *where(publisher), "--count", "3", "-o", str(file))
-    result = invoke("replay", str(file), "--endpoint", f"ipc://{tmp_path}/x", "--speed", "1000", "--wait", "0")
-    assert "3 batches published" in result.output
-
-
 COMMAND = "import typer, aioshm.cli.events as e; app = typer.Typer(); e.register(app); app()"
 
 

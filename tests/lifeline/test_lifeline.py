@@ -64,21 +64,6 @@ class TestAdmission:
             assert [open_fds()[fd] for fd in came if os.get_inheritable(int(fd))] == []
             reader.lifeline.close()
 
-    async def test_of_many_at_once(self, any_address: str) -> None:
-        before = open_fds()
-        async with opened(any_address) as door:
-            readers = await asyncio.gather(*(Reader.admitted(any_address, rank) for rank in range(30)))
-            assert sorted(door.peers) == list(range(30))
-            for rank, peer in door.peers.items():
-                if rank % 2:
-                    peer.go()
-            await asyncio.gather(*(reader.hears("go") for reader in readers[1::2]))
-            assert not any(reader.heard for reader in readers[::2])
-            for reader in readers:
-                reader.lifeline.close()
-            await until(lambda: len(door.log) == 60, "every goodbye")
-        assert open_fds() == before
-
     async def test_of_many_through_a_narrow_door(self, any_address: str) -> None:
         async with opened(any_address, backlog=1) as door:
             greetings = [hello(rank) for rank in range(20)]

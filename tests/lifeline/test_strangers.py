@@ -186,13 +186,6 @@ class TestMany:
             sock.close()
             await until(lambda: door.log[-1] == ("died", 0), "its end")
 
-    @pytest.mark.usefixtures("impatient")
-    async def test_do_not_keep_one_out_who_tries_again(self, address: str) -> None:
-        async with opened(address):
-            with a_crowd(address):
-                reader = await admitted_at_last(address)
-                reader.lifeline.close()
-
     async def test_are_not_all_held_at_once(self, address: str) -> None:
         before = open_fds()
         async with opened(address):

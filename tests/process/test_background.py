@@ -15,16 +15,6 @@ from support import eventually
 from aioshm.process.background import in_thread, run_apart
 
 
-async def test_the_loop_goes_on_meanwhile() -> None:
-    go_on = threading.Event()
-    call = asyncio.ensure_future(in_thread(lambda: go_on.wait(20)))
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert not call.done()
-    go_on.set()
-    assert await call is True
-
-
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()], ids=repr)
 async def test_errors_come_out_as_they_are(error: BaseException) -> None:
     def fail() -> None:
@@ -84,26 +74,6 @@ async def test_what_comes_together_with_a_cancellation_is_given_back() -> None:
         await asyncio.sleep(0.001)
     assert taken
     assert given_back
-
-
-async def test_an_error_after_a_cancellation_is_dropped() -> None:
-    go_on, gone = threading.Event(), threading.Event()
-
-    def work() -> None:
-        go_on.wait(20)
-        try:
-            raise ValueError
-        finally:
-            gone.set()
-
-    call = asyncio.ensure_future(in_thread(work))
-    await asyncio.sleep(0.01)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    go_on.set()
-    gone.wait(20)
-    await asyncio.sleep(0.01)
 
 
 def test_what_comes_after_the_loop_is_given_back() -> None:

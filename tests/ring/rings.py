@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 from aioshm.ring import RingReader, RingWriter, ShmRingBuffer, reference
-from aioshm.ring.reader_core import ReaderControl, ReaderCore
-from aioshm.ring.writer_core import WriterControl, WriterCore
+from aioshm.ring.reader_core import ReaderControl
+from aioshm.ring.writer_core import WriterControl
 
 try:
     from aioshm.ring import _native
@@ -103,28 +103,6 @@ def receive(reader: RingReader) -> bytes | None:
     if message is not None:
         reader.release()
     return message
-
-
-def write_all(ring: ShmRingBuffer, core: type[WriterCore], amount: int) -> None:
-    writer = RingWriter(ring.layout, ring.view, core)
-    for number in range(amount):
-        message = content(number, ring.layout.max_chunk_bytes)
-        while put(writer, message) is None:
-            os.sched_yield()
-    writer.close()
-    ring.close()
-
-
-def read_all(ring: ShmRingBuffer, core: type[ReaderCore], index: int, amount: int) -> None:
-    reader = RingReader(ring.layout, ring.view, index, core)
-    for number in range(amount):
-        while (message := look(reader)) is None:
-            os.sched_yield()
-        assert message == content(number, ring.layout.max_chunk_bytes), f"message {number}"
-        reader.release()
-    assert look(reader) is None
-    reader.close()
-    ring.close()
 
 
 def answer(ring: ShmRingBuffer) -> None:

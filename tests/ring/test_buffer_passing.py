@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from rings import CORES, NATIVE, ORDERED, PORTABLE, NewRing, answer, content, fds, look, put, read_all, write_all
+from rings import NewRing, answer, content, fds, look, put
 
 from aioshm.errors import SharedMemoryError
 from aioshm.ring import Layout, RingHandle, ShmRingBuffer, buffer
@@ -73,23 +73,6 @@ class TestTwoObjectsOverOneSegment:
         assert bytes(ring.room(0)) != bytes(100), "closing one leaves the other"
         ring.close()
         assert fds() == before
-
-    def test_closing_the_creator_leaves_the_other(self, new_ring: NewRing) -> None:
-        ring = new_ring(1)
-        other = through_the_descriptor(ring)
-        put(ring.writer(), b"still here")
-        ring.close()
-        assert look(other.reader(0)) == b"still here"
-        other.close()
-
-    def test_a_copy_of_a_copy(self, new_ring: NewRing) -> None:
-        ring = new_ring(1)
-        other = through_pickle(ring)
-        third = through_pickle(other)
-        other.close()
-        third.room(2)[:5] = b"third"
-        assert bytes(ring.room(2)[:5]) == b"third"
-        third.close()
 
     def test_the_handle_names_it(self, new_ring: NewRing) -> None:
         memfd, named = new_ring(2), new_ring(2, backing="named")
@@ -200,38 +183,3 @@ class TestOtherProcesses:
         process.join(60)
         assert process.exitcode == 0
         assert bytes(ring.room(1)[:5]) == b"olleh"
-
-    @pytest.mark.parametrize(
-        ("backing", "kind"),
-        [
-            pytest.param("memfd" if number % 2 else "named", kind, marks=[pytest.mark.slow] * (number > 0))
-            for number, kind in enumerate(CORES)
-        ],
-    )
-    def test_20_000_messages_between_two_processes(self, new_ring: NewRing, backing: str, kind: str) -> None:
-        ring = new_ring(1, 1000, 8, backing=backing)
-        processes = [
-            spawn.Process(target=write_all, args=(ring, CORES[kind].writer, 20_000)),
-            spawn.Process(target=read_all, args=(ring, CORES[kind].reader, 0, 20_000)),
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(100)
-        assert [process.exitcode for process in processes] == [0, 0]
-        assert ring.reader(0).messages_read(0) == ring.writer().messages_written() == 20_000
-
-    @pytest.mark.parametrize("writer_kind", CORES)
-    def test_two_readers_and_few_slots_with_mixed_cores(self, new_ring: NewRing, writer_kind: str) -> None:
-        ring = new_ring(2, 100, 2)
-        kinds = (PORTABLE, NATIVE or ORDERED)
-        processes = [
-            spawn.Process(target=read_all, args=(ring, kind.reader, index, 3000)) for index, kind in enumerate(kinds)
-        ]
-        for process in processes:
-            process.start()
-        write_all(through_the_descriptor(ring), CORES[writer_kind].writer, 3000)
-        for process in processes:
-            process.join(100)
-        assert [process.exitcode for process in processes] == [0, 0]
-        assert [ring.writer().messages_read(index) for index in range(2)] == [3000, 3000]

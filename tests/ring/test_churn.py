@@ -165,27 +165,6 @@ class TestHistory:
 
 
 @pytest.mark.parametrize("kind", CORES)
-class TestArguments:
-    @pytest.mark.parametrize(
-        ("reader", "history", "error"), [(-1, 0, IndexError), (2, 0, IndexError), (0, -1, ValueError)]
-    )
-    def test_of_admit(self, kind: str, reader: int, history: int, error: type[Exception]) -> None:
-        churn = Churn(CORES[kind], 2, 2, 2, 0)
-        with pytest.raises(error):
-            churn.writer.admit(reader, history)
-        churn.close()
-
-    def test_of_start_at(self, kind: str) -> None:
-        churn = Churn(CORES[kind], 2, 2, 2, 0)
-        churn.join(0, 0)
-        reader = churn.readers[0]
-        assert reader is not None
-        with pytest.raises(OverflowError):
-            reader.end.start_at(-1)
-        churn.close()
-
-
-@pytest.mark.parametrize("kind", CORES)
 def test_a_reader_that_copies_takes_the_place_of_another_one(kind: str) -> None:
     churn = Churn(CORES[kind], 1, 4, 4, ROOM)
     for number in range(3):

@@ -6,7 +6,7 @@ import struct
 from typing import Any
 
 import pytest
-from pairs_of_cores import PLAIN, NewPair, Notes, Pair, open_gate
+from pairs_of_cores import PLAIN, NewPair, Pair, open_gate
 
 
 def beside(pair: Pair) -> None:
@@ -33,13 +33,6 @@ class TestBeside:
         assert pair.reader.take() == b"x"
         pair.writer.bind_beside(None)
         assert pair.writer.send([b"x"]) == [b"x"]
-
-    def test_there_is_no_slot(self, new_pair: NewPair) -> None:
-        pair, notes = new_pair(1, 2), Notes()
-        pair.writer.bind_beside(lambda *_: notes.append("called"), len)
-        assert [pair.writer.send(b"x"), pair.writer.send(b"x")] == [None, None]
-        assert pair.writer.send([1]) == [1]
-        assert notes == []
 
     def test_a_chunk_is_taken_where_it_does_not_fit_the_slot(self, new_pair: NewPair) -> None:
         pair = new_pair(1, 2, 100, slots=4, inline_bytes=16)

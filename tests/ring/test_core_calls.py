@@ -101,14 +101,6 @@ class TestAnswers:
         assert "decode" in {frame.name for frame in traceback.extract_tb(cause.__traceback__)}
         assert pair.reader.seq == 1
 
-    async def test_an_error_of_the_writer_is_its_own(self, pair: Pair, sending: Calling) -> None:
-        def refuse(obj: object) -> bytes:
-            raise LookupError(obj)
-
-        pair.writer.bind(refuse, 7, False, None)
-        with pytest.raises(LookupError, match="7"):
-            await sending.calls.enqueue(7)
-
     async def test_a_codec_that_stops_iterating_has_sent_nothing(self, pair: Pair, sending: Calling) -> None:
         def stop(obj: object) -> bytes:
             raise StopIteration(obj)
@@ -296,13 +288,6 @@ class TestMemory:
         del message
         gc.collect()
         assert known() is None
-
-    def test_several_at_a_time(self, pair: Pair, sending: Calling, receiving: Calling) -> None:
-        calls = [sending.calls.enqueue(bytes([number])) for number in range(3)]
-        for call in reversed(calls):
-            run(call)
-        del calls, call
-        assert [run(receiving.calls.dequeue()) for _ in range(3)] == [b"\2", b"\1", b"\0"]
 
 
 async def _wait_with(args: object) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 import struct
 import threading
-from typing import Any
 
 import pytest
-from pairs_of_cores import PLAIN, NewPair, Pair
+from pairs_of_cores import NewPair, Pair
 from support import eventually
 
 from aioshm.ring import layout as at
@@ -33,10 +32,6 @@ def put_and_take(pair: Pair, message: bytes) -> int | None:
 
 
 class TestTaking:
-    @pytest.mark.parametrize(("size", "chunk"), [(0, None), (16, None), (17, 0), (100, 0)])
-    def test_what_does_not_fit_a_slot(self, new_pair: NewPair, size: int, chunk: int | None) -> None:
-        assert put_and_take(new_pair(), b"m" * size) == chunk
-
     def test_the_one_that_became_free_last(self, new_pair: NewPair) -> None:
         pair = new_pair(2, 8)
         assert {put_and_take(pair, LARGE) for _ in range(30)} == {0}
@@ -71,94 +66,8 @@ class TestTaking:
             with pytest.raises(TypeError):
                 pair.writer.claim(bad)
 
-    def test_an_abandoned_claim_loses_none(self, new_pair: NewPair) -> None:
-        pair = new_pair()
-        for _ in range(20):
-            assert pair.writer.claim(50).chunk == 0
-        assert pair.writer.put(b"small")
-        assert pair.reader.take() == b"small"
-        for _ in range(3):
-            assert pair.writer.put(LARGE)
-        assert sorted(chunk_of(pair, number) for number in (1, 2, 3)) == [0, 1, 2]  # type: ignore[type-var]
-
-    def test_looking_for_room_during_a_claim(self, new_pair: NewPair) -> None:
-        pair = new_pair(1, 2, slots=4)
-        pair.writer.put(LARGE)
-        slot = pair.writer.claim(50)
-        pair.reader.take()
-        assert pair.writer.free(1, [50, 50])
-        slot.body[:50] = b"c" * 50
-        slot.header[:32] = struct.pack("<4Q", PLAIN, 1, 1, 50)
-        pair.writer.commit()
-        assert pair.reader.take() == b"c" * 50
-        assert pair.writer.free(1, [50, 50])
-        assert [put_and_take(pair, LARGE) is not None for _ in range(9)] == [True] * 9
-
 
 class TestRoom:
-    def test_there_is_none_until_all_have_read(self, new_pair: NewPair) -> None:
-        pair = new_pair(2, 2, slots=8)
-        pair.writer.put(b"small")
-        pair.writer.put_many([LARGE, LARGE], 0)
-        assert pair.writer.put(LARGE) is False
-        assert pair.writer.claim(17) is None
-        assert (pair.writer.free(1, [17]), pair.writer.blocker(1, [17])) == (False, 1)
-        assert pair.writer.put(b"small"), "these need none"
-        assert pair.readers[0].take_many(9) == [b"small", LARGE, LARGE, b"small"]
-        assert pair.writer.put(LARGE) is False
-        assert pair.readers[1].take_many(2) == [b"small", LARGE]
-        assert (pair.writer.free(1, [17]), pair.writer.blocker(1, [17])) == (True, -1)
-        assert (pair.writer.free(2, [17, 17]), pair.writer.blocker(2, [17, 17])) == (False, 2)
-        assert pair.writer.put(LARGE) is True
-
-    def test_a_batch_ends_where_there_is_none(self, new_pair: NewPair) -> None:
-        pair = new_pair(1, 2, slots=8)
-        assert pair.writer.put_many([b"a", LARGE, b"b", LARGE, LARGE, b"c"], 0) == 4
-        assert pair.reader.take_many(9) == [b"a", LARGE, b"b", LARGE]
-
-    def test_slots_or_chunks_whichever_comes_last(self, new_pair: NewPair) -> None:
-        pair = new_pair(1, 2, slots=4)
-        pair.writer.put_many([LARGE, b"1", b"2", LARGE], 0)
-        assert pair.writer.blocker() == 0
-        assert pair.writer.blocker(2, [17]) == 1
-        assert pair.writer.blocker(2, [17, 17]) == 3
-
-    @pytest.mark.parametrize(
-        ("arguments", "error"),
-        [
-            ((3, [17] * 3), ValueError),
-            ((3, [101] * 3), ValueError),
-            ((1, [-1]), OverflowError),
-            ((1, ["1"]), TypeError),
-            ((1, 5), TypeError),
-            ((1, None), TypeError),
-            ((1, [], 1), TypeError),
-        ],
-    )
-    def test_garbage(self, new_pair: NewPair, arguments: Any, error: Any) -> None:
-        pair = new_pair(1, 2, slots=8)
-        for call in (pair.writer.free, pair.writer.blocker, pair.writer.spin_for):
-            with pytest.raises(error):
-                call(*arguments)
-
-    def test_eviction_gives_them_back(self, new_pair: NewPair) -> None:
-        pair = new_pair(2, 2, slots=8)
-        pair.writer.put_many([LARGE, LARGE], 0)
-        assert pair.readers[0].take_many(2) == [LARGE, LARGE]
-        assert not pair.writer.free(1, [17])
-        pair.writer.evict(1)
-        assert pair.writer.free(2, [17, 17])
-        for _ in range(9):
-            assert pair.writer.put(LARGE)
-            assert pair.readers[0].take() == LARGE
-
-    def test_more_laps_than_slots(self, new_pair: NewPair) -> None:
-        pair, chance = new_pair(2, 3, slots=5), random.Random(3)
-        for number in range(500):
-            message = b"%d" % number + bytes(chance.choice([0, 10, 40, 90]))
-            put_and_take(pair, message)
-        assert pair.writer.free(3, [100] * 3), "none was lost"
-
     def test_spinning_for_one(self, new_pair: NewPair) -> None:
         pair = new_pair(1, 1, slots=8)
         pair.writer.put(LARGE)
@@ -181,12 +90,6 @@ class TestRoom:
         pair.reader.take()
         pair.writer.put(b"small")
         assert pair.writer.spin(1000) is True, "for a slot again"
-
-    def test_of_a_ring_that_nobody_reads(self, new_pair: NewPair) -> None:
-        pair = new_pair(1, 1, slots=3)
-        pair.writer.evict(0)
-        for _ in range(9):
-            assert pair.writer.put(LARGE)
 
 
 class TestDamage:

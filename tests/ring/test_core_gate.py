@@ -122,22 +122,11 @@ class TestGate:
             assert core.passes() is True
             core.close()
 
-    def test_open(self, core: Any) -> None:
-        assert core.passes() is True
-        core.open = False
-        assert core.passes() is False
-
     @pytest.mark.parametrize(("budget", "passes"), [(1, True), (0, False), (-1, False), (1 << 40, True)])
     def test_budget(self, core: Any, budget: int, passes: bool) -> None:
         core.budget = budget
         assert core.budget == budget
         assert core.passes() is passes
-
-    def test_thread(self, core: Any) -> None:
-        core.belong(lambda: True)
-        assert in_a_thread(core.passes) is False
-        core.belong(None)
-        assert in_a_thread(core.passes) is True
 
     def test_shared_end_belongs_to_any_thread(self, core: Any) -> None:
         core.share(ProcessLock(1))
@@ -261,16 +250,6 @@ class TestSend:
         assert pair.writer.put(message) is False
         assert bytes(pair.ring.view) == before
 
-    def test_no_slot(self, new_pair: NewPair) -> None:
-        pair = new_pair(2, 2)
-        assert [pair.writer.send(b"1"), pair.writer.send(b"2")] == [None, None]
-        message = bytes([51] * 3)
-        assert pair.writer.send(message) is message
-        pair.readers[0].receive()
-        assert pair.writer.send(message) is message
-        pair.readers[1].receive()
-        assert pair.writer.send(message) is None
-
     @pytest.mark.parametrize("error", [ValueError("code"), KeyboardInterrupt()])
     def test_encoding_raises(self, new_pair: NewPair, error: BaseException) -> None:
         pair = new_pair(raw=False)
@@ -303,18 +282,6 @@ class TestSend:
         del code
         with pytest.raises(ValueError, match=r"closed|released"):
             pair.writer.send("x")
-
-    def test_spins_for_a_slot(self, new_pair: NewPair) -> None:
-        pair = new_pair(1, 1)
-        pair.writer.send(b"1")
-        pair.writer.spin_ns = 1000
-        message = b"22"
-        assert pair.writer.send(message) is message
-        assert (pair.writer.spins, pair.writer.hits) == (1, 0)
-        assert pair.writer.spun_ns >= 1000
-        pair.writer.spin_ns = -1
-        assert pair.writer.send(message) is message
-        assert pair.writer.spins == 1
 
     def test_the_header_of_a_message(self, new_pair: NewPair) -> None:
         pair = new_pair()

@@ -138,15 +138,6 @@ class TestMaking:
         pair.writer.send(b"x")
         assert pair.reader.take() == b"x", "what was bound stays"
 
-    def test_what_is_no_callable(self, new_pair: NewPair) -> None:
-        pair = new_pair()
-        pair.writer.bind(None, PLAIN, False, None)
-        with pytest.raises(TypeError):
-            pair.writer.send("x")
-        pair.writer.belong(5)
-        with pytest.raises(TypeError):
-            pair.writer.passes()
-
 
 @needs_native
 class TestHostileLayouts:
@@ -224,25 +215,6 @@ class TestHostileLayouts:
             with pytest.raises(ValueError, match="closed"):
                 use(core)
             core.close()
-
-    def test_made_again(self) -> None:
-        for core in of_numbers(bytearray(GOOD.total_bytes)):
-            with pytest.raises(RuntimeError, match="made already"):
-                core.__init__((), (), b"", b"", *(() if hasattr(core, "put") else (1, 0, 0)))
-            use(core)
-
-    def test_members_refuse_garbage(self, new_pair: NewPair) -> None:
-        core: Any = next(of_numbers(bytearray(GOOD.total_bytes)))
-        for name in ("open", "budget", "budget_ends_ns", "spin_ns", "spin_yields"):
-            with pytest.raises(TypeError):
-                setattr(core, name, "1")
-            with pytest.raises(TypeError):
-                delattr(core, name)
-        for name in ("seq", "spins", "hits", "spun_ns"):
-            with pytest.raises(AttributeError):
-                setattr(core, name, 1)
-        with pytest.raises(OverflowError):
-            core.budget = 1 << 63
 
 
 class Owner:

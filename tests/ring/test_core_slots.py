@@ -59,14 +59,6 @@ class TestSlots:
             assert pair.writer.commit() is (0 <= place - at.READERS_PARKED < readers)
             pair.ring.view[place] = 0
 
-    def test_only_just_being_published(self, new_pair: NewPair) -> None:
-        pair = new_pair(2, 1)
-        pair.writer.put(b"x")
-        for reader in pair.readers:
-            reader.take()
-        pair.slots[0].flags[:] = b"\0\0\0"  # cleared, not yet written
-        assert not any(reader.ready() for reader in pair.readers)
-
 
 class TestSkipping:
     def test_keeps_the_slot_until_it_is_given_back(self, new_pair: NewPair) -> None:
@@ -84,42 +76,8 @@ class TestSkipping:
         assert pair.reader.give_back(1) is True
         assert pair.writer.free(3)
 
-    @pytest.mark.parametrize("index", [-1, 3, 1 << 40])
-    def test_no_such_slot(self, new_pair: NewPair, index: int) -> None:
-        with pytest.raises(IndexError, match=f"{index}"):
-            new_pair().reader.give_back(index)
-
-    @pytest.mark.parametrize("index", ["0", None, 1.0, b""])
-    def test_garbage(self, new_pair: NewPair, index: Any) -> None:
-        with pytest.raises(TypeError):
-            new_pair().reader.give_back(index)
-
 
 class TestFree:
-    def test_so_many(self, new_pair: NewPair) -> None:
-        pair = new_pair()
-        assert [pair.writer.free(ahead) for ahead in (1, 2, 3)] == [True] * 3
-        pair.writer.put(b"x")
-        assert [pair.writer.free(ahead) for ahead in (1, 2, 3)] == [True, True, False]
-        pair.reader.take()
-        assert pair.writer.free(3)
-
-    @pytest.mark.parametrize("ahead", [0, -1, 4, 1 << 31, 1 << 40, -(1 << 40)])
-    def test_more_than_there_are(self, new_pair: NewPair, ahead: int) -> None:
-        pair = new_pair()
-        for call in (pair.writer.free, pair.writer.spin_for):
-            with pytest.raises(ValueError, match=f"a ring of 3 slots cannot have {ahead} of them free"):
-                call(ahead)
-
-    @pytest.mark.parametrize("ahead", ["1", None, b"1", [1]])
-    def test_garbage(self, new_pair: NewPair, ahead: Any) -> None:
-        pair = new_pair()
-        for call in (pair.writer.free, pair.writer.spin_for):
-            with pytest.raises(TypeError):
-                call(ahead)
-        with pytest.raises(TypeError):
-            pair.writer.free(1, 1)
-
     def test_spinning_for_so_many(self, new_pair: NewPair) -> None:
         pair = new_pair()
         pair.writer.put_many([b"x"] * 2, 0)
@@ -143,20 +101,6 @@ class TestEvicting:
         pair.writer.put(b"y")
         assert flags(pair)[1] == b"\1\0\1\0"
         assert pair.readers[1].take() is pair.cores.module.EMPTY
-
-    @pytest.mark.parametrize("reader", [-1, 2, 1 << 40, -3])
-    def test_no_such_reader(self, new_pair: NewPair, reader: int) -> None:
-        pair = new_pair(2)
-        before = bytes(pair.ring.view)
-        with pytest.raises(IndexError, match=f"there is no reader {reader}"):
-            pair.writer.evict(reader)
-        assert bytes(pair.ring.view) == before
-
-    @pytest.mark.parametrize("reader", ["0", None, 0.0])
-    def test_garbage(self, new_pair: NewPair, reader: Any) -> None:
-        pair = new_pair(2)
-        with pytest.raises(TypeError):
-            pair.writer.evict(reader)
 
 
 class TestClosing:
@@ -205,3 +149,40 @@ class TestClosing:
         reader.close()
         view.release()
         memory.append(0)
+
+
+NUMBERS = ["1", None, b"1"]
+FAR = 1 << 40
+WRONG: list[tuple[str, tuple[Any, ...], type[Exception]]] = [
+    *(("free spin_for", (ahead,), ValueError) for ahead in (0, -1, 4, 1 << 31, FAR, -FAR)),
+    *(("free spin_for blocker", (ahead,), TypeError) for ahead in NUMBERS),
+    *(("free blocker spin_for", (3, large), ValueError) for large in ([17] * 4, [101] * 4)),
+    ("free blocker spin_for", (1, [-1]), OverflowError),
+    *(("free blocker spin_for", arguments, TypeError) for arguments in ((1, ["1"]), (1, 5), (1, None), (1, [], 1))),
+    *(("put", (message,), TypeError) for message in (bytearray(b"x"), "x", None, 1, memoryview(b"x"))),
+    ("put_many", ([b"a"], -1), ValueError),
+    *(("put_many", (messages, 0), TypeError) for messages in ((b"a",), b"a", None)),
+    *(("put_many", arguments, TypeError) for arguments in (([b"a"], "0"), ([b"a"], None), ([b"a"],), (), ([], 0, 0))),
+    *(("evict", (reader,), IndexError) for reader in (-1, 2, FAR, -3)),
+    *(("evict", (reader,), TypeError) for reader in ("0", None, 0.0)),
+    *(("admit", (reader, 0, None), IndexError) for reader in (-1, 2)),
+    ("admit", (0, -1, None), ValueError),
+    *(("give_back", (index,), IndexError) for index in (-1, 3, FAR)),
+    *(("give_back take_many", (value,), TypeError) for value in ("0", None, b"")),
+    ("start_at", (-1,), OverflowError),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "error"), [(call, *rest) for calls, *rest in WRONG for call in calls.split()]
+)
+def test_wrong_arguments_are_refused_and_change_nothing(
+    new_pair: NewPair, call: str, arguments: tuple[Any, ...], error: type[Exception]
+) -> None:
+    pair = new_pair(2)
+    pair.writer.put(b"x")
+    before = bytes(pair.ring.view)
+    with pytest.raises(error):
+        getattr(pair.writer if hasattr(pair.writer, call) else pair.reader, call)(*arguments)
+    assert bytes(pair.ring.view) == before
+    assert pair.reader.take_many(1) == [b"x"], "the core is not in use any more"

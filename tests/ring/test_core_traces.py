@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pairs_of_cores import PLAIN, NewPair, Pair
+from pairs_of_cores import NewPair, Pair
 
 from aioshm.ring import layout as at
 from aioshm.ring import memory_fence
@@ -33,16 +33,6 @@ def test_each_message_has_the_context_of_its_moment(new_pair: NewPair) -> None:
         assert reader.traces(99) == [trace(1), trace(2), NONE, trace(4)]
         assert reader.traces(0) == []
         assert reader.garbled == 0
-
-
-def test_batches(new_pair: NewPair) -> None:
-    pair = traced(new_pair, 1, 4)
-    pair.writer.trace = trace(1)
-    assert pair.writer.put_many([b"a", b"b"], 0) == 2
-    pair.writer.trace = trace(2)
-    assert pair.writer.put(b"c")
-    assert pair.reader.take_many(5) == [b"a", b"b", b"c"]
-    assert pair.reader.traces(3) == [trace(1), trace(1), trace(2)]
 
 
 def test_what_is_claimed_and_committed_by_hand(new_pair: NewPair) -> None:
@@ -112,21 +102,3 @@ def test_where_nobody_asked_there_is_none(new_pair: NewPair) -> None:
     assert pair.reader.traces(5) == []
     pair.reader.note_trace()
     assert bytes(pair.ring.view[pair.ring.layout.slot(1) : pair.ring.layout.slot(2)]) == before
-
-
-def test_arguments(new_pair: NewPair) -> None:
-    pair = traced(new_pair)
-    assert pair.writer.trace == NONE
-    for wrong, error in ((b"", ValueError), (bytes(27), ValueError), (None, TypeError), (bytearray(26), TypeError)):
-        with pytest.raises(error, match="a trace context"):
-            pair.writer.trace = wrong
-    pair.writer.trace = trace(3)
-    assert pair.writer.trace == trace(3)
-    for wrong, error in ((-1, OverflowError), ("1", TypeError)):
-        with pytest.raises(error):
-            pair.reader.traces(wrong)
-    pair.reader.bind(bytes, PLAIN, True, None)
-    pair.reader.close()
-    assert pair.reader.traces(1) == []
-    with pytest.raises(ValueError, match="closed"):
-        pair.reader.note_trace()

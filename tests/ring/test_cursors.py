@@ -30,98 +30,8 @@ class TestFlags:
         assert flags[0] == (0 if writable else 1)
         assert bytes(flags[1:]) == bytes(read)
 
-    def test_the_life_of_a_slot(self, new_ends: NewEnds) -> None:
-        ring, writer, readers = new_ends(3, chunks=1)
-        flags = ring.flags(0)
-        for _ in range(3):
-            assert writer.claim() is not None
-            assert flags[0] == 0
-            writer.commit()
-            assert bytes(flags) == bytes([1, 0, 0, 0])
-            for index, expected in ((1, [1, 0, 1, 0]), (0, [1, 1, 1, 0]), (2, [1, 1, 1, 1])):
-                assert not writer.free()
-                assert readers[index].peek() is not None
-                readers[index].release()
-                assert readers[index].peek() is None
-                assert bytes(flags) == bytes(expected)
-
-    def test_a_fresh_ring_is_writable_and_empty(self, new_ends: NewEnds) -> None:
-        ring, writer, readers = new_ends(2)
-        assert writer.free()
-        assert writer.laggards() == []
-        assert not any(reader.ready() for reader in readers)
-        assert all(bytes(ring.flags(index)) == bytes(3) for index in range(3))
-
-    def test_looking_twice_shows_the_same_message(self, new_ends: NewEnds) -> None:
-        _, writer, (reader,) = new_ends(1)
-        put(writer, b"first")
-        put(writer, b"second")
-        assert [look(reader), look(reader)] == [b"first", b"first"]
-        reader.release()
-        assert look(reader) == b"second"
-
 
 class TestRing:
-    @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
-    def test_laps(self, new_ends: NewEnds, chunks: int) -> None:
-        _, writer, readers = new_ends(2, chunks)
-        for number in range(chunks * 4 + 1):
-            assert put(writer, content(number, 100)) is False
-            assert [receive(reader) for reader in readers] == [content(number, 100)] * 2
-        assert [receive(reader) for reader in readers] == [None, None]
-
-    def test_full_laps_with_readers_at_different_places(self, new_ends: NewEnds) -> None:
-        _, writer, (fast, slow) = new_ends(2, 4)
-        for lap in range(5):
-            numbers = range(lap * 4, lap * 4 + 4)
-            for number in numbers:
-                assert put(writer, content(number, 100)) is not None
-                assert receive(fast) == content(number, 100)
-            assert put(writer, b"") is None
-            assert [receive(slow) for _ in numbers] == [content(number, 100) for number in numbers]
-
-    def test_slots_do_not_touch_each_other(self, new_ends: NewEnds) -> None:
-        _, writer, (reader,) = new_ends(1, 4, chunk_bytes=65)
-        for number in range(4):
-            slot = writer.claim(65)
-            assert slot is not None
-            assert (slot.header.nbytes, slot.body.nbytes) == (at.SLOT_HEADER_BYTES, 65)
-            slot.body[:] = bytes([100 + number]) * 65
-            slot.header[:8] = slot.header[48:56] = bytes([number]) * 8
-            writer.commit()
-        for number in range(4):
-            slot = reader.peek()
-            assert slot is not None
-            assert slot.header[:8] == slot.header[48:56] == bytes([number]) * 8
-            assert slot.body == bytes([100 + number]) * 65
-            reader.release()
-
-    def test_one_reader_holds_the_writer_back(self, new_ends: NewEnds) -> None:
-        _, writer, (first, second) = new_ends(2, 2)
-        assert writer.laggards() == []
-        for number in range(2):
-            assert put(writer, content(number, 100)) is not None
-        assert (writer.claim(), writer.free(), writer.laggards()) == (None, False, [0, 1])
-        first.release()
-        first.release()
-        assert (writer.claim(), writer.free(), writer.laggards()) == (None, False, [1])
-        second.release()
-        assert writer.free()
-        assert writer.claim() is not None
-        assert look(second) == content(1, 100), "what a refused claim left alone"
-
-    def test_an_abandoned_claim_stays_invisible_and_can_be_claimed_again(self, new_ends: NewEnds) -> None:
-        _, writer, (reader,) = new_ends(1, 2)
-        for number in range(6):
-            for _ in range(3):
-                slot = writer.claim(100)
-                assert slot is not None
-                slot.body[:] = b"\xa5" * 100
-                assert (reader.peek(), reader.ready(), writer.free()) == (None, False, True)
-            assert writer.seq == number
-            put(writer, content(number, 100))
-            assert receive(reader) == content(number, 100)
-
     def test_counts(self, new_ends: NewEnds) -> None:
         ring, writer, (first, second) = new_ends(2)
         for number in range(3):
@@ -134,58 +44,6 @@ class TestRing:
             assert end.messages_written() == 3
             assert [end.messages_read(reader) for reader in range(2)] == [2, 1]
         assert ring.view[at.WRITER_LINE : at.WRITER_LINE + 8].cast("Q")[0] == 3
-
-
-class TestEviction:
-    def test_an_evicted_reader_counts_as_having_read_everything(self, new_ends: NewEnds) -> None:
-        _, writer, (alive, gone) = new_ends(2, 2)
-        for number in range(2):
-            put(writer, content(number, 100))
-        receive(alive)
-        writer.evict(1)
-        assert writer.laggards() == []
-        assert writer.free()
-        for number in range(2, 9):
-            assert put(writer, content(number, 100)) is not None
-            assert receive(alive) == content(number - 1, 100)
-            assert (gone.peek(), gone.ready()) == (None, False)
-
-    def test_the_others_lose_nothing(self, new_ends: NewEnds) -> None:
-        _, writer, (first, gone, last) = new_ends(3, 3)
-        for number in range(3):
-            put(writer, content(number, 100))
-        assert receive(first) == content(0, 100)
-        gone.release()
-        writer.evict(1)
-        assert [receive(first) for _ in range(3)] == [content(1, 100), content(2, 100), None]
-        assert not writer.free()
-        assert [receive(last) for _ in range(4)] == [*(content(number, 100) for number in range(3)), None]
-        assert writer.free()
-
-    def test_during_a_claim(self, new_ends: NewEnds) -> None:
-        _, writer, (first, _) = new_ends(2, 2)
-        slot = writer.claim()
-        assert slot is not None
-        writer.evict(1)
-        slot.body[:4] = b"late"
-        slot.header[:8] = (4).to_bytes(8, "little")
-        writer.commit()
-        assert receive(first) == b"late"
-        assert writer.free()
-
-    def test_of_the_last_reader_lets_the_writer_run_free(self, new_ends: NewEnds) -> None:
-        _, writer, _ = new_ends(1, 2)
-        for _ in range(2):
-            put(writer, b"")
-        writer.evict(0)
-        assert [put(writer, b"") for _ in range(5)] == [False] * 5
-
-    def test_an_evicted_reader_is_not_woken(self, new_ends: NewEnds) -> None:
-        _, writer, (_, gone) = new_ends(2)
-        gone.parked[0] = 1
-        assert put(writer, b"") is True
-        writer.evict(1)
-        assert put(writer, b"") is False
 
 
 class TestParking:

@@ -220,13 +220,6 @@ class TestCursors:
         writer.set_reader_state(0, state, 5)
         assert writer.snapshot().readers[0].state == word
 
-    def test_parked(self, new_ends: NewEnds) -> None:
-        _, writer, readers = new_ends(2)
-        readers[1].parked[0] = 1
-        writer.parked[0] = 1
-        header = writer.snapshot()
-        assert ([row.parked for row in header.readers], header.writer.parked) == ([False, True], True)
-
     def test_a_new_reader_begins_a_new_histogram(self, new_pair: NewPair, new_ends: NewEnds) -> None:
         _, writer, readers = new_ends(2)
         for reader in readers:
@@ -236,11 +229,6 @@ class TestCursors:
         writer.set_reader_state(0, at.ATTACHED, 6)
         first, second = writer.snapshot().readers
         assert (first.latency, second.latency.samples) == (Latency(), 1)
-
-    def test_a_queue_without_a_name(self, new_ends: NewEnds) -> None:
-        ring, writer, _ = new_ends(1)
-        writer.describe(None, 1, (0,), 0)
-        assert (writer.snapshot().name, writer.snapshot().label) == ("", ring.queue_id.hex()[:8])
 
 
 class TestQuantiles:

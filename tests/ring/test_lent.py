@@ -60,23 +60,6 @@ def _fill(made: Any, number: int) -> None:
 
 
 EVERY_KIND = pytest.mark.parametrize("make", [_array, _tensor, _bytes])
-WAYS_TO_KEEP = pytest.mark.parametrize(
-    "keep",
-    [
-        lambda array: array,
-        lambda array: array[5:],
-        lambda array: array.base,
-        lambda array: memoryview(array),
-        lambda array: np.asarray(array.base),
-        lambda array: np.frombuffer(array, np.uint16),
-        lambda array: torch.from_numpy(array),
-        lambda array: torch.from_dlpack(array)[1:].view(3, -1),
-        lambda array: [array],
-        lambda array: array.flat,
-        lambda array: array.__dlpack__(),
-        lambda array: array.view(np.recarray),
-    ],
-)
 
 
 def test_it_shows_the_segment(fd: int, window: LentWindow) -> None:
@@ -116,42 +99,6 @@ def test_a_name_that_lasts_until_the_next_round_reads_zeros_and_reaches_nothing(
         assert os.pread(fd, 1000, START + 64) == bytes([number]) * 1000
         if not moves:
             window = LentWindow(fd, START, ROOM)
-
-
-@WAYS_TO_KEEP
-def test_what_is_kept_of_an_array_reaches_nothing(
-    fd: int, window: LentWindow, keep: Callable[[Any], Any], moves: bool
-) -> None:
-    kept, arrays = [], []
-    for number in range(1, 5):
-        array = _array(window)
-        array[:] = number
-        kept.append(keep(array))
-        arrays.append(array)
-        del array
-        assert window.take_back() is moves
-        for each in arrays:
-            each[:] = 255
-        assert os.pread(fd, 1000, START + 64) == bytes([number]) * 1000
-        if not moves:
-            window = LentWindow(fd, START, ROOM)
-    assert all((array == 255).all() for array in arrays)
-
-
-def test_what_is_kept_of_a_tensor_reaches_nothing(fd: int) -> None:
-    for keep in (lambda it: it[5:], lambda it: it.numpy(), lambda it: it.untyped_storage(), lambda it: [it]):
-        window = LentWindow(fd, START, ROOM)
-        tensor = _tensor(window)
-        tensor[:] = 7
-        kept = keep(tensor)
-        del tensor
-        window.take_back()
-        view = kept[0] if isinstance(kept, list) else kept
-        if isinstance(view, torch.UntypedStorage):
-            view.fill_(9)
-        else:
-            view[:10] = 9
-        assert os.pread(fd, 1000, START + 64) == b"\7" * 1000
 
 
 def test_a_large_window_moves_on_and_on(fd: int) -> None:

@@ -35,13 +35,6 @@ class TestKept:
         gc.collect()
         assert mappings(ring) == 2
 
-    def test_by_several(self, ring: ShmRingBuffer, windows: Windows) -> None:
-        nbytes = put(ring, 0, OLD * 9)
-        kept = [keep(windows.view(0, nbytes)) for keep in KEEP]
-        assert windows.settle(0, nbytes)
-        put(ring, 0, NEW * 9)
-        assert [read() for _, read in kept] == [OLD * 9] * len(KEEP)
-
     def test_over_several_leases_of_one_slot(self, ring: ShmRingBuffer, windows: Windows) -> None:
         kept = []
         for number in range(20):
@@ -68,18 +61,6 @@ class TestKept:
         assert permissions(address) == "rw-p"
         del array
         assert permissions(address) is None
-
-    def test_outlives_ring_and_windows(self) -> None:
-        ring = ShmRingBuffer(1, 5000, 2, slots=2, inline_bytes=0)
-        windows = Windows(ring.fd, ring.layout)
-        nbytes = put(ring, 1, OLD * 300)
-        settled, open_ = windows.view(1, nbytes), windows.view(0, 10)
-        assert windows.settle(1, nbytes)
-        windows.close()
-        ring.close()
-        del windows, ring
-        assert bytes(settled) == OLD * 300
-        assert bytes(open_) == bytes(10)
 
     def test_in_a_child(self, ring: ShmRingBuffer, windows: Windows) -> None:
         nbytes = put(ring, 0, OLD)

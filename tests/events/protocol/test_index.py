@@ -91,24 +91,6 @@ class TestBlockIndex:
         index.remove(source)
         assert index.publishers == []
 
-    @pytest.mark.parametrize("events", [[stored(7), stored(7)], [stored(7, 7)], [stored(7, 8), stored(6, 7)]])
-    def test_block_stored_twice_stays_until_both_copies_are_removed(self, events: list[BlockStored]) -> None:
-        index: BlockIndex[int] = BlockIndex()
-        index.apply(0, EventBatch(0, [*events, removed(7)]))
-        assert holds(index, 7)
-        index.apply(0, EventBatch(0, [removed(7)]))
-        assert not holds(index, 7)
-
-    def test_block_removed_twice_in_one_event_loses_both_copies(self) -> None:
-        index: BlockIndex[int] = BlockIndex()
-        index.apply(0, EventBatch(0, [stored(7, 7), removed(7, 7)]))
-        assert index.blocks(0) == {}
-
-    def test_block_removed_too_often_is_held_after_it_is_stored_again(self) -> None:
-        index: BlockIndex[int] = BlockIndex()
-        index.apply(0, EventBatch(0, [stored(7), removed(7), removed(7), removed(8), stored(7)]))
-        assert index.blocks(0) == {Shelf("GPU", None): {7}}
-
     @pytest.mark.parametrize("reset", ["cleared", "restarted", "removed"])
     def test_copies_counted_before_a_reset_are_forgotten(self, reset: str) -> None:
         index: BlockIndex[int] = BlockIndex()
@@ -119,11 +101,6 @@ class TestBlockIndex:
             {"restarted": index.restarted, "removed": index.remove}[reset](0)
         index.apply(0, EventBatch(0, [stored(7), removed(7)]))
         assert not holds(index, 7)
-
-    def test_copies_are_counted_for_each_shelf(self) -> None:
-        index: BlockIndex[int] = BlockIndex()
-        index.apply(0, EventBatch(0, [stored(7), stored(7, medium="CPU"), stored(7, group=1), removed(7)]))
-        assert index.blocks(0) == {Shelf("CPU", None): {7}, Shelf("GPU", 1): {7}}
 
     def test_removal_that_names_what_is_left_sets_the_count(self) -> None:
         index: BlockIndex[int] = BlockIndex()

@@ -156,46 +156,6 @@ def test_small_after_large() -> None:
         assert native.encode(batch, 0) == twin("array").encode(batch, 0)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "maps"),
-    [
-        ([], False),
-        ((1,), False),
-        (((),), False),
-        (((BlockStored, b"", ("no_such_field",), None, 0),), False),
-        (((BlockStored, b"", ("__doc__",), None, 0),), False),
-        (((BlockStored, b"", (1,), None, 0),), False),
-        (((BlockStored, b"", ("token_ids",), None, 2),), False),
-        (((BlockStored, b"", ("token_ids",), None, -1),), False),
-        (((BlockStored, b"", ("token_ids",) * 33, None, 0),), False),
-        (((BlockStored, b"", ("token_ids",), (b"",), 0),), False),
-        (((BlockStored, b"", ("token_ids",), None, 0),), True),
-        (((BlockStored, b"", ("token_ids",), (), 0),), True),
-        (((BlockStored, b"", ("token_ids",), ("text",), 0),), True),
-        (((BlockStored, b"", ("token_ids",), [b""], 0),), True),
-        (((BlockStored, "text", (), None, 0),), False),
-        (((BlockStored, bytes(33), (), None, 0),), False),
-        (((BlockStored, b"", ("token_ids",), (bytes(33),), 0),), True),
-        ((("BlockStored", b"", (), None, 0),), False),
-        (((int, b"", ("real",), None, 0),), False),
-    ],
-)
-def test_making_one_of_garbage(kinds: Any, maps: bool) -> None:
-    with pytest.raises((TypeError, ValueError, AttributeError)):
-        make(kinds, maps)
-
-
-def test_calling_one_with_garbage() -> None:
-    native = BatchEncoder("array")._native
-    assert native is not None
-    for arguments in [(), (1.0, []), (1.0, [], 0, 0)]:
-        with pytest.raises(TypeError, match="takes ts, events and rank"):
-            native.encode(*arguments)
-    assert native.encode(object(), [], 0) is None  # type: ignore[arg-type]
-    assert native.encode(1.0, None, 0) is None  # type: ignore[arg-type]
-    assert native.encode(1.0, [], object()) is None  # type: ignore[arg-type]
-
-
 @ENCODINGS
 def test_nothing_leaks(form: Any) -> None:
     text, number, token_ids = "t" * 100, 2**63, [2**40] * 100

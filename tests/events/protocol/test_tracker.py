@@ -115,334 +115,229 @@ class TestManyPublishers:
         assert said(tracker) == [100], "the one that speaks was never forgotten"
 
 
+class Play:
+    """A tracker that is driven step by step; each step returns the play."""
+
+    def __init__(self, start: Start = None, *, replay: bool = True, begun: bool = True) -> None:
+        tracker = make(start, can_replay=replay) if begun else SourceTracker("tcp://x:1", start, can_replay=replay)
+        self.tracker = tracker
+
+    def live(self, *seqs: int, body: str = "", rank: int = 0, topic: bytes | None = b"", over: object = 0) -> Play:
+        """Take live batches that come over a connection."""
+        for seq in seqs:
+            self.tracker.live(message(seq, body, rank, topic), over)
+        return self
+
+    def back(self, connection: object = None) -> Play:
+        """End a connection and let it come back."""
+        if connection is not None:
+            self.tracker.disconnected(connection)
+        self.tracker.reconnected()
+        return self
+
+    def asks(self, start: int | None) -> Play:
+        assert self.tracker.asking == start
+        return self
+
+    def answer(self, *seqs: int, body: str = "", topic: bytes | None = b"") -> Play:
+        """Answer the replay request at hand, to its end."""
+        answer(self.tracker, *[message(seq, body, topic=topic) for seq in seqs])
+        return self
+
+    def cut(self, *seqs: int) -> Play:
+        """Begin an answer that has no end."""
+        for seq in seqs:
+            self.tracker.replayed(message(seq))
+        self.tracker.replay_failed("silence")
+        return self
+
+    def check(self) -> Play:
+        self.tracker.check()
+        return self
+
+    def got(self, *expected: object) -> Play:
+        """Compare the deliveries: numbers, (first, last) of a loss, "restarted"."""
+        assert said(self.tracker) == [*expected]
+        return self
+
+    def payloads(self) -> list[str]:
+        return [one.payload.decode() for one in self.tracker.out if isinstance(one, Received)]
+
+
 class TestWithoutReplay:
     def test_every_gap_is_lost_from_the_first_message_on(self) -> None:
-        tracker = make(can_replay=False)
-        for seq in (2, 3, 7):
-            tracker.live(message(seq))
-        assert said(tracker) == [(0, 1), 2, 3, (4, 6), 7]
+        tracker = Play(replay=False).live(2, 3, 7).got((0, 1), 2, 3, (4, 6), 7).tracker
         assert (tracker.gaps, tracker.lost) == (2, 5)
 
     def test_numbers_that_go_back_are_a_restart(self) -> None:
-        tracker = make(can_replay=False)
-        for seq in (0, 1, 2, 1, 2):
-            tracker.live(message(seq))
-        assert said(tracker) == [0, 1, 2, "restarted", (0, 0), 1, 2]
+        Play(replay=False).live(0, 1, 2, 1, 2).got(0, 1, 2, "restarted", (0, 0), 1, 2)
 
-    def test_live_begins_with_whatever_comes(self) -> None:
-        tracker = make("live", can_replay=False)
-        for seq in (5, 7):
-            tracker.live(message(seq))
-        assert said(tracker) == [5, (6, 6), 7]
+    @pytest.mark.parametrize("seq", [0, 3, 2**64 - 4])
+    def test_live_begins_with_whatever_comes(self, seq: int) -> None:
+        Play("live", replay=False).live(seq, seq + 2).got(seq, (seq + 1, seq + 1), seq + 2)
 
     def test_every_rank_and_topic_counts_for_itself(self) -> None:
-        tracker = make(can_replay=False)
-        for rank, topic in ((0, b"a"), (1, b"a"), (0, b"b"), (0, b"a")):
-            tracker.live(message(0 if (rank, topic) != (0, b"a") or not tracker.out else 1, rank=rank, topic=topic))
-        assert said(tracker) == [0, 0, 0, 1]
+        play = Play(replay=False).live(0, topic=b"a").live(0, rank=1, topic=b"a").live(0, topic=b"b")
+        play.live(1, topic=b"a").got(0, 0, 0, 1)
 
 
 class TestWithReplay:
     def test_a_gap_is_filled_in_order_and_copies_are_dropped(self) -> None:
-        tracker = make()
-        tracker.live(message(0))
-        tracker.live(message(3))
-        assert tracker.asking == 0  # the last one delivered: shows that it is still the same publisher
-        answer(tracker, *[message(seq) for seq in range(5)])
-        tracker.live(message(4))
-        tracker.live(message(5))
-        assert said(tracker) == [0, 1, 2, 3, 4, 5]
-        assert tracker.duplicates == 2  # 3 and 4, live and replayed
+        play = Play().live(0, 3).asks(0)  # the last one delivered: shows that it is still the same publisher
+        play.answer(0, 1, 2, 3, 4).live(4, 5).got(0, 1, 2, 3, 4, 5)
+        assert play.tracker.duplicates == 2  # 3 and 4, live and replayed
 
     def test_what_the_buffer_no_longer_has_is_lost(self) -> None:
-        tracker = make()
-        tracker.live(message(0))
-        tracker.live(message(9))
-        answer(tracker, message(7), message(8), message(9))
-        assert said(tracker) == [0, (1, 6), 7, 8, 9]
+        Play().live(0, 9).answer(7, 8, 9).got(0, (1, 6), 7, 8, 9)
 
     def test_a_hole_in_the_buffer_is_lost(self) -> None:
-        tracker = make()
-        tracker.live(message(0))
-        tracker.live(message(4))
-        answer(tracker, message(0), message(1), message(3), message(4))
-        assert said(tracker) == [0, 1, (2, 2), 3, 4]
+        Play().live(0, 4).answer(0, 1, 3, 4).got(0, 1, (2, 2), 3, 4)
 
     def test_a_late_joiner_gets_what_was_before(self) -> None:
-        tracker = SourceTracker("tcp://x:1", None, can_replay=True)
-        assert tracker.asking == 0
-        answer(tracker, message(0), message(1))
-        tracker.live(message(2))
-        answer(tracker, message(1), message(2))  # what comes first may be of a publisher before the one that answered
-        tracker.live(message(3))
-        assert said(tracker) == [0, 1, 2, 3]
+        play = Play(begun=False).asks(0).answer(0, 1).live(2)
+        play.answer(1, 2)  # what comes first may be of a publisher before the one that answered
+        play.live(3).got(0, 1, 2, 3)
+        Play(5, begun=False).asks(5).answer(5, 6).got(5, 6)
 
     def test_what_lies_there_for_a_late_joiner_is_not_the_next_of_the_publisher_that_answers(self) -> None:
-        tracker = SourceTracker("tcp://x:1", None, can_replay=True)
-        answer(tracker, message(0, "new"))
-        tracker.live(message(1, "old"))
-        assert tracker.asking == 0
-        answer(tracker, message(0, "new"))
-        tracker.live(message(0, "new"))
-        answer(tracker, message(0, "new"))
-        tracker.live(message(1, "new"))
-        assert tracker.asking is None
-        assert [one.payload for one in tracker.out if isinstance(one, Received)] == [b"0 new", b"1 new"]
-
-    def test_a_late_joiner_from_a_number(self) -> None:
-        tracker = SourceTracker("tcp://x:1", 5, can_replay=True)
-        assert tracker.asking == 5
-        answer(tracker, message(5), message(6))
-        assert said(tracker) == [5, 6]
+        play = Play(begun=False).answer(0, body="new").live(1, body="old").asks(0).answer(0, body="new")
+        play.live(0, body="new").answer(0, body="new").live(1, body="new").asks(None)
+        assert play.payloads() == ["0 new", "1 new"]
 
     def test_answer_that_begins_behind_the_message_that_waits_goes_after_the_live_ones(self) -> None:
-        tracker = make()
-        tracker.live(message(0))
-        tracker.live(message(5))
-        assert tracker.asking == 0
-        assert not tracker.replayed(message(8))  # of a buffer that has only the newest
-        assert tracker.asking is None
-        for seq in (6, 7, 8):
-            tracker.live(message(seq))
-        assert said(tracker) == [0, (1, 4), 5, 6, 7, 8]
-        assert tracker.asking is None
+        play = Play().live(0, 5).asks(0)
+        assert not play.tracker.replayed(message(8))  # of a buffer that has only the newest
+        play.asks(None).live(6, 7, 8).got(0, (1, 4), 5, 6, 7, 8).asks(None)
 
     def test_answer_that_begins_behind_the_message_that_waits_counts_where_a_connection_came_back(self) -> None:
-        tracker = make()
-        tracker.live(message(0))
-        tracker.reconnected()
-        answer(tracker)  # of nothing
-        answer(tracker)
-        tracker.live(message(5))
-        assert tracker.replayed(message(8, "new"))
-        tracker.replay_ended()
-        assert said(tracker) == [0, (1, 7), 8]
+        play = Play().live(0).back().answer().answer().live(5)
+        tracker = play.answer(8, body="new").got(0, (1, 7), 8).tracker
         assert tracker.unconfirmed + tracker.duplicates == 1
 
     def test_messages_that_came_before_an_answered_question_are_not_asked_for_again(self) -> None:
-        tracker = make()
+        play = Play()
+        tracker = play.tracker
         tracker.live(message(0), arrival=0)
         tracker.live(message(5), arrival=1)  # and 6 to 9 have come, too
-        tracker.asked(6)
-        tracker.replayed(message(0, "new"))  # its publisher has begun again
-        tracker.replayed(message(1, "new"))
-        tracker.replay_ended()
         while tracker.asking is not None:
             tracker.asked(6)
-            answer(tracker, message(0, "new"), message(1, "new"))
-        assert said(tracker) == [0, "restarted", 0, 1]
+            play.answer(0, 1, body="new")  # its publisher has begun again
+        play.got(0, "restarted", 0, 1)
         for arrival in range(2, 6):
             tracker.live(message(4 + arrival), arrival=arrival)
-            assert tracker.asking is None
-        assert not said(tracker)
+            play.asks(None)
+        play.got()
         tracker.live(message(2, "new"), arrival=6)
-        assert tracker.asking == 1
-        answer(tracker, message(1, "new"), message(2, "new"))
-        assert said(tracker) == [2]
+        play.asks(1).answer(1, 2, body="new").got(2)
 
     def test_an_answer_that_never_comes_ends_in_a_loss(self) -> None:
-        tracker = make()
-        tracker.live(message(3))
-        tracker.replay_failed("nobody there")
-        item = tracker.out.popleft()
+        play = Play().live(3).cut()
+        item = play.tracker.out.popleft()
         assert isinstance(item, Lost)
-        assert (item.first, item.last, item.reason) == (0, 2, "nobody there")
-        assert said(tracker) == [3]
+        assert (item.first, item.last, item.reason) == (0, 2, "silence")
+        play.got(3)
 
     def test_a_copy_of_what_an_answer_without_an_end_has_brought_is_no_restart(self) -> None:
-        tracker = SourceTracker("tcp://x:1", None, can_replay=True)
+        play = Play(begun=False)
         for seq in range(5):
-            tracker.replayed(message(seq))
-        tracker.live(message(3))  # waits for the end of the answer
-        for _ in range(2):
-            tracker.replay_failed("silence")
-        assert (tracker.restarts, tracker.duplicates) == (0, 1)
-        tracker.live(message(5))
-        assert said(tracker) == [0, 1, 2, 3, 4, 5]
+            play.tracker.replayed(message(seq))
+        play.live(3).cut().cut()  # it waits for the end of the answer
+        assert (play.tracker.restarts, play.tracker.duplicates) == (0, 1)
+        play.live(5).got(0, 1, 2, 3, 4, 5)
 
     def test_an_old_copy_is_no_restart_where_an_answer_without_an_end_knows_the_publisher(self) -> None:
-        tracker = make()
-        tracker.live(message(0))
-        tracker.live(message(5))
-        answer(tracker, message(0), message(3), message(4), message(5))  # 1 and 2 are lost: older content is forgotten
-        tracker.live(message(3 - 2))  # a copy that was under way
-        tracker.replayed(message(5))
-        tracker.replay_failed("silence")
-        assert (tracker.restarts, tracker.duplicates) == (0, 2)
-        tracker.live(message(6))
-        assert said(tracker) == [0, (1, 2), 3, 4, 5, 6]
+        play = Play().live(0, 5).answer(0, 3, 4, 5)  # 1 and 2 are lost: older content is forgotten
+        play.live(1).cut(5)  # a copy that was under way
+        assert (play.tracker.restarts, play.tracker.duplicates) == (0, 2)
+        play.live(6).got(0, (1, 2), 3, 4, 5, 6)
 
     def test_the_next_number_of_a_dead_publisher_is_not_its_successors(self) -> None:
-        tracker = make()
-        tracker.live(message(0, "old"))
-        tracker.live(message(2, "old"))
-        answer(tracker, message(0, "new"))  # the successor
-        assert tracker.asking == 0
-        answer(tracker, message(0, "new"))  # and the old one's message was live before this answer was given
-        tracker.live(message(3, "old"))
-        assert tracker.asking == 0
-        answer(tracker, message(0, "new"), message(1, "new"), message(2, "new"))
-        tracker.live(message(3, "new"))
-        assert tracker.asking == 2  # which nothing live has shown yet to be the one that sends
-        answer(tracker, message(2, "new"), message(3, "new"))
-        assert [one.payload for one in tracker.out if isinstance(one, Received)][-1] == message(3, "new").payload
-        assert tracker.unconfirmed == 2
+        play = Play().live(0, 2, body="old").answer(0, body="new").asks(0)  # the successor
+        play.answer(0, body="new")  # and the old one's message was live before this answer was given
+        play.live(3, body="old").asks(0).answer(0, 1, 2, body="new")
+        play.live(3, body="new").asks(2)  # which nothing live has shown yet to be the one that sends
+        play.answer(2, 3, body="new")
+        assert play.payloads()[-1] == "3 new"
+        assert play.tracker.unconfirmed == 2
 
     @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut"])
     def test_what_two_publishers_ago_sent_is_no_restart(self, ended: bool) -> None:
         """Of three publishers the second one's messages lie there still while the third one answers."""
-        tracker = make()
-        tracker.live(message(0, "first"))
-        tracker.reconnected()
-        answer(tracker)
-        third = [message(seq, "third") for seq in range(6)]
-        answer(tracker, *third[:3])
+        play = Play().live(0, body="first").back().answer().answer(0, 1, 2, body="third")
+        tracker = play.tracker
         for seq, asked in ((4, 2), (1, 4), (5, 4)):  # ahead of the third one, behind it, and just what comes next
-            tracker.live(message(seq, "second"))
-            assert tracker.asking == asked
-            for one in third[asked:5]:
-                tracker.replayed(one)
+            play.live(seq, body="second").asks(asked)
+            for number in range(asked, 5):
+                tracker.replayed(message(number, "third"))
             if ended or seq == 5:
                 tracker.replay_ended()
             else:
                 tracker.replay_failed("silence")
         assert (tracker.restarts, tracker.unconfirmed) == (1, 3)
-        tracker.live(third[4])
-        answer(tracker, third[4])
-        tracker.live(third[5])  # trusted now
-        assert tracker.asking is None
-        received = [one.payload for one in tracker.out if isinstance(one, Received)]
-        assert received == [one.payload for one in (message(0, "first"), *third)]
+        play.live(4, body="third").answer(4, body="third").live(5, body="third").asks(None)  # trusted now
+        assert play.payloads() == ["0 first", *(f"{seq} third" for seq in range(6))]
 
     def test_a_restart_behind_a_gap_is_found_out(self) -> None:
-        tracker = make()
-        for seq in range(3):
-            tracker.live(message(seq, "old"))
-        tracker.live(message(5, "new"))
-        assert tracker.asking == 2
-        answer(tracker, *[message(seq, "new") for seq in range(2, 7)])
-        assert tracker.asking == 0
-        answer(tracker, *[message(seq, "new") for seq in range(7)])
-        assert tracker.asking is None
-        assert said(tracker) == [0, 1, 2, "restarted", 0, 1, 2, 3, 4, 5, 6]
+        play = Play().live(0, 1, 2, body="old").live(5, body="new").asks(2).answer(*range(2, 7), body="new").asks(0)
+        play.answer(*range(7), body="new").asks(None).got(0, 1, 2, "restarted", 0, 1, 2, 3, 4, 5, 6)
 
     def test_a_restart_that_continues_with_the_expected_number_is_found_out(self) -> None:
-        tracker = make()
-        for seq in range(3):
-            tracker.live(message(seq, "old"))
-        tracker.reconnected()
-        answer(tracker)  # the new publisher has nothing yet
-        answer(tracker)
-        tracker.live(message(3, "new"))
-        assert tracker.asking == 2
-        answer(tracker, *[message(seq, "new") for seq in (2, 3)])
-        answer(tracker, *[message(seq, "new") for seq in range(4)])
-        assert said(tracker) == [0, 1, 2, "restarted", 0, 1, 2, 3]
+        play = Play().live(0, 1, 2, body="old").back().answer().answer()  # the new publisher has nothing yet
+        play.live(3, body="new").asks(2).answer(2, 3, body="new").answer(0, 1, 2, 3, body="new")
+        play.got(0, 1, 2, "restarted", 0, 1, 2, 3)
 
     def test_a_restarted_publisher_with_fewer_batches_is_found_out_by_checking(self) -> None:
-        tracker = make()
-        for seq in range(3):
-            tracker.live(message(seq, "old"))
-        tracker.check()
-        answer(tracker)
-        assert tracker.asking == 0
-        answer(tracker, message(0, "new"))
-        assert said(tracker) == [0, 1, 2, "restarted", 0]
+        play = Play().live(0, 1, 2, body="old").check().answer().asks(0)
+        play.answer(0, body="new").got(0, 1, 2, "restarted", 0)
 
     def test_a_restart_seen_live(self) -> None:
-        tracker = make()
-        for seq in range(3):
-            tracker.live(message(seq, "old"))
-        tracker.live(message(0, "new"))
-        tracker.live(message(1, "new"))
-        assert said(tracker) == [0, 1, 2, "restarted", 0, 1]
+        Play().live(0, 1, 2, body="old").live(0, 1, body="new").got(0, 1, 2, "restarted", 0, 1)
 
     def test_a_lost_end_is_found_by_checking(self) -> None:
-        tracker = make()
-        tracker.live(message(0))
-        tracker.check()
-        answer(tracker, message(0), message(1))
-        assert said(tracker) == [0, 1]
+        Play().live(0).check().answer(0, 1).got(0, 1)
 
     def test_a_stranger_with_a_wild_number_moves_nothing(self) -> None:
-        tracker = make()
-        tracker.live(message(0))
-        tracker.live(message(2**60))
-        answer(tracker, message(0), message(1))
-        tracker.live(message(2))
-        assert said(tracker) == [0, 1, 2]
-        assert tracker.unconfirmed == 1
+        play = Play().live(0, 2**60).answer(0, 1).live(2).got(0, 1, 2)
+        assert play.tracker.unconfirmed == 1
 
     def test_a_publisher_that_keeps_nothing_still_gets_through(self) -> None:
-        tracker = make()
-        tracker.live(message(0))
-        tracker.live(message(2))
-        answer(tracker)
-        answer(tracker)
-        tracker.live(message(3))
-        assert said(tracker) == [0, (1, 1), 2, 3]
+        Play().live(0, 2).answer().answer().live(3).got(0, (1, 1), 2, 3)
 
     def test_old_replay_ports_send_no_topic(self) -> None:
-        tracker = SourceTracker("tcp://x:1", None, can_replay=True)
-        answer(tracker, message(0, topic=None), message(1, topic=None))
-        tracker.live(message(3, topic=b"kv"))
-        answer(tracker, *[message(seq, topic=None) for seq in (1, 2, 3)])
-        assert said(tracker) == [0, 1, 2, 3]
+        play = Play(begun=False).answer(0, 1, topic=None).live(3, topic=b"kv")
+        play.answer(1, 2, 3, topic=None).got(0, 1, 2, 3)
 
 
 class TestNewConnections:
     @pytest.mark.parametrize("seq", [3, 7])
     def test_batch_over_a_new_connection_without_replay_counts_as_a_restart(self, seq: int) -> None:
-        tracker = make(can_replay=False)
-        for number in range(3):
-            tracker.live(message(number), 1)
-        tracker.disconnected(1)
-        tracker.reconnected()
-        tracker.live(message(seq), 2)
-        tracker.live(message(seq + 1), 2)
-        assert said(tracker) == [0, 1, 2, "restarted", (0, seq - 1), seq, seq + 1]
-        assert (tracker.restarts, tracker.gaps) == (1, 1 if seq > 3 else 0)
+        play = Play(replay=False).live(0, 1, 2, over=1).back(1).live(seq, seq + 1, over=2)
+        play.got(0, 1, 2, "restarted", (0, seq - 1), seq, seq + 1)
+        assert (play.tracker.restarts, play.tracker.gaps) == (1, 1 if seq > 3 else 0)
 
     @pytest.mark.parametrize("seq", [0, 1])
     def test_restart_over_a_new_connection_without_replay_is_reported_once(self, seq: int) -> None:
-        tracker = make(can_replay=False)
-        for number in range(3):
-            tracker.live(message(number), 1)
-        tracker.live(message(seq, "new"), 2)
-        assert said(tracker)[3:] == ["restarted", *([(0, seq - 1)] if seq else []), seq]
+        play = Play(replay=False).live(0, 1, 2, over=1).live(seq, body="new", over=2)
+        play.got(0, 1, 2, "restarted", *([(0, seq - 1)] if seq else []), seq)
 
     def test_new_connection_of_one_publisher_says_nothing_of_the_others(self) -> None:
-        tracker = make(can_replay=False)
+        play = Play(replay=False)
         for rank in range(3):
-            tracker.live(message(0, rank=rank), rank)
-        tracker.disconnected(1)
-        tracker.reconnected()
+            play.live(0, rank=rank, over=rank)
+        play.back(1)
         for rank, connection in ((0, 0), (1, 7), (2, 2)):
-            tracker.live(message(1, rank=rank), connection)
-        assert said(tracker) == [0, 0, 0, 1, "restarted", (0, 0), 1, 1]
+            play.live(1, rank=rank, over=connection)
+        play.got(0, 0, 0, 1, "restarted", (0, 0), 1, 1)
 
-    @pytest.mark.parametrize("replies", [None, []], ids=["silent", "empty"])
-    def test_batch_over_a_new_connection_that_no_replay_confirms_counts_as_a_restart(
-        self, replies: list[Message] | None
-    ) -> None:
-        tracker = make()
-        for number in range(3):
-            tracker.live(message(number), 1)
-        tracker.live(message(3), 2)
-        while tracker.asking is not None:
-            tracker.replay_failed("silence") if replies is None else answer(tracker, *replies)
-        tracker.live(message(4), 2)
-        assert tracker.asking is None
-        assert said(tracker) == [0, 1, 2, "restarted", (0, 2), 3, 4]
+    @pytest.mark.parametrize("silent", [True, False])
+    def test_batch_over_a_new_connection_that_no_replay_confirms_counts_as_a_restart(self, silent: bool) -> None:
+        play = Play().live(0, 1, 2, over=1).live(3, over=2)
+        while play.tracker.asking is not None:
+            play.cut() if silent else play.answer()
+        play.live(4, over=2).asks(None).got(0, 1, 2, "restarted", (0, 2), 3, 4)
 
     def test_batch_over_a_new_connection_that_a_replay_confirms_is_the_next(self) -> None:
-        tracker = make()
-        for number in range(3):
-            tracker.live(message(number), 1)
-        tracker.live(message(3), 2)
-        answer(tracker, message(2), message(3))
-        tracker.live(message(4), 2)
-        assert said(tracker) == [0, 1, 2, 3, 4]
+        Play().live(0, 1, 2, over=1).live(3, over=2).answer(2, 3).live(4, over=2).got(0, 1, 2, 3, 4)
 
 
 class TestGonePublishers:
@@ -683,10 +578,3 @@ def test_the_consumer_has_everything_or_was_told(actions: list[str], buffer: int
         assert world.have == list(range(expected + 1))
     if buffer == 1000 and "silent" not in actions:
         assert not world.reported, "nothing had to be lost"
-
-
-@pytest.mark.parametrize("seq", [0, 3, 2**64 - 2])
-def test_any_first_number(seq: int) -> None:
-    tracker = make("live", can_replay=False)
-    tracker.live(message(seq))
-    assert said(tracker) == [seq]

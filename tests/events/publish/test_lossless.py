@@ -13,9 +13,7 @@ import pytest
 
 from aioshm.errors import QueueFull, RoleError
 from aioshm.events import (
-    EventPublisherFactory,
     EventSubscriber,
-    KVEventsConfig,
     NullEventPublisher,
     PublisherClosed,
     Received,
@@ -90,16 +88,6 @@ class TestThreaded:
             assert (publisher.stats().dropped, publisher.stats().sent) == (0, count)
             assert read_all(publisher, count) == list(range(count))
 
-    def test_vllms_callers_get_it(self) -> None:
-        config = KVEventsConfig(True, endpoint="inproc://lossless", max_queue_size=10)
-        publisher = EventPublisherFactory.create(config)
-        assert isinstance(publisher, ThreadedEventPublisher)
-        for number in range(1000):
-            publisher.publish(batch(number))
-        publisher.flush(PATIENCE_S)
-        assert publisher.stats().sent == 1000
-        publisher.shutdown()
-
     def test_the_wait_has_an_end(self) -> None:
         with ThreadedEventPublisher(0, ANY, max_queue_size=3, bind=True) as publisher:
             with Held(publisher, 3):
@@ -150,14 +138,6 @@ class TestThreaded:
             publisher._host.loop.call_soon_threadsafe(publish_there)
             assert done.wait(PATIENCE_S)
             assert "its own thread" in str(found[0])
-
-    def test_a_thread_that_has_ended_is_named(self) -> None:
-        publisher = ThreadedEventPublisher(0, ANY, max_queue_size=2, bind=True)
-        publisher._host.do(publisher._core.shutdown)
-        publisher._host.end()
-        with pytest.raises(PublisherClosed):
-            publisher.publish(batch(0))
-        publisher._closed = True
 
     def test_publish_after_the_thread_has_ended_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ended = LoopThread("a test")

@@ -152,15 +152,6 @@ async def test_cancelling_flush_loses_nothing(ends: Ends) -> None:
     assert [item.seq for item in await take(subscriber, 1000) if isinstance(item, Received)] == list(range(1000))
 
 
-@pytest.mark.parametrize("replay_endpoint", [None, ANY])
-async def test_live_batches_do_not_share_a_thread_with_replay(replay_endpoint: str | None, nothing_left: None) -> None:
-    async with ZmqEventPublisher(0, ANY, replay_endpoint, bind=True) as publisher:
-        ends = publisher._core.ends
-        threads = [socket.getsockopt(zmq.AFFINITY) for socket in (ends.pub, ends.replay) if socket is not None]
-        assert len(set(threads)) == len(threads)
-        assert ends.pub.context.get(zmq.IO_THREADS) == len(threads)
-
-
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every batch that follows another within a minute count as one of many, and wait as long for more."""
@@ -201,14 +192,6 @@ async def test_the_last_of_them_do_not_wait_for_more(ends: Ends, monkeypatch: py
     for count in range(1, 20):
         await publish_steps(publisher, count)
         await until(lambda: publisher.stats().queued == 0)
-
-
-async def test_closing_while_some_are_gathered_sends_them(ends: Ends, busy: None) -> None:
-    publisher = ends.publisher()
-    await publish_steps(publisher, 13)
-    assert publisher.stats().queued
-    await within(publisher.aclose())
-    assert publisher.stats().sent == 13
 
 
 async def test_batches_now_and_then_go_out_at_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

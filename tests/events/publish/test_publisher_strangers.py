@@ -90,35 +90,6 @@ async def test_hundreds_of_subscribers_come_at_once(ends: Ends) -> None:
     assert publisher.stats().cut_off == 0
 
 
-async def test_a_fleet_comes_back_to_a_publisher_that_was_restarted(ends: Ends) -> None:
-    publisher = ends.publisher()
-    context: zmq.Context[Any] = zmq.Context.instance()
-    fleet = [context.socket(zmq.SUB) for _ in range(64)]
-    try:
-        for one in fleet:
-            one.linger = 0
-            one.reconnect_ivl = 20
-            one.subscribe("")
-            one.connect(publisher.endpoint)
-        for round_ in range(2):
-            waiting = set(fleet)
-            async with asyncio.timeout(PATIENCE_S):
-                while waiting:
-                    publisher.publish(batch(0))
-                    await asyncio.sleep(0.01)
-                    waiting = {one for one in waiting if not one.poll(0)}
-            if not round_:
-                await publisher.aclose()
-                for one in fleet:
-                    while one.poll(0):
-                        one.recv_multipart()
-                publisher = ends.publisher(endpoint=publisher.endpoint)
-    finally:
-        for one in fleet:
-            one.close()
-    assert publisher.stats().cut_off == 0
-
-
 async def test_subscriber_that_is_hung_up_on_is_named(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     publisher = ends.publisher()
     with caplog.at_level(logging.WARNING, "aioshm.events"):

@@ -36,21 +36,6 @@ class TestThreaded:
         with pytest.raises(PublisherClosed):
             publisher.publish(batch(0))
 
-    def test_batches_in_quick_succession_go_out_together_and_the_last_do_not_wait(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("aioshm.events.publish.core._BUSY_S", 60.0)
-        with ThreadedEventPublisher(0, ANY, bind=True) as publisher:
-            published = 0
-            for count in (1, 5, 63, 64, 65, 200):
-                for n in range(count):
-                    publisher.publish(batch(n))
-                published += count
-                deadline = time.monotonic() + PATIENCE_S
-                while publisher.stats().sent < published:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.001)
-
     def test_what_cannot_be_bound_raises(self) -> None:
         with pytest.raises(ValueError, match="max_queue_size"):
             ThreadedEventPublisher(0, ANY, max_queue_size=0)

@@ -30,16 +30,6 @@ def taken(backlog: Backlog) -> list[object]:
     return found
 
 
-def test_backlog_within_its_bound_drops_nothing() -> None:
-    backlog = Backlog(10 * SIZE)
-    put(backlog, *range(10))
-    assert not backlog.is_shrinking
-    backlog.shrink()
-    assert backlog.size == 10 * SIZE
-    assert taken(backlog) == list(range(10))
-    assert (backlog.size, backlog.dropped) == (0, 0)
-
-
 def test_full_backlog_drops_the_oldest_down_to_half_of_its_bound() -> None:
     backlog = Backlog(10 * SIZE)
     put(backlog, *range(11))
