@@ -22,12 +22,17 @@ def is_loaded(name: str) -> bool:
 class OwnMemory:
     """Memory of one received message, of which the decoder may keep views."""
 
+    def may_keep(self, nbytes: int, size: int) -> bool:
+        """Return whether a decoded buffer of ``nbytes`` stays here, in ``size`` bytes, instead of being copied."""
+        return 2 * nbytes >= size  # a small buffer would keep all of the memory
+
 
 def own_copy(view: memoryview) -> bytearray | memoryview:
-    """Copy a buffer into writable memory; a buffer that is most of its `OwnMemory` stays there."""
+    """Copy a buffer into writable memory; a buffer that its `OwnMemory` may keep stays there."""
     if view.nbytes < HUGE_PAGE_BYTES or not is_loaded("numpy"):
         return bytearray(view)
-    if isinstance(view.obj, OwnMemory) and not view.readonly and 2 * view.nbytes >= memoryview(view.obj).nbytes:
+    memory = view.obj
+    if isinstance(memory, OwnMemory) and not view.readonly and memory.may_keep(view.nbytes, memoryview(memory).nbytes):
         return view
     import numpy as np
 

@@ -18,7 +18,7 @@ import sys
 import warnings
 from resource import RUSAGE_SELF, getrusage
 from sys import getrefcount
-from typing import Final
+from typing import Final, TypeVar
 
 from aioshm.errors import HandleError, SharedMemoryError
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, Layout, chunk_at, round_up
@@ -27,6 +27,8 @@ from aioshm.ring.pagemap import Pagemap
 
 MAX_WINDOWS = 1024
 """Windows kept for reuse; each is one of the mappings of which a process may have 65530 (vm.max_map_count)."""
+
+Mapping = TypeVar("Mapping", bound=mmap.mmap)
 
 _PAGE: Final = mmap.PAGESIZE
 _IN_PAGE: Final = mmap.PAGESIZE - 1
@@ -42,7 +44,6 @@ class Windows:
         self._faults = -1  # of this process, when a window was last checked
         self._before: dict[int, int] = {}  # the same, when a window was last shown: asking again would take longer
         self.pagemap: Pagemap = Pagemap()
-        self._files: dict[int, tuple[int, int]] = {}  # descriptor and size of others, by negative numbers
         self._places: dict[int, tuple[int, int]] = {}
         self._pools = layout.pools
         try:
@@ -65,13 +66,6 @@ class Windows:
         self._before[chunk] = self._faults
         # From the mapping anew each time: a view that was kept would be one reference for all leases together.
         return memoryview(window)[start : start + nbytes]
-
-    def view_file(self, number: int, fd: int, room: int, nbytes: int) -> memoryview:
-        """Do as `view` for an open file, which a negative number stands for; remap it if grown."""
-        if self._files.get(number) != (fd, room):
-            self.windows.pop(number, None)
-            self._files[number], self._places[number] = (fd, room), (0, room)
-        return self.view(number, nbytes)
 
     def held(self, chunk: int) -> bool:
         """Return whether a view of a chunk is held."""
@@ -136,8 +130,7 @@ class Windows:
         try:
             # Anonymous at first: over a descriptor, the object would keep a duplicate of that for each window.
             window = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
-            fd = self._fd if chunk >= 0 else self._files[chunk][0]
-            map_memory(address_of(window), length, *_WINDOW, fd, begin)
+            map_memory(address_of(window), length, *_WINDOW, self._fd, begin)
         except OSError as error:
             raise SharedMemoryError(error.errno, f"no window of {length} bytes: {error.strerror}") from None
         self.windows[chunk] = window
@@ -145,7 +138,7 @@ class Windows:
 
     def _written(self, chunk: int, nbytes: int) -> bool:
         """Return whether a window was written to since it was last shown, or may have been."""
-        if not _COPY_ON_WRITE:
+        if not COPY_ON_WRITE:
             return False
         self._faults = _faults()
         if self._before.get(chunk) == self._faults:  # every first write to a page is a fault
@@ -158,6 +151,13 @@ class Windows:
             if getrefcount(self.windows[chunk]) <= _UNHELD:
                 del self.windows[chunk]
                 return
+
+
+def map_private(kind: type[Mapping], fd: int, size: int) -> Mapping:
+    """Map the beginning of a file copy-on-write, in an object of this class. Linux only."""
+    mapped = kind(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, _READ_WRITE)
+    map_memory(address_of(mapped), size, *_WINDOW, fd)
+    return mapped
 
 
 def _count_unheld() -> int:
@@ -190,11 +190,11 @@ def _faults() -> int:
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
-_COPY_ON_WRITE: Final = sys.platform == "linux"
+COPY_ON_WRITE: Final = sys.platform == "linux"
 """Whether a private mapping shows what others write to the file, but for pages that were written to through it: POSIX
 leaves that open."""
 
-_WINDOW = (_READ_WRITE, mmap.MAP_PRIVATE | MAP_NORESERVE) if _COPY_ON_WRITE else (mmap.PROT_READ, mmap.MAP_SHARED)
+_WINDOW = (_READ_WRITE, mmap.MAP_PRIVATE | MAP_NORESERVE) if COPY_ON_WRITE else (mmap.PROT_READ, mmap.MAP_SHARED)
 
 
 def _move_over(address: int, length: int, start: int, nbytes: int) -> None:

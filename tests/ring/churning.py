@@ -34,9 +34,9 @@ def overflowing(number: int) -> bytes:
 class Passed:
     """What a reader has been passed of the overflow segments: a `Peer`, as far as those go, and the reader's side."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: RingReader) -> None:
         self._under_way: deque[int] = deque()
-        self.segments = PassedSegments(SECRET, self._look, bool, _no_subscriber)
+        self.segments = PassedSegments(end, SECRET, self._look, bool, _no_subscriber)
 
     def hand_over(self, fd: int) -> None:
         """Pass a descriptor on; it is taken over when a message needs it."""
@@ -64,7 +64,10 @@ class Incarnation:
     next: int
     held: bool = False
     received: list[int] = field(default_factory=list)
-    passed: Passed = field(default_factory=Passed)
+    passed: Passed = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.passed = Passed(self.end)
 
 
 class Churn:

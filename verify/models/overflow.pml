@@ -4,13 +4,14 @@
  * step. The socket takes CAP descriptors; what it does not take waits in the writer's outbox.
  *
  *     step here       queue/local/overflow.py                      lifeline/
- *     fitting         OverflowSegments._fitting, put, mark
+ *     fitting         OverflowSegments._fitting, _free, put, mark
  *     hand_over       OverflowSegments.hand_over                       peer.py Peer.hand_over, _empty_outbox
  *     marker          pack_marker; readers.py LocalReaders.put
- *     look            PassedSegments.body, view, arrived           dialer.py Lifeline._readable
+ *     look            PassedSegments.body, arrived                 dialer.py Lifeline._readable
+ *     view, drop      PassedSegments.view, finished, _reap
  *     wait            source.py RingSource._on_descriptor, lost
  *
- * Properties: a body is whole and that of its message; what a dead writer has published can be read, unless the reader left
+ * Properties: a body is whole and that of its message, also for as long as the program views it; what a dead writer has published can be read, unless the reader left
  * its socket full; nobody waits for ever.
  */
 #ifndef M
@@ -21,7 +22,7 @@
 #endif
 chan sock = [CAP] of { byte };
 byte marker[2], head[M], tail[M], used_for[M], outbox[M];
-byte n_outbox, n_segments, published, read, have;
+byte n_outbox, n_segments, published, read, have, viewed;
 bit overfull, gone, lost_reader, kill_w, kill_r;
 
 inline empty_outbox() {
@@ -47,13 +48,20 @@ inline hand_over(s) {
 #define FREE(k) (k < n_segments)
 #endif
 active proctype writer() {
-    byte m, s; bit fresh;
+    byte m, s, seen; bit fresh, free0, free1;
     {
     do
     :: m < M && m - read < 2 ->
+#ifdef VIEWED_FIRST
+        seen = viewed;
+#endif
+        atomic { free0 = FREE(0); free1 = FREE(1) }
+#ifndef VIEWED_FIRST
+        seen = viewed;
+#endif
         if                                            /* fitting: one that is free, or a new one */
-        :: FREE(0) -> s = 0
-        :: FREE(1) -> s = 1
+        :: free0 && !(seen & 1) -> s = 0
+        :: free1 && !(seen & 2) -> s = 1
         :: n_segments < M -> atomic { s = n_segments; n_segments++; fresh = 1 }
         fi;
         head[s] = m;
@@ -67,7 +75,7 @@ active proctype writer() {
 #ifdef MARKER_FIRST
         if :: fresh -> hand_over(s) :: else fi;
 #endif
-        atomic { m++; s = 0; fresh = 0 }
+        atomic { m++; s = 0; fresh = 0; seen = 0; free0 = 0; free1 = 0 }
     :: n_outbox > 0 && nfull(sock) -> empty_outbox()
     :: lost_reader -> break                           /* evicted */
     :: m == M && read == M -> break
@@ -76,8 +84,9 @@ active proctype writer() {
     if :: kill_w -> gone = 1 :: !kill_w fi
 }
 inline arrive() { atomic { sock?s; assert(s == have); have++; s = 0 } }
+inline check_view() { assert(head[at] == msg); assert(tail[at] == msg) }
 active proctype reader() {
-    byte s, n;
+    byte s, n, at, msg; bit views;
     {
     do
     :: read < M && published > read ->
@@ -95,13 +104,25 @@ active proctype reader() {
         assert(s == read);
         s = tail[n];
         assert(s == read);
-        atomic { read++; s = 0; n = 0 }
+        if                                            /* view: an array that the program keeps */
+        :: !views -> atomic { views = 1; at = n; msg = read };
+#ifndef VIEW_LATE
+            viewed = 1 << n
+#endif
+        :: skip
+        fi;
+        atomic { read++; s = 0; n = 0 };
+#ifdef VIEW_LATE
+        if :: views -> viewed = 1 << at :: else fi
+#endif
+    :: views -> check_view(); views = 0; viewed = 0   /* drop */
     :: nempty(sock) -> arrive()
     :: read == M -> break
     :: gone && published == read -> break
     od
     } unless { kill_r };
 over:
+    if :: views && !kill_r -> check_view() :: else fi;
     if :: kill_r -> lost_reader = 1 :: else fi
 }
 active proctype killer() { if :: kill_w = 1 :: kill_r = 1 :: skip fi }

@@ -36,7 +36,7 @@ class Attachment:
         self.rank: int = rank
         # Where messages are that did not fit a chunk.
         self.overflow: PassedSegments = PassedSegments(
-            secret, lifeline.look, lambda: lifeline.holds_back, lambda: subscriber(secret, rank)
+            ring, secret, lifeline.look, lambda: lifeline.holds_back, lambda: subscriber(secret, rank)
         )
 
     @classmethod

@@ -58,14 +58,6 @@ class Leases:
         """
         return self._windows.view(chunk, nbytes)
 
-    def view_file(self, number: int, fd: int, room: int, nbytes: int) -> memoryview:
-        """Return a read-only view of the beginning of another file, as `Windows.view_file`.
-
-        Raises:
-            SharedMemoryError: The process has too many mappings.
-        """
-        return self._windows.view_file(number, fd, room, nbytes)
-
     def end(self, chunk: int, index: int, nbytes: int) -> None:
         """Give the next message's slot back, or soon.
 

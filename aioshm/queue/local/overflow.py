@@ -1,10 +1,11 @@
 """Messages that do not fit a chunk: their bodies lie in overflow segments, beside the ring.
 
 The slot of such a message holds a marker: which segment, and how many bytes. A slot that every reader has released
-frees its segment, too, so the ring bounds what is in flight, and a segment is used again and again: touching fresh
-memory costs several times the copy. Readers are passed each segment's descriptor over their lifelines, once, before the
-first marker that names it, so that a message whose marker can be seen can be read, whatever becomes of the writer. What
-they are passed is a read-only descriptor: no reader can change what another one reads.
+frees its segment, too, unless arrays still lie in the segment, so the ring bounds the messages in flight, and the
+writer uses a segment again and again: touching fresh memory costs several times the copy. The writer passes each
+segment's descriptor over the lifelines before the first marker that names the segment, so that a reader which sees a
+marker can read the message, whatever becomes of the writer. The descriptor is read-only: no reader can change what
+another one reads.
 
 The rest of the queue knows of it as much as `Overflow` and `OverflowReader` say. There is a second way, over ZeroMQ
 (``overflow_sockets.py``), which is taken where ``options.overflow`` says so, and for every message for which no segment
@@ -17,20 +18,27 @@ import mmap
 import os
 import socket
 import struct
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from errno import ENOTSUP
-from typing import TYPE_CHECKING, Protocol
+from sys import getrefcount
+from typing import TYPE_CHECKING, Final, Protocol
 
+from aioshm.codec.buffers import HUGE_PAGE_BYTES, OwnMemory
 from aioshm.codec.frames import HEADER, write_body
 from aioshm.config import DEFAULT_BACKING
 from aioshm.errors import AioshmError, CorruptSlot, OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline.peer import Peer
 from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors, shortage
-from aioshm.ring import RingWriter
+from aioshm.ring import RingReader, RingWriter
+from aioshm.ring.atomics import FULL_FENCE
 from aioshm.ring.layout import round_up
+from aioshm.ring.mapping import address_of
+from aioshm.ring.pagemap import Pagemap
 from aioshm.ring.segment import OVERFLOW_LABEL, Segment
+from aioshm.ring.window import COPY_ON_WRITE, map_private
 
 if TYPE_CHECKING:  # who has segments needs no ZeroMQ
     from aioshm.queue.local.overflow_sockets import OverflowSubscriber
@@ -48,6 +56,14 @@ IDLE_SEGMENTS = 2
 IDLE_USES = 16
 
 CAN_PASS_DESCRIPTORS = hasattr(socket, "send_fds")
+
+CAN_VIEW: Final = COPY_ON_WRITE and FULL_FENCE
+"""Whether arrays may lie in segments: the writer must see that they do before it sees their slot released."""
+
+MAX_VIEWED = 4
+"""So many segments a reader keeps from being used again; what else the program keeps is copied out."""
+
+VIEWED_BITS = 64
 
 BY_ZEROMQ = 1 << 31
 """In a marker's number: it is not a segment's, but that of a body which comes over ZeroMQ."""
@@ -92,14 +108,11 @@ class OverflowReader(Protocol):
             SharedMemoryError, LimitReached: There is no room for it now; it can be tried again.
         """
 
-    def where(self, header: memoryview, seq: int) -> tuple[int, int, int, int] | None:
-        """Return which segment has a message's body, its descriptor and size, and how many bytes of it the body has.
-
-        None: there is none, or not here, or not yet; `body` says which.
-        """
+    def view(self, header: memoryview, seq: int, least: int) -> memoryview | None:
+        """Return a private, writable view of a message's body, which may outlive its slot; None: copy the `body`."""
 
     def finished(self) -> None:
-        """Note that the body that was asked for last is not needed any more."""
+        """Finish with the latest body, before its slot is released."""
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
@@ -136,6 +149,13 @@ class WrittenSegment:
         self.seq = 0  # the message that it was last used for
         # When that was, counted in messages that overflowed; 0 once its pages were given back.
         self.used = 0
+        self.retired = False  # whether it is never written again: a reader that has left still views it
+
+    def empty(self) -> None:
+        """Give the memory back; newcomers are passed an empty file in its place, as numbers are counted."""
+        self.segment.close()
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), self.passed_fd, inheritable=False)
 
     def close(self) -> None:
         """Unmap it and close its descriptors."""
@@ -203,6 +223,12 @@ class OverflowSegments:
             self._second_way.expect_reader(peer)
             peer.call_to_subscribe()
 
+    def retire(self, viewed: int) -> None:
+        """Never write again to the segments that a reader which has left still views."""
+        for number, written in enumerate(self.segments):
+            if viewed >> number % VIEWED_BITS & 1:
+                written.retired = True
+
     def is_gone(self, seq: int) -> bool:
         """Return whether the segment of a message has another one by now, or nothing."""
         if any(written.used and written.seq == seq for written in self.segments):
@@ -243,7 +269,7 @@ class OverflowSegments:
             raise SharedMemoryError(
                 ENOTSUP, "this platform cannot pass the descriptors of overflow segments to readers"
             )
-        free = [n for n, each in enumerate(self.segments) if not each.used or self._ring.finished(each.seq)]
+        free = self._free()
         for number in free:
             if self.segments[number].segment.size >= size:
                 return number
@@ -264,31 +290,67 @@ class OverflowSegments:
         self.hand_over(written.passed_fd)
         return len(self.segments) - 1
 
+    def _free(self) -> list[int]:
+        """Return the segments that may be written: read by all, and viewed by none."""
+        finished = [
+            number
+            for number, each in enumerate(self.segments)
+            if not each.retired and (not each.used or self._ring.finished(each.seq))
+        ]
+        viewed = self._ring.viewed_segments()  # last: a reader sets its bit, then releases the slot
+        return [number for number in finished if not viewed >> number % VIEWED_BITS & 1]
+
     def _tidy(self) -> None:
-        """Give back the memory of segments that only a burst has needed."""
-        for written in self.segments[IDLE_SEGMENTS:]:
-            if 0 < written.used <= self._uses - IDLE_USES and self._ring.finished(written.seq):
+        """Give back the memory of segments that only a burst has needed, and of retired ones."""
+        for number in self._free()[IDLE_SEGMENTS:]:
+            written = self.segments[number]
+            if 0 < written.used <= self._uses - IDLE_USES:
                 written.used = 0
                 written.segment.forget()
+        for written in self.segments:
+            if written.retired and written.used and self._ring.finished(written.seq):
+                written.used = 0
+                self.hand_over(written.passed_fd)  # once more: readers close it
+                written.empty()
+
+
+class SegmentMemory(mmap.mmap, OwnMemory):
+    """A reader's private mapping of an overflow segment: arrays may lie in it for as long as the program keeps them."""
+
+    def may_keep(self, nbytes: int, size: int) -> bool:
+        return nbytes >= HUGE_PAGE_BYTES  # a smaller buffer would keep the segment from being used again
 
 
 class PassedSegments:
-    """The overflow segments that a reader has been passed, and its subscription to what comes over ZeroMQ instead."""
+    """The overflow segments that a reader has been passed, and its subscription to what comes over ZeroMQ instead.
+
+    Large arrays are not copied out: they lie in a private mapping of their segment, and `layout.VIEWED` keeps the
+    writer from using the segment again until the program has dropped them. Where the program keeps several, or writes
+    to them, which copies page by page, the next ones are copied out at once.
+    """
 
     def __init__(
         self,
+        ring: RingReader,
         secret: bytes,
         look: Callable[[], object],
         holds_back: Callable[[], bool],
         subscriber: Callable[[], OverflowSubscriber],
     ) -> None:
+        self._ring = ring
         self._secret = secret
         self._look = look
         self._holds_back = holds_back
         self._subscriber = subscriber
-        # What there is, by number; None: one that could not be taken over.
+        # What there is, by number; None: one that could not be taken over, or that is never used again.
         self.segments: list[PassedSegment | None] = []
         self.subscription: OverflowSubscriber | None = None
+        self.viewed: set[int] = set()  # segments that arrays lie in
+        self._inherited = 0  # bits of those that forked children may have, too
+        self._viewing = -1  # the segment that `view` was asked for last
+        self._copies_out = False  # whether the program has written to an array
+        self._pagemap = Pagemap()
+        _with_views.add(self)
 
     def subscribe(self) -> OverflowSubscriber:
         """Return the subscription, made now if there was none.
@@ -308,7 +370,16 @@ class PassedSegments:
             self.subscription.after_last(callback)
 
     def arrived(self, fd: int | None) -> None:
-        """Take over the next segment's descriptor; None: there was none to be had for it."""
+        """Take over the next segment's descriptor; None: there was none to be had for it.
+
+        A descriptor that comes a second time is that of a segment which is never used again.
+        """
+        for number, passed in enumerate(self.segments):
+            if fd is not None and passed is not None and os.path.sameopenfile(passed.fd, fd):
+                os.close(fd)
+                passed.close()
+                self.segments[number] = None
+                return
         self.segments.append(None if fd is None else PassedSegment(fd))
 
     def has(self, header: memoryview, seq: int) -> bool:
@@ -323,65 +394,101 @@ class PassedSegments:
         number, size = marker
         if number & BY_ZEROMQ:
             return self.subscribe().body(number, size, seq)
-        body = self.view(number, size, seq)
-        if body is None:
-            self._look()  # it was passed before the message was published
-            body = self.view(number, size, seq)
-            if body is None and self._holds_back():
+        passed = self._passed(number)
+        if passed is None:
+            if number < len(self.segments):
+                text = "this process had too many open files for its overflow segment (ulimit -n)"
+                raise CorruptSlot(seq, seq, text)
+            if self._holds_back():
                 what = f"message {seq} of {size} bytes"
                 raise shortage(what) or out_of_descriptors(what)
-        return body
-
-    def view(self, number: int, size: int, seq: int) -> memoryview | None:
-        """Return the first bytes of a segment, read-only, which the caller has to release; None if it is not here.
-
-        Raises:
-            CorruptSlot: It is smaller than that, or can never be read here.
-            SharedMemoryError, OutOfDescriptors: There is no room for it now; it can be tried again.
-        """
-        if number >= len(self.segments):
             return None
-        passed = self.segments[number]
-        if passed is None:
-            raise CorruptSlot(seq, seq, "this process had too many open files for its overflow segment (ulimit -n)")
         try:
-            view = passed.view(size)
+            body = passed.body(size)
         except OSError as error:
             if is_out_of_descriptors(error):
                 raise out_of_descriptors(f"message {seq} of {size} bytes", error.errno) from None
             raise SharedMemoryError(
                 error.errno, f"message {seq} of {size} bytes cannot be mapped: {error.strerror}"
             ) from None
-        if view is None:
+        if body is None:
             raise CorruptSlot(seq, seq, f"its overflow segment has fewer bytes than {size}")
-        return view
+        return body
 
-    def where(self, header: memoryview, seq: int) -> tuple[int, int, int, int] | None:
-        """Return which segment has a message's body, as `OverflowReader.where`."""
+    def view(self, header: memoryview, seq: int, least: int) -> memoryview | None:
+        """Return a view of a message's body, as `OverflowReader.view`."""
+        self._reap()
         marker = unpack_marker(header, self._secret, seq)
-        if marker is None or marker[0] & BY_ZEROMQ:
+        if marker is None or not CAN_VIEW or len(self.viewed) >= MAX_VIEWED:
             return None
         number, size = marker
-        if number >= len(self.segments):
-            self._look()
-        passed = self.segments[number] if number < len(self.segments) else None
-        if passed is None or not passed.has(size):
+        if number & BY_ZEROMQ or size < least or self._bits() >> number % VIEWED_BITS & 1:
             return None
-        return number, passed.fd, passed.size, size
+        if least and self._copies_out:
+            return None
+        passed = self._passed(number)
+        with suppress(OSError):  # no mapping is left
+            view = None if passed is None else passed.view(size)
+            if view is not None:
+                self._viewing = number
+            return view
+        return None
 
     def finished(self) -> None:
-        """Note that the body that was asked for last is not needed any more."""
+        """Finish with the latest body, as `OverflowReader.finished`."""
+        number, self._viewing = self._viewing, -1
+        if number >= 0:
+            self.viewed.add(number)
+            self._reap()
+            if number in self.viewed:
+                self._ring.set_viewed_segments(self._bits())
         if self.subscription is not None:
             self.subscription.finished()
 
+    def keep_for_children(self) -> None:
+        """Never give back what the program views now: a child that is about to be forked goes on viewing it."""
+        self._reap()
+        self._inherited |= self._bits()
+        for number in self.viewed:
+            passed = self.segments[number]
+            if passed is not None:
+                passed.window = None
+        self.viewed.clear()
+
     def close(self) -> None:
-        """Unmap and close all of them. Idempotent."""
+        """Unmap and close all of them; arrays keep their memory. Idempotent."""
+        self._reap()
         if self.subscription is not None:
             self.subscription.close()
         for passed in self.segments:
             if passed is not None:
                 passed.close()
         self.segments.clear()
+        self.viewed.clear()
+        self._pagemap.close()
+        _with_views.discard(self)
+
+    def _passed(self, number: int) -> PassedSegment | None:
+        if number >= len(self.segments):
+            self._look()  # it was passed before the message was published
+        return self.segments[number] if number < len(self.segments) else None
+
+    def _bits(self) -> int:
+        return sum(1 << number % VIEWED_BITS for number in self.viewed) | self._inherited
+
+    def _reap(self) -> None:
+        """Let the writer use the segments again that no array lies in any more."""
+        before = len(self.viewed)
+        for number in list(self.viewed):
+            passed = self.segments[number]
+            if passed is None:
+                self.viewed.discard(number)
+            elif not passed.is_viewed():
+                self.viewed.discard(number)
+                if passed.discard_changes(self._pagemap):
+                    self._copies_out = True
+        if len(self.viewed) < before:
+            self._ring.set_viewed_segments(self._bits())
 
 
 class PassedSegment:
@@ -389,20 +496,14 @@ class PassedSegment:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.size: int = 0  # how large it was when this was last found out
-        self.mapping: mmap.mmap | None = None
+        self.mapping: mmap.mmap | None = None  # read-only
+        self.window: SegmentMemory | None = None  # copy-on-write
 
-    def has(self, size: int) -> bool:
-        """Return whether it has so many bytes."""
-        if self.size < size:
-            self.size = os.fstat(self.fd).st_size
-        return size <= self.size
-
-    def view(self, size: int) -> memoryview | None:
-        """Return its first bytes, or None if it has not so many."""
+    def body(self, size: int) -> memoryview | None:
+        """Return its first bytes, read-only, or None if it has not so many."""
         if self.mapping is None or len(self.mapping) < size:
-            actual = os.fstat(self.fd).st_size
-            if actual < max(size, 1):  # mapped beyond its end, a touch would be a SIGBUS
+            actual = self._size_for(size)
+            if actual is None:
                 return None
             grown = mmap.mmap(self.fd, actual, access=mmap.ACCESS_READ)
             self._unmap()
@@ -410,13 +511,60 @@ class PassedSegment:
         with memoryview(self.mapping) as whole:
             return whole[:size]
 
+    def view(self, size: int) -> memoryview | None:
+        """Return its first bytes, copy-on-write, or None if it has not so many."""
+        if self.window is None or len(self.window) < size:
+            actual = self._size_for(size)
+            if actual is None:
+                return None
+            self.window = None
+            self.window = map_private(SegmentMemory, self.fd, actual)
+        # From the mapping anew each time: a view that was kept would count as a user of the message.
+        return memoryview(self.window)[:size]
+
+    def is_viewed(self) -> bool:
+        """Return whether arrays lie in it."""
+        return self.window is not None and getrefcount(self.window) > _UNVIEWED
+
+    def discard_changes(self, pagemap: Pagemap) -> bool:
+        """Unmap the copy-on-write mapping if the program has written to it; return whether that was so."""
+        if self.window is None or not pagemap.written(address_of(self.window), len(self.window)):
+            return False
+        self.window = None
+        return True
+
     def close(self) -> None:
         """Unmap it, as soon as no view of it is held any more."""
         self._unmap()
+        self.window = None
         os.close(self.fd)
+
+    def _size_for(self, size: int) -> int | None:
+        actual = os.fstat(self.fd).st_size
+        return actual if actual >= max(size, 1) else None  # mapped beyond its end, a touch would be a SIGBUS
 
     def _unmap(self) -> None:
         if self.mapping is not None:
             with suppress(BufferError):  # an error's frames may still hold a view; the mapping goes when they do
                 self.mapping.close()
             self.mapping = None
+
+
+def _count_unviewed() -> int:
+    """Return `getrefcount` of the mapping of a segment that no array lies in, called as above."""
+    passed = PassedSegment(-1)
+    passed.window = SegmentMemory(-1, 1)
+    return getrefcount(passed.window)
+
+
+_UNVIEWED: Final = _count_unviewed()
+
+_with_views: weakref.WeakSet[PassedSegments] = weakref.WeakSet()
+
+
+def _keep_for_children() -> None:
+    for passed in list(_with_views):
+        passed.keep_for_children()
+
+
+os.register_at_fork(before=_keep_for_children)

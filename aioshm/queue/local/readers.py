@@ -98,9 +98,9 @@ class LocalReaders:
         self._first = 0  # of the reader that is being admitted
         for rank in extra:
             self.ring.evict(self._index[rank])
-        segments = OverflowSegments(self.ring, self.queue_id, self.secret, self)
-        self.overflow: Overflow = segments
-        self.loans: Loans = Loans(self.buffer, None if options.overflow == "zmq" else segments)
+        self.segments: OverflowSegments = OverflowSegments(self.ring, self.queue_id, self.secret, self)
+        self.overflow: Overflow = self.segments
+        self.loans: Loans = Loans(self.buffer, None if options.overflow == "zmq" else self.segments)
         if options.overflow == "zmq" and ranks:
             try:
                 self.overflow = self._publisher()
@@ -189,6 +189,7 @@ class LocalReaders:
         self._detach(index)
         self.ring.set_reader_state(index, HELD, slot.pid)
         self.ring.resume(index, copies=slot.slow != "block")  # what the reader had leased goes back
+        self.segments.retire(self.ring.take_viewed_segments(index))
 
     def drop(self, slot: ReaderSlot) -> None:
         index = self._index[slot.rank]
@@ -197,6 +198,7 @@ class LocalReaders:
             self.ring.set_reader_state(index, _STATES[slot.state], slot.pid)
         self._lenient.pop(index, None)
         self.ring.evict(index)
+        self.segments.retire(self.ring.take_viewed_segments(index))
 
     def evict(self, slot: ReaderSlot, reader: Any, *, dismissed: bool) -> None:
         index = self._index[slot.rank]

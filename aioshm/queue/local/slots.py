@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
-from aioshm.codec.buffers import own_copy
+from aioshm.codec.buffers import HUGE_PAGE_BYTES, own_copy
 from aioshm.codec.frames import (
     INLINE,
     OVERFLOW,
@@ -115,23 +115,38 @@ class SlotReader:
     def _take_unusual(self) -> Any:
         begin, header = self._next()
         kind, _, how, n_buffers, _, at, size = header
-        elsewhere = self._is_elsewhere(begin, header)
-        body: memoryview | None = None
+        if self._is_elsewhere(begin, header):
+            return self._take_elsewhere(begin, header, leased=False)
         try:
-            if elsewhere:
-                body = self._elsewhere_body(begin)
-                return SLOW_PATH if body is None else self._decoded(body, how, n_buffers, size)
             room = self._inline_body(begin, header)
             return bytearray(room[:size]) if kind == RAW else self._decoded(room, how, n_buffers, size)
-        except CorruptSlot:
-            elsewhere = False
-            raise
         finally:
-            if body is not None:
-                body.release()
-                self.release_overflow(at)
-            elif not elsewhere:
-                self.release(at)
+            self.release(at)
+
+    def _take_elsewhere(self, begin: int, header: Header, *, leased: bool) -> Any:
+        """Take a message that did not fit its chunk; `SLOW_PATH` where its body has yet to arrive."""
+        _, _, how, n_buffers, _, at, size = header
+        body = self._overflow.view(self._slots.header(begin), self.seq, 0 if leased else HUGE_PAGE_BYTES)
+        if body is None:
+            try:
+                body = self._elsewhere_body(begin)
+            except CorruptSlot:
+                self.release()
+                raise
+            if body is None:
+                return SLOW_PATH
+            if leased:
+                self._core.copied += len(body)
+                body = memoryview(own_copy(body))
+        else:
+            self.overflows += 1
+        try:
+            return self.seen(body.toreadonly(), header) if leased else self._decoded(body, how, n_buffers, size)
+        finally:
+            body.release()
+            if leased:
+                self.settle()  # slots go back in order
+            self.release_overflow(at)
 
     def open_block(self, *, decoded: bool) -> SourceBlock | None:
         """Return the next message for a block, as `Source.open_block`."""
@@ -150,9 +165,15 @@ class SlotReader:
         return LeasedSlot(self, begin, header) if decoded else RawBlock(self, begin, header, None)
 
     def _open_elsewhere(self, begin: int, header: Header, *, decoded: bool) -> SourceBlock | None:
-        if decoded and self._overflow.where(self._slots.header(begin), self.seq) is not None:
-            self._core.note_trace()
-            return LeasedSlot(self, begin, header)
+        if decoded:
+            try:
+                obj = self._take_elsewhere(begin, header, leased=True)
+            except AioshmError:
+                raise
+            except Exception as error:
+                raise cannot_decode(error, self._codec.name) from error
+            self.check_place()
+            return None if obj is SLOW_PATH else TakenMessage(obj)
         try:
             body = self._elsewhere_body(begin)
         except CorruptSlot:
@@ -161,7 +182,7 @@ class SlotReader:
         if body is None:
             return None
         self._core.note_trace()
-        return OverflowBlock(self, header, body) if decoded else RawBlock(self, begin, header, body)
+        return RawBlock(self, begin, header, body)
 
     # Looking into slots
 
@@ -229,10 +250,7 @@ class SlotReader:
             CorruptSlot, CodecError: It is no whole message of this queue.
         """
         try:
-            if self._is_elsewhere(begin, header):
-                obj = self._show_elsewhere(begin, header)
-            else:
-                obj = self._show(begin, header, self._inline_body(begin, header))
+            obj = self._show(begin, header, self._inline_body(begin, header))
         except AioshmError:
             raise
         except Exception as error:
@@ -250,21 +268,6 @@ class SlotReader:
         self._core.copied += nbytes
         kind, _, how, n_buffers, _, _, size = header
         return bytearray(body[:size]) if kind == RAW else self._decoded(body, how, n_buffers, size)
-
-    def _show_elsewhere(self, begin: int, header: Header) -> Any:
-        found = self._overflow.where(self._slots.header(begin), self.seq)
-        if found is not None:
-            number, fd, room, nbytes = found
-            with suppress(SharedMemoryError):  # no mapping is left
-                obj = self.seen(self._window().view_file(-1 - number, fd, room, nbytes).toreadonly(), header)
-                self._shown = -1 - number, self._slots.index(begin), nbytes
-                self.overflows += 1
-                return obj
-        body = self._elsewhere_body(begin)
-        if body is None:
-            return SLOW_PATH
-        with body:
-            return self._decoded(body, header[2], header[3], header[6])
 
     def _window(self) -> Leases:
         if self._leases is None:
@@ -351,26 +354,6 @@ class RawBlock:
             self._slots.release_overflow()
         else:
             self._slots.release()
-
-
-class OverflowBlock:
-    """A leased message whose body came over ZeroMQ: in memory of its own, as there is no window into that."""
-
-    def __init__(self, slots: SlotReader, header: Header, body: memoryview) -> None:
-        self._slots = slots
-        self._header = header
-        self._body = body
-
-    def open(self) -> Any:
-        obj = self._slots.seen(memoryview(own_copy(self._body)).toreadonly(), self._header)
-        self._slots.taken(self._header[5])
-        return obj
-
-    def close(self, *, undo: bool) -> None:
-        self._body.release()
-        if not undo:
-            self._slots.settle()
-            self._slots.release_overflow()
 
 
 class LeasedSlot:
