@@ -23,18 +23,23 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.relative_to(ROOT) for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
 SLOW = {
     "docs/howto/containers.md",
+    "docs/howto/engine-requests.md",
+    "docs/howto/engines.md",
     "docs/howto/from-multiprocessing.md",
+    "docs/howto/inspection.md",
+    "docs/howto/many-producers.md",
+    "docs/howto/names.md",
+    "docs/howto/publish-subscribe.md",
+    "docs/howto/pytest.md",
+    "docs/howto/request-reply.md",
+    "docs/howto/starlette.md",
     "docs/howto/threads.md",
     "docs/howto/tuning.md",
-    "docs/tutorial.md",
-    "docs/howto/engines.md",
-    "docs/howto/inspection.md",
-    "docs/howto/names.md",
-    "docs/howto/pytest.md",
-    "docs/howto/starlette.md",
     "docs/howto/uvicorn-workers.md",
+    "docs/howto/worker-pool.md",
     "docs/howto/workers.md",
     "docs/howto/zero-copy.md",
+    "docs/tutorial.md",
 }
 """Pages that take more than some seconds."""
 
