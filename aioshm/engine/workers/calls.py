@@ -33,7 +33,7 @@ from aioshm.errors import (
 from aioshm.queue import MessageQueue
 
 if TYPE_CHECKING:
-    from aioshm.engine.workers.running import Running
+    from aioshm.engine.workers.session import Session
 
 CODE_WITHIN_S = 1.0
 """How long a worker with a closed queue may take to exit. After that it is killed, or reported without exit code."""
@@ -49,22 +49,22 @@ class Calls:
         lock: Held by the call of all workers that is in progress.
     """
 
-    def __init__(self, running: Running, steps: MessageQueue, n_workers: int) -> None:
-        self._running = running
-        self._steps = steps
-        self._exit = running.exit
+    def __init__(self, session: Session, broadcasts: MessageQueue, n_workers: int) -> None:
+        self._session = session
+        self._broadcasts = broadcasts
+        self._exit = session.exit
         self.n_workers = n_workers
         self.schedule: Schedule = Schedule()
         self.inbox: Inbox = Inbox(self)
         self.channels: dict[int, Channel] = {}
         self.absent: set[int] = set()
         self.lock: asyncio.Lock = asyncio.Lock()
-        self._whole = asyncio.Event()
-        self._whole.set()
+        self._all_present = asyncio.Event()
+        self._all_present.set()
         self._calls: dict[int, Call] = {}  # by number: sent, or being sent, and not answered yet
         self._asking: set[Call] = set()  # the calls that wait for a worker
         self._number = 0
-        self._last_step = 0
+        self._last_broadcast = 0
         self._draining: dict[Waiter, list[int]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -77,14 +77,14 @@ class Calls:
     async def admit(self) -> None:
         """Wait until the first workers have attached to the queue of calls of all workers."""
         with suppress(AioshmError):  # a worker has died: the watch on its process reports that
-            await self._steps.wait_until_ready()
+            await self._broadcasts.wait_until_ready()
 
     async def call_all(self, call: Call, request: Request, timeout: float | None) -> list[Any]:
         """Call all workers once earlier calls of all are answered; return the results by rank."""
         n_workers = 0
         try:
             async with self._within(timeout, call, self._waits_for_all), self.lock:
-                await self.whole()
+                await self.all_present()
                 n_workers = self.n_workers
                 await self._send_to_all(call, request)
                 await self.inbox.wait(call)
@@ -96,33 +96,33 @@ class Calls:
     async def _send_to_all(self, call: Call, request: Request) -> None:
         ranks = range(self.n_workers)
         self._register(call, ranks)
-        self.schedule.step_begins(ranks)
+        self.schedule.broadcast_begins(ranks)
         after = {rank: channel.n_requests for rank, channel in self.channels.items() if channel.n_requests}
         try:
-            await self._steps.enqueue((CALL, call.number, 0, (*request[:-1], after)))
+            await self._broadcasts.enqueue((CALL, call.number, 0, (*request[:-1], after)))
         except BaseException as error:  # no worker has seen it
             self._calls.pop(call.number, None)
             for rank in call.missing:
-                self.schedule.step_ends(rank)
+                self.schedule.broadcast_ends(rank)
             if isinstance(error, PeerDied):
                 await self.lost(error.rank)
             raise
         call.sent = True
-        self._last_step = call.number
+        self._last_broadcast = call.number
 
     async def leave(self, ranks: Iterable[int]) -> None:
         """Ask workers to exit."""
-        await self._steps.enqueue((LEAVE, 0, 0, frozenset(ranks)))
+        await self._broadcasts.enqueue((LEAVE, 0, 0, frozenset(ranks)))
 
-    async def whole(self) -> None:
+    async def all_present(self) -> None:
         """Wait until no worker is absent."""
-        await self._whole.wait()
+        await self._all_present.wait()
         self._exit.check()
 
     def _waits_for_all(self, call: Call) -> str:
         if call.missing:  # the reader may wake for one rank only, with other answers unread
             late = [rank for rank in sorted(call.missing) if not self._has_answered(rank)]
-            return f"no answer from {self._running.processes.describe(late or sorted(call.missing))}"
+            return f"no answer from {self._session.processes.describe(late or sorted(call.missing))}"
         if self.absent:
             return "waits for the successors of workers that have died"
         return "waits for the calls before it"
@@ -174,11 +174,11 @@ class Calls:
             await self._get_turn(call)
             if not self.schedule.holds(call):  # the assigned worker has died meanwhile
                 continue
-            assert call.seat is not None
-            rank = call.seat.rank
+            assert call.slot is not None
+            rank = call.slot.rank
             channel = self.channels[rank]
             self._register(call, (rank,))
-            after = self._last_step if self._last_step > channel.after else 0
+            after = self._last_broadcast if self._last_broadcast > channel.after else 0
             try:
                 await channel.send((kind, call.number, after, tuple(request)))
             except (PeerDied, QueueClosed):  # the worker is gone, and has not received the call
@@ -223,7 +223,7 @@ class Calls:
 
     def _waits_for_one(self, call: Call) -> str:
         rank = call.rank
-        describe = self._running.processes.describe
+        describe = self._session.processes.describe
         if rank is None:
             return f"no idle worker: {describe(sorted(self.channels)) or 'all are being restarted'}"
         return f"{'no answer from' if rank in self.channels else 'no successor of'} {describe([rank])}"
@@ -239,7 +239,7 @@ class Calls:
         except TimeoutError:
             if not scope.expired():
                 raise
-            absent = "" if call.sent else self._running.describe_absent()
+            absent = "" if call.sent else self._session.describe_absent()
             raise TimeoutError(
                 f"{call.method}: {waits_for(call)} within {timeout} s{f': {absent}' if absent else ''}"
             ) from None
@@ -258,7 +258,7 @@ class Calls:
     def needed(self) -> Set[int]:
         """Return the ranks that have to answer the only call in flight, if that is a call of all workers."""
         calls = [*self._calls.values()]
-        alone = len(calls) == 1 and calls[0].seat is None and not self._asking
+        alone = len(calls) == 1 and calls[0].slot is None and not self._asking
         return calls[0].missing if alone else frozenset()
 
     def receive(self, rank: int, message: Any) -> None:
@@ -303,8 +303,8 @@ class Calls:
         call.missing.discard(rank)
         if not call.missing:
             del self._calls[call.number]
-        if call.seat is None:
-            self.schedule.step_ends(rank)
+        if call.slot is None:
+            self.schedule.broadcast_ends(rank)
         else:
             self.schedule.answered(call)
         self._look_at_drained()
@@ -318,14 +318,14 @@ class Calls:
 
     def _check_lost(self, channel: Channel) -> None:
         if not channel.closed and self._exit.failure is None:
-            self._running.worker_lost(channel.rank)
+            self._session.worker_lost(channel.rank)
 
     async def lost(self, rank: int) -> NoReturn:
         """Raise the exit of a worker after its socket or queue has ended. For groups that do not replace workers."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CODE_WITHIN_S):
                 await self._exit.ended.wait()
-        self._running.worker_lost(rank)
+        self._session.worker_lost(rank)
         await self._exit.ended.wait()
         assert self._exit.failure is not None
         raise self._exit.failure()
@@ -334,21 +334,21 @@ class Calls:
 
     def add(self, rank: int, requests: MessageQueue, replies: MessageQueue) -> None:
         """Start to send calls to a worker that is ready."""
-        self.channels[rank] = Channel(rank, requests, replies, self._last_step)
+        self.channels[rank] = Channel(rank, requests, replies, self._last_broadcast)
         self.inbox.add(rank, replies)
-        self.schedule.back(rank)
+        self.schedule.arrived(rank)
 
-    def away(self, ranks: Iterable[int]) -> None:
+    def mark_absent(self, ranks: Iterable[int]) -> None:
         """Make calls of all workers wait until these ranks are back."""
         self.absent.update(ranks)
         if self.absent:
-            self._whole.clear()
+            self._all_present.clear()
 
-    def back(self, ranks: Iterable[int]) -> None:
+    def mark_present(self, ranks: Iterable[int]) -> None:
         """Stop making calls of all workers wait for these ranks."""
         self.absent.difference_update(ranks)
         if not self.absent:
-            self._whole.set()
+            self._all_present.set()
 
     def died(self, rank: int, failure: Callable[[], AioshmError]) -> None:
         """Fail calls in flight on a dead worker. Queued calls stay queued for its replacement."""
@@ -361,7 +361,7 @@ class Calls:
             self._spawn(channel.aclose())
         self.schedule.gone(rank)
         for call in [*self._calls.values()]:
-            of_all = call.seat is None  # fails even if this worker has answered: others may wait for it
+            of_all = call.slot is None  # fails even if this worker has answered: others may wait for it
             if not of_all and rank not in call.missing:
                 continue
             call.missing.discard(rank)
@@ -383,7 +383,7 @@ class Calls:
         """Send these workers no more calls for any idle worker, and wait until their present calls are done."""
         leaving = [*ranks]
         for rank in leaving:
-            self.schedule.leaves(rank)
+            self.schedule.set_leaving(rank)
         waiter = Waiter()
         self._draining[waiter] = leaving
         try:
@@ -404,7 +404,7 @@ class Calls:
             call.fail(failure)
         for waiter in self._draining:
             waiter.notify()
-        self._whole.set()
+        self._all_present.set()
 
     def _spawn(self, closing: Any) -> None:
         task = asyncio.get_running_loop().create_task(closing)
@@ -421,4 +421,4 @@ class Calls:
             while self._closing:
                 await asyncio.wait(self._closing)
         finally:
-            await self._steps.aclose()
+            await self._broadcasts.aclose()

@@ -1,4 +1,4 @@
-"""The connections between a group and one worker process: a control socket and two queues."""
+"""The connections between a group and one worker process: a control socket and queues."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ from aioshm.queue import Handle, MessageQueue
 _LENGTH = struct.Struct("!Q")
 
 
-class Place(NamedTuple):
-    """The assignment of a rank to a process. The pickled call that creates the worker follows in the next message.
-
-    Attributes:
-        steps: The queue of calls of all workers.
-        requests: The queue of calls of this worker.
-    """
+class Assignment(NamedTuple):
+    """The assignment of a rank to a process. The pickled call that creates the worker is the next message."""
 
     rank: int
-    steps: Handle
-    requests: Handle
+    broadcasts: Handle  # the queue of calls of all workers
+    requests: Handle  # the queue of calls of this worker
+
+
+class WorkerQueues(NamedTuple):
+    """The queues of a worker, at its end."""
+
+    broadcasts: MessageQueue
+    requests: MessageQueue
+    replies: MessageQueue
 
 
 class ControlSocket:
-    """Sends and receives pickled messages of any size without blocking the loop.
+    """Sends and receives pickled messages of any size over a stream socket, without blocking the loop.
 
-    Args:
-        sock: One of a connected pair of stream sockets.
+    Every method raises EOFError or OSError if the peer has exited, or if either end is closed. A cancelled call may
+    leave a part of a message behind: close the socket then.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -44,21 +47,21 @@ class ControlSocket:
         self._forgotten = weakref.finalize(self, sock.close)  # no second warning: an unclosed group gives one
 
     async def send(self, message: object) -> None:
-        """Send a message; raises OSError if the peer has exited, or if either end is closed."""
+        """Send a message."""
         await self.send_pickled(pickle.dumps(message))
 
     async def send_pickled(self, message: bytes) -> None:
-        """Send a pickled message. If this is cancelled, close the socket: a part of the message may be sent."""
+        """Send a pickled message."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._socket, _LENGTH.pack(len(message)))
         await loop.sock_sendall(self._socket, message)
 
     async def receive(self) -> Any:
-        """Receive a message; raises EOFError or OSError if the peer has exited, or if either end is closed."""
+        """Receive a message."""
         return pickle.loads(await self.receive_pickled())
 
     async def receive_pickled(self) -> bytearray:
-        """Receive a message as bytes. If this is cancelled, close the socket: a part may be lost."""
+        """Receive a message without unpickling it."""
         (length,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
         return await self._receive(length)
 
@@ -83,29 +86,22 @@ class ControlSocket:
 
 
 class Channel:
-    """The two queues of one worker process: one for calls of this worker only, one for all of its answers.
-
-    Attributes:
-        n_requests: How many calls were sent over this channel.
-        after: The number of the last call of all workers that was sent before this worker was ready.
-        lost: Whether a queue has ended. The exit of the process may not be known yet.
-        closed: Whether the process is gone.
-    """
+    """The two queues of one worker process: for calls of this worker only, and for all of its answers."""
 
     def __init__(self, rank: int, requests: MessageQueue, replies: MessageQueue, after: int) -> None:
         self.rank = rank
         self.requests = requests
         self.replies = replies
-        self.n_requests: int = 0
-        self.after = after
-        self.lost = False
-        self.closed: bool = False
+        self.n_requests: int = 0  # calls sent over this channel
+        self.after = after  # the last broadcast that was sent before this worker was ready
+        self.lost = False  # whether a queue has ended; the exit of the process may not be known yet
+        self.closed: bool = False  # whether the process is gone
         self._posting: set[asyncio.Task[None]] = set()
 
     async def send(self, message: Message) -> None:
         """Send a call; raises PeerDied or QueueClosed if the worker is gone and has not received the call."""
         try:
-            self.requests.enqueue_nowait(message)  # no await if there is room: keeps the order with calls of all
+            self.requests.enqueue_nowait(message)  # no await if there is room: keeps the order with broadcasts
         except QueueFull:
             await self.requests.enqueue(message)
         self.n_requests += 1

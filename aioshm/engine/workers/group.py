@@ -14,8 +14,8 @@ from aioshm.engine.metering import StreamMeter, meter_of, metered
 from aioshm.engine.stats import WorkerGroupStats
 from aioshm.engine.workers.messages import Request, method_name
 from aioshm.engine.workers.processes import Settings
-from aioshm.engine.workers.running import GroupExit, Running
 from aioshm.engine.workers.schedule import Call
+from aioshm.engine.workers.session import GroupExit, Session
 from aioshm.engine.workers.stream import WorkerStream
 from aioshm.engine.workers.worker import LoopFactory
 from aioshm.errors import AioshmError, EndClosed, QueueClosed, RoleError
@@ -119,19 +119,19 @@ class WorkerGroup(AsyncClosing):
         )
         self._exit = GroupExit()
         self._streams = StreamMeter()
-        self._running: Running | None = None
+        self._session: Session | None = None
         self._closed = False
         self._pid = os.getpid()
 
     @property
     def n_workers(self) -> int:
         """How many workers there are."""
-        return self._settings.n_workers if self._running is None else self._running.n_workers
+        return self._settings.n_workers if self._session is None else self._session.n_workers
 
     @property
     def pids(self) -> list[int]:
         """The workers' process ids, by rank; none before they are started."""
-        return [] if self._running is None else self._running.processes.pids
+        return [] if self._session is None else self._session.processes.pids
 
     # Calls
 
@@ -286,30 +286,30 @@ class WorkerGroup(AsyncClosing):
         return await self._entered().calls.call(call, Request(method, args, kwargs), timeout)
 
     def _check_rank(self, name: str, rank: int) -> None:
-        most = self._settings.n_workers if self._running is None else self._running.callable
+        most = self._settings.n_workers if self._session is None else self._session.callable
         if check_int(name, rank, minimum=0) >= most:
             raise ValueError(f"{name} must be below {most}, not {rank}")
 
-    def _entered(self) -> Running:
+    def _entered(self) -> Session:
         if self._closed:
             self._exit.check()
-        if self._running is None:
+        if self._session is None:
             raise RoleError("the group was not entered: use `async with`")
-        return self._running
+        return self._session
 
     # Workers come and go
 
     @property
     def workers(self) -> tuple[RankInfo, ...]:
         """The workers, by rank; none before they are started, or without ``restart``."""
-        replacing = None if self._running is None else self._running.replacing
-        return () if replacing is None else replacing.workers
+        replacer = None if self._session is None else self._session.replacer
+        return () if replacer is None else replacer.workers
 
     @property
     def standbys(self) -> int:
         """How many standbys can take a rank at once."""
-        replacing = None if self._running is None else self._running.replacing
-        return 0 if replacing is None else replacing.standbys
+        replacer = None if self._session is None else self._session.replacer
+        return 0 if replacer is None else replacer.standbys
 
     def stats(self) -> WorkerGroupStats:
         """Return what the group has done so far; from any thread."""
@@ -347,10 +347,10 @@ class WorkerGroup(AsyncClosing):
         most = self._settings.max_workers
         if n_workers > most:
             raise ValueError(f"n_workers must be at most max_workers, which is {most}, not {n_workers}")
-        running = self._running
-        if running is None or running.replacing is None:
+        session = self._session
+        if session is None or session.replacer is None:
             raise RoleError("a group can be scaled that has restart=Restart(...), and was entered")
-        await running.scale(n_workers, running.replacing)
+        await session.scale(n_workers, session.replacer)
 
     async def join_first(self) -> AioshmError | None:
         """Wait until a worker has exited, also while there are no calls; return what calls raise from then on.
@@ -365,12 +365,12 @@ class WorkerGroup(AsyncClosing):
     # Starting and closing
 
     async def __aenter__(self) -> Self:
-        if self._running is not None or self._closed:
+        if self._session is not None or self._closed:
             raise RoleError("a group can be entered only once")
         try:
             with naming_limits(f"{self!r}"):
-                self._running = Running(self._settings, self._exit)
-                await self._running.start()
+                self._session = Session(self._settings, self._exit)
+                await self._session.start()
         except BaseException:
             await self._stop(0)
             raise
@@ -390,12 +390,12 @@ class WorkerGroup(AsyncClosing):
     async def _stop(self, patience: float) -> None:
         self._closed = True
         closed = functools.partial(EndClosed, "the group of workers was closed")
-        if self._running is None:
+        if self._session is None:
             self._exit.end(closed)
             return
-        self._running.processes.forget()
-        self._running.end(closed)
-        await self._running.stop(patience)
+        self._session.processes.forget()
+        self._session.end(closed)
+        await self._session.stop(patience)
 
     def __repr__(self) -> str:
         return f"<WorkerGroup of {self.n_workers} {self._settings.name} processes{', closed' if self._closed else ''}>"

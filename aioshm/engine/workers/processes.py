@@ -25,12 +25,12 @@ from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
 
 if TYPE_CHECKING:
-    from aioshm.engine.workers.running import Running
+    from aioshm.engine.workers.session import Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The arguments of a `WorkerGroup`; ``sizes`` are the bytes and the number of the chunks of each queue."""
+    """The arguments of a `WorkerGroup`."""
 
     worker: Callable[..., Any]
     args: tuple[Any, ...]
@@ -38,7 +38,7 @@ class Settings:
     n_workers: int
     name: str
     options: Options
-    sizes: tuple[int, int]
+    sizes: tuple[int, int]  # bytes of a chunk, and number of chunks, of each queue
     ready_timeout: float | None
     shutdown_timeout: float
     capture_stderr: bool
@@ -49,12 +49,7 @@ class Settings:
 
 
 class WorkerProcess:
-    """One process.
-
-    Attributes:
-        rank: Which worker it is; None: it is a standby.
-        exited: Its exit, once it has exited.
-    """
+    """One process: the worker of a rank, or a standby without a rank."""
 
     def __init__(self, process: Child, control: ControlSocket) -> None:
         self.process = process
@@ -66,53 +61,49 @@ class WorkerProcess:
         self._handle: str | None = None
 
     async def handle(self) -> str:
-        """Return the handle of the queue of its answers; raises EOFError or OSError where it has exited."""
+        """Return the handle of the queue of answers; raises EOFError or OSError if the process has exited."""
         if self._handle is None:
             self._handle = str(await self.control.receive())
         return self._handle
 
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
 
-class Making:
-    """Workers that are made together.
 
-    Attributes:
-        missing: The ranks whose constructors have not returned.
-        failures: Those of constructors, by rank.
-    """
+class Construction:
+    """Workers that are constructed together."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self.missing: set[int] = set(ranks)
+        self.missing: set[int] = set(ranks)  # the ranks whose constructors have not returned
         self.failures: dict[int, RemoteFailure] = {}
-        self._all = asyncio.Event()
+        self._barrier = asyncio.Barrier(len(self.missing))
 
     async def returned(self, rank: int, failure: RemoteFailure | None) -> bool:
-        """Note the end of a constructor; return whether all went well, when all have ended."""
+        """Note the end of a constructor; wait for the other constructors, and return whether all succeeded."""
         self.missing.discard(rank)
         if failure is not None:
             self.failures[rank] = failure
-        if not self.missing:
-            self._all.set()
-        await self._all.wait()
+        await self._barrier.wait()
         return not self.failures
 
 
 class WorkerProcesses:
-    """The processes, named ``{name}_{rank}``; ``running.processes_exited`` is called when some have exited.
+    """The processes, named ``{name}_{rank}``; calls `Session.processes_exited`.
 
     Attributes:
-        workers: The processes of the workers, by rank; after a death the dead one, until it has a replacement.
+        workers: The processes by rank; after a death the dead one, until it has a replacement.
     """
 
-    def __init__(self, settings: Settings, running: Running) -> None:
+    def __init__(self, settings: Settings, session: Session) -> None:
         self._settings = settings
-        self._running = running
+        self._session = session
         self._processes: dict[str, WorkerProcess] = {}
         self._n_standbys = 0
         self.workers: dict[int, WorkerProcess] = {}
         self._manager = ProcessManager(
             run_worker, (), shutdown_timeout=settings.shutdown_timeout, capture_stderr=settings.capture_stderr
         )
-        this = weakref.proxy(self)  # the loop holds on to the watch
+        this = weakref.proxy(self)  # the loop references the watch
         self._watch = ProcessWatch(manager=self._manager, on_exit=lambda: this._exited())
 
     @property
@@ -121,21 +112,21 @@ class WorkerProcesses:
         return [worker.pid for _, worker in sorted(self.workers.items())]
 
     async def start_workers(self, n_workers: int) -> None:
-        """Start the first workers. The loop stands for some milliseconds for each, and runs between them."""
+        """Start the first workers. Each start blocks the loop for some milliseconds; the loop runs in between."""
         for rank in range(n_workers):
             # Not in a thread: the kernel ends with this process only processes that its main thread has started.
-            self.seat(self._join(*self._start(f"{self._settings.name}_{rank}", None)), rank)
+            self.assign(self._join(*self._start(f"{self._settings.name}_{rank}", None)), rank)
             await asyncio.sleep(0)
 
     async def start(self, rank: int | None, imported: object = None) -> WorkerProcess:
-        """Start one more process: a worker; or, without a rank, a standby that has imported something by pickle."""
+        """Start one more worker; or, without a rank, a standby that has imported the modules of an object."""
         if rank is None:
             name = f"{self._settings.name}_standby_{self._n_standbys}"
             self._n_standbys += 1
         else:
             name = f"{self._settings.name}_{rank}"
-            if name in self._processes:  # the one that has died
-                self.dismiss(self._processes[name])
+            if name in self._processes:  # the dead one
+                self.discard(self._processes[name])
         started = await in_thread(lambda: self._start(name, imported), discard=lambda started: started[1].close())
         return self._join(*started)
 
@@ -154,16 +145,16 @@ class WorkerProcesses:
         self._watch.add([process], managed=True)
         return worker
 
-    def seat(self, worker: WorkerProcess, rank: int) -> None:
-        """Let a process have a rank; the one before, which has exited, is forgotten."""
+    def assign(self, worker: WorkerProcess, rank: int) -> None:
+        """Assign a rank to a process, and discard the former process of that rank, which has exited."""
         former = self.workers.get(rank)
         self.workers[rank] = worker
         worker.rank = rank
         if former is not None and former is not worker:
-            self.dismiss(former)
+            self.discard(former)
 
-    def dismiss(self, worker: WorkerProcess) -> None:
-        """Forget a process that has exited."""
+    def discard(self, worker: WorkerProcess) -> None:
+        """Remove a process that has exited."""
         worker.control.close()
         if self._processes.get(worker.name) is worker:
             del self._processes[worker.name]
@@ -202,13 +193,13 @@ class WorkerProcesses:
         rank, first = min(exits.items())
         text = ", ".join(exits[each].describe() for each in sorted(exits))
         tail = []
-        with suppress(ValueError):  # it was dismissed, and no other one could be started
+        with suppress(ValueError):  # it was discarded, and no other process could be started
             tail = self._manager.last_lines(first.name)
         more = f"{text}; {story}" if story else text
         return functools.partial(WorkerDied, rank, first.name, first.pid, first.exitcode, more, tail)
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Name workers, with their state where the system shows that they do nothing."""
+        """Name workers, with the kernel's state of those that cannot run."""
         texts = []
         for rank in ranks:
             if rank not in self.workers:
@@ -226,11 +217,11 @@ class WorkerProcesses:
             worker.control.close()
 
     async def stop(self, patience: float) -> None:
-        """Wait that many seconds for them to exit by themselves, then kill the rest; 0: send SIGTERM first."""
+        """Wait that many seconds for the processes to exit by themselves, then kill the rest; 0: SIGTERM first."""
         if not patience:
             await self._close()
             return
-        try:  # they were asked to exit: their queues were closed
+        try:  # the processes exit because their queues were closed
             with ProcessWatch(self._manager.processes) as watch:
                 await watch.all_exited(asyncio.get_running_loop().time() + patience)
         finally:
@@ -258,4 +249,4 @@ class WorkerProcesses:
                 worker.exited.set_result(each)
                 gone.append(worker)
         if gone:
-            self._running.processes_exited(gone)
+            self._session.processes_exited(gone)

@@ -30,8 +30,8 @@ class Call(Waiter):
         "number",
         "order",
         "results",
-        "seat",
         "sent",
+        "slot",
         "stream",
         "taken",
         "wanted",
@@ -43,7 +43,7 @@ class Call(Waiter):
         self.wanted: int | None = wanted  # the worker's rank; None: any, or all
         self.stream: bool = stream
         self.order: int = 0  # lower for calls that were queued earlier
-        self.seat: Seat | None = None  # the worker that the call may be sent to
+        self.slot: WorkerSlot | None = None  # the worker that the call may be sent to
         self.number: int = 0  # identifies the call in messages
         self.sent: bool = False
         self.missing: set[int] = set()  # the ranks that have not answered yet
@@ -57,7 +57,7 @@ class Call(Waiter):
     @property
     def rank(self) -> int | None:
         """The rank of the worker that has the call, or will get the call."""
-        return self.wanted if self.seat is None else self.seat.rank
+        return self.wanted if self.slot is None else self.slot.rank
 
     def finish(self) -> None:
         """Mark the call as done, and wake the caller."""
@@ -78,8 +78,8 @@ class Call(Waiter):
             raise WorkerError(self.method, dict(sorted(self.errors.items())))
 
 
-class Seat:
-    """The calls of one worker process; a replacement process gets a new seat."""
+class WorkerSlot:
+    """The calls of one worker process; a replacement process gets a new slot."""
 
     __slots__ = ("calls", "idle_since", "leaving", "present", "queue", "rank", "streams")
 
@@ -102,7 +102,7 @@ class Schedule:
     """The workers, and the calls that wait for them. Calls `Call.notify` when a call may be sent."""
 
     def __init__(self) -> None:
-        self._seats: dict[int, Seat] = {}
+        self._slots: dict[int, WorkerSlot] = {}
         self._any: deque[Call] = deque()
         self._count = 0
 
@@ -110,120 +110,120 @@ class Schedule:
         """Queue a call, and assign a worker if one is free. End this with `withdraw` or `answered`."""
         self._count += 1
         call.order = self._count
-        call.seat = None
+        call.slot = None
         if call.wanted is None:
             self._any.append(call)
             self._serve_any()
         else:
-            seat = self._seat(call.wanted)
-            seat.queue.append(call)
-            self._serve(seat)
+            slot = self._slot(call.wanted)
+            slot.queue.append(call)
+            self._serve(slot)
 
     def withdraw(self, call: Call) -> None:
         """Drop a call that was not sent."""
-        if call.seat is not None:
+        if call.slot is not None:
             self.answered(call)
             return
-        queue = self._any if call.wanted is None else self._seat(call.wanted).queue
+        queue = self._any if call.wanted is None else self._slot(call.wanted).queue
         if call in queue:
             queue.remove(call)
-        for seat in self._seats.values():  # other calls may have waited behind this call
-            self._serve(seat)
+        for slot in self._slots.values():  # other calls may have waited behind this call
+            self._serve(slot)
 
     def answered(self, call: Call) -> None:
         """Note that a worker has finished a call."""
-        seat = call.seat
-        assert seat is not None
+        slot = call.slot
+        assert slot is not None
         if call.stream:
-            seat.streams -= 1
+            slot.streams -= 1
         else:
-            seat.calls -= 1
-        self._free(seat)
+            slot.calls -= 1
+        self._free(slot)
 
     def holds(self, call: Call) -> bool:
         """Return whether the worker process that was assigned to a call is still the present one."""
-        seat = call.seat
-        return seat is not None and self._seats.get(seat.rank) is seat
+        slot = call.slot
+        return slot is not None and self._slots.get(slot.rank) is slot
 
-    def step_begins(self, ranks: Iterable[int]) -> None:
+    def broadcast_begins(self, ranks: Iterable[int]) -> None:
         """Note that a call of all workers goes to these workers."""
         for rank in ranks:
-            self._seat(rank).calls += 1
+            self._slot(rank).calls += 1
 
-    def step_ends(self, rank: int) -> None:
+    def broadcast_ends(self, rank: int) -> None:
         """Note that a worker has finished a call of all workers."""
-        seat = self._seat(rank)
-        seat.calls -= 1
-        self._free(seat)
+        slot = self._slot(rank)
+        slot.calls -= 1
+        self._free(slot)
 
-    def back(self, rank: int) -> None:
+    def arrived(self, rank: int) -> None:
         """Note that a new worker of this rank is ready."""
-        seat = self._seat(rank)
-        seat.present = True
-        seat.leaving = False
-        self._free(seat)
+        slot = self._slot(rank)
+        slot.present = True
+        slot.leaving = False
+        self._free(slot)
 
     def gone(self, rank: int) -> None:
         """Note that the worker of this rank is gone; drop its calls in flight, keep the queued ones."""
-        former = self._seat(rank)
+        former = self._slot(rank)
         former.present = False
-        seat = self._seats[rank] = Seat(rank)
-        seat.leaving = former.leaving
-        seat.queue, former.queue = former.queue, seat.queue
+        slot = self._slots[rank] = WorkerSlot(rank)
+        slot.leaving = former.leaving
+        slot.queue, former.queue = former.queue, slot.queue
 
-    def leaves(self, rank: int, *, leaves: bool = True) -> None:
-        """Stop giving a worker calls of any worker; ``leaves=False``: start again."""
-        seat = self._seat(rank)
-        seat.leaving = leaves
-        if not leaves:
-            self._free(seat)
+    def set_leaving(self, rank: int, *, leaving: bool = True) -> None:
+        """Stop giving a worker calls of any worker; ``leaving=False``: start again."""
+        slot = self._slot(rank)
+        slot.leaving = leaving
+        if not leaving:
+            self._free(slot)
 
     def forget(self, rank: int) -> list[Call]:
         """Remove a worker for good; return the calls that have waited for it."""
-        seat = self._seats.pop(rank, None)
-        return [] if seat is None else list(seat.queue)
+        slot = self._slots.pop(rank, None)
+        return [] if slot is None else list(slot.queue)
 
     def done(self, ranks: Iterable[int]) -> bool:
         """Return whether these workers have neither calls in flight nor queued calls."""
-        seats = [self._seat(rank) for rank in ranks]
-        return not any(seat.calls or seat.streams or seat.queue for seat in seats)
+        slots = [self._slot(rank) for rank in ranks]
+        return not any(slot.calls or slot.streams or slot.queue for slot in slots)
 
-    def _seat(self, rank: int) -> Seat:
-        seat = self._seats.get(rank)
-        if seat is None:
-            seat = self._seats[rank] = Seat(rank)
-        return seat
+    def _slot(self, rank: int) -> WorkerSlot:
+        slot = self._slots.get(rank)
+        if slot is None:
+            slot = self._slots[rank] = WorkerSlot(rank)
+        return slot
 
-    def _free(self, seat: Seat) -> None:
-        if seat.idle:
+    def _free(self, slot: WorkerSlot) -> None:
+        if slot.idle:
             self._count += 1
-            seat.idle_since = self._count
-        self._serve(seat)
+            slot.idle_since = self._count
+        self._serve(slot)
 
-    def _serve(self, seat: Seat) -> None:
-        while seat.present:
-            if seat.queue and self._precedes(seat.queue[0], seat):
-                self._give(seat.queue.popleft(), seat)
-            elif self._any and seat.idle:
-                self._give(self._any.popleft(), seat)
+    def _serve(self, slot: WorkerSlot) -> None:
+        while slot.present:
+            if slot.queue and self._precedes(slot.queue[0], slot):
+                self._give(slot.queue.popleft(), slot)
+            elif self._any and slot.idle:
+                self._give(self._any.popleft(), slot)
             else:
                 return
 
-    def _precedes(self, call: Call, seat: Seat) -> bool:
+    def _precedes(self, call: Call, slot: WorkerSlot) -> bool:
         """Return whether a call of this worker comes before the waiting calls of any worker."""
-        return not self._any or seat.streams > 0 or seat.leaving or call.order < self._any[0].order
+        return not self._any or slot.streams > 0 or slot.leaving or call.order < self._any[0].order
 
     def _serve_any(self) -> None:
         while self._any:
-            idle = [seat for seat in self._seats.values() if seat.idle]
+            idle = [slot for slot in self._slots.values() if slot.idle]
             if not idle:
                 return
-            self._give(self._any.popleft(), min(idle, key=lambda seat: seat.idle_since))
+            self._give(self._any.popleft(), min(idle, key=lambda slot: slot.idle_since))
 
-    def _give(self, call: Call, seat: Seat) -> None:
-        call.seat = seat
+    def _give(self, call: Call, slot: WorkerSlot) -> None:
+        call.slot = slot
         if call.stream:
-            seat.streams += 1
+            slot.streams += 1
         else:
-            seat.calls += 1
+            slot.calls += 1
         call.notify()

@@ -1,4 +1,4 @@
-"""The processes of a `WorkerGroup`: each makes a worker, and serves its calls until the group is closed."""
+"""The process of a `WorkerGroup`: creates a worker, and serves its calls until the group is closed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 from aioshm.config import Options
-from aioshm.engine.workers.channel import ControlSocket, Place
+from aioshm.engine.workers.channel import Assignment, ControlSocket, WorkerQueues
 from aioshm.engine.workers.messages import MessageCodec, Request, failure_of
-from aioshm.engine.workers.serving import Serving
+from aioshm.engine.workers.server import CallServer
 from aioshm.errors import HandleError, PeerDied, QueueClosed, RemoteFailure
 from aioshm.process.termination import TERMINATED, Termination
 from aioshm.queue import MessageQueue
@@ -32,34 +32,34 @@ def run_worker(
 ) -> None:
     """Work until the driver closes its queues, or dies.
 
-    The process sends the driver the handle of the queue of its answers when everything is imported, gets a `Place` and
-    the pickled constructor call, and sends the constructor's `RemoteFailure`, or None, and a last message when it has
-    attached to its queues.
+    When everything is imported, the process sends the handle of its queue of answers. It receives an `Assignment` and
+    the pickled constructor call, and sends the constructor's `RemoteFailure`, or None. A last message reports that the
+    process has attached to its queues.
 
     Args:
         driver: Connects to the driver.
-        _imported: Has the modules of a standby's worker imported.
-        sizes: The bytes of a chunk, and the chunks, of the queue of answers.
-        options: Of that queue.
-        loop_factory: Makes the event loop; None: asyncio's own.
+        _imported: Unpickling it imports the modules of a standby's worker.
+        sizes: Bytes of a chunk, and the number of chunks, of the queue of answers.
+        options: Options of that queue.
+        loop_factory: Creates the event loop; None: asyncio's own.
     """
     terminated = False
     try:
         with driver, asyncio.Runner(loop_factory=loop_factory) as runner:
             terminated = runner.run(_work(ControlSocket(driver), sizes, options))
-    except SystemExit as end:  # in a task besides: a method that held up the loop
+    except SystemExit as end:  # in another task: a method that held up the loop
         terminated = end.code == TERMINATED
         if not terminated:
             raise
     if terminated:  # the exit code names the signal
         for stream in sys.stdout, sys.stderr:
-            with suppress(OSError, ValueError, AttributeError):  # the other end is gone; closed; None
+            with suppress(OSError, ValueError, AttributeError):  # the peer is gone; closed; None
                 stream.flush()
         signal.raise_signal(signal.SIGTERM)
 
 
 async def _work(driver: ControlSocket, sizes: tuple[int, int], options: Options) -> bool:
-    """Work; return whether SIGTERM has ended that, once the object was made and is closed."""
+    """Work; return whether SIGTERM has ended the work, once the object was created and is closed."""
     termination = Termination()
     try:
         await _serve(driver, sizes, options, termination)
@@ -77,32 +77,33 @@ async def _serve(driver: ControlSocket, sizes: tuple[int, int], options: Options
         worker = Worker(termination)
         try:
             await driver.send(replies.export_handle().to_json())
-            place: Place = await driver.receive()
-            failure = await worker.make(place.rank, await driver.receive_pickled())
+            assignment: Assignment = await driver.receive()
+            failure = await worker.create(assignment.rank, await driver.receive_pickled())
             await driver.send(failure)
             if failure is not None:
                 await driver.receive()  # the driver ends this process
-            await _serve_calls(driver, worker, place, replies)
+            await _serve_calls(driver, worker, assignment, replies)
         except (EOFError, OSError, PeerDied, QueueClosed, HandleError):  # the group was closed, or the driver has died
             return
         finally:
             await worker.close()
 
 
-async def _serve_calls(driver: ControlSocket, worker: Worker, place: Place, replies: MessageQueue) -> None:
-    codec = MessageCodec()
+async def _serve_calls(driver: ControlSocket, worker: Worker, assignment: Assignment, replies: MessageQueue) -> None:
+    rank, codec = assignment.rank, MessageCodec()
     async with (
-        MessageQueue.create_from_handle(place.steps, place.rank, codec=codec) as steps,
-        MessageQueue.create_from_handle(place.requests, 0, codec=codec) as requests,
+        MessageQueue.create_from_handle(assignment.broadcasts, rank, codec=codec) as broadcasts,
+        MessageQueue.create_from_handle(assignment.requests, 0, codec=codec) as requests,
     ):
-        for queue in steps, requests, replies:
+        queues = WorkerQueues(broadcasts, requests, replies)
+        for queue in queues:
             await queue.wait_until_ready()
         await driver.send("ready")
-        await Serving(worker, place.rank, steps, requests, replies).run()
+        await CallServer(worker, rank, queues).run()
 
 
 class Worker:
-    """The object that the user's methods are called on."""
+    """The object whose methods the driver calls."""
 
     def __init__(self, termination: Termination) -> None:
         self._termination = termination
@@ -110,11 +111,11 @@ class Worker:
 
     @property
     def terminated(self) -> bool:
-        """Whether SIGTERM ends the process: a cancellation is not the method's own then."""
+        """Whether SIGTERM ends the process: a cancellation does not come from the method then."""
         return self._termination.came
 
-    async def make(self, rank: int, construction: bytes | bytearray) -> RemoteFailure | None:
-        """Make the object by a pickled call; return the exception, if that raises one."""
+    async def create(self, rank: int, construction: bytes | bytearray) -> RemoteFailure | None:
+        """Create the object by a pickled call; return the exception, if the call raises one."""
         try:
             constructor, args, kwargs = pickle.loads(construction)
             made = constructor(*args, rank=rank, **kwargs)
@@ -132,7 +133,7 @@ class Worker:
         return request.method(self._object, *request.args, **request.kwargs)
 
     async def close(self) -> None:
-        """Call the object's ``close``, if it has one; SIGTERM does not end that."""
+        """Call the object's ``close``, if it has one; SIGTERM does not end that call."""
         self._termination.ignored = not self._termination.came
         self._termination.interrupts = False
         close: Callable[[], Any] | None = getattr(self._object, "close", None)

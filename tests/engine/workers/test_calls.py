@@ -26,19 +26,19 @@ def group_of(n_workers: int = 2, worker: Any = targets.Streaming, **options: Any
 
 async def sent_step(group: WorkerGroup, method: str, *args: Any) -> asyncio.Task[Any]:
     """Begin a call of all workers, and wait until it was sent."""
-    running = group._running
-    assert running is not None
-    sent = running.calls._last_step
+    session = group._session
+    assert session is not None
+    sent = session.calls._last_broadcast
     step = asyncio.create_task(group.collective_rpc(method, args))
-    await until(lambda: running.calls._last_step > sent)
+    await until(lambda: session.calls._last_broadcast > sent)
     return step
 
 
 def calls_of(group: WorkerGroup, rank: int) -> list[Any]:
     """Return the calls that were sent to a worker and not answered."""
-    running = group._running
-    assert running is not None
-    return running.calls.sent_to(rank)
+    session = group._session
+    assert session is not None
+    return session.calls.sent_to(rank)
 
 
 class TestCall:

@@ -92,7 +92,7 @@ async def test_what_a_worker_has_sent_before_it_died_counts() -> None:
     async with group_of(1) as group:
         stream = group.stream(0, "count", prefetch=8)
         assert await anext(stream) == 0
-        channel = group._running.calls.channels[0]  # type: ignore[union-attr]
+        channel = group._session.calls.channels[0]  # type: ignore[union-attr]
         await until(lambda: channel.replies.stats().backlog == 7)  # nobody reads them
         pid = group.pids[0]
         os.kill(pid, signal.SIGKILL)
@@ -131,7 +131,7 @@ async def test_scaling_with_calls_under_way_loses_none(tmp_path: Path) -> None:
         stream = group.stream(2, "count", 30)
         assert await anext(stream) == 0
         scaling = asyncio.create_task(group.scale(1))
-        await until(lambda: group._running.callable == 1)  # type: ignore[union-attr]
+        await until(lambda: group._session.callable == 1)  # type: ignore[union-attr]
         with pytest.raises(ValueError, match="rank must be below 1, not 3"):
             await group.call(3, "add")
         before = list(done)
@@ -155,7 +155,7 @@ async def test_scaling_that_is_cancelled_while_workers_finish_gives_them_calls_a
         held = asyncio.create_task(group.call(1, "wait_for", str(go), "held", 1))
         await until(lambda: calls_of(group, 1))
         scaling = asyncio.create_task(group.scale(1))
-        await until(lambda: group._running.callable == 1)  # type: ignore[union-attr]
+        await until(lambda: group._session.callable == 1)  # type: ignore[union-attr]
         scaling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await scaling
@@ -175,11 +175,11 @@ async def test_scaling_outlives_deaths_of_those_that_stay_and_of_those_that_go(t
         held = asyncio.create_task(group.call(1, "wait_for", str(go), "held", 1))
         await until(lambda: calls_of(group, 1))
         scaling = asyncio.create_task(group.scale(1))
-        await until(lambda: group._running.callable == 1)  # type: ignore[union-attr]
+        await until(lambda: group._session.callable == 1)  # type: ignore[union-attr]
         killed = group.pids[0], group.pids[2]
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        await until(lambda: not {0, 2}.isdisjoint(group._running.calls.absent))  # type: ignore[union-attr]
+        await until(lambda: not {0, 2}.isdisjoint(group._session.calls.absent))  # type: ignore[union-attr]
         go.touch()
         assert await held == "held"
         await scaling
@@ -232,19 +232,19 @@ async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
 
 async def test_a_death_while_workers_are_told_to_go_is_one_like_any_other() -> None:
     async with group_of(3) as group:
-        running = group._running
-        assert running is not None
-        pids, send = group.pids, running.calls._steps.enqueue
+        session = group._session
+        assert session is not None
+        pids, send = group.pids, session.calls._broadcasts.enqueue
         killed = asyncio.Event()
 
         async def die_first(step: Any) -> None:
-            running.calls._steps.enqueue = send  # type: ignore[method-assign]
+            session.calls._broadcasts.enqueue = send  # type: ignore[method-assign]
             os.kill(pids[0], signal.SIGKILL)
-            await until(lambda: running.calls.absent == {0})
+            await until(lambda: session.calls.absent == {0})
             killed.set()
             await send(step)
 
-        running.calls._steps.enqueue = die_first  # type: ignore[method-assign]
+        session.calls._broadcasts.enqueue = die_first  # type: ignore[method-assign]
         await group.scale(1)
         assert killed.is_set()
         assert (group.n_workers, len(group.workers), len(group.pids)) == (1, 1, 1)
@@ -258,8 +258,8 @@ async def test_a_death_while_workers_are_told_to_go_is_one_like_any_other() -> N
 
 async def test_scaling_that_is_cancelled_when_workers_go_lets_them_go() -> None:
     async with group_of(3, shutdown_timeout=600) as group:  # they are waited for no longer than they take
-        running = group._running
-        assert running is not None
+        session = group._session
+        assert session is not None
         pids = group.pids
         scaling = asyncio.create_task(group.scale(1))
         await until(lambda: group.n_workers == 1)

@@ -113,7 +113,7 @@ async def test_idle_workers_and_standbys_are_replaced() -> None:
 
         watching = asyncio.create_task(watch())
         await until(lambda: group.standbys == 1)
-        standby = group._running.replacing._standbys[0]  # type: ignore[union-attr]
+        standby = group._session.replacer._standbys[0]  # type: ignore[union-attr]
         os.kill(standby.pid, signal.SIGKILL)
         await until(lambda: group.standbys == 1 and standby.exited.done())
         assert not changes
@@ -152,7 +152,7 @@ async def test_one_that_is_not_made_in_time_is_killed_and_tried_again(tmp_path: 
     flag = tmp_path / "flag"
     options = {"worker": targets.Fragile, "kwargs": {"flag": str(flag), "how": "hang"}}
     async with group_of(1, **options, ready_timeout=60) as group:
-        group._running.replacing._ready_timeout = 0.5  # type: ignore[union-attr]
+        group._session.replacer._ready_timeout = 0.5  # type: ignore[union-attr]
         flag.touch()
         os.kill(group.pids[0], signal.SIGKILL)
         await until(lambda: group.workers[0].state == "starting")
@@ -164,7 +164,7 @@ async def test_one_that_is_not_made_in_time_is_killed_and_tried_again(tmp_path: 
             rf"Worker_0 \(pid {victim}\) was .*, and its successor is (waiting|starting \(pid \d+\))",
         ):
             await group.collective_rpc("add", timeout=0.01)
-        group._running.replacing._ready_timeout = None  # type: ignore[union-attr]
+        group._session.replacer._ready_timeout = None  # type: ignore[union-attr]
         flag.unlink()
         assert await group.collective_rpc("add", timeout=60) == [0]
 
@@ -182,12 +182,12 @@ async def test_standby_that_hangs_in_its_import_is_killed_after_ready_timeout(
     worker = importlib.import_module("slow_worker").Worker
     try:
         async with group_of(1, worker) as group:
-            replacing = group._running.replacing  # type: ignore[union-attr]
+            replacer = group._session.replacer  # type: ignore[union-attr]
             flag.touch()
-            replacing._ready_timeout, replacing._wanted = 0.5, 1
-            replacing._fill()
+            replacer._ready_timeout, replacer._wanted = 0.5, 1
+            replacer._fill()
             await until(lambda: "was not ready after 0.5 s, and was killed" in caplog.text)
-            replacing._ready_timeout = None
+            replacer._ready_timeout = None
             flag.unlink()
             await until(lambda: group.standbys == 1)
     finally:
@@ -208,7 +208,7 @@ def test_replacement_that_hangs_in_the_main_script_is_killed_after_ready_timeout
 async def test_loop_runs_while_a_stopped_standby_is_sent_large_arguments() -> None:
     async with group_of(1, standbys=1, kwargs={"table": bytes(4 << 20)}) as group:
         await until(lambda: group.standbys == 1)
-        standby = group._running.replacing._standbys[0]  # type: ignore[union-attr]
+        standby = group._session.replacer._standbys[0]  # type: ignore[union-attr]
         os.kill(standby.pid, signal.SIGSTOP)
         rescue = threading.Timer(20, os.kill, (standby.pid, signal.SIGCONT))
         rescue.start()
@@ -276,12 +276,12 @@ async def test_one_that_dies_before_it_is_known_to_be_there_is_replaced_too(
         return said
 
     async with group_of(1) as group:
-        processes = group._running.processes  # type: ignore[union-attr]
+        processes = group._session.processes  # type: ignore[union-attr]
         receive = ControlSocket.receive
         monkeypatch.setattr(ControlSocket, "receive", kill_first)
-        replacing = group._running.replacing  # type: ignore[union-attr]
-        replacing._wanted = standbys
-        replacing._fill()
+        replacer = group._session.replacer  # type: ignore[union-attr]
+        replacer._wanted = standbys
+        replacer._fill()
         await until(lambda: group.standbys == standbys)
         assert list(killed) == [None] * standbys
         os.kill(group.pids[0], signal.SIGKILL)
@@ -308,7 +308,7 @@ async def test_a_process_that_cannot_be_started_is_tried_again_and_a_crash_loop_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with group_of(1, max_workers=2, restart=Restart(max_restarts=2, backoff_s=0.001)) as group:
-        processes = group._running.processes  # type: ignore[union-attr]
+        processes = group._session.processes  # type: ignore[union-attr]
         start, failures = processes._start, 1
 
         def start_later(*args: Any) -> Any:
@@ -366,8 +366,8 @@ async def test_closing_at_any_moment_of_a_replacement_leaves_nothing(turns: int)
     await until(lambda: group.workers[0].state != "running")
     for _ in range(turns):
         await asyncio.sleep(0.001)
-    assert group._running is not None
-    processes = list(group._running.processes._manager.processes)
+    assert group._session is not None
+    processes = list(group._session.processes._manager.processes)
     await group.aclose()
     assert all(gone(process.pid or 0) for process in processes)
 

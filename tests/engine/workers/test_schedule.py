@@ -28,7 +28,7 @@ class Asked(Schedule):
         super().__init__()
         self.turns: list[Call] = []
         for rank in range(n_workers):
-            self.back(rank)
+            self.arrived(rank)
 
     def make(self, wanted: int | None, *, stream: bool = False) -> Call:
         call = Noted("method", wanted, stream=stream)
@@ -38,7 +38,7 @@ class Asked(Schedule):
 
 
 def turn_of(call: Call) -> int | None:
-    return None if call.seat is None else call.seat.rank
+    return None if call.slot is None else call.slot.rank
 
 
 def test_any_is_given_the_one_that_has_been_idle_for_the_longest() -> None:
@@ -66,7 +66,7 @@ def test_a_turn_is_over_when_the_worker_dies_before_the_call_is_sent() -> None:
     assert schedule.holds(call)
     schedule.gone(0)
     assert not schedule.holds(call)
-    schedule.back(0)
+    schedule.arrived(0)
     assert not schedule.holds(call), "the successor has not been asked"
     schedule.forget(0)
     assert not schedule.holds(call)
@@ -78,7 +78,7 @@ def test_what_an_incarnation_had_to_do_is_not_the_next_one_s() -> None:
     schedule.gone(0)
     waiting = schedule.make(0)
     assert turn_of(waiting) is None
-    schedule.back(0)
+    schedule.arrived(0)
     schedule.answered(lost)  # late
     assert turn_of(waiting) == 0
     assert not schedule.done([0])
@@ -121,27 +121,27 @@ def test_whatever_happens_everybody_has_a_turn_in_the_end(moves: list[tuple[str,
             asked = [call for call in asked if turn_of(call) != rank]
         elif move == "back" and rank in away:
             away.discard(rank)
-            schedule.back(rank)
+            schedule.arrived(rank)
         elif move == "step":
-            schedule.step_begins(set(RANKS) - away)
+            schedule.broadcast_begins(set(RANKS) - away)
             for each in set(RANKS) - away:
                 steps[each] += 1
         elif move == "step ends" and steps[rank]:
             steps[rank] -= 1
-            schedule.step_ends(rank)
+            schedule.broadcast_ends(rank)
         elif move == "leaves":
-            schedule.leaves(rank, leaves=number > 15)
+            schedule.set_leaving(rank, leaving=number > 15)
         in_order = [call.order for call in turns if call.wanted is None]
         assert in_order == sorted(in_order)  # first come, first served
         for each in RANKS:
             in_order = [call.order for call in turns if call.wanted == each]
             assert in_order == sorted(in_order)
     for rank in RANKS:
-        schedule.leaves(rank, leaves=False)
+        schedule.set_leaving(rank, leaving=False)
         for _ in range(steps[rank]):
-            schedule.step_ends(rank)
+            schedule.broadcast_ends(rank)
         if rank in away:
-            schedule.back(rank)
+            schedule.arrived(rank)
     while asked:
         begun = [call for call in asked if turn_of(call) is not None]
         assert begun, "all wait, and no worker has anything to do"

@@ -231,17 +231,17 @@ async def test_cancelled_at_any_moment_it_closes_the_generator_and_loses_nothing
             assert taken == list(range(len(taken)))
             assert await anext(other) == number
         await other.aclose()
-        running = group._running
-        assert running is not None
+        session = group._session
+        assert session is not None
         await until_idle(group)
         assert await group.call_any("add", timeout=60) == 0  # all have ended in the worker, too
 
 
 async def until_idle(group: WorkerGroup) -> None:
-    running = group._running
-    assert running is not None
+    session = group._session
+    assert session is not None
     async with asyncio.timeout(30):
-        while running.calls.sent_to(0):
+        while session.calls.sent_to(0):
             await group.call(0, "add")
 
 

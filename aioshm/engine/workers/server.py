@@ -1,8 +1,8 @@
-"""A worker's calls: taken from two queues, and done one after the other, in the order in which they were sent.
+"""A worker's server: takes calls from two queues, and runs them one after the other, in the order of sending.
 
-Both queues are read all the time, also while a coroutine method is awaited, because a call may be cancelled meanwhile;
-calls wait in a queue here. Streams run beside them: a generator makes its next item between the calls, an asynchronous
-one also wherever it awaits something, and neither is ahead of its consumer by more items than agreed.
+Both queues are read all the time, also while a coroutine method is awaited, because a call may be cancelled meanwhile.
+Streams run beside the calls: a generator yields its next item between calls, an asynchronous generator also wherever it
+awaits something. Neither is ahead of its consumer by more items than agreed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from aioshm.engine.workers.channel import WorkerQueues
 from aioshm.engine.workers.messages import (
     CALL,
     CANCEL,
@@ -30,7 +31,6 @@ from aioshm.engine.workers.messages import (
     failure_of,
 )
 from aioshm.errors import AioshmError, PeerDied, QueueClosed, QueueEmpty
-from aioshm.queue import MessageQueue
 
 if TYPE_CHECKING:
     from aioshm.engine.workers.worker import Worker
@@ -40,45 +40,89 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 Items: TypeAlias = Iterator[Any] | AsyncIterator[Any]
 
 
+class CallOrder:
+    """Restores the order in which the driver sent calls through two queues."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._ready: deque[Message] = deque()
+        self._early: deque[Message] = deque()  # requests sent after a broadcast that has not arrived yet
+        self._last_broadcast = 0
+        self._n_requests = 0
+        self._more_requests = asyncio.Event()
+        self._cancelled: set[int] = set()
+
+    async def add_broadcast(self, message: Message) -> None:
+        """Add a call of all workers behind the requests that were sent before it."""
+        _, number, _, value = message
+        sent_before = 0 if isinstance(value, Undecodable) else Request(*value).after.get(self._rank, 0)
+        while self._n_requests < sent_before:
+            self._more_requests.clear()
+            await self._more_requests.wait()
+        self._last_broadcast = number
+        self._ready.append(message)
+        while self._early and self._early[0][2] <= number:
+            self._ready.append(self._early.popleft())
+
+    def add_request(self, message: Message) -> None:
+        """Add a call of this worker."""
+        self._n_requests += 1
+        self._more_requests.set()
+        (self._early if message[2] > self._last_broadcast else self._ready).append(message)
+
+    def cancel(self, number: int) -> bool:
+        """Cancel a queued call; return whether it was queued."""
+        queued = any(each[1] == number for each in (*self._ready, *self._early))
+        if queued:
+            self._cancelled.add(number)
+        return queued
+
+    def next(self) -> Message | None:
+        """Return the next call; its kind is CANCEL if it was cancelled."""
+        if not self._ready:
+            return None
+        message = self._ready.popleft()
+        number = message[1]
+        if number in self._cancelled:
+            self._cancelled.discard(number)
+            return CANCEL, number, 0, None
+        return message
+
+
 class _Stream:
-    """A generator, and how many items it may make."""
+    """A generator, and how many items it may yield."""
 
     def __init__(self, credit: int) -> None:
         self._credit = credit
         self._more = asyncio.Event()
         self.task: asyncio.Task[None]
 
-    def give(self, credit: int) -> None:
+    def add_credit(self, credit: int) -> None:
         self._credit += credit
         self._more.set()
 
-    async def spend(self) -> None:
+    async def next_item(self, items: Items) -> tuple[Any] | None:
         while not self._credit:
             self._more.clear()
             await self._more.wait()
         self._credit -= 1
+        try:
+            return (next(items) if isinstance(items, Iterator) else await anext(items),)
+        except (StopIteration, StopAsyncIteration):
+            return None
 
 
-class Serving:
-    """Serves the calls of all workers (steps), and those of this one (requests)."""
+class CallServer:
+    """Serves the calls of all workers (broadcasts), and the calls of this worker (requests)."""
 
-    def __init__(
-        self, worker: Worker, rank: int, steps: MessageQueue, requests: MessageQueue, replies: MessageQueue
-    ) -> None:
+    def __init__(self, worker: Worker, rank: int, queues: WorkerQueues) -> None:
         self._worker = worker
         self._rank = rank
-        self._steps = steps
-        self._requests = requests
-        self._replies = replies
-        self._queue: deque[Message] = deque()
-        self._early: deque[Message] = deque()  # requests that were sent after a step which has not come yet
-        self._last_step = 0
-        self._n_requests = 0
-        self._more_requests = asyncio.Event()
-        self._dropped: set[int] = set()  # requests in the queue that were cancelled
+        self._queues = queues
+        self._order = CallOrder(rank)
         self._streams: dict[int, _Stream] = {}
-        self._busy = False  # whether a task does the calls in the queue
-        self._working: asyncio.Task[None] | None = None  # awaits the result of a method, and goes on with the queue
+        self._busy = False  # whether a task runs the queued calls
+        self._running: asyncio.Task[None] | None = None  # awaits the result of a method, and continues with the queue
         self._awaited: int | None = None  # the call whose method is awaited
         self._main: asyncio.Task[Any] | None = None
         self._failure: Exception | None = None
@@ -89,7 +133,7 @@ class Serving:
         self._main = asyncio.current_task()
         reading = self._spawn(self._read_requests())
         try:
-            await self._read_steps()
+            await self._read_broadcasts()
         except (QueueClosed, PeerDied):  # the driver is gone
             pass
         except asyncio.CancelledError:
@@ -101,78 +145,60 @@ class Serving:
 
     # Reading
 
-    async def _read_steps(self) -> None:
+    async def _read_broadcasts(self) -> None:
         while True:
-            step: Message = await self._steps.dequeue(indefinite=True)
-            kind, number, _, value = step
-            if kind == LEAVE:
-                if self._rank in value:
-                    return
-                continue
-            sent_before = 0 if isinstance(value, Undecodable) else Request(*value).after.get(self._rank, 0)
-            while self._n_requests < sent_before:
-                self._more_requests.clear()
-                await self._more_requests.wait()
-            self._last_step = number
-            self._queue.append(step)
-            while self._early and self._early[0][2] <= number:
-                self._queue.append(self._early.popleft())
-            await self._go_on()
+            message: Message = await self._queues.broadcasts.dequeue(indefinite=True)
+            if message[0] != LEAVE:
+                await self._order.add_broadcast(message)
+                await self._run_queued()
+            elif self._rank in message[3]:
+                return
 
     async def _read_requests(self) -> None:
-        requests = self._requests
-        with suppress(QueueClosed, PeerDied):  # the driver is gone: the queue of steps ends, too
+        requests = self._queues.requests
+        with suppress(QueueClosed, PeerDied):  # the driver is gone: the queue of broadcasts ends, too
             while True:
                 self._take(await requests.dequeue(indefinite=True))
-                # The next ones may take back a call that would be begun here.
+                # The next messages may cancel a call that would begin here.
                 with suppress(QueueEmpty):
                     while True:
                         self._take(requests.dequeue_nowait())
-                await self._go_on()
+                await self._run_queued()
 
     def _take(self, message: Message) -> None:
-        kind, call, after, value = message
+        kind, number, _, value = message
         if kind == CANCEL:
-            self._cancel(call)
+            if not self._order.cancel(number):  # a task created just now begins first, and can answer then
+                asyncio.get_running_loop().call_soon(self._interrupt, number)
         elif kind == CREDIT:
-            if (stream := self._streams.get(call)) is not None:
-                stream.give(value)
+            if (stream := self._streams.get(number)) is not None:
+                stream.add_credit(value)
         else:
-            self._n_requests += 1
-            self._more_requests.set()
-            (self._early if after > self._last_step else self._queue).append(message)
+            self._order.add_request(message)
 
-    def _cancel(self, call: int) -> None:
-        if any(number == call for _, number, _, _ in (*self._queue, *self._early)):
-            self._dropped.add(call)
-        else:  # a task that was made just now begins first, and can answer then
-            asyncio.get_running_loop().call_soon(self._interrupt, call)
-
-    def _interrupt(self, call: int) -> None:
-        if call == self._awaited:
-            assert self._working is not None
-            self._working.cancel()
-        elif (stream := self._streams.get(call)) is not None:
+    def _interrupt(self, number: int) -> None:
+        if number == self._awaited:
+            assert self._running is not None
+            self._running.cancel()
+        elif (stream := self._streams.get(number)) is not None:
             stream.task.cancel()
 
-    # Doing calls
+    # Running calls
 
-    async def _go_on(self) -> None:
-        """Do the calls in the queue, unless another task does; a task of its own awaits their results."""
+    async def _run_queued(self) -> None:
+        """Run the queued calls, unless another task does; a task of its own awaits their results."""
         if self._busy:
             return
         self._busy = True
         begun = await self._advance()
         if begun is not None:
-            self._working = self._spawn(self._work(*begun))
+            self._running = self._spawn(self._run(*begun))
 
     async def _advance(self) -> tuple[Message, Awaitable[Any]] | None:
-        """Do the calls in the queue; return the first whose result has to be awaited."""
-        while self._queue:
-            call = self._queue.popleft()
-            _, number, _, value = call
-            if number in self._dropped:
-                self._dropped.discard(number)
+        """Run the queued calls; return the first whose result has to be awaited."""
+        while (call := self._order.next()) is not None:
+            kind, number, _, value = call
+            if kind == CANCEL:
                 await self._reply(number, RESULT, None)
                 continue
             try:
@@ -188,15 +214,15 @@ class Serving:
         self._busy = False
         return None
 
-    async def _work(self, call: Message, result: Awaitable[Any]) -> None:
-        """Await the result of a method; then go on with the queue."""
+    async def _run(self, call: Message, result: Awaitable[Any]) -> None:
+        """Await the result of a method; then continue with the queue."""
         begun: tuple[Message, Awaitable[Any]] | None = call, result
         while begun is not None:
             call, result = begun
             self._awaited = number = call[1]
             try:
                 value = await result
-            except (Exception, asyncio.CancelledError) as error:  # the latter from the method, or by `_cancel`
+            except (Exception, asyncio.CancelledError) as error:  # the latter from the method, or by `_interrupt`
                 self._awaited = None
                 if self._stopping or self._worker.terminated:
                     raise
@@ -225,10 +251,10 @@ class Serving:
     async def _send_items(self, call: int, stream: _Stream, items: Items) -> None:
         kind, value = RESULT, None
         try:
-            while (made := await _next_item(stream, items)) is not None:
-                await self._replies.enqueue((ITEM, call, 0, made[0]))
+            while (item := await stream.next_item(items)) is not None:
+                await self._queues.replies.enqueue((ITEM, call, 0, item[0]))
                 if isinstance(items, Iterator):
-                    await asyncio.sleep(0)  # calls have their turn
+                    await asyncio.sleep(0)  # calls run between two items
         except (Exception, asyncio.CancelledError) as error:
             kind, value = FAILURE, failure_of(error)
         try:
@@ -241,12 +267,13 @@ class Serving:
             await self._reply(call, kind, value)
 
     async def _reply(self, call: int, kind: int, value: Any) -> None:
+        replies = self._queues.replies
         try:
-            await self._replies.enqueue((kind, call, 0, value))
+            await replies.enqueue((kind, call, 0, value))
         except (PeerDied, QueueClosed):
             raise
         except AioshmError as error:  # it cannot be encoded, is too large, or there is no memory for it
-            await self._replies.enqueue((FAILURE, call, 0, failure_of(error)))
+            await replies.enqueue((FAILURE, call, 0, failure_of(error)))
 
     # Tasks
 
@@ -256,7 +283,7 @@ class Serving:
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """End the worker where a task has failed that should not: its calls would never be answered."""
+        """End the worker if one of its own tasks has failed: its calls would never be answered."""
         if task.cancelled() or self._stopping:
             return
         error = task.exception()  # a SystemExit leaves the loop by itself
@@ -267,8 +294,8 @@ class Serving:
     async def _stop(self, reading: asyncio.Task[None]) -> None:
         self._stopping = True
         tasks = [reading, *(stream.task for stream in self._streams.values())]
-        if self._working is not None:
-            tasks.append(self._working)
+        if self._running is not None:
+            tasks.append(self._running)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -280,14 +307,6 @@ def _items_of(result: Any) -> Items:
     if hasattr(result, "__iter__"):
         return cast(Iterator[Any], iter(result))
     raise TypeError(f"what is streamed must be a generator, or iterable otherwise, not {type(result).__qualname__}")
-
-
-async def _next_item(stream: _Stream, items: Items) -> tuple[Any] | None:
-    await stream.spend()
-    try:
-        return (next(items) if isinstance(items, Iterator) else await anext(items),)
-    except (StopIteration, StopAsyncIteration):
-        return None
 
 
 async def _close(items: Items) -> None:

@@ -1,4 +1,4 @@
-"""A group of workers while it runs: workers are made, die, are replaced, leave and join."""
+"""A group of workers while it runs: workers are created, die, are replaced, leave and join."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from aioshm.engine.workers.calls import Calls
-from aioshm.engine.workers.channel import Place
+from aioshm.engine.workers.channel import Assignment
 from aioshm.engine.workers.messages import MessageCodec, method_name
-from aioshm.engine.workers.processes import Making, Settings, WorkerProcess, WorkerProcesses
-from aioshm.engine.workers.replacing import Replacing
+from aioshm.engine.workers.processes import Construction, Settings, WorkerProcess, WorkerProcesses
+from aioshm.engine.workers.replacement import Replacer
 from aioshm.errors import AioshmError, CodecError, EndClosed, WorkerError
 from aioshm.process.background import completed, in_thread
 from aioshm.process.restart import RankInfo
@@ -21,19 +21,14 @@ from aioshm.queue import MessageQueue
 
 
 class GroupExit:
-    """The end of a group.
-
-    Attributes:
-        failure: Makes the error of every call from then on.
-        ended: Set then.
-    """
+    """The end of a group: ``failure`` creates the error of every later call, and ``ended`` is set."""
 
     def __init__(self) -> None:
         self.failure: Callable[[], AioshmError] | None = None
         self.ended: asyncio.Event = asyncio.Event()
 
     def end(self, failure: Callable[[], AioshmError]) -> bool:
-        """Note why a group has ended; return whether that is new."""
+        """Note why the group has ended; return whether it had not ended before."""
         if self.failure is not None:
             return False
         self.failure = failure
@@ -41,18 +36,18 @@ class GroupExit:
         return True
 
     def check(self) -> None:
-        """Raise the error, if there is one."""
+        """Raise the error if the group has ended."""
         if self.failure is not None:
             raise self.failure()
 
 
-class Running:
-    """The parts of a group; on the running loop.
+class Session:
+    """The parts of a running group; on its loop.
 
     Attributes:
-        n_workers: How many workers there are.
+        n_workers: The number of workers.
         callable: How many of them can be called alone: those that do not leave.
-        replacing: Replaces the dead; None: nobody is replaced, or the workers are not made yet.
+        replacer: Replaces dead workers; None without ``restart``, and before the workers are created.
     """
 
     def __init__(self, settings: Settings, group_exit: GroupExit) -> None:
@@ -68,85 +63,85 @@ class Running:
         if settings.restart is not None:
             options = msgspec.structs.replace(options, on_reader_death="evict", max_readers=settings.max_workers)
         n_workers = settings.n_workers
-        steps = MessageQueue(n_workers, n_workers, None, *settings.sizes, codec=MessageCodec(), options=options)
-        self._steps = steps.export_handle()
+        broadcasts = MessageQueue(n_workers, n_workers, None, *settings.sizes, codec=MessageCodec(), options=options)
+        self._broadcasts = broadcasts.export_handle()
         try:
             self.processes: WorkerProcesses = WorkerProcesses(settings, self)
         except BaseException:
-            steps.end.gate.discard()
+            broadcasts.end.gate.discard()
             raise
-        self.calls: Calls = Calls(self, steps, n_workers)
-        self._construction = b""
-        self.replacing: Replacing | None = None
+        self.calls: Calls = Calls(self, broadcasts, n_workers)
+        self._pickled = b""  # the call that creates a worker
+        self.replacer: Replacer | None = None
 
     async def start(self) -> None:
-        """Start the processes, and wait until every worker is made."""
+        """Start the processes, and wait until every worker is created."""
         settings = self._settings
-        making = Making(range(self.n_workers))
-        construction = settings.worker, settings.args, settings.kwargs
+        construction = Construction(range(self.n_workers))
+        call = settings.worker, settings.args, settings.kwargs
         try:
             async with asyncio.timeout(settings.ready_timeout) as scope:
                 try:
-                    self._construction = await in_thread(lambda: pickle.dumps(construction))
+                    self._pickled = await in_thread(lambda: pickle.dumps(call))
                 except Exception as error:
                     text = f"worker, args and kwargs cannot be pickled: {type(error).__name__}: {error}"
                     raise CodecError(text) from error
                 await self.processes.start_workers(self.n_workers)
-                await self._make_all(making)
+                await self._create_all(construction)
         except TimeoutError:
             if not scope.expired():
                 raise
-            late = self.processes.describe(sorted(making.missing))
+            late = self.processes.describe(sorted(construction.missing))
             raise TimeoutError(
                 f"the start of the workers: no answer from {late} within {settings.ready_timeout} s"
             ) from None
         if settings.restart is None:
-            self._construction = b""
+            self._pickled = b""
         else:
-            self.replacing = Replacing(self, settings, settings.restart)
+            self.replacer = Replacer(self, settings, settings.restart)
 
-    async def _make_all(self, making: Making) -> None:
-        async def make(rank: int, worker: WorkerProcess) -> None:
+    async def _create_all(self, construction: Construction) -> None:
+        async def create(rank: int, worker: WorkerProcess) -> None:
             try:
-                await self.make(rank, worker, making)
+                await self.create(rank, worker, construction)
             except AioshmError:  # some are an OSError, too
                 raise
             except (EOFError, OSError):
                 await self.calls.lost(rank)
 
         admitting = asyncio.create_task(self.calls.admit())
-        tasks = [asyncio.create_task(make(rank, worker)) for rank, worker in self.processes.workers.items()]
+        tasks = [asyncio.create_task(create(rank, worker)) for rank, worker in self.processes.workers.items()]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in (admitting, *tasks):
                 task.cancel()
             await asyncio.gather(admitting, *tasks, return_exceptions=True)
-        if making.failures:
-            raise WorkerError(method_name(self._settings.worker), dict(sorted(making.failures.items())))
+        if construction.failures:
+            raise WorkerError(method_name(self._settings.worker), dict(sorted(construction.failures.items())))
 
-    async def make(self, rank: int, worker: WorkerProcess, making: Making) -> None:
-        """Let a process be the worker of a rank; ``making`` has the failure of its constructor.
+    async def create(self, rank: int, worker: WorkerProcess, construction: Construction) -> None:
+        """Create the worker of a rank in a process; ``construction`` receives a failure of the constructor.
 
         Raises:
             EOFError, OSError: The process has exited.
-            AioshmError: A queue cannot be had here.
+            AioshmError: A queue cannot be opened.
         """
-        self.processes.seat(worker, rank)
+        self.processes.assign(worker, rank)
         options = self._own_options
         async with AsyncExitStack() as unused:
             requests = MessageQueue(1, 1, None, *self._settings.sizes, codec=MessageCodec(), options=options)
             unused.push_async_callback(requests.aclose)
-            await worker.control.send(Place(rank, self._steps, requests.export_handle()))
-            await worker.control.send_pickled(self._construction)
+            await worker.control.send(Assignment(rank, self._broadcasts, requests.export_handle()))
+            await worker.control.send_pickled(self._pickled)
             replies = MessageQueue.create_from_handle(await worker.handle(), 0, codec=MessageCodec(), options=options)
             unused.push_async_callback(replies.aclose)
-            if not await making.returned(rank, await worker.control.receive()):
+            if not await construction.returned(rank, await worker.control.receive()):
                 return
             admitting = asyncio.create_task(requests.wait_until_ready())
             try:
                 await replies.wait_until_ready()
-                await worker.control.receive()  # it has attached to both of its queues
+                await worker.control.receive()  # the worker has attached to both of its queues
                 await admitting
             finally:
                 admitting.cancel()
@@ -155,7 +150,7 @@ class Running:
             unused.pop_all()
         self.calls.add(rank, requests, replies)
 
-    # Workers come and go
+    # Changes of the workers
 
     async def membership(self) -> AsyncIterator[RankInfo]:
         """Yield the changes of the workers from now on, until the group ends."""
@@ -169,63 +164,63 @@ class Running:
             self._watchers.discard(changes)
 
     def worker_changed(self, info: RankInfo | None) -> None:
-        """Report a change to those who watch the membership; None: the group has ended."""
+        """Report a change to the iterators of `membership`; None: the group has ended."""
         for changes in self._watchers:
             changes.put_nowait(info)
 
     def processes_exited(self, gone: list[WorkerProcess]) -> None:
-        """Fail the calls in flight on workers that have died, and replace them; or end the group."""
-        if self.replacing is None:
+        """Fail the calls in flight on dead workers, and replace the workers; or end the group."""
+        if self.replacer is None:
             self.end(self.processes.death())
             return
         for worker in gone:
             rank = worker.rank
             if rank is not None and rank not in self.calls.absent and rank < self.n_workers:
-                self.calls.away([rank])
+                self.calls.mark_absent([rank])
                 self.calls.died(rank, self.processes.death_of(rank))
-            self.replacing.died(worker)
+            self.replacer.died(worker)
 
     def worker_lost(self, rank: int) -> None:
         """End a worker whose queue has ended, but not its process."""
-        if self.replacing is None:
+        if self.replacer is None:
             self.end(self.processes.death(rank))
         else:
             self.processes.workers[rank].process.kill()
 
     def describe_absent(self) -> str:
         """Name the workers that have died and have no replacement yet."""
-        return "" if self.replacing is None else self.replacing.describe_absent()
+        return "" if self.replacer is None else self.replacer.describe_absent()
 
-    async def scale(self, n_workers: int, replacing: Replacing) -> None:
+    async def scale(self, n_workers: int, replacer: Replacer) -> None:
         """Change the number of workers, in turn with the calls of all."""
         calls = self.calls
         async with calls.lock:
-            await calls.whole()
+            await calls.all_present()
             if n_workers < self.n_workers:
-                await self._shrink(n_workers, replacing)
+                await self._shrink(n_workers, replacer)
             newcomers = range(self.n_workers, n_workers)
-            calls.away(newcomers)
+            calls.mark_absent(newcomers)
             self.n_workers = self.callable = calls.n_workers = n_workers
             if newcomers:
-                await asyncio.gather(*(asyncio.shield(replacing.add(rank)) for rank in newcomers))
+                await asyncio.gather(*(asyncio.shield(replacer.add(rank)) for rank in newcomers))
 
-    async def _shrink(self, n_workers: int, replacing: Replacing) -> None:
+    async def _shrink(self, n_workers: int, replacer: Replacer) -> None:
         calls = self.calls
         leaving = range(n_workers, self.n_workers)
         self.callable = n_workers
         try:
             await calls.drain(leaving)
-            while calls.absent:  # a worker has died meanwhile: its restart is not broken off
-                await calls.whole()
+            while calls.absent:  # a worker has died meanwhile: its restart is not interrupted
+                await calls.all_present()
                 await calls.drain(leaving)
         except BaseException:
             self.callable = self.n_workers
             for rank in leaving:
-                calls.schedule.leaves(rank, leaves=False)
+                calls.schedule.set_leaving(rank, leaving=False)
             raise
         self.n_workers = calls.n_workers = n_workers
         for rank in leaving:
-            replacing.remove(rank)  # from here on it does not matter if one of them dies
+            replacer.remove(rank)  # from here on their deaths do not matter
         dismissal = asyncio.create_task(self._dismiss(leaving), name="aioshm-dismisses-workers")
         try:
             await asyncio.shield(dismissal)
@@ -242,18 +237,18 @@ class Running:
         finally:
             for rank in leaving:
                 self.calls.forget(rank, lambda: EndClosed("the group of workers was made smaller"))
-            self.calls.back(leaving)
+            self.calls.mark_present(leaving)
 
     # The end
 
     def end(self, failure: Callable[[], AioshmError]) -> None:
-        """Fail every call, those that wait too, from now on; only the first failure counts."""
+        """Fail every call from now on, also waiting ones; only the first failure counts."""
         if self.exit.end(failure):
             self.calls.end(failure)
             self.worker_changed(None)
 
     async def stop(self, patience: float) -> None:
-        """Let the workers exit by themselves for that many seconds, then stop the rest; `end` was called.
+        """Let the workers exit by themselves for that many seconds, then stop the rest; after `end`.
 
         Cancelling this kills them.
         """
@@ -268,7 +263,7 @@ class Running:
 
     async def _close_queues(self) -> None:
         try:
-            if self.replacing is not None:
-                await self.replacing.aclose()
+            if self.replacer is not None:
+                await self.replacer.aclose()
         finally:
             await self.calls.aclose()

@@ -1,4 +1,4 @@
-"""Replaces workers that have died: by a standby, or by a new process."""
+"""Replaces dead workers: by a standby, or by a new process."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from aioshm.engine.workers.processes import Making, Settings, WorkerProcess
+from aioshm.engine.workers.processes import Construction, Settings, WorkerProcess
 from aioshm.errors import AioshmError
 from aioshm.process.restart import Life, ProcessPhase, RankInfo, Restart, RestartHistory, bring_back
 
 if TYPE_CHECKING:
-    from aioshm.engine.workers.running import Running
+    from aioshm.engine.workers.session import Session
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 EXIT_WITHIN_S = 5.0
-"""How long a process whose socket has ended, or that was killed, may take to exit."""
+"""How long a process may take to exit after its socket has ended."""
 
 
-class Replacing:
-    """Starts a replacement of each worker that dies, and keeps standbys; on the running loop."""
+class Replacer:
+    """Starts a replacement of each dead worker, and keeps standbys; on the running loop."""
 
-    def __init__(self, running: Running, settings: Settings, restart: Restart) -> None:
-        self._running = running
-        self._processes = running.processes
+    def __init__(self, session: Session, settings: Settings, restart: Restart) -> None:
+        self._session = session
+        self._processes = session.processes
+        self._settings = settings
         self._restart = restart
         self._wanted = settings.standbys
-        self._worker = settings.worker
         self._ready_timeout = settings.ready_timeout
         self._lives: dict[int, Life] = {}
         for rank, worker in self._processes.workers.items():
@@ -56,20 +56,20 @@ class Replacing:
         cause = process.exited.result().describe()
         if process in self._standbys:
             self._standbys.remove(process)
-            self._processes.dismiss(process)
+            self._processes.discard(process)
             self._fill(cause)
             return
         life = None if process.rank is None else self._lives.get(process.rank)
-        if life is not None and life.state == "running":  # else the task that starts it sees that
+        if life is not None and life.state == "running":  # else the task that starts the worker handles the exit
             self._replace(life, cause)
 
     def add(self, rank: int) -> asyncio.Task[None]:
-        """Add a worker; return the task that is done when it is made."""
+        """Add a worker; return the task that is done when the worker is created."""
         life = self._lives[rank] = Life(rank, self._restart)
         return self._replace(life, "")
 
     def remove(self, rank: int) -> None:
-        """Do not replace the worker of this rank any more."""
+        """Stop replacing the worker of this rank."""
         life = self._lives.pop(rank)
         if life.task is not None:
             life.task.cancel()
@@ -84,7 +84,7 @@ class Replacing:
         return "; ".join(texts)
 
     async def aclose(self) -> None:
-        """Replace nothing any more. Idempotent."""
+        """Stop replacing. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -102,10 +102,10 @@ class Replacing:
             self._set(life, "waiting")
 
         if not await bring_back(life.history, cause, lambda: self._start(life), wait):
-            self._running.end(self._processes.death_of(life.rank, f"a crash loop: {life.history.story}"))
+            self._session.end(self._processes.death_of(life.rank, f"a crash loop: {life.history.story}"))
 
     async def _start(self, life: Life) -> str:
-        """Make a standby, or else a new process, the worker; return the cause if that failed, else an empty string."""
+        """Create the worker in a standby, or else in a new process; return the cause if that failed, else ""."""
         rank = life.rank
         try:
             process = self._standbys.pop(0) if self._standbys else await self._processes.start(rank)
@@ -113,30 +113,29 @@ class Replacing:
             return f"worker {rank} could not be started: {error}"
         life.pid = process.pid
         self._set(life, "starting")
-        cause = await self._make(rank, process)
+        cause = await self._create(rank, process)
         if not cause:
-            self._set(life, "running")  # if it dies from now on, another task replaces it
+            self._set(life, "running")  # if the worker dies from now on, another task replaces it
             logger.info("%s is worker %d: pid %d", process.name, rank, process.pid)
-            self._running.calls.back([rank])
-        self._fill()  # not before: the time that the start of a process takes is the replacement's
+            self._session.calls.mark_present([rank])
+        self._fill()  # not before: the replacement comes first
         return cause
 
-    async def _make(self, rank: int, process: WorkerProcess) -> str:
-        """Make a process the worker; return the cause if that failed, when it has exited, else an empty string."""
-        name = f"{process.name} (pid {process.pid})"
+    async def _create(self, rank: int, process: WorkerProcess) -> str:
+        """Create a worker in a process; return the cause if that failed, after the exit of the process, else ""."""
         cause = ""
         within_s = self._ready_timeout
+        construction = Construction([rank])
         try:
-            making = Making([rank])
             async with asyncio.timeout(within_s):
-                await self._running.make(rank, process, making)
-            if not making.failures:
+                await self._session.create(rank, process, construction)
+            if not construction.failures:
                 return ""
-            cause = f"{name} could not be made: {making.failures[rank]}"
+            cause = f"{process} could not be made: {construction.failures[rank]}"
         except AioshmError as error:
-            cause = f"the queues of {name} cannot be attached to: {error}"
+            cause = f"the queues of {process} cannot be attached to: {error}"
         except TimeoutError:
-            cause = f"{name} was not made after {within_s:g} s, and was killed"
+            cause = f"{process} was not made after {within_s:g} s, and was killed"
         except (EOFError, OSError):
             await asyncio.wait([process.exited], timeout=EXIT_WITHIN_S)
         process.process.kill()
@@ -146,7 +145,7 @@ class Replacing:
     # Standbys
 
     def _fill(self, cause: str = "") -> None:
-        """Start the missing standbys; ``cause`` is how one has died, if one has."""
+        """Start the missing standbys; ``cause`` is how the last one has died, if one has."""
         if len(self._standbys) < self._wanted and (self._filling is None or self._filling.done()):
             self._filling = self._spawn(self._start_standbys(cause), "standbys")
 
@@ -159,7 +158,7 @@ class Replacing:
 
     async def _start_standby(self) -> str:
         try:
-            process = await self._processes.start(None, self._worker)
+            process = await self._processes.start(None, self._settings.worker)
         except Exception as error:
             return f"a standby could not be started: {error}"
         cause = ""
@@ -167,24 +166,21 @@ class Replacing:
         try:
             async with asyncio.timeout(within_s):
                 await process.handle()
+            if not process.exited.done():
+                self._standbys.append(process)
+                return ""
         except TimeoutError:
-            name = f"{process.name} (pid {process.pid})"
-            cause = f"{name} was not ready after {within_s:g} s, and was killed"
-            process.process.kill()
-            await process.exited
+            cause = f"{process} was not ready after {within_s:g} s, and was killed"
         except (EOFError, OSError):
             await asyncio.wait([process.exited], timeout=EXIT_WITHIN_S)
-            process.process.kill()
-            await process.exited
-        if process.exited.done():
-            self._processes.dismiss(process)
-            return cause or f"{process.exited.result().describe()} before it was needed"
-        self._standbys.append(process)
-        return ""
+        process.process.kill()
+        exited = await process.exited
+        self._processes.discard(process)
+        return cause or f"{exited.describe()} before it was needed"
 
     def _set(self, life: Life, state: ProcessPhase) -> None:
         life.state = state
-        self._running.worker_changed(life.info)
+        self._session.worker_changed(life.info)
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=f"aioshm-replaces-{what}")
@@ -197,4 +193,4 @@ class Replacing:
         if not task.cancelled() and (error := task.exception()) is not None:
             text = f"workers cannot be replaced: {type(error).__name__}: {error}"
             logger.error("%s", text, exc_info=error)
-            self._running.end(lambda: AioshmError(text))
+            self._session.end(lambda: AioshmError(text))
