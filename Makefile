@@ -61,11 +61,8 @@ verify: .venv/.ready      ## the models of the protocols, every state of them, a
 		&& apt-get install --yes --quiet spin gcc libc6-dev; } || { echo "make verify needs SPIN and gcc: apt-get install spin gcc"; exit 1; }
 	$(BIN)/python -m verify $(ARGS)
 
-litmus: .venv/.ready      ## the fences as litmus tests, each with and without them; the core's atomics for AArch64 under qemu
-	@command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get \
-		>/dev/null && apt-get install --yes --quiet qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross; } || true # told below
+litmus: .venv/.ready      ## the fences as litmus tests, each with and without them
 	$(BIN)/python -m verify.litmus $(ARGS)
-	$(BIN)/python -m verify.aarch64
 
 docs: .venv/.ready        ## the pages as a site, in site/; fails on a link or a reference that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)

@@ -115,8 +115,11 @@ async def abort_one(client: EngineClient, request_id: str, within_s: float) -> N
 class Survival:
     """The load, and how its requests ended."""
 
-    def __init__(self, supervisor: EngineSupervisor, group: WorkerGroup) -> None:
+    def __init__(
+        self, supervisor: EngineSupervisor, group: WorkerGroup, patience_s: float = PATIENCE_S, pause_s: float = 0.002
+    ) -> None:
         self._supervisor, self._group = supervisor, group
+        self._patience_s, self._pause_s = patience_s, pause_s
         self.counts: Counter[str] = Counter()
         self.oddities: list[str] = []
         self._dead: set[int] = set()
@@ -130,7 +133,7 @@ class Survival:
             self.counts["requests"] += 1
             tokens: list[int] = []
             try:
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(self._patience_s):
                     if number % USED_AGAIN == 0:
                         self.counts["used again"] += 1
                         await abort_one(self._supervisor.client, f"{who} {number}", number % 7 / 1e3)
@@ -143,15 +146,25 @@ class Survival:
                 self._odd(error)
             else:
                 self._done(tokens == list(range(TOKENS)), f"request {who} {number} has brought {tokens}")
+            await asyncio.sleep(self._pause_s)
 
     async def call(self, who: int) -> None:
-        """Call all workers of the group, again and again."""
-        number = 0
+        """Call all workers of the group, one of them, and one that is idle, again and again."""
+        number, ranks, patience_s = 0, range(len(self._group.workers)), self._patience_s
         while not self.stopping:
             number += 1
             self.counts["requests"] += 1
+            expected: list[Any] = [[[number + rank] for rank in ranks]]
             try:
-                answers = await self._group.collective_rpc("add", ([number],), timeout=PATIENCE_S)
+                if number % 3 == 0:
+                    answers: Any = await self._group.collective_rpc("add", ([number],), timeout=patience_s)
+                elif number % 3 == 1:
+                    rank = who % len(ranks)
+                    expected = [[number + rank]]
+                    answers = await self._group.call(rank, "add", [number], timeout=patience_s)
+                else:
+                    expected = expected[0]
+                    answers = await self._group.call_any("add", [number], timeout=patience_s)
             except WorkerDied as error:
                 self._failed(error)
             except TimeoutError as error:
@@ -163,8 +176,8 @@ class Survival:
             except Exception as error:
                 self._odd(error)
             else:
-                self._done(answers == [[number + rank] for rank in range(WORKERS)], f"a call has brought {answers}")
-            await asyncio.sleep(0.002)
+                self._done(answers in expected, f"a call has brought {answers}")
+            await asyncio.sleep(self._pause_s)
 
     async def everyone_answers(self) -> bool:
         """Return whether each engine and each worker answers, when nobody is killed any more."""

@@ -258,7 +258,6 @@ class TestEnvironment:
     def test_every_variable_is_on_the_page(self) -> None:
         rows = re.findall(r"^\| `(AIOSHM_\w+)` +\| `(\w+)`", config.__doc__ or "", re.MULTILINE)
         assert dict(rows) == {variable: field for variable, (field, _) in config._VARIABLES.items()}
-        assert re.search(r"^\| `AIOSHM_NATIVE` +\|", config.__doc__ or "", re.MULTILINE)
 
     def test_nobody_else_reads_any(self) -> None:
         package = Path(config.__file__).parent
@@ -267,47 +266,40 @@ class TestEnvironment:
         assert readers == [Path(config.__file__)]
 
 
-class TestNative:
-    @pytest.mark.parametrize(("value", "wanted"), [(None, True), ("", True), ("1", True), ("0", False)])
-    def test_values(self, value: str | None, wanted: bool) -> None:
-        assert native_wanted({} if value is None else {"AIOSHM_NATIVE": value}) is wanted
-
-    @pytest.mark.parametrize("value", ["no", "2", "-1", " 0", "true", "00"])
-    def test_a_bad_value_names_the_variable(self, value: str) -> None:
-        with pytest.raises(ValueError, match=f"^AIOSHM_NATIVE={value!r}: it must be 0 or 1"):
-            native_wanted({"AIOSHM_NATIVE": value})
-
-
-class TestUsageStats:
-    @pytest.mark.parametrize(("value", "path"), [(None, None), ("", None), ("/var/log/usage", "/var/log/usage")])
-    def test_values(self, value: str | None, path: str | None) -> None:
-        assert usage_stats_path({} if value is None else {"AIOSHM_USAGE_STATS": value}) == path
-
-    @pytest.mark.parametrize("value", ["0", "1", "usage.jsonl", "./usage", "~/usage"])
-    def test_a_bad_value_names_the_variable(self, value: str) -> None:
-        with pytest.raises(ValueError, match=rf"^AIOSHM_USAGE_STATS={value!r}: it must be an absolute path"):
-            usage_stats_path({"AIOSHM_USAGE_STATS": value})
-
-    def test_is_on_the_page(self) -> None:
-        assert re.search(r"^\| `AIOSHM_USAGE_STATS` +\|", config.__doc__ or "", re.MULTILINE)
+TIMEOUT = "AIOSHM_ENGINE_READY_TIMEOUT_S"
+VARIABLES: dict[str, tuple[Callable[[dict[str, str]], Any], dict[str, Any], list[str], str]] = {
+    "AIOSHM_NATIVE": (
+        native_wanted, {"": True, "1": True, "0": False}, ["no", "2", "-1", " 0", "true", "00"], "it must be 0 or 1"
+    ),
+    "AIOSHM_USAGE_STATS": (
+        usage_stats_path,
+        {"": None, "/var/log/usage": "/var/log/usage"},
+        ["0", "1", "usage.jsonl", "./usage", "~/usage"],
+        "it must be an absolute path",
+    ),
+    TIMEOUT: (engine_ready_timeout, {"": 600.0, "30": 30.0, "0.5": 0.5}, ["0", "-1", "nan", "inf", "soon", "1 s"], ""),
+}  # fmt: skip
+"""Of each variable that is no option: what reads it, values, values that are refused, and why."""
 
 
-class TestEngineReadyTimeout:
-    @pytest.mark.parametrize(("value", "seconds"), [(None, 600.0), ("", 600.0), ("30", 30.0), ("0.5", 0.5)])
-    def test_values(self, value: str | None, seconds: float) -> None:
-        assert engine_ready_timeout({} if value is None else {"AIOSHM_ENGINE_READY_TIMEOUT_S": value}) == seconds
+@pytest.mark.parametrize("variable", VARIABLES)
+class TestOtherVariables:
+    def test_values_mean_what_the_page_says(self, variable: str) -> None:
+        read, values, _, _ = VARIABLES[variable]
+        assert read({}) == values[""]
+        assert {value: read({variable: value}) for value in values} == values
+        assert re.search(rf"^\| `{variable}` +\|", config.__doc__ or "", re.MULTILINE)
 
-    @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "1 s"])
-    def test_a_bad_value_names_the_variable(self, value: str) -> None:
-        with pytest.raises(ValueError, match=f"^AIOSHM_ENGINE_READY_TIMEOUT_S={value!r}: "):
-            engine_ready_timeout({"AIOSHM_ENGINE_READY_TIMEOUT_S": value})
+    def test_a_bad_value_names_the_variable(self, variable: str) -> None:
+        read, _, refused, reason = VARIABLES[variable]
+        for value in refused:
+            with pytest.raises(ValueError, match=rf"^{variable}={value!r}: {reason}"):
+                read({variable: value})
 
-    def test_it_is_the_process_environment_by_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("AIOSHM_ENGINE_READY_TIMEOUT_S", "7")
-        assert engine_ready_timeout() == 7.0
 
-    def test_is_on_the_page(self) -> None:
-        assert re.search(r"^\| `AIOSHM_ENGINE_READY_TIMEOUT_S` +\|", config.__doc__ or "", re.MULTILINE)
+def test_engine_ready_timeout_is_read_from_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, "7")
+    assert engine_ready_timeout() == 7.0
 
 
 class TestRuntimeDirectory:

@@ -2,9 +2,8 @@
 
 from aioshm.errors import PublisherClosed, PublisherDisconnected, PublisherRestarted
 from aioshm.events.config import KVEventsConfig
-from aioshm.events.protocol.aggregator import KVEventAggregator
 from aioshm.events.protocol.deliveries import Delivery, Lost, PublisherGone, Received, Restarted, Source
-from aioshm.events.protocol.index import BlockIndex, Shelf, follow
+from aioshm.events.protocol.index import BlockIndex, KVEventAggregator, Shelf, follow
 from aioshm.events.protocol.messages import (
     MEDIUM_CPU,
     MEDIUM_GPU,

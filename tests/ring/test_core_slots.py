@@ -169,7 +169,9 @@ WRONG: list[tuple[str, tuple[Any, ...], type[Exception]]] = [
     ("admit", (0, -1, None), ValueError),
     *(("give_back", (index,), IndexError) for index in (-1, 3, FAR)),
     *(("give_back take_many", (value,), TypeError) for value in ("0", None, b"")),
-    ("start_at", (-1,), OverflowError),
+    ("start_at traces", (-1,), OverflowError),
+    *(("trace", (wrong,), ValueError) for wrong in (b"", bytes(27))),
+    *(("trace", (wrong,), TypeError) for wrong in (None, bytearray(26))),
 ]
 
 
@@ -182,7 +184,9 @@ def test_wrong_arguments_are_refused_and_change_nothing(
     pair = new_pair(2)
     pair.writer.put(b"x")
     before = bytes(pair.ring.view)
+    core = pair.writer if hasattr(pair.writer, call) else pair.reader
     with pytest.raises(error):
-        getattr(pair.writer if hasattr(pair.writer, call) else pair.reader, call)(*arguments)
+        setattr(core, call, *arguments) if call == "trace" else getattr(core, call)(*arguments)
     assert bytes(pair.ring.view) == before
+    assert pair.writer.trace == bytes(at.TRACE_BYTES)
     assert pair.reader.take_many(1) == [b"x"], "the core is not in use any more"

@@ -101,6 +101,9 @@ class TestNotKept:
         assert not windows.settle(0, nbytes)
         assert bytes(windows.view(0, nbytes)) == content(1, 9000), "another window"
 
+    def test_a_slot_that_was_never_shown(self, windows: Windows) -> None:
+        assert not windows.settle(0, 10)
+
     @pytest.mark.parametrize("install", [sys.settrace, sys.setprofile])
     def test_is_known_under_a_tracer(self, windows: Windows, install: Callable[[Any], None]) -> None:
         before = sys.gettrace() if install is sys.settrace else sys.getprofile()

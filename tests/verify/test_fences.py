@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from verify.aarch64 import CORE, HARNESS
 from verify.litmus import TESTS, examine, parse, shows
 
 FILES = sorted(TESTS.glob("*.litmus"))
@@ -50,10 +47,3 @@ def test_a_line_that_is_no_step_is_refused(tmp_path: Path) -> None:
     path.write_text("thread:\nx = y rlx\nforbidden: 0:r0=0\n")
     with pytest.raises(ValueError, match="no step of a litmus test"):
         parse(path)
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-def test_program_for_qemu_compiles_with_the_header_of_the_core(tmp_path: Path) -> None:
-    (tmp_path / "harness.c").write_text(HARNESS)
-    flags = ["-std=gnu11", "-Wall", "-Werror", "-fsyntax-only", f"-I{CORE}"]
-    subprocess.run(["cc", *flags, tmp_path / "harness.c"], check=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -18,12 +20,14 @@ from aioshm import (
     ReaderDied,
     ReaderJoined,
     ReaderLeft,
+    blocking,
 )
 from tools.campaign.stage import Actor, Part
 
 PATIENCE_S = 90.0
 """How long a call may take that others hold up: some of them are stopped, or have no room."""
 MOST_AT_ONCE = 8
+LOOK_S = 0.5  # how long a blocking reader waits at a time
 SLOTS, CHUNKS, CHUNK_BYTES = 64, 16, 4096
 
 QUEUES: dict[str, dict[str, Any]] = {
@@ -51,7 +55,7 @@ def actors() -> list[Actor]:
         told = spec | {"queue": name}
         found.append(Actor(f"{name}.writer", "queues:write", told, 0.7))
         for number in range(spec["readers"]):
-            play = "queues_blocking:read" if number == 1 and not spec.get("remote") else "queues:read"
+            play = "queues:read_blocking" if number == 1 and not spec.get("remote") else "queues:read"
             found.append(Actor(f"{name}.reader.{number}", play, told | {"rank": number}, 1.5))
     return found
 
@@ -223,3 +227,40 @@ async def _receive(queue: MessageQueue[Any], way: float) -> list[tuple[int, int,
         return [content(queue.dequeue_nowait())]
     await asyncio.sleep(0)
     return []
+
+
+async def read_blocking(part: Part) -> None:
+    """Read in a thread without a loop, until the end."""
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    await asyncio.to_thread(_read_blocking, part, told)
+
+
+def _read_blocking(part: Part, told: threading.Event) -> None:
+    try:
+        queue = reader(part, blocking.MessageQueue)
+    except FileNotFoundError:
+        return
+    left = stays_for(part)
+    try:
+        with queue:
+            while not told.is_set() and (left is None or left > 0):
+                try:
+                    if part.chance.random() < 0.5:
+                        messages = [queue.dequeue(LOOK_S)]
+                    else:
+                        messages = queue.dequeue_many(MOST_AT_ONCE, LOOK_S)
+                except QueueRestarted:
+                    part.journal.note("restarted")
+                    continue
+                except TimeoutError:
+                    continue
+                note_messages(part, [content(received) for received in messages])
+                left = None if left is None else left - len(messages)
+            part.journal.note("end", "told" if told.is_set() else "left")
+    except PeerClosed:
+        part.journal.note("end", "closed")
+    except AioshmError as error:
+        part.journal.note("end", type(error).__name__)
+        part.journal.failed(error)

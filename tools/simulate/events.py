@@ -10,8 +10,7 @@ import asyncio
 from aioshm.events.protocol.deliveries import Lost, Received, Restarted
 from aioshm.events.protocol.index import BlockIndex, follow
 from aioshm.events.protocol.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from aioshm.events.protocol.outbox import Outbox
-from aioshm.events.protocol.replay_buffer import ReplayBuffer
+from aioshm.events.protocol.outbox import Outbox, ReplayBuffer
 from aioshm.events.protocol.tracker import Message, SourceTracker
 from tools.simulate.world import World
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from aioshm.events.config import CLOSE_TIMEOUT_S, KVEventsConfig
-from aioshm.events.endpoints import for_rank
+from aioshm.events.config import CLOSE_TIMEOUT_S, KVEventsConfig, for_rank
 from aioshm.events.protocol.messages import EventBatch
 from aioshm.events.protocol.wire import END_SEQ
 

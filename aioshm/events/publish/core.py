@@ -18,12 +18,11 @@ from aioshm.events.config import (
     DEFAULT_HWM,
     DEFAULT_MAX_QUEUE_SIZE,
     KVEventsConfig,
+    passed_on,
 )
-from aioshm.events.endpoints import passed_on
 from aioshm.events.protocol.encoding import BatchEncoder
 from aioshm.events.protocol.messages import EventBatch
-from aioshm.events.protocol.outbox import Outbox, Overflow
-from aioshm.events.protocol.replay_buffer import ReplayBuffer
+from aioshm.events.protocol.outbox import Outbox, Overflow, ReplayBuffer
 from aioshm.events.protocol.wire import (
     DEFAULT_WIRE,
     MAX_SEQ,

@@ -20,7 +20,7 @@ import zmq
 
 from aioshm.errors import CodecError
 from aioshm.events.protocol import wire
-from aioshm.events.protocol.replay_buffer import Entry, ReplayBuffer
+from aioshm.events.protocol.outbox import Entry, ReplayBuffer
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.pump import Pump, receive_frames
 

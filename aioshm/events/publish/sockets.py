@@ -10,7 +10,7 @@ from contextlib import suppress
 import zmq
 
 from aioshm.errors import OutOfThreads
-from aioshm.events.endpoints import check_endpoint, for_rank, publisher_binds
+from aioshm.events.config import check_endpoint, for_rank, publisher_binds
 from aioshm.events.protocol.wire import MAX_TOPIC_BYTES
 from aioshm.events.publish.replay_server import CLIENT_BUFFER_BYTES, CLIENT_HWM, MAX_REQUEST_BYTES
 from aioshm.events.publish.subscriptions import Subscriptions

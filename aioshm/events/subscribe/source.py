@@ -20,8 +20,7 @@ from aioshm.events.protocol.deliveries import Lost, Received
 from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.tracker import Message, SourceTracker, Start
 from aioshm.events.stats import SubscriberStats
-from aioshm.events.subscribe.backlog import CAME_BACK, Backlog
-from aioshm.events.subscribe.inbox import Inbox
+from aioshm.events.subscribe.backlog import CAME_BACK, Backlog, Inbox
 from aioshm.events.subscribe.live_port import LivePort
 from aioshm.events.subscribe.replay_port import ReplayPort
 from aioshm.logs import LogLimiter

@@ -11,15 +11,14 @@ import zmq
 
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.errors import EndClosed, QueueClosed, RoleError
-from aioshm.events.config import DEFAULT_MAX_BACKLOG_BYTES, DEFAULT_SUBSCRIBER_HWM
-from aioshm.events.endpoints import check_endpoint, subscriber_binds
+from aioshm.events.config import DEFAULT_MAX_BACKLOG_BYTES, DEFAULT_SUBSCRIBER_HWM, check_endpoint, subscriber_binds
 from aioshm.events.protocol.decoding import MAX_PAYLOAD_BYTES
 from aioshm.events.protocol.deliveries import Delivery, Received
 from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.tracker import Start
 from aioshm.events.protocol.wire import MAX_SEQ, MAX_TOPIC_BYTES
 from aioshm.events.stats import SubscriberStats
-from aioshm.events.subscribe.inbox import Inbox
+from aioshm.events.subscribe.backlog import Inbox
 from aioshm.events.subscribe.source import EventSource, SourceOptions
 from aioshm.process.limits import abandon_when_forked
 from aioshm.zeromq.context import shared_context

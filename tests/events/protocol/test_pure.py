@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioshm.errors import CodecError
-from aioshm.events.endpoints import check_endpoint, for_rank, publisher_binds, subscriber_binds
+from aioshm.events.config import check_endpoint, for_rank, publisher_binds, subscriber_binds
 from aioshm.events.protocol import wire
-from aioshm.events.protocol.outbox import Outbox
-from aioshm.events.protocol.replay_buffer import ReplayBuffer
+from aioshm.events.protocol.outbox import Outbox, ReplayBuffer
 
 from ..helpers import batch
 

@@ -23,7 +23,7 @@ from aioshm.events import (
     ThreadedEventPublisher,
     ZmqEventPublisher,
 )
-from aioshm.events.endpoints import passed_on
+from aioshm.events.config import passed_on
 from aioshm.events.protocol import wire
 from aioshm.lifeline import address
 
