@@ -23,7 +23,7 @@ from aioshm.events import (
     Received,
     ZmqEventPublisher,
 )
-from aioshm.events.subscribe import live_port
+from aioshm.events.subscribe import ports
 
 EVERY_S = 0.05
 SILENCE_S = 3.0
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     run = uvloop.run if loop == "uvloop" else asyncio.run
     kind, _, keys = role.partition("-")
     if kind == "bind":
-        live_port.BOUND_SUBSCRIBER_SILENCE_S = SILENCE_S
+        ports.BOUND_SUBSCRIBER_SILENCE_S = SILENCE_S
         work = subscribe(live, None, 0, bind=True, curve=KEYS if keys else None, gone_after_s=0.1)
     elif kind == "connect":
         curve = CurveKeys.generate(KEYS.public) if keys else None

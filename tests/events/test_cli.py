@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from support import eventually
 from typer.testing import CliRunner
 
-from aioshm.cli.event_lines import lines_of
-from aioshm.cli.events import register
+from aioshm.cli.events import lines_of, register
 from aioshm.errors import CodecError
 from aioshm.events import (
     AllBlocksCleared,

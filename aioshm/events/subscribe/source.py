@@ -21,8 +21,7 @@ from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.tracker import Message, SourceTracker, Start
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.subscribe.backlog import CAME_BACK, Backlog, Inbox
-from aioshm.events.subscribe.live_port import LivePort
-from aioshm.events.subscribe.replay_port import ReplayPort
+from aioshm.events.subscribe.ports import LivePort, ReplayPort
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import abandon_when_forked
 from aioshm.zeromq.curve import CurveKeys

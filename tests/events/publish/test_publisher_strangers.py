@@ -13,7 +13,7 @@ import zmq
 from support import tell_to_end
 
 from aioshm.events import Lost, Received
-from aioshm.events.publish.subscriptions import MAX_SUBSCRIPTIONS
+from aioshm.events.publish.sockets import MAX_SUBSCRIPTIONS
 
 from ..helpers import PATIENCE_S, Ends, batch, publish_until_delivery
 from ..strain import HELD_S, MEMORY_KB, Strain, attack, cuts

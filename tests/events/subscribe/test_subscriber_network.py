@@ -12,7 +12,7 @@ from two_hosts import two_hosts
 
 from aioshm.events import CurveKeys
 from aioshm.events.subscribe.backlog import Backlog
-from aioshm.events.subscribe.live_port import LivePort
+from aioshm.events.subscribe.ports import LivePort
 from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, SILENCE_S
 
 CHILD = Path(__file__).parent.parent / "network_child.py"
