@@ -105,7 +105,7 @@ async def beside_unread(engine: Engine, **options: Any) -> AsyncIterator[tuple[S
 async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = Streaming()
+    engine = Streaming(0.001)  # without a pause an engine outruns its readers, where processors are scarce
     async with beside_unread(engine, max_pending_bytes=1 << 20) as (serving, unread):
         name = await unread.registration()
         stream = serving.client.submit(ask("little", None))
@@ -122,9 +122,9 @@ async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back
         waiting = int(text.split(": ")[1].split()[0])
         assert 1 << 20 < waiting < (1 << 20) + 3 * CHUNK
         name = await unread.registration()
-        await unread.submit(name, ask("back", None))
+        await unread.submit(name, ask("little and late", None))
         async with asyncio.timeout(WITHIN_S):
-            while not any(each["request_id"] == "back" for each in await unread.outputs()):
+            while not any(each["request_id"] == "little and late" for each in await unread.outputs()):
                 pass
         await anext(stream)
 
