@@ -63,17 +63,17 @@ class LoopThread:
         self._owner = owner
         self._pid = os.getpid()
         self._ended = False
-        check_descriptors(owner, LOOP_DESCRIPTORS)  # a constructor that fails halfway leaks descriptors
-        with naming_limits(owner):
-            self.loop: asyncio.AbstractEventLoop = (loop_factory or asyncio.new_event_loop)()
-            self._inbox = _Inbox()
-        try:
-            self._thread = start_thread(_host, self.loop, self._inbox, name="aioshm-loop", what=owner)
-        except BaseException:
-            self.loop.close()
-            self._inbox.close()
-            raise
+        self._host = _Host(owner, loop_factory or asyncio.new_event_loop)
+        self._thread = start_thread(self._host.run, name="aioshm-loop", what=owner)
+        self._wait_for(self._host.making)
+        self.loop: asyncio.AbstractEventLoop = self._host.making.outcome()
         _running.add(self)
+
+    def __del__(self) -> None:
+        """End the thread if a signal handler interrupted the constructor, or the caller that would keep this object."""
+        host: _Host | None = getattr(self, "_host", None)
+        if host is not None and not self._ended and not self.elsewhere:
+            host.end()
 
     @property
     def elsewhere(self) -> bool:
@@ -173,8 +173,8 @@ class LoopThread:
         if self.elsewhere:
             return
         if not self._ended:
+            self._host.end()
             self._ended = True
-            self._tell(self.loop.stop)
         if get_ident() != self._thread.ident:
             self._thread.join(END_S)
         _running.discard(self)
@@ -197,11 +197,8 @@ class LoopThread:
             task.add_done_callback(self._last.discard)
 
         self._ended = not self.shared
-        self._tell(start)
-
-    def _tell(self, function: Callable[[], object]) -> None:
         with suppress(EndClosed):  # the thread has ended by itself, and closed the loop
-            self._inbox.put(function)
+            self._host.inbox.put(start)
 
     def _wait_for(self, errand: _Errand[Any]) -> None:
         while not errand.wait(LOOK_S):
@@ -212,7 +209,7 @@ class LoopThread:
         self.check()
         if self._ended or self.loop.is_closed():
             raise EndClosed(f"{self._owner} was closed")
-        self._inbox.put(function)
+        self._host.inbox.put(function)
 
 
 class _Inbox:
@@ -220,9 +217,7 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._functions: deque[tuple[Callable[[], object], Context]] = deque()
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self._read = self._write = -1
 
     def put(self, function: Callable[[], object]) -> None:
         """Schedule a function in the loop's thread, in the caller's context."""
@@ -234,6 +229,9 @@ class _Inbox:
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Make the loop run the functions. Called in the loop's thread."""
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
         loop.add_reader(self._read, self._run, loop)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -246,8 +244,9 @@ class _Inbox:
     def close(self) -> None:
         read, write = self._read, self._write
         self._read = self._write = -1
-        os.close(read)
-        os.close(write)
+        if write >= 0:
+            os.close(read)
+            os.close(write)
 
 
 class _Errand(Generic[T]):
@@ -319,6 +318,66 @@ class _Errand(Generic[T]):
         self._done.release()
 
 
+class _Host:
+    """Runs in the thread, makes the loop there and runs it. A signal handler in the main thread leaves no half a loop.
+
+    Attributes:
+        inbox: The functions to run in the loop.
+        making: Returns the loop, or the error.
+    """
+
+    def __init__(self, owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+        self._owner = owner
+        self._loop_factory = loop_factory
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._unwanted = self._stopped = False
+        self.inbox: _Inbox = _Inbox()
+        self.making: _Errand[asyncio.AbstractEventLoop] = _Errand()
+
+    def end(self) -> None:
+        """End the thread soon. Idempotent; called in any thread, at any time."""
+        self._unwanted = True
+        with suppress(EndClosed):  # there is no loop yet, or the thread has ended by itself
+            self.inbox.put(self._stop)
+
+    def run(self) -> None:
+        try:
+            self.making.run(self._make)
+            if self._loop is not None and not self._unwanted:
+                self._serve(self._loop)
+        finally:
+            asyncio.set_event_loop(None)
+            if self._loop is not None:
+                self._loop.close()
+            self.inbox.close()
+
+    def _stop(self) -> None:
+        if self._loop is not None and not self._stopped:  # again would break off the last tasks
+            self._stopped = True
+            self._loop.stop()
+
+    def _make(self) -> asyncio.AbstractEventLoop:
+        check_descriptors(self._owner, LOOP_DESCRIPTORS)  # a constructor that fails halfway leaks descriptors
+        with naming_limits(self._owner):
+            self._loop = loop = self._loop_factory()
+            try:
+                self.inbox.open(loop)
+            except BaseException:
+                self._unwanted = True
+                raise
+        asyncio.set_event_loop(loop)
+        return loop
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.run_forever()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+
+
 class _TurnSelector(selectors.BaseSelector):
     """Releases `process_lock` while the loop sleeps.
 
@@ -376,7 +435,8 @@ def shared_loop() -> LoopThread:
                 owner = "the background loop"
                 started = LoopThread(owner, lambda: asyncio.SelectorEventLoop(_TurnSelector()))
                 started.shared = True
-                _shared = started
+                if _shared is None:  # a signal handler may have been faster
+                    _shared = started
     return _shared
 
 
@@ -408,20 +468,3 @@ def _forget_the_parents() -> None:
 
 atexit.register(_end_all)
 os.register_at_fork(after_in_child=_forget_the_parents)
-
-
-def _host(loop: asyncio.AbstractEventLoop, inbox: _Inbox) -> None:
-    asyncio.set_event_loop(loop)
-    inbox.open(loop)
-    try:
-        loop.run_forever()
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
-        inbox.close()

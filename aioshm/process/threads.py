@@ -29,6 +29,10 @@ def start_thread(
         except _NeverBegun:
             _forget(thread)
             raise out_of_threads(what) from None
+        except BaseException:  # of a signal handler
+            if not thread.begins:
+                _forget(thread)
+            raise
     return thread
 
 
@@ -37,6 +41,11 @@ class _NeverBegun(Exception):
 
 
 class _Thread(threading.Thread):
+    @property
+    def begins(self) -> bool:
+        """Whether the thread has begun, or is about to."""
+        return isinstance(self._started, _Beginning)
+
     # What the new thread runs, named so by CPython, which asks for it once: in `start`, just before the wait.
     @property
     def _bootstrap(self) -> Callable[[], None]:
@@ -46,19 +55,32 @@ class _Thread(threading.Thread):
 
 
 class _Beginning(threading.Event):
-    """Is set by a thread that has begun; a wait ends, too, when it has ended without: ``thread`` returns None then."""
+    """Is set by a thread that has begun; a wait ends, too, when it has ended without: ``thread`` returns None then.
+
+    An exception of a signal handler in `threading.Event.wait` would leave a lock there that `set` waits for.
+    """
 
     def __init__(self, thread: Callable[[], object]) -> None:
         super().__init__()
         self._thread = thread
+        self._begun = False
+        self._beginning = threading.Lock()
+        self._beginning.acquire()
+
+    def is_set(self) -> bool:
+        return self._begun
+
+    def set(self) -> None:
+        self._begun = True
+        self._beginning.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        if timeout is not None:
-            return super().wait(timeout)
-        while not super().wait(_LOOK_S):
-            if self._thread() is None and not self.is_set():
+        while not self._begun and not self._beginning.acquire(timeout=_LOOK_S if timeout is None else timeout):
+            if timeout is not None:
+                break
+            if self._thread() is None and not self._begun:
                 raise _NeverBegun
-        return True
+        return self._begun
 
 
 def _forget(thread: threading.Thread) -> None:

@@ -6,20 +6,29 @@ import _thread
 import gc
 import signal
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from faces import Thread, make_writer
+from managed import open_things
+from support import eventually
 
 from aioshm import blocking
+from aioshm.process.loop_thread import LoopThread
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 
 
 class _Interrupted(Exception):
     pass
+
+
+class _Stopped(BaseException):
+    """Is no `Exception`, as KeyboardInterrupt is none."""
 
 
 class Interrupter:
@@ -85,14 +94,14 @@ class Interrupter:
 
 
 @contextmanager
-def interrupter() -> Iterator[Interrupter]:
-    """Give an interrupter to the block, in which handlers raise."""
+def interrupter(error: type[BaseException] = _Interrupted) -> Iterator[Interrupter]:
+    """Give an interrupter to the block, in which handlers raise that error."""
 
     interrupter = Interrupter()
 
     def handle(*_: object) -> None:
         if interrupter.raising:
-            raise _Interrupted
+            raise error
 
     before = [signal.signal(number, handle) for number in SIGNALS]
     # A block that is dropped while one exception is on its way calls back; Python reports what the next handler raises
@@ -208,3 +217,30 @@ def test_a_block_that_reads_is_interrupted_again_a_little_later(more: int) -> No
 def test_a_block_that_writes_is_interrupted_again_a_little_later(more: int) -> None:
     for count in (1, 2):
         write_interrupted(SIGNALS[:count], more)
+
+
+def test_background_loop_whose_start_or_end_is_interrupted_leaves_nothing() -> None:
+    def left() -> set[Any]:
+        return {each for each in threading.enumerate() if each.name == "aioshm-loop"} - threads | open_things() - before
+
+    LoopThread("a test").stop()
+    threads, before = set(threading.enumerate()), open_things()
+    with interrupter(_Stopped) as interrupt, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        place = 0
+        came = True
+        while came:
+            place += 1
+            try:
+                interrupt.arm(place, SIGNALS[:1])
+                LoopThread("a test").stop()
+                interrupt.disarm()
+            except _Stopped:  # for an `Exception` after the start of a thread, threading raises KeyError now and then
+                pass
+            interrupt.raising = False
+            interrupt.disarm()
+            came = interrupt.came
+            gc.collect()
+            eventually(lambda: not left(), f"the end of {left()}")
+        assert place > 50
+    assert not [each for each in warned if issubclass(each.category, ResourceWarning)]
