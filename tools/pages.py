@@ -26,6 +26,12 @@ SITE_PAGES = {
 _seen: list[tuple[str, str, str]] = []  # of each page: its title, its URL and its first sentence
 
 
+def on_config(config: Any) -> None:
+    """Name the version at the foot of every page."""
+    version = importlib.import_module("aioshm").__version__
+    config.copyright = f"aioshm {version}, Apache-2.0"
+
+
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Put in what a page only names."""
     depth = page.file.src_uri.count("/")
