@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -72,6 +72,14 @@ async def publish_until_delivery(publisher: ZmqEventPublisher, subscriber: Event
             publisher.publish(batch(0))
             with suppress(TimeoutError):
                 return await subscriber.receive(0.02)
+
+
+async def publish_until(publisher: ZmqEventPublisher, condition: Callable[[], object]) -> None:
+    """Publish now and then until something holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            publisher.publish(batch(0))
+            await asyncio.sleep(0.01)
 
 
 async def within(work: Awaitable[Any], timeout: float = PATIENCE_S) -> Any:

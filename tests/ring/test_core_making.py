@@ -141,14 +141,6 @@ class TestMaking:
 
 @needs_native
 class TestHostileLayouts:
-    @pytest.mark.parametrize("field", [*NUMBERS, "pools", "book"])
-    @pytest.mark.parametrize("value", [*HOSTILE, -1, 1 << 64, None, "1", 1.5], ids=repr)
-    def test_one_field(self, field: str, value: object) -> None:
-        memory = bytearray(GOOD.total_bytes)
-        for core in of_numbers(memory, **{field: value}):
-            use(core)
-            core.close()
-
     @given(
         st.fixed_dictionaries(
             {},
@@ -192,12 +184,6 @@ class TestHostileLayouts:
     def test_a_readers_line_or_histogram_elsewhere(self, field: str, place: int) -> None:
         cores = list(of_numbers(bytearray(GOOD.total_bytes), **{field: place}))
         assert [hasattr(core, "put") for core in cores] == [True], "which has its own line"
-
-    @pytest.mark.parametrize("size", [0, 8, 16, 40, 48, 56, 80, 120, 151])
-    def test_a_writers_book_that_is_too_small(self, size: int) -> None:
-        assert len(WriterBook(GOOD.sizes, GOOD.pools).memory) == 152
-        cores = list(of_numbers(bytearray(GOOD.total_bytes), book=bytearray(size)))
-        assert [hasattr(core, "put") for core in cores] == ([False] * 2 if size >= 16 else [])
 
     def test_unaligned_memory(self) -> None:
         memory = memoryview(bytearray(GOOD.total_bytes + 8))

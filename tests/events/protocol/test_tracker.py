@@ -118,9 +118,13 @@ class TestManyPublishers:
 class Play:
     """A tracker that is driven step by step; each step returns the play."""
 
-    def __init__(self, start: Start = None, *, replay: bool = True, begun: bool = True) -> None:
-        tracker = make(start, can_replay=replay) if begun else SourceTracker("tcp://x:1", start, can_replay=replay)
-        self.tracker = tracker
+    def __init__(
+        self, start: Start = None, *, replay: bool = True, begun: bool = True, gone_after_s: float | None = None
+    ) -> None:
+        if begun:
+            self.tracker = make(start, can_replay=replay, gone_after_s=gone_after_s)
+        else:
+            self.tracker = SourceTracker("tcp://x:1", start, can_replay=replay, gone_after_s=gone_after_s)
 
     def live(self, *seqs: int, body: str = "", rank: int = 0, topic: bytes | None = b"", over: object = 0) -> Play:
         """Take live batches that come over a connection."""
@@ -153,6 +157,17 @@ class Play:
 
     def check(self) -> Play:
         self.tracker.check()
+        return self
+
+    def end(self, connection: object) -> Play:
+        """End a connection."""
+        self.tracker.disconnected(connection)
+        return self
+
+    def at(self, now: float, forget_at: float | None = None) -> Play:
+        """Look for publishers that are gone: at a time, and again at another one."""
+        self.tracker.gone_at(now)
+        self.tracker.forget_gone(now if forget_at is None else forget_at)
         return self
 
     def got(self, *expected: object) -> Play:
@@ -359,49 +374,26 @@ class TestGonePublishers:
         assert said(tracker) == [0]
 
     def test_publisher_that_comes_back_in_time_is_not_gone(self) -> None:
-        tracker = make(can_replay=False, gone_after_s=10)
-        tracker.live(message(0), 1)
-        tracker.disconnected(1)
-        assert tracker.gone_at(0) == 10
-        tracker.live(message(1), 2)
-        assert tracker.gone_at(20) is None
-        tracker.forget_gone(20)
-        assert said(tracker) == [0, "restarted", (0, 0), 1]
+        play = Play(replay=False, gone_after_s=10).live(0, over=1).end(1)
+        assert play.tracker.gone_at(0) == 10
+        assert play.live(1, over=2).tracker.gone_at(20) is None
+        play.at(20).got(0, "restarted", (0, 0), 1)
 
     def test_silent_publisher_whose_connection_stays_is_not_gone(self) -> None:
-        tracker = make(can_replay=False, gone_after_s=10)
-        for rank in range(2):
-            tracker.live(message(0, rank=rank), rank)
-        tracker.disconnected(1)
-        tracker.gone_at(0)
-        tracker.forget_gone(50)
-        assert said(tracker) == [0, 0, "gone"]
-        assert tracker.gone_at(50) is None
+        play = Play(replay=False, gone_after_s=10).live(0, over=0).live(0, rank=1, over=1)
+        play.end(1).at(0, 50).got(0, 0, "gone")
+        assert play.tracker.gone_at(50) is None
 
     def test_idle_publisher_that_its_replay_confirms_is_not_gone_until_that_ends(self) -> None:
-        tracker = make(gone_after_s=10)
-        tracker.live(message(0), 1)
-        tracker.disconnected(1)
-        tracker.reconnected()
-        for now in range(0, 50, 5):
-            tracker.gone_at(now)
-            answer(tracker, message(0))
-            tracker.forget_gone(now)
-            tracker.check()
-        for now in range(50, 80, 5):
-            tracker.gone_at(now)
-            tracker.replay_failed("silence")
-            tracker.forget_gone(now)
-            tracker.check()
-        assert said(tracker) == [0, "gone"]
+        play = Play(gone_after_s=10).live(0, over=1).back(1)
+        for now in range(0, 80, 5):
+            play.tracker.gone_at(now)
+            play.answer(0) if now < 50 else play.cut()
+            play.at(now).check()
+        play.got(0, "gone")
 
     def test_publisher_known_by_replay_alone_is_gone_with_its_connection(self) -> None:
-        tracker = SourceTracker("tcp://x:1", None, can_replay=True, gone_after_s=10)
-        answer(tracker, message(0))
-        tracker.disconnected(1)
-        tracker.gone_at(0)
-        tracker.forget_gone(10)
-        assert said(tracker) == [0, "gone"]
+        Play(begun=False, gone_after_s=10).answer(0).end(1).at(0, 10).got(0, "gone")
 
     def test_stream_that_the_replay_port_does_not_have_is_not_asked_for_again(self) -> None:
         tracker = make(gone_after_s=10)
@@ -436,43 +428,20 @@ class TestGonePublishers:
         assert tracker.lost == 0
 
     def test_stream_that_the_replay_port_has_again_is_asked_for_again(self) -> None:
-        tracker = make(gone_after_s=10)
-        for seq in range(3):
-            tracker.live(message(seq))
-        tracker.check()
-        answer(tracker)
-        answer(tracker)  # another publisher, which has nothing
-        tracker.check()
-        answer(tracker, *[message(seq) for seq in range(4)])
-        assert tracker.asking == 2
-        answer(tracker, message(2), message(3))
-        assert tracker.gone_at(0) is None
-        assert said(tracker) == [0, 1, 2, 3]
+        play = Play(gone_after_s=10).live(0, 1, 2).check().answer().answer()  # of another publisher, which has nothing
+        play.check().answer(*range(4)).asks(2).answer(2, 3)
+        assert play.tracker.gone_at(0) is None
+        play.got(0, 1, 2, 3)
 
     def test_answer_to_a_question_about_a_forgotten_publisher_is_a_new_one(self) -> None:
-        tracker = make(gone_after_s=10)
-        tracker.live(message(0), 1)
-        tracker.check()
-        tracker.disconnected(1)
-        tracker.gone_at(0)
-        tracker.forget_gone(10)
-        assert tracker.asking is not None
-        answer(tracker, message(0, "new"))
-        assert tracker.asking is None
-        assert said(tracker) == [0, "gone", 0]
+        play = Play(gone_after_s=10).live(0, over=1).check().end(1).at(0, 10)
+        assert play.tracker.asking is not None
+        play.answer(0, body="new").asks(None).got(0, "gone", 0)
 
     def test_batch_that_waits_for_an_answer_keeps_its_publisher(self) -> None:
-        tracker = make(gone_after_s=10)
-        tracker.live(message(0), 1)
-        tracker.live(message(2), 1)
-        tracker.disconnected(1)
-        tracker.gone_at(0)
-        tracker.forget_gone(10)
-        assert tracker.gone_at(10) == 20
-        answer(tracker, message(0), message(1), message(2))
-        tracker.gone_at(20)
-        tracker.forget_gone(30)
-        assert said(tracker) == [0, 1, 2, "gone"]
+        play = Play(gone_after_s=10).live(0, 2, over=1).end(1).at(0, 10)
+        assert play.tracker.gone_at(10) == 20
+        play.answer(0, 1, 2).at(20, 30).got(0, 1, 2, "gone")
 
     def test_fleet_that_changes_leaves_nothing_behind(self) -> None:
         tracker = make(gone_after_s=10)

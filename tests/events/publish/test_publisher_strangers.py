@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import zmq
-from support import tell_to_end
+from support import tell_to_end, until
 
 from aioshm.events import Lost, Received
 from aioshm.events.publish.sockets import MAX_SUBSCRIPTIONS
 
-from ..helpers import PATIENCE_S, Ends, batch, publish_until_delivery
+from ..helpers import PATIENCE_S, Ends, batch, publish_until, publish_until_delivery
 from ..strain import HELD_S, MEMORY_KB, Strain, attack, cuts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and time are read from /proc")
@@ -78,12 +78,7 @@ async def test_hundreds_of_subscribers_come_at_once(ends: Ends) -> None:
             for prefix in ("kv@pod-7", f"kv@pod-{number}@model", f"routers/{number}"):
                 one.subscribe(prefix)
             one.connect(publisher.endpoint)
-        waiting = set(fleet)
-        async with asyncio.timeout(PATIENCE_S):
-            while waiting:
-                publisher.publish(batch(0))
-                await asyncio.sleep(0.01)
-                waiting = {one for one in waiting if not one.poll(0)}
+        await publish_until(publisher, lambda: all(one.poll(0) for one in fleet))
     finally:
         for one in fleet:
             one.close()
@@ -106,16 +101,10 @@ async def test_many_subscriptions_are_fine_and_more_are_not(ends: Ends, raw: Any
     one = raw(zmq.SUB, publisher.endpoint)
     for number in range(MAX_SUBSCRIPTIONS - 1):  # it has one for everything
         one.socket.subscribe(f"t{number}")
-    async with asyncio.timeout(PATIENCE_S):
-        while not one.socket.poll(0):
-            publisher.publish(batch(0))
-            await asyncio.sleep(0.01)
+    await publish_until(publisher, lambda: one.socket.poll(0))
     assert publisher.stats().cut_off == 0
     one.socket.subscribe("one too many")
-    async with asyncio.timeout(PATIENCE_S):
-        while not publisher.stats().cut_off:
-            publisher.publish(batch(0))
-            await asyncio.sleep(0.01)
+    await publish_until(publisher, lambda: publisher.stats().cut_off)
 
 
 async def test_subscriptions_that_come_and_go_are_not_added_up(ends: Ends) -> None:
@@ -130,15 +119,11 @@ async def test_subscriptions_that_come_and_go_are_not_added_up(ends: Ends) -> No
     for number in range(4000):
         busy.subscribe(f"subscription {number}")
         if not number % 50:
-            async with asyncio.timeout(PATIENCE_S):
-                while not any(f"subscription {number}".encode() in of_peer for of_peer in topics.values()):
-                    await asyncio.sleep(0.001)
+            topic = f"subscription {number}".encode()
+            await until(lambda topic=topic: any(topic in of_peer for of_peer in topics.values()))  # type: ignore[misc]
         busy.unsubscribe(f"subscription {number}")
     busy.subscribe("")
-    async with asyncio.timeout(PATIENCE_S):
-        while not busy.poll(0):
-            publisher.publish(batch(0))
-            await asyncio.sleep(0.01)
+    await publish_until(publisher, lambda: busy.poll(0))
     busy.close()
     assert publisher.stats().cut_off == 0
 
@@ -152,9 +137,7 @@ async def test_two_hundred_subscribers_in_turn_are_forgotten(ends: Ends) -> None
             one.linger = 0
             one.subscribe(bytes([number]) * 250)
             one.connect(publisher.endpoint)
-        async with asyncio.timeout(PATIENCE_S):
-            while len(publisher._core.ends._subscriptions._topics) < len(many):
-                await asyncio.sleep(0.001)
+        await until(lambda: len(publisher._core.ends._subscriptions._topics) == 10)
         for one in many:
             one.close()
         async with asyncio.timeout(PATIENCE_S):

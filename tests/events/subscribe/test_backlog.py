@@ -30,19 +30,6 @@ def taken(backlog: Backlog) -> list[object]:
     return found
 
 
-def test_full_backlog_drops_the_oldest_down_to_half_of_its_bound() -> None:
-    backlog = Backlog(10 * SIZE)
-    put(backlog, *range(11))
-    assert backlog.is_shrinking
-    assert backlog.take() is None  # it may be dropped
-    backlog.shrink()
-    assert not backlog.is_shrinking
-    assert (backlog.size, backlog.dropped) == (5 * SIZE, 6)
-    put(backlog, *range(11, 16))
-    assert not backlog.is_shrinking
-    assert taken(backlog) == list(range(6, 16))
-
-
 def test_message_larger_than_the_bound_is_kept_if_it_is_the_newest() -> None:
     backlog = Backlog(SIZE // 2)
     put(backlog, 0)
@@ -76,18 +63,6 @@ def test_markers_stay_in_order_when_the_messages_between_them_are_dropped() -> N
     put(backlog, 3, 4, connection="c")
     shrink(backlog)
     assert taken(backlog) == ["a", CAME_BACK, "b", 3, 4]
-
-
-def test_number_of_arrival_counts_dropped_messages_and_no_markers() -> None:
-    backlog = Backlog(4 * SIZE)
-    backlog.note("a")
-    put(backlog, *range(5))
-    shrink(backlog)
-    assert backlog.received == 5
-    arrivals = []
-    while (entry := backlog.take()) is not None:
-        arrivals += [backlog.taken] if entry[1] is not None else []
-    assert arrivals == [3, 4]
 
 
 @pytest.mark.parametrize(

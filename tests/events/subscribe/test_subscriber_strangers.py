@@ -130,12 +130,9 @@ async def test_a_stranger_who_sends_too_much_is_cut_off(nothing_left: None, stra
         bad = stranger(zmq.XPUB, endpoint)
         monitor = bad.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                while not bad.poll(0):  # its subscription
-                    await asyncio.sleep(0.01)
-                bad.send_multipart([b"", wire.pack_seq(0), bytes(20_000)])
-                while not monitor.poll(0):
-                    await asyncio.sleep(0.01)
+            await until(lambda: bad.poll(0), "its subscription")
+            bad.send_multipart([b"", wire.pack_seq(0), bytes(20_000)])
+            await until(lambda: monitor.poll(0), "the end of its connection")
         finally:
             bad.disable_monitor()
             monitor.close()
