@@ -6,8 +6,8 @@
         for output in launch.client.submit(request):
             ...
 
-The client of `aioshm.engine` runs on the background loop of the process. It notices the death of an engine while nobody
-calls, and any number of threads may wait for outputs at the same time.
+The client runs on the background loop of the process. It notices the death of an engine also while there is no call,
+and any number of threads may wait for outputs at the same time.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = ["CoreEngineLaunch", "EngineClient", "OutputStream", "launch_core_engi
 
 
 class CoreEngineLaunch:
-    """What `launch_core_engines` has started; see `aioshm.engine.CoreEngineLaunch`.
+    """The engines and their surroundings; see `aioshm.engine.CoreEngineLaunch`.
 
     Attributes:
-        awaited: The same, as it is on the loop of the thread.
+        awaited: The launch on the loop of the thread.
         engine_manager: The engines of this host, or Ray's actors.
         coordinator: The data-parallel coordinator, if there is one.
-        processes: The processes of this host's engines.
-        addresses: What engines are told, and API servers in other processes need.
+        processes: The engine processes of this host.
+        addresses: The addresses for engines, and for API servers.
         handshake_address: Where engines say HELLO.
     """
 
@@ -56,7 +56,7 @@ class CoreEngineLaunch:
 
     @property
     def report(self) -> StartupReport | None:
-        """What the engines have said; None until they are ready."""
+        """The answers of the engines; None until all are ready."""
         return self.awaited.report
 
     @property

@@ -1,4 +1,4 @@
-"""How many calls were made, how they ended, and how long they took."""
+"""Counts calls, their ends, and their durations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class CallStats(msgspec.Struct, frozen=True):
     """Calls up to one moment.
 
     Attributes:
-        calls: How many were begun.
+        calls: How many began.
         failed: How many ended with an error.
-        cancelled: How many were cancelled, or were out of time.
+        cancelled: How many were cancelled, or timed out.
         in_flight: How many have not ended.
-        latency: How long those took that have ended well, the wait for their turn included.
+        latency: The durations of successful calls, waits included.
     """
 
     calls: int = 0
@@ -41,12 +41,12 @@ class StreamStats(msgspec.Struct, frozen=True):
     """Streams up to one moment.
 
     Attributes:
-        streams: How many were begun.
+        streams: How many began.
         failed: How many ended with an error.
-        cancelled: How many were left early, cancelled, or were out of time.
+        cancelled: How many were left early, cancelled, or timed out.
         in_flight: How many have not ended.
-        items: How many items were handed to who iterates.
-        first_item: How long the first items took to come, the wait for the turn included.
+        items: How many items the consumers received.
+        first_item: The times until the first items, waits included.
     """
 
     streams: int = 0
@@ -81,7 +81,7 @@ class CallMeter:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count the call that the block makes."""
+        """Count the call in the block."""
         self._calls += 1
         began = monotonic_ns()
         try:
@@ -98,7 +98,7 @@ class CallMeter:
             self._ended += 1
 
     def stats(self) -> CallStats:
-        """Return what was counted."""
+        """Return the counters."""
         in_flight = self._calls - self._ended
         return CallStats(self._calls, self._failed, self._cancelled, in_flight, self._took.latency())
 
@@ -111,7 +111,7 @@ class StreamMeter:
 
     @contextmanager
     def stream(self) -> Iterator[Callable[[], None]]:
-        """Count the stream that the block has; what it is given counts an item."""
+        """Count the stream in the block; the yielded function counts an item."""
         began, first = monotonic_ns(), True
 
         def item() -> None:
@@ -125,7 +125,7 @@ class StreamMeter:
             yield item
 
     def stats(self) -> StreamStats:
-        """Return what was counted."""
+        """Return the counters."""
         all_of = self._streams.stats()
         return StreamStats(
             all_of.calls, all_of.failed, all_of.cancelled, all_of.in_flight, self._items, self._first.latency()
@@ -133,7 +133,7 @@ class StreamMeter:
 
 
 def meter_of(owner: Any) -> CallMeter:
-    """Return what counts the calls of an object's methods that are `metered`."""
+    """Return the counter of an object's `metered` methods."""
     meter: CallMeter = vars(owner).setdefault("_meter", CallMeter())
     return meter
 
@@ -141,7 +141,7 @@ def meter_of(owner: Any) -> CallMeter:
 def metered(
     method: Callable[Concatenate[S, P], Awaitable[T]],
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
-    """Let an object count the calls of a method of its class; see `meter_of`."""
+    """Count the calls of a method for each object; see `meter_of`."""
 
     @functools.wraps(method)
     async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:

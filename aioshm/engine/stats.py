@@ -1,4 +1,4 @@
-"""What engines, their clients and workers have done so far, as it stands at one moment."""
+"""Counters of engines, their clients and workers, at one moment."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from aioshm.process.restart import RankInfo
 
 
 class WorkerGroupStats(msgspec.Struct, frozen=True):
-    """What a group of workers has done so far.
+    """The counters of a group of workers.
 
     Attributes:
-        name: The group's.
-        n_workers: How many workers there are to be.
-        standbys: How many processes can take a rank at once.
-        workers: Each of them; none without ``restart``.
+        name: The group's name.
+        n_workers: The number of workers.
+        standbys: How many standbys can take a rank immediately.
+        workers: The state of each; empty without ``restart``.
         calls: The calls of all tasks.
         streams: Their streams.
     """
@@ -29,17 +29,17 @@ class WorkerGroupStats(msgspec.Struct, frozen=True):
 
 
 class EngineClientStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client of engines has done so far.
+    """The counters of a client of engines.
 
     Attributes:
-        index: Which of the front end's clients this is.
-        engines: How many engines there are to be.
-        missing: How many of them do not serve: they have not registered yet, or are dead.
-        requests: How many requests were sent in all.
-        failed: How many of them ended with an error, such as that of a dead engine.
-        in_flight: How many have not ended.
-        late_outputs: How many outputs came for requests that were aborted, or whose engine was taken for dead.
-        deaths: How many engines have died in all.
+        index: The index of this client.
+        engines: The number of engines.
+        missing: How many engines do not serve: they have not registered yet, or are dead.
+        requests: How many requests were sent in total.
+        failed: How many requests ended with an error, such as the death of an engine.
+        in_flight: How many requests have not ended.
+        late_outputs: How many outputs came for aborted requests, or from engines that counted as dead.
+        deaths: How many engines have died in total.
     """
 
     index: int
@@ -53,11 +53,11 @@ class EngineClientStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSupervisorStats(msgspec.Struct, frozen=True):
-    """What a supervisor of engines has done so far.
+    """The counters of a supervisor of engines.
 
     Attributes:
         engines: The engines of this host.
-        client: What their client has done; None: API servers have the clients.
+        client: The counters of the client; None: API servers have the clients.
     """
 
     engines: tuple[RankInfo, ...]

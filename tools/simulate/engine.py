@@ -283,13 +283,13 @@ class Cluster:
         launch: Any = SimpleNamespace(
             engine_manager=self.manager, members=client, coordinator=None, stay_open=lambda _: self.startup
         )
-        self.supervisor = restarting.Restarting(
-            launch,
-            self.policy,
+        rules = restarting.RestartRules(
+            restart=self.policy,
             lockstep=self.lockstep,
             start_timeout=self.start_timeout,
             on_change=self._changed,
         )
+        self.supervisor = restarting.Restarting(launch, rules)
 
     def _changed(self, info: RankInfo) -> None:
         self.states[info.rank] = info.state

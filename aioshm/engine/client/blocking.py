@@ -1,4 +1,4 @@
-"""The client of engines for plain threads: that of `aioshm.engine`, on the background loop of the process."""
+"""The client of engines for plain threads, on the background loop of the process."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from aioshm.process.watch import WatchedManager, WatchedProcess
 class EngineClient(Closing):
     """`aioshm.engine.EngineClient` for plain threads: the same names without ``await``, and `close`.
 
-    What its methods raise, and more of what they do, is said there.
+    The methods raise the same errors.
 
         with EngineClient(addresses, 2) as client:
-            ...  # start the engines, who are told client.addresses, and shake hands with them
+            ...  # start the engines with client.addresses, and shake hands with them
             client.wait_until_ready()
             for output in client.submit(request):
                 ...
 
-    Every method may be called from any thread, by several at once. Ctrl-C, or whatever a signal handler raises, aborts
-    the request, or forgets the call, that it interrupts, and nothing else. In a forked child everything raises
+    Several threads may call any method at the same time. Ctrl-C, or an exception of a signal handler, aborts the
+    interrupted request, or drops the interrupted call, and nothing else. In a forked child every call raises
     `RoleError`.
 
     Args:
         addresses: Where to bind.
-        engines: The engines, or how many there are.
-        loop_factory: Makes an event loop for a thread of its own; None: the background loop of the process.
+        engines: The engines, or their number.
         options: See `ClientOptions`; None: the defaults.
+        loop_factory: Creates an event loop for a thread of the client's own; None: the background loop of the process.
 
     Raises:
-        TypeError, ValueError: An argument makes no sense; the text names it.
+        TypeError, ValueError: An argument is invalid; the text names it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EngineClient(Closing):
 
     @classmethod
     def around(cls, client: awaited.EngineClient, host: LoopThread) -> EngineClient:
-        """Return one for a client that is open on the loop of a thread, which both stay the caller's."""
+        """Return a client around one that is open on the loop of a thread; both stay the caller's."""
         made = cls.__new__(cls)
         made._host, made._owns_host, made._client = host, False, client
         made._closing = threading.RLock()
@@ -73,7 +73,7 @@ class EngineClient(Closing):
 
     @property
     def addresses(self) -> EngineZmqAddresses:
-        """What engines are to be told."""
+        """The addresses for engines."""
         return self._client.addresses
 
     @property
@@ -83,16 +83,16 @@ class EngineClient(Closing):
 
     @property
     def ready(self) -> Mapping[int, dict[str, Any]]:
-        """What each engine has said when it registered, by rank."""
+        """The registration of each engine, by rank."""
         return self._client.ready
 
     @property
     def in_flight(self) -> int:
-        """How many requests are in flight."""
+        """The number of requests in flight."""
         return self._client.in_flight
 
     def stats(self) -> EngineClientStats:
-        """Return what the client has done so far; from any thread."""
+        """Return the counters of the client; from any thread."""
         return self._client.stats()
 
     def __enter__(self) -> Self:
@@ -100,11 +100,11 @@ class EngineClient(Closing):
         return self
 
     def open(self) -> None:
-        """Bind the addresses and begin to listen; ``with`` does it.
+        """Bind the addresses and begin to read; ``with`` does it.
 
         Raises:
             OSError: An address cannot be bound.
-            RoleError: It was open before.
+            RoleError: The client was open before.
         """
         if self._host is not None:
             raise RoleError("a client of engines can be entered once")
@@ -116,7 +116,7 @@ class EngineClient(Closing):
             raise
 
     def watch(self, manager: WatchedManager | None = None, processes: Iterable[WatchedProcess] = ()) -> None:
-        """Take the exit of any of these processes for the death of an engine."""
+        """Treat every exit of these processes as the death of an engine."""
         self._open_host().do(lambda: self._client.watch(manager, processes))
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
@@ -124,12 +124,12 @@ class EngineClient(Closing):
         self._open_host().run(lambda: self._client.wait_until_ready(timeout))
 
     def submit(self, request: Any, *, engine: int | None = None, timeout: float | None = None) -> OutputStream[Any]:
-        """Send a request, and return its outputs. It is sent when this returns.
+        """Send a request, and return its outputs. The request is sent when this returns.
 
         Args:
             request: Do not change it before this returns.
-            engine: The rank of the engine that gets it; None: the one with the least to do.
-            timeout: Seconds that each output may take; None: as long as it takes.
+            engine: The rank of the engine; None: the least busy one.
+            timeout: Seconds that each output may take; None: no limit.
         """
         if timeout is not None:
             check_seconds("timeout", timeout)
@@ -137,7 +137,7 @@ class EngineClient(Closing):
         return host.do(lambda: OutputStream(self._client.submit(request, engine=engine), host, timeout))
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests: their streams raise `RequestAborted` after the outputs that have arrived."""
+        """Abort requests: their streams raise `RequestAborted` after the received outputs."""
         ids = request_ids if isinstance(request_ids, str) else list(request_ids)
         self._open_host().run(lambda: self._client.abort(ids))
 
@@ -146,9 +146,9 @@ class EngineClient(Closing):
 
         Args:
             method: Its name.
-            args: What MessagePack can say, and arrays and tensors.
-            engine: The rank of the engine; None: all of them.
-            timeout: Seconds to wait; None waits for ever. The method runs all the same.
+            args: Values that MessagePack can encode, and arrays and tensors.
+            engine: The rank of the engine; None: all engines.
+            timeout: Seconds to wait; None waits for ever. The method still runs after a timeout.
 
         Raises:
             TimeoutError: No answer in time.
@@ -168,9 +168,9 @@ class EngineClient(Closing):
         return self._open_host().run(called)
 
     def close(self) -> None:
-        """Abort what is in flight, and close the sockets; a thread of its own ends.
+        """Abort all requests, and close the sockets; a thread of the client's own ends.
 
-        Whatever waits, in whichever thread, raises `QueueClosed`. Idempotent.
+        Waiting calls in all threads raise `QueueClosed`. Idempotent.
         """
         host = self._host
         if host is None or host.elsewhere:

@@ -17,14 +17,14 @@ Output = TypeVar("Output")
 
 
 class OutputStream(Closing, Iterator[Output], Generic[Output]):
-    """The outputs of one request: ``for`` gets them; it ends after the last one.
+    """The outputs of one request: ``for`` iterates over them.
 
-    Leaving it before that, by breaking off, by an interrupt in it, or with `close`, aborts the request; what had
-    come is still there. A timeout aborts nothing: the next output may be waited for again.
+    Leaving the loop early, an interrupt in it, or `close` aborts the request; received outputs remain. A timeout aborts
+    nothing: the next output may be waited for again.
 
     Attributes:
-        request_id: Of the request.
-        timeout: Seconds that each output may take; None: as long as it takes. May be changed.
+        request_id: The id of the request.
+        timeout: Seconds that each output may take; None: no limit. May be changed.
     """
 
     __slots__ = ("__weakref__", "_bell", "_host", "_inbox", "_stream", "_turn", "request_id", "timeout")
@@ -47,12 +47,12 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
         """Wait for the next output.
 
         Raises:
-            EngineDead: An engine is gone.
+            EngineDead: An engine is dead.
             RequestFailed: The engine has refused the request.
             RequestAborted: The stream was closed, or its id was aborted.
             QueueClosed: The client was closed.
             RoleError: Another thread waits for the next output, or this is a forked child.
-            TimeoutError: It took longer than ``timeout``; the request goes on.
+            TimeoutError: The output took longer than ``timeout``; the request continues.
         """
         inbox = self._inbox
         try:
@@ -77,7 +77,7 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
             self._host.post(stream.leave)
 
     def forget_stream(self) -> None:
-        """Let go of what aborts the request: it has ended. Called in the client's thread."""
+        """Drop the stream that aborts the request: the request has ended. Called in the client's thread."""
         self._stream = None
 
     @property
@@ -104,7 +104,7 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
 
 
 class _Bell:
-    """What an `Inbox` takes for the future of a task that waits: wakes a thread, again and again."""
+    """Stands for the future of a waiting task in an `Inbox`, and wakes a thread, again and again."""
 
     __slots__ = ("_inbox", "_lock", "_owner")
 
@@ -115,11 +115,11 @@ class _Bell:
         self._lock.acquire()
 
     def done(self) -> bool:
-        """Tell that it can be rung."""
+        """Return whether it cannot be notified."""
         return False
 
     def set_result(self, _result: None) -> None:
-        """Ring. Only the client's thread does, so nobody else opens the lock meanwhile."""
+        """Wake the thread. Only the client's thread calls this, so no other thread opens the lock meanwhile."""
         if self._inbox.ended:
             owner = self._owner()
             if owner is not None:
@@ -128,7 +128,7 @@ class _Bell:
             self._lock.release()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until it has rung since the last time; return whether it has."""
+        """Wait until it was notified since the last wait; return whether it was."""
         if timeout is None:
             return self._lock.acquire()
         return self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))

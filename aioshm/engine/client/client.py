@@ -30,31 +30,31 @@ _encode_plain = msgspec.msgpack.Encoder().encode
 
 
 class EngineClient(AsyncClosing):
-    """Sends requests to engines and brings back their outputs; one event loop's.
+    """Sends requests to engines and receives their outputs; belongs to one event loop.
 
         async with EngineClient(addresses, 2) as client:
-            ...  # start the engines, who are told client.addresses, and shake hands with them
+            ...  # start the engines with client.addresses, and shake hands with them
             await client.wait_until_ready()
             async for output in client.submit(request):
                 ...
 
-    A request goes to the engine with the least to do: as the coordinator publishes it, with how full KV caches are, if
-    the addresses name one, else by what this client has in flight. When one engine is gone, all that is pending raises
-    `EngineDead`, and so does everything that is begun later; with ``on_engine_death="continue"`` only what that engine
-    had does, the others go on, and it may come back.
+    A request goes to the least busy engine: by the coordinator's published counts and KV cache usage, if the addresses
+    name a coordinator, else by the requests of this client. When an engine dies, all pending and later calls raise
+    `EngineDead`. With ``on_engine_death="continue"`` only the requests of that engine do; the other engines serve on,
+    and the engine may come back.
 
     Args:
         addresses: Where to bind, one input and output for each client; the rest is used as it is when the engines are
-            ready. What is bound is written back here, in a form that engines can connect to: with port 0 that is a port
-            that the kernel has chosen, and in the place of a wildcard (``tcp://*:0``) this host's own address.
-        engines: The engines, or how many there are, with the ranks from 0 on.
+            ready. The bound addresses are written back here, in a form that engines can connect to: a port of the
+            kernel's choice for port 0, and this host's own address for a wildcard (``tcp://*:0``).
+        engines: The engines, or their number, with the ranks from 0 on.
         options: See `ClientOptions`; None: the defaults.
 
     Attributes:
-        addresses: What engines are to be told.
+        addresses: The addresses for engines.
 
     Raises:
-        TypeError, ValueError: An argument makes no sense; the text names it.
+        TypeError, ValueError: An argument is invalid; the text names it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class EngineClient(AsyncClosing):
 
     @property
     def addresses(self) -> EngineZmqAddresses:
-        """What engines are to be told."""
+        """The addresses for engines."""
         return self._link.addresses
 
     @property
@@ -84,30 +84,29 @@ class EngineClient(AsyncClosing):
 
     @property
     def ready(self) -> Mapping[int, dict[str, Any]]:
-        """What each engine has said when it registered, by rank."""
+        """The registration of each engine, by rank."""
         return self._link.engines.ready
 
     @property
     def deaths(self) -> Mapping[int, EngineDead]:
-        """How engines have died that are not back, by rank; empty unless ``on_engine_death="continue"``."""
+        """The deaths of engines that are not back, by rank; empty unless ``on_engine_death="continue"``."""
         return self._link.engines.deaths
 
     @property
     def late_outputs(self) -> int:
-        """How many outputs and answers came too late, and were dropped.
+        """The number of outputs and answers that came too late, and were dropped.
 
-        Their requests were aborted, their engine was taken for dead, or they were meant for the process that was this
-        client before it died.
+        Their requests were aborted, their engine counted as dead, or they were for a former process of this client.
         """
         return self._link.pending.late_outputs
 
     @property
     def in_flight(self) -> int:
-        """How many requests are in flight."""
+        """The number of requests in flight."""
         return len(self._link.pending.inboxes)
 
     def stats(self) -> EngineClientStats:
-        """Return what the client has done so far; from any thread."""
+        """Return the counters of the client; from any thread."""
         link, pending = self._link, self._link.pending
         return EngineClientStats(
             index=link.index,
@@ -121,7 +120,7 @@ class EngineClient(AsyncClosing):
         )
 
     def leave_deaths_to_supervisor(self) -> None:
-        """When an engine dies, log only the fate of its requests: the supervisor logs the death."""
+        """Log only the requests of a dead engine: the supervisor logs the death."""
         self._link.logs_deaths = False
 
     # Opened, ready, closed
@@ -131,18 +130,18 @@ class EngineClient(AsyncClosing):
         return self
 
     def open(self) -> None:
-        """Bind the addresses and begin to listen; ``async with`` does it.
+        """Bind the addresses and begin to read; ``async with`` does it.
 
         Raises:
             OSError: An address cannot be bound.
-            RoleError: It was open before, or this process has the keys of one engine only.
+            RoleError: The client was open before, or this process has the keys of one engine only.
         """
         self._link.open()
 
     def watch(self, manager: WatchedManager | None = None, processes: Iterable[WatchedProcess] = ()) -> None:
-        """Take the exit of any of these processes for the death of an engine, however well it went.
+        """Treat every exit of these processes as the death of an engine, even with code 0.
 
-        Without it an engine's death is noticed, too: its connection ends. With it the error has its exit code.
+        Without this, the end of its connection reveals an engine's death. With it the error has the exit code.
 
         Raises:
             RoleError: The client is not open.
@@ -158,8 +157,8 @@ class EngineClient(AsyncClosing):
             timeout: Seconds to wait; None waits for ever.
 
         Raises:
-            EngineDead: One is gone.
-            TimeoutError: Not all have registered in time; the text names those that have not.
+            EngineDead: An engine is dead.
+            TimeoutError: Not all engines have registered in time; the text names the missing ones.
             QueueClosed, RoleError: The client is closed, or not open.
         """
         if timeout is not None:
@@ -176,19 +175,19 @@ class EngineClient(AsyncClosing):
         link.check_open()
 
     def give_up(self, error: EngineDead) -> None:
-        """Raise this error from all that is pending, and from all that is begun later: no engine will come back."""
+        """Raise this error from all pending and later calls: no engine will come back."""
         self._link.check_open()
         self._link.give_up(error)
 
     def void_keys(self, rank: int, incarnation: int) -> None:
-        """Refuse the keys of the incarnations of an engine that were before this one: they are dead.
+        """Refuse the keys of an engine's earlier incarnations, which are dead.
 
-        Whoever starts engines again calls this when one has died; otherwise keys are void when newer ones are used.
-        Nothing happens where engines do not connect over TCP.
+        Programs that restart engines call this after a death. Otherwise keys become void when newer ones are used.
+        Without TCP nothing happens.
 
         Raises:
             EngineDead, QueueClosed, RoleError: See `submit`.
-            TypeError, ValueError: There can be no such rank, or incarnation.
+            TypeError, ValueError: The rank or the incarnation is invalid.
         """
         identity(rank)
         check_int("incarnation", incarnation, minimum=0)
@@ -200,7 +199,7 @@ class EngineClient(AsyncClosing):
 
         Raises:
             EngineDead, QueueClosed, RoleError: See `submit`.
-            TypeError, ValueError: There can be no such rank, or there is an engine of that rank.
+            TypeError, ValueError: The rank is invalid or taken.
         """
         identity(rank)
         self._link.check_own()
@@ -208,17 +207,17 @@ class EngineClient(AsyncClosing):
         self._link.tell_scale()
 
     async def remove_engine(self, rank: int, *, timeout: float | None = None) -> None:
-        """Give the last engine no more requests, wait until it has finished those that it has, and forget it.
+        """Send no more requests to the last engine, wait for its unfinished ones, and remove it.
 
-        Then its process can be stopped. Cancelling this while it waits lets the engine go on as before.
+        Then its process can be stopped. Cancelling the wait returns the engine to service.
 
         Args:
-            rank: Its rank, the last one of `ranks`; not the only one.
-            timeout: Seconds to wait; what is unfinished then fails with `EngineDead`. None waits for ever.
+            rank: Its rank, the last of `ranks`; not the only one.
+            timeout: Seconds to wait; unfinished requests then fail with `EngineDead`. None waits for ever.
 
         Raises:
             EngineDead, QueueClosed, RoleError: See `submit`.
-            ValueError: It is not the last one, or the only one.
+            ValueError: It is not the last engine, or the only one.
         """
         link = self._link
         self._link.check_own()
@@ -234,32 +233,33 @@ class EngineClient(AsyncClosing):
         link.tell_scale()
 
     async def aclose(self) -> None:
-        """Abort what is in flight, and close the sockets.
+        """Abort all requests, and close the sockets.
 
-        Whatever waits raises `QueueClosed`. Idempotent; finishes also when it is cancelled.
+        Waiting calls raise `QueueClosed`. Idempotent; finishes also when cancelled.
         """
         await self._link.aclose()
 
     # Requests and calls
 
     def submit(self, request: Any, *, engine: int | None = None) -> OutputStream[Any]:
-        """Send a request, and return its outputs. It is sent at once, not when the first output is asked for.
+        """Send a request immediately, and return its outputs.
 
-        Where a request has ``client_index`` and ``current_wave``, as those of vLLM have, they are set.
+        Attributes ``client_index`` and ``current_wave`` of a request, as vLLM's requests have, are set.
 
         Args:
             request: Has a ``request_id``, a string that no other request in flight has, as an attribute, a key, or the
-                first of an array. The id of an aborted request may be used again at once, also that of a stream whose
-                last wait was cancelled, which is aborted then. With ``resubmit``, arrays are copied; without, they may
-                be changed as soon as this returns, too.
-            engine: The rank of the engine that gets it; None: the one with the least to do.
+                first item of an array. The id of an aborted request is free immediately, and so is the id of a stream
+                whose last wait was cancelled, which is aborted then. The caller may change arrays when this returns:
+                with ``resubmit`` they are copied.
+            engine: The rank of the engine; None: the least busy one.
 
         Raises:
-            CodecError: It cannot be encoded.
-            EngineDead: An engine is gone.
+            CodecError: The request cannot be encoded.
+            EngineDead: An engine is dead.
             QueueClosed, RoleError: The client is closed, or not ready.
-            TypeError, ValueError: It is no ``request_type``, it has no id or one in use, or there is no such engine; or
-                its id is that of an aborted request, and the engine, no aioshm one, cannot tell the two apart.
+            TypeError, ValueError: The request has another type than ``request_type``, no id or a used one, or there is
+                no such engine; or the id belongs to an aborted request, and the engine, not aioshm's, cannot tell the
+                two apart.
         """
         link = self._link
         link.check_ready()
@@ -293,12 +293,12 @@ class EngineClient(AsyncClosing):
         return OutputStream(request_id, inbox, link.leave)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests: their streams raise `RequestAborted` after the outputs that have arrived.
+        """Abort requests: their streams raise `RequestAborted` after the received outputs.
 
-        Ids of requests that are not in flight do no harm.
+        Ids of requests that are not in flight are ignored.
 
         Raises:
-            EngineDead: An engine is gone.
+            EngineDead: An engine is dead.
             QueueClosed, RoleError: The client is closed, or not ready.
         """
         link = self._link
@@ -311,20 +311,20 @@ class EngineClient(AsyncClosing):
     async def call(self, method: str, *args: Any, engine: int | None = None) -> Any:
         """Call a method of the engine.
 
-        Cancelling this forgets the answer; the method runs all the same.
+        Cancelling this drops the answer; the method still runs.
 
         Args:
             method: Its name.
-            args: What MessagePack can say, and arrays and tensors.
-            engine: The rank of the engine; None: all of them, with ``on_engine_death="continue"`` those that live.
+            args: Values that MessagePack can encode, and arrays and tensors.
+            engine: The rank of the engine; None: all engines, with ``on_engine_death="continue"`` the living ones.
 
         Returns:
-            What the method returned, as plain data; of all engines a list, in the order of the engines.
+            The result of the method, as plain data; of all engines a list, in the order of the engines.
 
         Raises:
-            CallFailed: It has failed in one of the engines; the others are not waited for.
+            CallFailed: The method has failed in one of the engines; the others are not waited for.
             CodecError: The arguments cannot be encoded.
-            EngineDead: An engine is gone.
+            EngineDead: An engine is dead.
             QueueClosed, RoleError: The client is closed, or not ready.
             ValueError: There is no such engine.
         """

@@ -1,4 +1,4 @@
-"""What a client has to do with its engines: their connections, what they send, and their deaths."""
+"""The internals of an `EngineClient`: connections, registrations, outputs, and deaths of engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aioshm.closing import warn_not_closed
 from aioshm.config import Options
 from aioshm.engine.client.engines import Engines, again
 from aioshm.engine.client.liveness import Liveness
-from aioshm.engine.client.membership import EarlyRegistration, MembershipLink
+from aioshm.engine.client.membership import EarlyRegistration, MembershipListener
 from aioshm.engine.client.options import ClientOptions
 from aioshm.engine.client.pending import Pending
 from aioshm.engine.client.sockets import ClientSockets
@@ -44,7 +44,7 @@ _decode_counts = msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bo
 
 
 class EngineLink:
-    """Sends to engines, and gives what comes from them to whom it is for."""
+    """Sends to engines, and dispatches their messages."""
 
     def __init__(
         self, addresses: EngineZmqAddresses, engines: Sequence[CoreEngine] | int, chosen: ClientOptions
@@ -62,7 +62,6 @@ class EngineLink:
         self.addresses = addresses  # what engines are to be told
         self._chosen = chosen
         self.options: Options = chosen.options or Options.from_env()
-        self._secure = chosen.secure and self.options.secure
         self.goes_on: bool = chosen.on_engine_death == "continue"
         self.engines: Engines = Engines(ranks, self.index, n_clients, chosen.output_type)
         self.balance: LoadBalancer = self.engines.balance
@@ -72,7 +71,7 @@ class EngineLink:
         # Whether to log how an engine has died; a supervisor logs that itself.
         self.logs_deaths: bool = chosen.membership_address is None
         self._began = self._complete = False
-        self._membership: MembershipLink | None = None
+        self._membership: MembershipListener | None = None
         self._incarnations: dict[int, int] = {}  # of the engines that have registered, where their keys tell
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
@@ -80,10 +79,19 @@ class EngineLink:
         in_flight = len(self.pending.inboxes)
         return f"<EngineClient {self.index} of engines {self.engines.ranks}, {in_flight} requests in flight>"
 
+    @property
+    def _secure(self) -> bool:
+        return self._chosen.secure and self.options.secure
+
+    @property
+    def explained(self) -> bool:
+        """Whether another process reports how engines have died."""
+        return self._chosen.membership_address is not None
+
     # Opened and closed
 
     def open(self) -> None:
-        """Bind the addresses and begin to listen."""
+        """Bind the addresses and begin to read."""
         if self._opened or self._closed:
             raise RoleError("a client of engines can be entered once")
         self.settled: asyncio.Event = asyncio.Event()  # all engines have registered, or never will
@@ -106,12 +114,12 @@ class EngineLink:
         self._opened = True
         self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
         self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
-        self.liveness: Liveness = Liveness(this, explained=address is not None)
+        self.liveness: Liveness = Liveness(this)
         if address is not None:
             self.pending.idle = lambda _position: this.say_progress()
             keys = keys_for_front_end(self._chosen.keys) if self._secure and over_tcp([address]) else None
             try:
-                self._membership = MembershipLink(address, this, None if keys is None else keys.to_front_end())
+                self._membership = MembershipListener(address, this, None if keys is None else keys.to_front_end())
             except BaseException:
                 self._closed = True
                 self.liveness.stop()
@@ -119,7 +127,7 @@ class EngineLink:
                 raise
 
     async def aclose(self) -> None:
-        """Abort what is in flight, and close the sockets."""
+        """Abort all requests, and close the sockets."""
         if self._closed or not self._opened:
             self._closed = True
             return
@@ -159,7 +167,7 @@ class EngineLink:
     # What is sent
 
     def send(self, position: int, kind: bytes, frames: list[Frame]) -> None:
-        """Send an engine something; `EngineDead`: it is gone."""
+        """Send a message to an engine; raises `EngineDead` if the engine is gone."""
         try:
             self.sockets.send(self.engines.identities[position], kind, frames)
         except zmq.ZMQError as error:
@@ -170,7 +178,7 @@ class EngineLink:
             self.sockets.registrations.run_soon()  # sending may have swallowed the sign of one
 
     def abort(self, position: int, request_ids: list[str]) -> None:
-        """Abort requests that were not waited for to the end, if their engine is still there."""
+        """Abort requests at their engine, if it is still there."""
         if self.dead is None and self.engines.ranks[position] not in self.engines.deaths:
             try:
                 self.send(position, _ABORT, [_encode_plain(request_ids)])
@@ -190,7 +198,7 @@ class EngineLink:
     # What comes
 
     def registered(self, sender_identity: bytes, frames: list[bytes], connection: int, sender: str, user: str) -> None:
-        """Take an engine's registration: the name of its socket, what it says, who it is for people and by its keys."""
+        """Handle an engine's registration; ``sender`` describes the connection, ``user`` names the keys."""
         try:
             if self.sockets.register_by_keys:
                 rank_by_keys = self._protection.rank_of(user)
@@ -219,7 +227,7 @@ class EngineLink:
         self._settle()
 
     def _settle(self) -> None:
-        """Let calls begin if all engines have registered, and those are all that there are."""
+        """Admit calls if all present engines have registered."""
         self.say_progress()
         if self.engines.missing or (self._membership is not None and not self._membership.version):
             return
@@ -239,13 +247,13 @@ class EngineLink:
             self._limiter.warn(logger, "there are no counts from the coordinator: %s", error)
 
     def disconnected(self, connection: int) -> None:
-        """Take the end of a connection."""
+        """Handle the end of a connection."""
         if self._membership is not None:
             self._membership.forget_early(connection)
         self.liveness.disconnected(connection)
 
     def output(self, frames: list[Frame], user: str) -> None:
-        """Take what an engine has sent; see `ClientSockets.rank_of`."""
+        """Handle an engine's output; see `ClientSockets.rank_of`."""
         try:
             sender = self.sockets.rank_of(frames, user)
             if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
@@ -259,7 +267,7 @@ class EngineLink:
             self.abort(position, [request_id])
 
     def counts(self, payload: bytes) -> None:
-        """Take what the coordinator has published."""
+        """Handle a publication of the coordinator."""
         try:
             counts, self.wave, _running = _decode_counts(payload)
             if counts is not None:
@@ -271,12 +279,12 @@ class EngineLink:
     # Engines dead
 
     def lose(self, rank: int) -> None:
-        """Give no more requests to an engine that cannot be reached; its death is told soon."""
+        """Send no more requests to an unreachable engine; its death is reported soon."""
         if self.goes_on and rank in self.engines.ranks:
             self.engines.leave_out(rank)
 
     def die(self, error: EngineDead) -> None:
-        """Take the death of an engine, or of all where its error names none."""
+        """Handle the death of an engine, or of all if the error names none."""
         if self._closed or self.dead is not None:
             return
         self.sockets.outputs.run()  # its last words
@@ -297,7 +305,7 @@ class EngineLink:
         self.give_up(error)
 
     def give_up(self, error: EngineDead) -> None:
-        """Fail everything that is pending, and all that is begun later, with this error."""
+        """Fail everything that is pending, and all later calls, with this error."""
         if not self._closed and self.dead is None:
             self.dead = error
             self.liveness.stop()
@@ -325,21 +333,21 @@ class EngineLink:
         self._expect_more()
 
     def void_keys(self, rank: int, incarnation: int) -> None:
-        """Refuse the keys of the incarnations of an engine that were before this one."""
+        """Refuse the keys of an engine's earlier incarnations."""
         self.sockets.outputs.run()  # its last words
         self._protection.void(rank, incarnation)
 
     def remove_last(self) -> None:
-        """Expect the last engine no more; what it still has fails."""
+        """Remove the last engine; its remaining requests fail."""
         self.liveness.dismiss(self.engines.remove_last())
         self._settle()
 
     def tell_scale(self) -> None:
-        """Tell the coordinator, if there is one, how many engines there are."""
+        """Report the number of engines to the coordinator, if there is one."""
         self.sockets.tell_coordinator(encode_scale(len(self.engines.ranks)))
 
     def check_own(self) -> None:
-        """Make sure that nobody else says which engines there are."""
+        """Raise unless this client decides which engines are present."""
         self.check_open()
         if self._chosen.membership_address is not None:
             raise RoleError("the process at membership_address says which engines there are: scale its supervisor")
@@ -347,7 +355,7 @@ class EngineLink:
     # As another process tells
 
     def follow(self, told: Membership) -> None:
-        """Go by what is told of the engines: more of them, fewer, some that are to be left alone, or how they died."""
+        """Apply a published membership: more engines, fewer, leaving ones, and deaths."""
         if self.dead is not None or self._closed:
             return
         engines, membership, sockets = self.engines, self._membership, self.sockets
@@ -374,6 +382,6 @@ class EngineLink:
         self._settle()
 
     def say_progress(self) -> None:
-        """Tell the process that starts engines how far this front end is with what it was told."""
+        """Report to the launching process how far this front end has applied the membership."""
         if self._membership is not None and not self._closed:
             self._membership.say(self.engines.missing, self.engines.busy())

@@ -1,4 +1,4 @@
-"""Notices the deaths of engines, and which ones they were."""
+"""Detects deaths of engines, and which engines they were."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ NAME_WITHIN_S = 1.0
 
 
 class _Loss(NamedTuple):
-    """An engine that is gone, and of which more may become known."""
+    """A lost engine; more may become known until the timer fires."""
 
     said_dead: bool
     timer: asyncio.TimerHandle
 
 
 class Liveness:
-    """Puts together what connections, engines and process managers say.
+    """Combines the reports of connections, engines and process managers.
 
-    An engine is gone when its connection has ended, when it says so, or when its process has exited. What says so first
-    is seldom what says most: ``ENGINE_CORE_DEAD`` does not say which engine, a connection not why.
+    An engine is dead when its connection has ended, when it reports its end, or when its process has exited. The first
+    report is seldom the best: ``ENGINE_CORE_DEAD`` does not name the engine, and a connection does not know the cause.
     """
 
-    def __init__(self, link: EngineLink, *, explained: bool = False) -> None:
+    def __init__(self, link: EngineLink) -> None:
         self._loop = asyncio.get_running_loop()
         self._link = link
         self._watch: ProcessWatch | None = None
@@ -45,11 +45,10 @@ class Liveness:
         self._told: set[int] = set()  # the dead, until they are back
         self._told_first: set[int] = set()  # of these it was told before anything was known of their processes
         self._told_until = 0.0  # until then an engine that says that it ends is the one that was told last
-        self._explained = explained  # somebody else tells how they have died, see `explain`
         self._stopped = False
 
     def watch(self, manager: WatchedManager | None, processes: Iterable[WatchedProcess]) -> None:
-        """Watch processes, too; those that are watched already stay as they are."""
+        """Watch processes, too. Idempotent for watched ones."""
         if self._watch is None:
             self._watch = ProcessWatch(on_exit=self._process_exited)
         if manager is not None:
@@ -57,7 +56,7 @@ class Liveness:
         self._watch.add(processes)
 
     def connected(self, engine: int, connection: int, sender: str) -> None:
-        """Note which connection is an engine's, and who that is, for people."""
+        """Note the connection of an engine, and a description of its sender."""
         if any(each != connection and rank == engine for each, rank in self._connections.items()):
             self._lose(engine)  # another process has its place, with newer keys, and its connection has not ended yet
         if engine in self._losses:  # it is back before its death was told
@@ -69,7 +68,7 @@ class Liveness:
         self._senders[engine] = sender
 
     def explain(self, error: EngineDead, *, is_this: bool | None = None) -> None:
-        """Take from elsewhere how an engine has died; nothing happens if that was told, or its successor is here."""
+        """Report a death with a cause from elsewhere, unless it was reported or the replacement is here."""
         engine = error.engine
         assert engine is not None
         if is_this is None:
@@ -79,23 +78,23 @@ class Liveness:
             self._tell(error)
 
     def dismiss(self, engine: int) -> None:
-        """Take the end of an engine for what was meant to be, until an engine of its rank connects again."""
+        """Ignore the end of an engine, until an engine of its rank connects again."""
         self._dismissed.add(engine)
         self._forget(engine)
 
     def disconnected(self, connection: int) -> None:
-        """Note that a connection has ended; nothing happens if it is no engine's."""
+        """Note the end of a connection; other connections than engines' are ignored."""
         engine = self._connections.pop(connection, None)
         if engine is not None:
             self._lose(engine)
 
     def lost(self, engine: int) -> None:
-        """Note that an engine cannot be reached any more; nothing happens if its death was told."""
+        """Note that an engine is unreachable; ignored if its death was reported."""
         if engine in self._connections.values():
             self._lose(engine)
 
     def said_dead(self, engine: int | None = None) -> None:
-        """Note that an engine says that it ends, and which one, if that is known."""
+        """Note that an engine reports its end, and which engine, if known."""
         if engine is not None:
             if engine not in self._told:
                 self._lose(engine, said_dead=True)
@@ -105,7 +104,7 @@ class Liveness:
             self._lose(None, said_dead=True)
 
     def stop(self) -> None:
-        """Notice nothing any more. Idempotent; safe on a closed loop."""
+        """Stop. Idempotent; safe on a closed loop."""
         self._stopped = True
         for loss in self._losses.values():
             loss.timer.cancel()
@@ -125,7 +124,7 @@ class Liveness:
         # Where it says so itself its connection ends next, or its process exits.
         when = self._loop.time() + (
             NAME_WITHIN_S
-            if self._watch is not None or self._explained or (said_dead and former is None)
+            if self._watch is not None or self._link.explained or (said_dead and former is None)
             else LAST_WORDS_S
         )
         if former is not None:
@@ -175,11 +174,11 @@ class Liveness:
 
 
 def engine_of(found: ProcessExit) -> int | None:
-    """Return the rank of the engine whose process has exited; None if it was no engine's."""
+    """Return the rank of an exited engine process; None for any other process."""
     return engine_index(found.name) if found.managed else None
 
 
 def describe_exit(found: ProcessExit, phase: str = "") -> str:
-    """Say how a process has exited, and which engine's it was, if it was one's."""
+    """Describe the exit of a process, and name its engine if there is one."""
     rank = engine_of(found)
     return found.describe(phase, who="" if rank is None else f"engine {rank}")

@@ -1,4 +1,4 @@
-"""A front end's connection to the process that starts engines, and tells which ones there are."""
+"""A front end's connection to the launching process, which publishes the present engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNBOUNDED = 0
 
 
 class EarlyRegistration(NamedTuple):
-    """The registration of an engine that this front end was not told of yet; see `ClientSockets`."""
+    """The registration of an engine that is not in this front end's membership yet; see `ClientSockets`."""
 
     frames: list[bytes]
     connection: int
@@ -34,8 +34,8 @@ class EarlyRegistration(NamedTuple):
     user: str
 
 
-class MembershipLink:
-    """Hears which engines there are, and says how far this front end is with that; on the running loop."""
+class MembershipListener:
+    """Receives the membership, and reports the progress of this front end; on the running loop."""
 
     def __init__(self, address: str, link: EngineLink, curve: CurveKeys | None) -> None:
         self._link = link
@@ -69,19 +69,19 @@ class MembershipLink:
             raise
 
     def forget_early(self, connection: int) -> None:
-        """Forget who has registered by a connection that has ended."""
+        """Drop early registrations of a connection that has ended."""
         for name in [name for name, each in self.early.items() if each.connection == connection]:
             del self.early[name]
 
     def say(self, missing: list[int], busy: list[int]) -> None:
-        """Say how far this front end is with what it was told, if that has changed."""
+        """Report the progress of this front end, if it has changed."""
         progress = Progress(self.version, missing, busy)
         if progress != self._said:
             self._said = progress
             self._send()
 
     def close(self) -> None:
-        """Hear nothing any more. Idempotent."""
+        """Close the connection. Idempotent."""
         self._pump.pause()
         self._connection.pause()
         self._monitor.close()

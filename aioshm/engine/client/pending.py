@@ -1,4 +1,4 @@
-"""What a client waits for: outputs of requests, and answers to calls."""
+"""The requests and calls of a client that wait for engines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PendingCall(NamedTuple):
 
 
 class Pending:
-    """Gives what engines send to whom it is for."""
+    """The table of requests and calls in flight; dispatches outputs to them."""
 
     def __init__(self, decoder: EnvelopeDecoder, balance: LoadBalancer, ranks: Sequence[int]) -> None:
         self.inboxes: dict[str, Inbox] = {}  # of the requests in flight, by id
@@ -57,20 +57,20 @@ class Pending:
         self._aborted: dict[tuple[int, str], float] = {}  # when, at engines that may not send generations
 
     def registered(self, rank: int, fields: dict[str, Any]) -> None:
-        """Note an engine's registration: vLLM's engines name their release, and send no generations."""
+        """Note a registration: vLLM's engines name their release, and send no generations."""
         self._sends_generations.pop(rank, None)
         if "vllm_version" in fields:
             self._sends_generations[rank] = False
 
     def new_generation(self, position: int, request: list[Frame]) -> tuple[int, list[Frame]]:
-        """Return the generation of one more submission, and the frames that its engine is sent."""
+        """Return the generation of a new submission, and the frames for its engine."""
         generation = next(self._generations)
         if self._sends_generations.get(self._ranks[position]) is False:
             return generation, request
         return generation, mark(request, generation)
 
     def check_reuse(self, request_id: str, position: int) -> None:
-        """Make sure that an engine can tell a new request from an aborted one with the same id."""
+        """Raise if an engine cannot tell a new request from an aborted one with the same id."""
         key = self._ranks[position], request_id
         if key not in self._aborted or self._sends_generations.get(key[0]) is not False:
             return
@@ -83,14 +83,14 @@ class Pending:
         del self._aborted[key]
 
     def add(self, request_id: str, position: int, generation: int, request: list[Frame] | None = None) -> Inbox:
-        """Wait for the outputs of a request that an engine was sent."""
+        """Add a request that an engine has received."""
         self._balance.sent(position)
         self.requests += 1
         inbox = self.inboxes[request_id] = Inbox(position, self._ranks[position], generation, request)
         return inbox
 
     def move(self, request_id: str, position: int, generation: int) -> None:
-        """Wait for the outputs of a request from another engine: the one that had it is dead."""
+        """Move a request of a dead engine to another engine."""
         inbox = self.inboxes[request_id]
         self._balance.done(inbox.position)
         self._balance.sent(position)
@@ -100,7 +100,7 @@ class Pending:
         inbox.generation = generation
 
     def abort(self, request_id: str, error: Callable[[], Exception] | None = None) -> None:
-        """End a request whose engine is asked to abort it; ``error`` makes its error, if it failed."""
+        """End a request whose engine is asked to abort it; ``error`` creates its error, if it failed."""
         engine = self.inboxes[request_id].engine
         if not self._sends_generations.get(engine):
             now = monotonic()
@@ -115,7 +115,7 @@ class Pending:
             self.finish(request_id, error)
 
     def finish(self, request_id: str, error: Callable[[], Exception] | None = None) -> None:
-        """Let a request end; ``error`` is why it has failed."""
+        """End a request; ``error`` creates its error, if it failed."""
         self.failed += error is not None
         self._end(request_id, error)
 
@@ -127,7 +127,7 @@ class Pending:
             self.idle(inbox.position)
 
     def by_engine(self, request_ids: str | Iterable[str] | None = None) -> dict[int, list[str]]:
-        """Return which of these requests, or of all, each engine has, by its position."""
+        """Return the ids of these requests, or of all, by position of their engine."""
         if request_ids is None:
             request_ids = list(self.inboxes)
         elif isinstance(request_ids, str):
@@ -140,36 +140,36 @@ class Pending:
         return found
 
     def call(self, method: str, position: int) -> PendingCall:
-        """Wait for an engine's answer to a call."""
+        """Add a call of an engine."""
         call = PendingCall(next(self._call_ids), method, position, asyncio.get_running_loop().create_future())
         self.calls[call.call_id] = call
         return call
 
     def forget(self, calls: Iterable[PendingCall]) -> None:
-        """Wait for these answers no more."""
+        """Remove calls whose answers nobody waits for."""
         for call in calls:
             self.calls.pop(call.call_id, None)
             if call.answer.done() and not call.answer.cancelled():
                 call.answer.exception()  # if nobody looks at it, it shall not be reported
 
     def fail(self, error: Callable[[], Exception]) -> None:
-        """Let everything end."""
+        """Fail all requests and calls."""
         for request_id in list(self.inboxes):
             self.finish(request_id, error)
         self.fail_calls(error)
 
     def fail_calls(self, error: Callable[[], Exception], position: int | None = None) -> None:
-        """Let the calls of one engine end, or all."""
+        """Fail the calls of one engine, or of all."""
         for call in self.calls.values():
             if position in (None, call.position) and not call.answer.done():
                 call.answer.set_exception(error())
 
     def calls_of(self, position: int) -> list[asyncio.Future[Any]]:
-        """Return what waits for answers of an engine."""
+        """Return the futures of an engine's answers."""
         return [call.answer for call in self.calls.values() if call.position == position]
 
     def take(self, frames: list[Frame], sender: int | None = None) -> Iterable[tuple[int, str]]:
-        """Take what an engine has sent."""
+        """Dispatch a message of an engine; return requests to abort."""
         try:
             envelope = self._decoder.decode(frames)
         except CodecError:
@@ -217,16 +217,16 @@ class Pending:
                 self.finish(request_id)
 
     def _has(self, engine: int, request_id: str, generation: int | None) -> bool:
-        """Return whether this is a request that an engine has, in the generation that it names, if it does."""
+        """Return whether an engine has this request, in this generation if the engine sends one."""
         inbox = self.inboxes.get(request_id)
         if inbox is None or inbox.engine != engine:
             return False
         return inbox.generation == generation or (generation is None and not self._sends_generations.get(engine))
 
     def _learn(self, engine: int, envelope: MarkedOutputs[Any]) -> list[tuple[int, str]]:
-        """Note whether an engine sends generations, which its first outputs show; return requests to be aborted.
+        """Note whether an engine sends generations, as its first outputs show; return requests to abort.
 
-        Where it sends none, outputs of a request whose id is that of an aborted one may be either's.
+        Without generations, outputs may belong to a request or to an aborted one with the same id.
         """
         sends = envelope.generations is not None
         if engine in self._sends_generations or not (sends or envelope.outputs or envelope.finished_requests):
@@ -247,7 +247,7 @@ class Pending:
         return unwanted
 
     def _salvage(self, frames: list[Frame], sender: int | None) -> list[tuple[int, str]]:
-        """Take what can be read of an envelope whose outputs are not all of the right type."""
+        """Dispatch the readable outputs of an envelope, and fail the requests of the others."""
         envelope, failures = self._decoder.salvage(frames)
         finished, envelope.finished_requests = envelope.finished_requests or set(), None
         unwanted = self._deliver(envelope, sender)

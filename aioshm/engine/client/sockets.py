@@ -1,4 +1,4 @@
-"""The front end's sockets to its engines, and to the coordinator's counts."""
+"""The front end's sockets to its engines, and to the coordinator's publications."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ _OF_STRANGERS = 1000  # where strangers can connect
 
 
 class ClientSockets:
-    """ROUTER for what engines are sent, PULL for what they send, XSUB for counts; the link is told what comes.
-
-    ``retry``: Whether engines whose keys are unknown may try again.
-    """
+    """ROUTER for requests, PULL for outputs, XSUB for counts; with ``retry`` engines with unknown keys may retry."""
 
     def __init__(
         self,
@@ -90,11 +87,11 @@ class ClientSockets:
             raise
 
     def send(self, identity: bytes, kind: bytes, frames: list[Frame]) -> None:
-        """Send a message to an engine; `zmq.ZMQError`: it is not connected."""
+        """Send a message to an engine; raises `zmq.ZMQError` if the engine is not connected."""
         self._router.send_multipart([identity, kind, *frames], zmq.NOBLOCK)
 
     def subscribe(self, address: str, curve: CurveKeys | None) -> None:
-        """Receive what the coordinator publishes there, with these keys."""
+        """Subscribe to the coordinator's publications, with these keys."""
         sockets = self._bound.sockets
         sub = sockets.add(open_socket(sockets.context, zmq.XSUB, address, bind=False, hwm=_UNBOUNDED, curve=curve))
         attach(sub, address, bind=False)
@@ -103,20 +100,20 @@ class ClientSockets:
         self._counts = self._bound.read(sub, lambda frames: self._link.counts(frames[0]), whole(sub))
 
     def tell_coordinator(self, payload: bytes) -> None:
-        """Send the coordinator something, if there is one."""
+        """Send a message to the coordinator, if there is one."""
         if self._coordinator is not None:
             self._coordinator.send(payload, zmq.NOBLOCK)
             self._counts.run_soon()  # sending may swallow the sign that there is something to read
 
     async def aclose(self) -> None:
-        """Close them once what was sent has left. Idempotent."""
+        """Close the sockets once all messages have left. Idempotent."""
         if not self._closed:
             self._closed = True
             self._bound.stop()
             await give_back(lambda: self._bound.sockets.close(LINGER_MS))
 
     def close(self) -> None:
-        """Close them at once, and forget what was sent. Idempotent."""
+        """Close the sockets immediately, and drop unsent messages. Idempotent."""
         self._closed = True
         self._bound.close()
 
@@ -142,10 +139,7 @@ class ClientSockets:
             self._link.disconnected(connection)
 
     def rank_of(self, frames: list[Frame], user: str) -> int | None:
-        """Return the rank of the engine that has sent an output, if its keys tell.
-
-        `CodecError`: it is too much of a stranger's, or a dead engine's.
-        """
+        """Return the rank of an output's engine, if keys are in use; raises `CodecError` if it is refused."""
         if self._open_to_all:
             check_stranger(frames)
         if not self._send_by_keys:

@@ -1,4 +1,4 @@
-"""The outputs of one request, as they come."""
+"""The outputs of one request."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Output = TypeVar("Output")
 
 
 class Waiter(Protocol):
-    """What is told that something has come: the future of a task that waits, or what stands for a thread."""
+    """Notified of outputs: the future of a waiting task, or a stand-in for a thread."""
 
     def done(self) -> bool:
-        """Whether it was told already, and need not be again."""
+        """Whether it was notified already."""
 
     def set_result(self, result: None, /) -> None:
-        """Tell it."""
+        """Notify."""
 
 
 @dataclass(slots=True, eq=False)
 class Inbox:
-    """What has come for a request and was not taken yet.
+    """The received outputs of a request that its user has not taken yet.
 
-    The client has this, and its user an `OutputStream`, so that the latter can be forgotten.
+    The client references this object, and the user an `OutputStream`, which the garbage collector can free.
     """
 
     position: int  # of the engine that has the request
@@ -52,13 +52,13 @@ class Inbox:
         self._wake()
 
     def end(self, error: Callable[[], Exception] | None = None) -> None:
-        """Let nothing come any more."""
+        """End the outputs."""
         self.ended, self.error = True, error
         self.resume()
         self._wake()
 
     def interrupt(self, consumer: asyncio.Task[Any] | None, leave: Callable[[], None]) -> None:
-        """Note that a wait was cancelled, and leave the stream when the task that it was for ends."""
+        """Note a cancelled wait; leave the stream when the waiting task ends."""
         self.interrupted = True
         if consumer is not None:
             self._consumer = consumer
@@ -66,7 +66,7 @@ class Inbox:
             consumer.add_done_callback(self._on_consumer_end)
 
     def resume(self) -> None:
-        """Note that somebody waits again, or nobody has to any more."""
+        """Note that a task waits again, or that no wait is needed."""
         self.interrupted = False
         if self._consumer is not None and self._on_consumer_end is not None:
             self._consumer.remove_done_callback(self._on_consumer_end)

@@ -20,7 +20,7 @@ _NOT_TO_BE_CALLED = frozenset({"initialize", "add_request", "abort_requests", "s
 
 
 class Call(NamedTuple):
-    """A call, as it comes."""
+    """A call, as received."""
 
     client_index: int
     call_id: int
@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """Calls methods, and sends what they return or raise."""
+    """Calls methods of the engine, and sends the results."""
 
     def __init__(self, engine: Any, answer: Callable[[int, UtilityOutput], None]) -> None:
         self._engine = engine
@@ -37,7 +37,7 @@ class Calls:
         self._running: set[asyncio.Task[None]] = set()
 
     def take(self, client: int, payload: Any) -> None:
-        """Call a method for a client; an async one goes on by itself."""
+        """Call a method for a client; an async one runs in a task."""
         try:
             call = msgspec.convert(payload, Call)
         except ValueError as error:
@@ -56,7 +56,7 @@ class Calls:
             self._succeed(client, call, result)
 
     def cancel(self) -> None:
-        """Cancel what goes on. Idempotent."""
+        """Cancel running calls. Idempotent."""
         for task in self._running:
             task.cancel()
 
@@ -93,7 +93,7 @@ def described(error: Exception) -> str:
 
 
 def _converted(method: Callable[..., Any], args: list[Any]) -> list[Any]:
-    """Return the arguments, with plain data turned into the structs that the method says it takes."""
+    """Return the arguments, with plain data converted to the structs of the method's annotations."""
     try:
         hints = get_type_hints(method)
         parameters = inspect.signature(method).parameters.values()

@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from aioshm.arguments import check_int, check_plain
 from aioshm.config import Options
 from aioshm.engine.core.calls import Calls, described
-from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets
+from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets, SocketSettings
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata, EngineZmqAddresses
 from aioshm.engine.protocol.messages import (
     EngineCoreOutputs,
@@ -55,32 +56,57 @@ _encode_plain = msgspec.msgpack.Encoder().encode
 
 
 class _Owner(NamedTuple):
-    """The client of an open request, and the generation that it has given it."""
+    """The client of an open request, and the client's generation of it."""
 
     client: int
     generation: int
 
 
 class _Batch(NamedTuple):
-    """Outputs for one client, the generations of their requests, and the ids of those that they finish."""
+    """Outputs for one client, the generations of their requests, and the ids of finished requests."""
 
     outputs: list[Any]
     generations: list[int]
     finished: set[str]
 
 
-class EngineCore:
-    """Takes requests to an engine and its outputs back, see `run_engine_core`.
+class _Codec(NamedTuple):
+    """Encodes outputs, and decodes requests and other payloads."""
 
-    Args:
-        engine: The user's engine.
-        index: Its rank.
-        request_type: What requests are decoded as; None for plain data.
-        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here.
-        keys: See `run_engine_core`.
-        secure: See `run_engine_core`.
-        max_pending_bytes: See `run_engine_core`.
-    """
+    encode: Callable[[Any], list[Frame]]
+    decode_request: Callable[[Sequence[Frame]], Any]
+    decode: Callable[[Sequence[Frame]], Any]
+
+
+class _Mailbox:
+    """The messages that the engine has not handled yet, each with the index of its client."""
+
+    def __init__(self) -> None:
+        self.messages: deque[tuple[int, list[Frame]]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, client: int, frames: list[Frame]) -> None:
+        self.messages.append((client, frames))
+        if self._waiter is not None:
+            _set(self._waiter)
+
+    async def wait(self, seconds: float | None) -> None:
+        """Wait for a message, for so many seconds at most."""
+        if self.messages:
+            return
+        loop = asyncio.get_running_loop()
+        waiter = self._waiter = loop.create_future()
+        timer = None if seconds is None else loop.call_later(seconds, _set, waiter)
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+
+class EngineCore:
+    """The loop around the user's engine: takes requests to the engine, and its outputs back; see `run_engine_core`."""
 
     def __init__(
         self,
@@ -94,27 +120,31 @@ class EngineCore:
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
         options = options or Options.from_env()
-        self._max_pending_bytes = check_int("max_pending_bytes", max_pending_bytes, minimum=1)
         for name in _NEVER_ASYNC:
             check_plain(name, getattr(engine, name, None))
-        self._keys, self._secure = keys, secure and options.secure
-        self._max_bytes, self._silence_s = options.max_message_bytes, options.remote_timeout
+        self._keys = keys if secure and options.secure else False  # False: nothing is encrypted
+        self._settings = SocketSettings(
+            max_bytes=options.max_message_bytes,
+            silence_s=options.remote_timeout,
+            max_pending_bytes=check_int("max_pending_bytes", max_pending_bytes, minimum=1),
+        )
         self._engine = engine
-        self._index = index
+        self.index: int = index
         self._sockets: CoreSockets | None = None
-        self._encode = PayloadEncoder(self._max_bytes).encode
-        self._decode_request = PayloadDecoder(request_type).decode
-        self._decode = PayloadDecoder().decode
-        self._inbox: deque[tuple[int, list[Frame]]] = deque()
+        self._codec = _Codec(
+            PayloadEncoder(options.max_message_bytes).encode,
+            PayloadDecoder(request_type).decode,
+            PayloadDecoder().decode,
+        )
+        self._mailbox = _Mailbox()
         self._owners: dict[str, _Owner] = {}  # of the requests that are open
         self._calls = Calls(engine, self._answer)
-        self._waiter: asyncio.Future[None] | None = None
         self._counts: Any = None
         self._lockstep = Lockstep(index) if hasattr(engine, "has_unfinished_dp") else None
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
     async def initialize(self, metadata: EngineHandshakeMetadata, awaiting: Callable[[], object]) -> dict[str, Any]:
-        """Initialise the engine, and return the fields of READY; if it is to be awaited, call ``awaiting`` before."""
+        """Initialise the engine, and return the fields of READY; call ``awaiting`` before awaiting it."""
         result = self._engine.initialize(metadata)
         if inspect.isawaitable(result):
             awaiting()
@@ -128,26 +158,21 @@ class EngineCore:
     async def connect(self, addresses: EngineZmqAddresses, fields: dict[str, Any]) -> None:
         """Connect to the front ends, and register there with the fields of READY."""
         anywhere = [*addresses.inputs, *addresses.outputs, addresses.coordinator_input, addresses.coordinator_output]
-        self._sockets = CoreSockets(
-            self._index,
-            addresses,
-            self._arrived,
-            max_bytes=self._max_bytes,
-            silence_s=self._silence_s,
-            max_pending_bytes=self._max_pending_bytes,
-            credentials=keys_for_engine(self._index, self._keys) if self._secure and over_tcp(anywhere) else None,
-        )
+        settings = self._settings
+        if self._keys is not False and over_tcp(anywhere):
+            settings = replace(settings, credentials=keys_for_engine(self.index, self._keys))
+        self._sockets = CoreSockets(self.index, addresses, self._mailbox.put, settings)
         await self._sockets.register(_encode_plain(fields) if fields else b"")
 
     async def run(self) -> None:
-        """Serve until this is cancelled, or a step fails."""
-        engine = self._engine
+        """Serve until cancelled, or until a step fails."""
+        engine, mailbox = self._engine, self._mailbox
         while True:
-            while self._inbox:
-                await self._handle(*self._inbox.popleft())
+            while mailbox.messages:
+                await self._handle(*mailbox.messages.popleft())
             self._report_counts()
             if not self._has_work():
-                await self._wait(None)
+                await mailbox.wait(None)
                 continue
             busy = await self._step()
             if self._lockstep is not None:
@@ -158,10 +183,10 @@ class EngineCore:
             if busy:
                 await asyncio.sleep(0)  # the turn of the sockets, and of a task that cancels this
             else:
-                await self._wait(IDLE_STEP_S)
+                await mailbox.wait(IDLE_STEP_S)
 
     async def aclose(self) -> None:
-        """Tell the front ends that the engine is dead, close the sockets, and shut the engine down."""
+        """Report the end to the front ends, close the sockets, and shut the engine down."""
         self._calls.cancel()
         try:
             if self._sockets is not None:
@@ -181,32 +206,13 @@ class EngineCore:
         return has_work is not None and bool(has_work())
 
     async def _step(self) -> bool:
-        """Let the engine take a step; return whether it has brought anything."""
+        """Let the engine take a step; return whether it brought outputs."""
         dummy = getattr(self._engine, "execute_dummy_batch", None)
         if dummy is not None and not self._owners and self._lockstep is not None:
             await _awaited(dummy())
             return False
         outputs = await _awaited(self._engine.step())
         return bool(outputs) and await self._send_outputs(outputs)
-
-    async def _wait(self, seconds: float | None) -> None:
-        """Wait until something has come, for so long at most."""
-        if self._inbox:
-            return
-        loop = asyncio.get_running_loop()
-        waiter = self._waiter = loop.create_future()
-        timer = None if seconds is None else loop.call_later(seconds, _set, waiter)
-        try:
-            await waiter
-        finally:
-            self._waiter = None
-            if timer is not None:
-                timer.cancel()
-
-    def _arrived(self, client: int, frames: list[Frame]) -> None:
-        self._inbox.append((client, frames))
-        if self._waiter is not None:
-            _set(self._waiter)
 
     # What comes
 
@@ -225,20 +231,20 @@ class EngineCore:
             elif kind == _ABORT:
                 await self._abort(client, payload)
             elif kind == _UTILITY:
-                self._calls.take(client, self._decode(payload))
+                self._calls.take(client, self._codec.decode(payload))
             else:
                 raise CodecError(f"a message of type {bytes(kind[:8])!r}")
         except CodecError as error:
             who = "the coordinator" if client == COORDINATOR else f"client {client}"
-            self._limiter.warn(logger, "engine %d ignores a message from %s: %s", self._index, who, error)
+            self._limiter.warn(logger, "engine %d ignores a message from %s: %s", self.index, who, error)
 
     async def _add(self, client: int, payload: list[Frame]) -> None:
         sender = _Owner(client, pop_mark(payload))
         try:
-            request = self._decode_request(payload)
+            request = self._codec.decode_request(payload)
             request_id = request_id_of(request, "request")
         except CodecError as error:
-            request_id = request_id_of(self._decode(payload), "request")  # or nobody can be told
+            request_id = request_id_of(self._codec.decode(payload), "request")  # or nobody can be told
             self._refuse(sender, request_id, str(error))
             return
         owner = self._owners.get(request_id)
@@ -251,7 +257,7 @@ class EngineCore:
         try:  # the id of an open request: there are front ends that send one in parts
             await _awaited(self._engine.add_request(request))
         except Exception as error:
-            logger.debug("engine %d has refused request %r", self._index, request_id, exc_info=True)
+            logger.debug("engine %d has refused request %r", self.index, request_id, exc_info=True)
             if owner is not None:
                 await self._drop([request_id])
             self._refuse(sender, request_id, described(error))
@@ -262,7 +268,7 @@ class EngineCore:
             self._report_wave(start=self._lockstep.add(wave if isinstance(wave, int) else 0))
 
     async def _abort(self, client: int, payload: list[Frame]) -> None:
-        ids = self._decode(payload)
+        ids = self._codec.decode(payload)
         if not isinstance(ids, list):
             raise CodecError(f"an abort of {type(ids).__qualname__}")
         named = dict.fromkeys(each for each in ids if isinstance(each, str))
@@ -279,13 +285,13 @@ class EngineCore:
             if request_ids:
                 await _awaited(self._engine.abort_requests(request_ids))
         except Exception:
-            logger.exception("engine %d could not abort %s", self._index, request_ids)
+            logger.exception("engine %d could not abort %s", self.index, request_ids)
 
     def _start_wave(self, kind: Frame, payload: list[Frame]) -> None:
         if kind != _START_DP_WAVE:
             raise CodecError(f"a message of type {bytes(kind[:8])!r}")
         try:
-            start = msgspec.convert(self._decode(payload), StartWave)
+            start = msgspec.convert(self._codec.decode(payload), StartWave)
         except ValueError as error:
             raise CodecError(f"no wave: {error}") from None
         if self._lockstep is not None:
@@ -294,10 +300,10 @@ class EngineCore:
     # What leaves
 
     def _answer(self, client: int, answer: UtilityOutput) -> None:
-        self._send(client, EngineCoreOutputs(self._index, utility_output=answer), counts=False)
+        self._send(client, EngineCoreOutputs(self.index, utility_output=answer), counts=False)
 
     async def _send_outputs(self, outputs: Iterable[Any]) -> bool:
-        """Send each client what is for it; return whether there was anything."""
+        """Send each client its outputs; return whether there were any."""
         by_client: dict[int, _Batch] = {}
         for output in outputs:
             request_id = request_id_of(output)
@@ -322,12 +328,12 @@ class EngineCore:
     def _send_batch(self, client: int, batch: _Batch, *, marked: bool) -> None:
         outputs, generations, finished = batch
         if marked:
-            self._send(client, MarkedOutputs(self._index, outputs, finished_requests=finished, generations=generations))
+            self._send(client, MarkedOutputs(self.index, outputs, finished_requests=finished, generations=generations))
         else:
-            self._send(client, EngineCoreOutputs(self._index, outputs, finished_requests=finished or None))
+            self._send(client, EngineCoreOutputs(self.index, outputs, finished_requests=finished or None))
 
     async def _send_one_by_one(self, client: int, batch: _Batch) -> None:
-        """Send what can be encoded; whose outputs cannot has failed."""
+        """Send the outputs that can be encoded; the requests of the others fail."""
         for output, generation in zip(batch.outputs, batch.generations, strict=True):
             request_id = request_id_of(output)
             ends = {request_id} if request_id in batch.finished and is_finished(output) else set()
@@ -340,14 +346,14 @@ class EngineCore:
 
     def _send(self, client: int, envelope: EngineCoreOutputs[Any], *, counts: bool = True) -> None:
         assert self._sockets is not None
-        self._sockets.send(client, self._encode(envelope), counts=counts)
+        self._sockets.send(client, self._codec.encode(envelope), counts=counts)
 
     def _refuse(self, owner: _Owner, request_id: str, text: str) -> None:
-        """Send the last output of a request that has failed."""
+        """Send the last output of a failed request."""
         try:
             self._send_last(owner, request_id, getattr(self._engine, "error_output", error_output)(request_id, text))
         except Exception:
-            logger.exception("engine %d has no error_output that can be sent for %r", self._index, request_id)
+            logger.exception("engine %d has no error_output that can be sent for %r", self.index, request_id)
             self._send_last(owner, request_id, error_output(request_id, text))
 
     def _send_last(self, owner: _Owner, request_id: str, output: Any) -> None:
@@ -355,7 +361,7 @@ class EngineCore:
         self._send_batch(owner.client, batch, marked=bool(owner.generation))
 
     def _report_counts(self) -> None:
-        """Tell the coordinator how much there is to do, if that has changed."""
+        """Report the load to the coordinator, if it has changed."""
         if self._sockets is None or not self._sockets.coordinated:
             return
         counts = getattr(self._engine, "request_counts", None)
@@ -368,11 +374,11 @@ class EngineCore:
             stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=used)
             if self._lockstep is not None:
                 stats.step_counter, stats.current_wave = self._lockstep.step, self._lockstep.wave
-            self._send(COORDINATOR, EngineCoreOutputs(self._index, scheduler_stats=stats))
+            self._send(COORDINATOR, EngineCoreOutputs(self.index, scheduler_stats=stats))
 
     def _report_wave(self, *, start: int | None = None, complete: int | None = None) -> None:
         if (start is not None or complete is not None) and self._sockets is not None and self._sockets.coordinated:
-            self._send(COORDINATOR, EngineCoreOutputs(self._index, wave_complete=complete, start_wave=start))
+            self._send(COORDINATOR, EngineCoreOutputs(self.index, wave_complete=complete, start_wave=start))
 
 
 async def _awaited(result: Any) -> Any:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import zmq
 
@@ -25,7 +25,7 @@ from aioshm.zeromq.curve import limit_frames
 from aioshm.zeromq.endpoint import attach, check_endpoint, open_socket
 from aioshm.zeromq.monitor import ENDED, MISMATCH, Monitor
 from aioshm.zeromq.pump import Pump, whole
-from aioshm.zeromq.sockets import Sockets
+from aioshm.zeromq.sockets import Socket, Sockets
 
 INIT_TIMEOUT_S = 300.0
 LINGER_MS = 5000
@@ -141,129 +141,52 @@ async def shake_hands(
     return metadata
 
 
-class _FrontEnd:
-    """The engine's side of a handshake with one front end, on a DEALER socket."""
+class _HandshakeSocket:
+    """The DEALER socket of a handshake with one front end, and the state of its connection.
 
-    def __init__(self, address: str, handshake: EngineHandshake, credentials: EngineCredentials | None) -> None:
-        self._address, self._handshake = address, handshake
-        self._loop = asyncio.get_running_loop()
-        self._arrived: asyncio.Future[list[bytes]] = self._loop.create_future()  # INIT
-        self._unconfirmed = False  # whether the last message is sent again after a reconnect
-        self._carrier = 0  # which connection carries the last message, by Monitor.handshakes
-        self._repeats = 0
-        self._flushing = self._confirming = self._ended = False
-        self._proof: asyncio.TimerHandle | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        self._encrypts, self._refused = credentials is not None, ""
+    Attributes:
+        proven_s: Over TCP, the seconds after which a connection that still lives has delivered READY; else 0.
+        refused: Why the last attempt to connect has failed.
+    """
+
+    def __init__(self, address: str, name: bytes, credentials: EngineCredentials | None) -> None:
+        self.address = address
+        self.refused: str = ""
+        self._encrypts = credentials is not None
         self._sockets = Sockets()
-        curve = None if credentials is None else credentials.to_front_end()
-        self._dealer = self._sockets.add(
+        self.dealer: Socket = self._sockets.add(
             open_socket(
                 self._sockets.context,
                 zmq.DEALER,
                 address,
                 bind=False,
                 hwm=_HWM,
-                curve=curve,
+                curve=None if credentials is None else credentials.to_front_end(),
                 heartbeats=True,  # also for proxies, which forget idle connections while the engine initialises
             )
         )
         try:
-            self._monitor = Monitor(self._dealer)
-            self._sockets.add(self._monitor.pair)
-            self._dealer.setsockopt(zmq.ROUTING_ID, handshake.identity if credentials is None else credentials.name)
-            limit_frames(self._dealer, MAX_INIT_BYTES)
-            # The front end drops a silent connection, too: where it knows no keys, the new one is ignored while
-            # the old one seems to live.
-            self._proven_s = 0.0
+            self.monitor: Monitor = Monitor(self.dealer)
+            self._sockets.add(self.monitor.pair)
+            self.dealer.setsockopt(zmq.ROUTING_ID, name if credentials is None else credentials.name)
+            limit_frames(self.dealer, MAX_INIT_BYTES)
+            self.proven_s = 0.0
             if over_tcp([address]):
-                timeout_ms = int(self._dealer.getsockopt(zmq.HEARTBEAT_TIMEOUT))
-                self._dealer.setsockopt(zmq.HEARTBEAT_TTL, timeout_ms)
+                # The front end drops a silent connection, too: where it knows no keys, it ignores the new one while
+                # the old one seems to live.
+                timeout_ms = int(self.dealer.getsockopt(zmq.HEARTBEAT_TIMEOUT))
+                self.dealer.setsockopt(zmq.HEARTBEAT_TTL, timeout_ms)
                 # A heartbeat that was sent after READY is answered by then, or the connection is given up.
-                self._proven_s = (2 * int(self._dealer.getsockopt(zmq.HEARTBEAT_IVL)) + timeout_ms) / 1000
-            attach(self._dealer, address, bind=False)
+                self.proven_s = (2 * int(self.dealer.getsockopt(zmq.HEARTBEAT_IVL)) + timeout_ms) / 1000
+            attach(self.dealer, address, bind=False)
         except BaseException:
             self._sockets.close()
             raise
-        self._messages = Pump.of_messages(self._loop, self._dealer, self._take, whole(self._dealer))
-        self._events = Pump(self._loop, self._monitor.pair, self._look)
 
-    async def greet(self, timeout: float | None) -> EngineHandshakeMetadata:
-        """Say HELLO, and return what is answered."""
-        self._send(self._handshake.hello())
-        try:
-            async with asyncio.timeout(timeout):
-                frames = await self._arrived
-        except TimeoutError:
-            index = int.from_bytes(self._handshake.identity, "little")
-            text = f"engine {index}: no answer from {self._address} within {timeout} s"
-            raise TimeoutError(f"{text}: {self._refused}" if self._refused else text) from None
-        return self._handshake.receive(frames)
-
-    def ready(self, fields: ReadyFields) -> None:
-        """Say READY."""
-        self._monitor.read()  # what became of the connection while the engine initialised
-        self._repeats = 0
-        self._send(self._handshake.ready(fields))
-
-    async def flush(self) -> None:
-        """Close it once READY has left; goes on in a thread when it is cancelled.
-
-        Over TCP this returns immediately: READY is sent again after each reconnect, until it has arrived or the front
-        end has given up.
-        """
-        self._flushing = True
-        if not self._proven_s:
-            self._stop()
-            await give_back(lambda: self._sockets.close(LINGER_MS))
-            return
-        task = asyncio.current_task()
-        assert task is not None
-        task.add_done_callback(lambda _: self._end(LINGER_MS))
-        self._deadline = self._loop.call_later(ENGINE_READY_TIMEOUT_S, self._end)
-        self._confirming = True
-        self._look()
-
-    def close(self) -> None:
-        """Close it at once, unless `flush` does. Idempotent."""
-        if not self._flushing:
-            self._stop()
-            self._sockets.close()
-
-    def _send(self, message: bytes) -> None:
-        with suppress(zmq.Again):  # no connection has taken the ones before
-            self._dealer.send(message, zmq.NOBLOCK)
-        self._unconfirmed = True
-        self._carrier = self._monitor.handshakes + (not self._monitor.connections)
-        self._messages.run_soon()  # sending may swallow the sign that there is something to read
-
-    def _take(self, frames: list[bytes]) -> None:
-        if not self._arrived.done():
-            self._arrived.set_result(frames)
-            self._unconfirmed = False
-            self._messages.pause()
-
-    def _look(self) -> None:
-        """Send the last message again if the connection that carried it is gone, and there is another one."""
-        failed = self._monitor.read()[1]
-        if failed and not self._arrived.done():
-            self._note_failure(failed[-1].reason)
-        if self._unconfirmed and self._monitor.handshakes > self._carrier:
-            self._repeats += 1
-            self._send(self._handshake.again)
-        if not self._confirming:
-            return
-        if self._proof is not None:
-            self._proof.cancel()
-            self._proof = None
-        if self._repeats >= MAX_REPEATS:
-            self._end(LINGER_MS)
-        elif self._monitor.connections:
-            self._proof = self._loop.call_later(self._proven_s, self._prove)
-
-    def _note_failure(self, reason: str) -> None:
+    def note_failure(self, reason: str) -> None:
+        """Log why the connection failed, with a hint."""
         # The end that finds a mismatch hangs up, so the other end may name the mismatch at a later attempt only.
-        if self._refused and reason == ENDED:
+        if self.refused and reason == ENDED:
             return
         hint = ""
         if reason == MISMATCH and not self._encrypts:
@@ -272,37 +195,137 @@ class _FrontEnd:
             hint = "; with a front end that has no keys, such as vLLM's, secure=False is needed"
         elif reason == ENDED and self._encrypts:
             hint = ", or the front end refuses these keys, which have to be of its EngineKeys"
-        text = f"{self._address}: {reason}{hint}"
-        if text != self._refused:
+        text = f"{self.address}: {reason}{hint}"
+        if text != self.refused:
             logger.warning("%s", text)
-        self._refused = text
+        self.refused = text
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close it; blocks for so long at most until messages have left."""
+        self._sockets.close(linger_ms)
+
+
+class _FrontEnd:
+    """The engine's side of a handshake with one front end."""
+
+    def __init__(self, address: str, handshake: EngineHandshake, credentials: EngineCredentials | None) -> None:
+        self._handshake = handshake
+        loop = asyncio.get_running_loop()
+        self._init: asyncio.Future[list[bytes]] = loop.create_future()
+        self._unconfirmed = False  # whether the last message is sent again after a reconnect
+        self._carrier = 0  # which connection carries the last message, by Monitor.handshakes
+        self._repeats = 0
+        self._phase: Literal["greeting", "flushing", "confirming", "ended"] = "greeting"
+        self._proof: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._socket = socket = _HandshakeSocket(address, handshake.identity, credentials)
+        self._messages = Pump.of_messages(loop, socket.dealer, self._take, whole(socket.dealer))
+        self._events = Pump(loop, socket.monitor.pair, self._look)
+
+    async def greet(self, timeout: float | None) -> EngineHandshakeMetadata:
+        """Say HELLO, and return the answer."""
+        self._send(self._handshake.hello())
+        try:
+            async with asyncio.timeout(timeout):
+                frames = await self._init
+        except TimeoutError:
+            index = int.from_bytes(self._handshake.identity, "little")
+            text = f"engine {index}: no answer from {self._socket.address} within {timeout} s"
+            refused = self._socket.refused
+            raise TimeoutError(f"{text}: {refused}" if refused else text) from None
+        return self._handshake.receive(frames)
+
+    def ready(self, fields: ReadyFields) -> None:
+        """Say READY."""
+        self._socket.monitor.read()  # what became of the connection while the engine initialised
+        self._repeats = 0
+        self._send(self._handshake.ready(fields))
+
+    async def flush(self) -> None:
+        """Close the socket once READY has left; continues in a thread when cancelled.
+
+        Over TCP this returns immediately: READY is sent again after each reconnect, until it has arrived or the front
+        end has given up.
+        """
+        self._phase = "flushing"
+        if not self._socket.proven_s:
+            self._stop()
+            await give_back(lambda: self._socket.close(LINGER_MS))
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda _: self._end(LINGER_MS))
+        self._deadline = asyncio.get_running_loop().call_later(ENGINE_READY_TIMEOUT_S, self._end)
+        self._phase = "confirming"
+        self._look()
+
+    def close(self) -> None:
+        """Close the socket immediately, unless `flush` does. Idempotent."""
+        if self._phase == "greeting":
+            self._stop()
+            self._socket.close()
+
+    def _send(self, message: bytes) -> None:
+        monitor = self._socket.monitor
+        with suppress(zmq.Again):  # no connection has taken the ones before
+            self._socket.dealer.send(message, zmq.NOBLOCK)
+        self._unconfirmed = True
+        self._carrier = monitor.handshakes + (not monitor.connections)
+        self._messages.run_soon()  # sending may clear the sign that there is something to read
+
+    def _take(self, frames: list[bytes]) -> None:
+        if not self._init.done():
+            self._init.set_result(frames)
+            self._unconfirmed = False
+            self._messages.pause()
+
+    def _look(self) -> None:
+        """Send the last message again if the connection that carried it is gone, and there is another one."""
+        monitor = self._socket.monitor
+        failed = monitor.read()[1]
+        if failed and not self._init.done():
+            self._socket.note_failure(failed[-1].reason)
+        if self._unconfirmed and monitor.handshakes > self._carrier:
+            self._repeats += 1
+            self._send(self._handshake.again)
+        if self._phase != "confirming":
+            return
+        if self._proof is not None:
+            self._proof.cancel()
+            self._proof = None
+        if self._repeats >= MAX_REPEATS:
+            self._end(LINGER_MS)
+        elif monitor.connections:
+            self._proof = asyncio.get_running_loop().call_later(self._socket.proven_s, self._prove)
 
     def _prove(self) -> None:
-        """Close it if the connection that carried READY has lasted until now."""
-        self._monitor.read()
-        if self._monitor.connections and self._monitor.handshakes == self._carrier:
+        """End if the connection that carried READY has lasted until now."""
+        monitor = self._socket.monitor
+        monitor.read()
+        if monitor.connections and monitor.handshakes == self._carrier:
             self._end()
         else:
             self._look()
 
     def _end(self, linger_ms: int = 0) -> None:
-        if self._ended:
+        if self._phase == "ended":
             return
-        self._ended = True
         self._stop()
+        self._phase = "ended"
         if not linger_ms:
-            self._sockets.close()
+            self._socket.close()
             return
         try:  # no daemon: Python's end waits until READY has left
-            start_thread(self._sockets.close, linger_ms, name="aioshm-handshake", what="saying READY", daemon=False)
+            start_thread(self._socket.close, linger_ms, name="aioshm-handshake", what="saying READY", daemon=False)
         except OutOfThreads:
-            self._sockets.close(linger_ms)
+            self._socket.close(linger_ms)
 
     def _stop(self) -> None:
-        self._confirming = False
+        if self._phase == "confirming":
+            self._phase = "flushing"
         self._messages.pause()
         self._events.pause()
         for timer in (self._proof, self._deadline):
             if timer is not None:
                 timer.cancel()
-        self._monitor.close()
+        self._socket.monitor.close()

@@ -1,4 +1,4 @@
-"""What an engine's process runs."""
+"""The main function of an engine's process."""
 
 from __future__ import annotations
 

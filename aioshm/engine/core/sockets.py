@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import zmq
@@ -25,10 +26,10 @@ from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket, Sockets
 
 LINGER_MS = 2000
-"""How long the last messages may take to leave; it takes no time unless a front end is gone or stuck."""
+"""How long the last messages may take to leave; no time at all unless a front end is gone or stuck."""
 
 COORDINATOR = -1
-"""What stands for the coordinator where messages have a client's index."""
+"""Stands for the coordinator in place of a client's index."""
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -39,13 +40,22 @@ _UNBOUNDED = 0
 _LOCAL_HWM = 8  # messages of any size that ZeroMQ holds for a front end of this host; the rest is counted in bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SocketSettings:
+    """Limits and keys of an engine's sockets."""
+
+    max_bytes: int
+    silence_s: float
+    max_pending_bytes: int = MAX_PENDING_BYTES
+    credentials: EngineCredentials | None = None
+
+
 class _Output:
     """The PUSH socket to one front end, and the messages that ZeroMQ has no room for."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, socket: Socket) -> None:
-        self._loop = loop
+    def __init__(self, socket: Socket) -> None:
         self.socket = socket
-        self.pending: deque[tuple[int, list[bytes]]] = deque()  # the size that counts, and the frames, of each message
+        self.pending: deque[tuple[int, list[bytes]]] = deque()  # counted size and frames of each message
         self.pending_bytes = 0
         self._pump: Pump | None = None
 
@@ -65,7 +75,7 @@ class _Output:
         self.pending.append((size, copies))
         self.pending_bytes += size
         if self._pump is None:
-            self._pump = Pump(self._loop, self.socket, self.send_pending)
+            self._pump = Pump(asyncio.get_running_loop(), self.socket, self.send_pending)
         self._pump.resume()
 
     def send_pending(self) -> None:
@@ -83,108 +93,136 @@ class _Output:
             self._pump.pause()
 
     def close(self) -> None:
-        """Forget every message, and close the socket."""
+        """Drop every message, and close the socket."""
         self.pause()
         self.pending.clear()
         self.socket.close(linger=0)
 
 
+class _FrontEnd:
+    """The connection to one client: a DEALER with its monitor, and an output."""
+
+    def __init__(self, client: int, dealer: Socket, monitor: Monitor, output: _Output) -> None:
+        self.client = client
+        self.dealer = dealer
+        self.monitor = monitor
+        self.output = output
+        self.gone = False
+        self.dropped = 0  # messages since the client is gone
+        self.requests: Pump | None = None
+
+
+class _Coordinator:
+    """The connection to the coordinator: an XSUB and a PUSH."""
+
+    def __init__(self, subscription: Socket, reports: Socket) -> None:
+        self.subscription = subscription
+        self.reports = reports
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
 class CoreSockets:
-    """A DEALER and a PUSH for each client; an XSUB and a PUSH for the coordinator."""
+    """The sockets to all clients, and to the coordinator if there is one.
+
+    ``on_message`` gets the index of a client, or `COORDINATOR`, and the frames of a message; no frames: the client is
+    gone.
+    """
 
     def __init__(
         self,
         index: int,
         addresses: EngineZmqAddresses,
         on_message: Callable[[int, list[Frame]], None],
-        *,
-        max_bytes: int,
-        silence_s: float,
-        max_pending_bytes: int = MAX_PENDING_BYTES,
-        credentials: EngineCredentials | None = None,
+        settings: SocketSettings,
     ) -> None:
         if len(addresses.inputs) != len(addresses.outputs):
             raise ValueError(f"addresses must have as many inputs as outputs, and have {addresses}")
-        self._loop = asyncio.get_running_loop()
-        self._on_message = on_message
-        self._max_bytes, self._silence_s = max_bytes, silence_s
-        self._max_pending_bytes = max_pending_bytes
-        self._sockets = Sockets()
-        self._pumps: list[Pump] = []  # of the inputs first, by client
-        self._closed = False
         self._index = index
-        self._identity = identity(index)
-        self._credentials = credentials
         self._addresses = addresses
-        self._gone: set[int] = set()
-        self.dropped: Counter[int] = Counter()
+        self._on_message = on_message
+        self._settings = settings
+        self._sockets = Sockets()
+        self._pumps: list[Pump] = []
+        self._closed = False
         self._registration = b""
-        self._monitors: list[Monitor] = []
-        self._coordinator_ready = self._loop.create_future()
-        self.coordinated: bool = addresses.coordinator_input is not None and addresses.coordinator_output is not None
+        self._front_ends: list[_FrontEnd] = []
+        self._coordinator: _Coordinator | None = None
         try:
-            self._inputs = [self._open(zmq.DEALER, address) for address in addresses.inputs]
-            self._outputs = [self._open_output(client) for client in range(len(addresses.outputs))]
-            if self.coordinated:
-                self._subscription = self._open(zmq.XSUB, addresses.coordinator_input or "", to_coordinator=True)
-                self._reports = self._open(zmq.PUSH, addresses.coordinator_output or "", to_coordinator=True)
+            for client in range(len(addresses.inputs)):
+                self._front_ends.append(self._open_front_end(client))
+            if addresses.coordinator_input is not None and addresses.coordinator_output is not None:
+                self._coordinator = _Coordinator(
+                    self._open(zmq.XSUB, addresses.coordinator_input, to_coordinator=True),
+                    self._open(zmq.PUSH, addresses.coordinator_output, to_coordinator=True),
+                )
         except BaseException:
             self._close(0)
             raise
 
-    async def register(self, payload: bytes) -> None:
-        """Tell every front end that the engine is there, and read what they send from now on.
+    @property
+    def coordinated(self) -> bool:
+        """Whether there is a coordinator."""
+        return self._coordinator is not None
 
-        One that comes back, or whose successor does, is told again. Returns when the coordinator, if there is one, has
-        heard of all engines: before that, waves would start without some of them.
+    async def register(self, payload: bytes) -> None:
+        """Register at every front end, and read from now on; later again at a front end that comes back.
+
+        Returns when the coordinator, if there is one, knows all engines: before that, waves would start without some.
         """
         self._registration = payload
-        if self.coordinated:
-            self._subscription.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
-        for client, socket in enumerate(self._inputs):
-            socket.send(payload, zmq.NOBLOCK)
-            self._pump(socket, client)
-        for client, monitor in enumerate(self._monitors):
-            self._pumps.append(Pump(self._loop, monitor.pair, partial(self._read_monitor, client)))
-        if self.coordinated:
-            self._pump(self._subscription, COORDINATOR)
-            await self._coordinator_ready
+        coordinator = self._coordinator
+        if coordinator is not None:
+            coordinator.subscription.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
+        for front_end in self._front_ends:
+            front_end.dealer.send(payload, zmq.NOBLOCK)
+            front_end.requests = self._pump(front_end.dealer, partial(self._take, front_end))
+        loop = asyncio.get_running_loop()
+        for front_end in self._front_ends:
+            self._pumps.append(Pump(loop, front_end.monitor.pair, partial(self._read_monitor, front_end)))
+        if coordinator is not None:
+            self._pump(coordinator.subscription, partial(self._take_from_coordinator, coordinator))
+            await coordinator.ready
 
     def send(self, client: int, frames: list[Frame], *, counts: bool = True) -> None:
-        """Send something to a client, or to the coordinator; to a client that is gone nothing is sent."""
-        if client in self._gone:
-            self.dropped[client] += 1
-        elif client == COORDINATOR:
-            self._reports.send_multipart(frames, zmq.NOBLOCK)
-        else:
-            output = self._outputs[client]
-            output.send(frames, counts)
-            if output.pending_bytes > self._max_pending_bytes and len(output.pending) > 1:
-                self._drop(client)
+        """Send a message to a client, or to the coordinator; a message to a client that is gone is dropped."""
+        if client == COORDINATOR:
+            assert self._coordinator is not None
+            self._coordinator.reports.send_multipart(frames, zmq.NOBLOCK)
+            return
+        front_end = self._front_ends[client]
+        if front_end.gone:
+            front_end.dropped += 1
+            return
+        output = front_end.output
+        output.send(frames, counts)
+        if output.pending_bytes > self._settings.max_pending_bytes and len(output.pending) > 1:
+            self._drop(front_end)
 
     def send_dead(self) -> None:
-        """Tell every client that this engine is no more."""
-        for client in range(len(self._outputs)):
-            self.send(client, [ENGINE_CORE_DEAD])
+        """Report to every client that this engine ends."""
+        for front_end in self._front_ends:
+            self.send(front_end.client, [ENGINE_CORE_DEAD])
 
     async def aclose(self) -> None:
-        """Close them once what was sent has left. Idempotent; goes on in a thread when it is cancelled."""
-        if not self._closed:
-            self._closed = True
-            for pump in self._pumps:
-                pump.pause()
-            for output in self._outputs:
-                output.pause()
-            if not self._coordinator_ready.done():
-                self._coordinator_ready.cancel()
-            await give_back(self._flush)
+        """Close the sockets once all messages have left. Idempotent; continues in a thread when cancelled."""
+        if self._closed:
+            return
+        self._closed = True
+        for pump in self._pumps:
+            pump.pause()
+        for front_end in self._front_ends:
+            front_end.output.pause()
+        if self._coordinator is not None and not self._coordinator.ready.done():
+            self._coordinator.ready.cancel()
+        await give_back(self._flush)
 
     def _flush(self) -> None:
-        """Send what is left, within `LINGER_MS`, and close the sockets."""
+        """Send the remaining messages, within `LINGER_MS`, and close the sockets."""
         deadline = time.monotonic() + LINGER_MS / 1000
+        outputs = [front_end.output for front_end in self._front_ends]
         poller = zmq.Poller()
-        while waiting := [output for output in self._outputs if output.pending]:
-            for output in self._outputs:
+        while waiting := [output for output in outputs if output.pending]:
+            for output in outputs:
                 poller.register(output.socket, zmq.POLLOUT if output in waiting else 0)
             if not poller.poll(max(0, int((deadline - time.monotonic()) * 1000))):
                 break
@@ -193,15 +231,33 @@ class CoreSockets:
         self._close(max(0, int((deadline - time.monotonic()) * 1000)))
 
     def _close(self, linger_ms: int) -> None:
-        for monitor in self._monitors:
-            monitor.close()
+        for front_end in self._front_ends:
+            front_end.monitor.close()
         self._sockets.close(linger_ms)
 
+    # Opening
+
+    def _open_front_end(self, client: int) -> _FrontEnd:
+        dealer = self._open(zmq.DEALER, self._addresses.inputs[client])
+        monitor = Monitor(dealer)
+        try:
+            self._sockets.add(monitor.pair)
+            attach(dealer, self._addresses.inputs[client], bind=False)
+            return _FrontEnd(client, dealer, monitor, self._open_output(client))
+        except BaseException:
+            monitor.close()
+            raise
+
+    def _open_output(self, client: int) -> _Output:
+        return _Output(self._open(zmq.PUSH, self._addresses.outputs[client]))
+
     def _open(self, kind: int, address: str, *, to_coordinator: bool = False) -> Socket:
-        mine = self._credentials if address.startswith("tcp://") else None
+        """Open a socket; a DEALER is not connected yet, so that a monitor can be attached before."""
+        settings = self._settings
+        credentials = settings.credentials if address.startswith("tcp://") else None
         curve = None
-        if mine is not None:
-            curve = mine.to_coordinator() if to_coordinator else mine.to_front_end()
+        if credentials is not None:
+            curve = credentials.to_coordinator() if to_coordinator else credentials.to_front_end()
         # Over TCP heartbeats find out that a front end is stopped, and a slow network is no reason to drop one.
         hwm = _LOCAL_HWM if kind == zmq.PUSH and not to_coordinator and not over_tcp([address]) else _UNBOUNDED
         socket = self._sockets.add(
@@ -212,62 +268,65 @@ class CoreSockets:
                 bind=False,
                 hwm=hwm,
                 curve=curve,
-                silence_s=self._silence_s,
+                silence_s=settings.silence_s,
                 heartbeats=kind == zmq.DEALER,  # the end of its connection is the end of the client
             )
         )
-        limit_frames(socket, self._max_bytes)
+        limit_frames(socket, settings.max_bytes)
         if kind == zmq.DEALER:
-            socket.setsockopt(zmq.ROUTING_ID, self._identity if mine is None else mine.name)
-            self._monitors.append(Monitor(socket))
-            self._sockets.add(self._monitors[-1].pair)
-        attach(socket, address, bind=False)
+            socket.setsockopt(zmq.ROUTING_ID, identity(self._index) if credentials is None else credentials.name)
+        else:
+            attach(socket, address, bind=False)
         return socket
 
-    def _open_output(self, client: int) -> _Output:
-        return _Output(self._loop, self._open(zmq.PUSH, self._addresses.outputs[client]))
+    # Events
 
-    def _pump(self, socket: Socket, client: int) -> None:
-        receive = partial(with_views, socket)
-        self._pumps.append(Pump.of_messages(self._loop, socket, partial(self._take, client), receive))
+    def _pump(self, socket: Socket, handle: Callable[[list[Frame]], None]) -> Pump:
+        pump = Pump.of_messages(asyncio.get_running_loop(), socket, handle, partial(with_views, socket))
+        self._pumps.append(pump)
+        return pump
 
-    def _read_monitor(self, client: int) -> None:
-        for kind, *_ in self._monitors[client].events():
-            if kind == zmq.EVENT_DISCONNECTED and client not in self._gone:
-                self._lose(client)
-            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and client in self._gone:
-                self._gone.discard(client)
-                logger.info("client %d is back; %d messages found it gone", client, self.dropped[client])
-                self._outputs[client] = self._open_output(client)
-                self._inputs[client].send(self._registration, zmq.NOBLOCK)
-                self._pumps[client].run_soon()  # sending may swallow the sign that there is something to read
+    def _read_monitor(self, front_end: _FrontEnd) -> None:
+        for kind, *_ in front_end.monitor.events():
+            if kind == zmq.EVENT_DISCONNECTED and not front_end.gone:
+                self._lose(front_end)
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and front_end.gone:
+                front_end.gone = False
+                logger.info("client %d is back; %d messages found it gone", front_end.client, front_end.dropped)
+                front_end.output = self._open_output(front_end.client)
+                front_end.dealer.send(self._registration, zmq.NOBLOCK)
+                if front_end.requests is not None:
+                    front_end.requests.run_soon()  # sending may clear the sign that there is something to read
 
-    def _lose(self, client: int) -> None:
+    def _lose(self, front_end: _FrontEnd) -> None:
         """Drop the pending outputs of a front end, and abort its requests."""
-        self._gone.add(client)
-        self._outputs[client].close()
-        self._on_message(client, [])
+        front_end.gone = True
+        front_end.output.close()
+        self._on_message(front_end.client, [])
 
-    def _drop(self, client: int) -> None:
-        """Disconnect a client that takes nothing; it learns of that when it runs again, and can come back."""
-        output = self._outputs[client]
+    def _drop(self, front_end: _FrontEnd) -> None:
+        """Disconnect a client that has stopped reading; the client notices when it runs again, and can come back."""
+        client = front_end.client
         logger.warning(
             "engine %d dropped front end %d (%s), which has stopped reading: %d bytes of outputs wait for it, and"
             " max_pending_bytes is %d; its requests are aborted",
             self._index,
             client,
             self._addresses.outputs[client],
-            output.pending_bytes,
-            self._max_pending_bytes,
+            front_end.output.pending_bytes,
+            self._settings.max_pending_bytes,
         )
-        self._lose(client)
+        self._lose(front_end)
         address = self._addresses.inputs[client]
-        self._inputs[client].disconnect(address)
-        attach(self._inputs[client], address, bind=False)
+        front_end.dealer.disconnect(address)
+        attach(front_end.dealer, address, bind=False)
 
-    def _take(self, client: int, frames: list[Frame]) -> None:
-        if client == COORDINATOR and frames == [COORDINATOR_READY]:  # again whenever an engine has come
-            if not self._coordinator_ready.done():
-                self._coordinator_ready.set_result(None)
-        elif client not in self._gone:  # sent before the connection ended, and read after that
-            self._on_message(client, frames)
+    def _take_from_coordinator(self, coordinator: _Coordinator, frames: list[Frame]) -> None:
+        if frames != [COORDINATOR_READY]:
+            self._on_message(COORDINATOR, frames)
+        elif not coordinator.ready.done():  # READY comes again whenever an engine has come
+            coordinator.ready.set_result(None)
+
+    def _take(self, front_end: _FrontEnd, frames: list[Frame]) -> None:
+        if not front_end.gone:  # else sent before the connection ended, and read afterwards
+            self._on_message(front_end.client, frames)

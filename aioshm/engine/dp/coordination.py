@@ -1,4 +1,4 @@
-"""The coordinator's sockets, in a process of its own; what it decides is in ``waves.py``."""
+"""The coordinator's sockets, in a process of its own; ``waves.py`` decides."""
 
 from __future__ import annotations
 
@@ -49,15 +49,23 @@ logger: logging.Logger = logging.getLogger("aioshm.engine.coordinator")
 
 
 class CoordinatorAddresses(NamedTuple):
-    """Where a coordinator is bound."""
+    """The bound addresses of a coordinator."""
 
     stats_publish: str  # where front ends subscribe
     engine_input: str  # where engines subscribe
     engine_output: str  # where engines report to
 
 
+class _Sockets(NamedTuple):
+    """The sockets of a coordinator."""
+
+    front_ends: Socket  # XPUB
+    engines: Socket  # XPUB
+    reports: Socket  # PULL
+
+
 class Coordination(Closing):
-    """Passes on between engines and front ends; a context manager, on the running loop."""
+    """Passes messages between engines and front ends; a context manager, on the running loop."""
 
     def __init__(
         self,
@@ -67,13 +75,13 @@ class Coordination(Closing):
         secure: bool = True,
         valid: Mapping[int, int] | None = None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.over: asyncio.Future[None] = self._loop.create_future()
+        loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = loop.create_future()
         self._waves = waves
         self._limiter = LogLimiter(COMPLAINT_S)
         self._sources: list[tuple[Socket, Callable[[], _Message], Callable[[_Message], None]]] = []
         self._moved = False  # something came, or was sent, in this turn of the loop
-        self._reminding = self._loop.call_later(REMINDER_S, self._remind)
+        self._reminding = loop.call_later(REMINDER_S, self._remind)
         self._publishing: asyncio.TimerHandle | None = None
         self._due = 0.0
         own = None if keys is None else keys.coordinator
@@ -82,15 +90,15 @@ class Coordination(Closing):
             self._protection.void(rank, incarnation)
         self._bound = BoundSockets(self._protection)
         try:
-            self._front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish, _FRONT_END_HWM, FRONT_ENDS)
-            self._engines, engine_input = self._bind(zmq.XPUB, addresses.engine_input, _ENGINE_HWM)
-            self._reports, engine_output = self._bind(zmq.PULL, addresses.engine_output, _ENGINE_HWM)
+            front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish, _FRONT_END_HWM, FRONT_ENDS)
+            engines, engine_input = self._bind(zmq.XPUB, addresses.engine_input, _ENGINE_HWM)
+            reports, engine_output = self._bind(zmq.PULL, addresses.engine_output, _ENGINE_HWM)
         except BaseException:
             self.close()
             raise
         self.addresses: CoordinatorAddresses = CoordinatorAddresses(stats_publish, engine_input, engine_output)
-        self._recognises = self._protection.encrypts(engine_input)
-        self._pump = self._read(self._engines, self._from_engine)
+        self._sockets = _Sockets(front_ends, engines, reports)
+        self._pump = self._read(engines, self._from_engine)
 
     def end(self) -> None:
         """Set `over`."""
@@ -122,14 +130,14 @@ class Coordination(Closing):
                 self._limiter.warn(logger, "dropped a message: %s", error)
 
         self._sources.append((socket, partial(with_sender, socket), take))
-        return self._bound.add(Pump(self._loop, socket, self._look))
+        return self._bound.add(Pump(asyncio.get_running_loop(), socket, self._look))
 
     # What comes
 
     def _look(self) -> bool:
-        """Read what has come, some of it at a time; return whether to come back.
+        """Read a burst of messages; return whether to come back.
 
-        Sending may swallow the sign that there is something to read, so this ends only after a turn without either.
+        Sending may clear the sign that there is something to read, so this ends only after a turn without either.
         """
         if self.over.done():
             return False
@@ -147,7 +155,7 @@ class Coordination(Closing):
         if frames == [SUBSCRIBE_TO_ALL]:
             was_ready = self._waves.ready
             if self._waves.subscribe(self._rank_of(sender)):
-                self._engines.send(COORDINATOR_READY, zmq.NOBLOCK)
+                self._sockets.engines.send(COORDINATOR_READY, zmq.NOBLOCK)
             if self._waves.ready and not was_ready:
                 self._begin()
         elif frames == [UNSUBSCRIBED]:
@@ -156,20 +164,20 @@ class Coordination(Closing):
             raise ValueError("engines subscribe to everything, and send nothing else here")
 
     def _begin(self) -> None:
-        """Read what engines report, and what front ends say: before, an answer would not have reached all engines."""
+        """Read reports and front ends from now on: before, an answer would not have reached all engines."""
         logger.debug("all engines have subscribed")
         self._reminding.cancel()
-        self._read(self._front_ends, self._from_front_end)
-        self._read(self._reports, self._from_report)
+        self._read(self._sockets.front_ends, self._from_front_end)
+        self._read(self._sockets.reports, self._from_report)
 
     def _from_front_end(self, frames: list[bytes], _sender: zmq.Frame) -> None:
         if frames == [SUBSCRIBE_TO_ALL]:
-            self._waves.greet(self._loop.time())
+            self._waves.greet(asyncio.get_running_loop().time())
         elif frames != [UNSUBSCRIBED]:
             message = decode_from_front_end(frames)
             if isinstance(message, int):
                 logger.info("%d engines from now on, after %d", message, self._waves.n_engines)
-                self._waves.scale(message, self._loop.time())
+                self._waves.scale(message, asyncio.get_running_loop().time())
             else:
                 self._start(self._waves.wake(message.exclude, message.wave))
 
@@ -185,11 +193,11 @@ class Coordination(Closing):
         elif report.start_wave is not None:
             self._start(self._waves.start(engine, report.start_wave))
         if report.scheduler_stats is not None:
-            self._waves.load(engine, report.scheduler_stats, self._loop.time())
+            self._waves.load(engine, report.scheduler_stats, asyncio.get_running_loop().time())
 
     def _rank_of(self, sender: zmq.Frame) -> int | None:
-        """Return who an engine is by its keys, if that is known."""
-        if not self._recognises:
+        """Return the rank of an engine by its keys, if keys are in use."""
+        if not self._protection.encrypts(self.addresses.engine_input):
             return None
         user = user_of(sender)
         rank = self._protection.rank_of(user)
@@ -200,8 +208,8 @@ class Coordination(Closing):
     # What its owner says
 
     def told(self, notice: Notice) -> None:
-        """Take what the process has to say that starts engines."""
-        now = self._loop.time()
+        """Handle a notice of the launching process."""
+        now = asyncio.get_running_loop().time()
         if notice.engines is not None and notice.engines != self._waves.n_engines:
             logger.info("%d engines from now on, after %d", notice.engines, self._waves.n_engines)
             self._waves.scale(notice.engines, now)
@@ -214,15 +222,15 @@ class Coordination(Closing):
 
     def _start(self, start: StartWave | None) -> None:
         if start is not None:
-            self._engines.send_multipart(encode_start(start), zmq.NOBLOCK)
+            self._sockets.engines.send_multipart(encode_start(start), zmq.NOBLOCK)
             self._tell(self._waves.state())
 
     def _tell(self, published: Published) -> None:
-        self._front_ends.send(encode(published), zmq.NOBLOCK)
+        self._sockets.front_ends.send(encode(published), zmq.NOBLOCK)
 
     def _publish(self) -> None:
-        """Publish counts if it is time to, and come back when it is the next time."""
-        now = self._loop.time()
+        """Publish counts if they are due, and schedule the next publication."""
+        now = asyncio.get_running_loop().time()
         if self._waves.due() <= now:
             self._tell(self._waves.publish(now))
             self._moved = True
@@ -231,7 +239,7 @@ class Coordination(Closing):
             if self._publishing is not None:
                 self._publishing.cancel()
             self._due = due
-            self._publishing = self._loop.call_at(due, self._is_time)
+            self._publishing = asyncio.get_running_loop().call_at(due, self._is_time)
 
     def _is_time(self) -> None:
         self._publishing = None
@@ -241,11 +249,11 @@ class Coordination(Closing):
 
     def _remind(self) -> None:
         logger.warning("waiting for engines to subscribe: %d of %d have", self._waves.subscribed, self._waves.n_engines)
-        self._reminding = self._loop.call_later(REMINDER_S, self._remind)
+        self._reminding = asyncio.get_running_loop().call_later(REMINDER_S, self._remind)
 
 
 def run_coordinator(told: Connection, notices: socket.socket, *begin: Any) -> None:
-    """Be the coordinator, until SIGTERM or SIGINT; ``begin`` are the arguments of `Coordination`."""
+    """Run the coordinator until SIGTERM or SIGINT; ``begin`` are the arguments of `Coordination`."""
     asyncio.run(_run(told, notices, *begin))
 
 

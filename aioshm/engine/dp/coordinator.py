@@ -1,4 +1,4 @@
-"""The coordinator of data-parallel engines, as the process that starts it sees it."""
+"""The coordinator of data-parallel engines, as seen by the launching process."""
 
 from __future__ import annotations
 
@@ -41,34 +41,35 @@ class DPCoordinator(ProcessManager):
             addresses.coordinator_input, addresses.coordinator_output = coordinator.get_engine_socket_addresses()
             addresses.frontend_stats_publish_address = coordinator.get_stats_publish_address()
 
-    It tells front ends how many requests wait and run on each engine, at most every 100 ms and at least every 5 s, and
-    wakes engines that are paused when one of them gets a request. Its messages are vLLM's: front ends are sent
-    ``(counts, wave, running)`` as MessagePack, with counts of None where only the wave changed. What is not understood,
-    or comes from an engine that there is not, is logged and left out.
+    The coordinator publishes to front ends how many requests wait and run on each engine, at most every 100 ms and at
+    least every 5 s. It wakes paused engines when one of them gets a request. The messages are vLLM's: ``(counts, wave,
+    running)`` as MessagePack, with counts of None after a change of the wave only. Invalid messages, and messages of
+    unknown engines, are logged and ignored.
 
-    Making one blocks until its process is bound, for as long as Python takes to start; `start` does not. Engines wait
-    for its READY, which it sends when all have subscribed.
+    The constructor blocks until the process is bound, for as long as Python takes to start; `start` does not. Engines
+    wait for the coordinator's READY, which comes when all have subscribed.
 
     Args:
-        n_engines: How many engines there are. A front end may change that with ``("SCALE_ELASTIC_EP", n)``.
-        host: This host's address, where not everybody is on this host; ``"*"`` binds all of them, and the others are
-            told the one that this host's packets come from.
-        local_engines: Whether all engines are on this host, and so meet it at ``ipc://`` addresses.
-        local_front_ends: The same of the front ends.
-        enable_wave_coordination: Whether engines work in lockstep and so in waves, as those of mixtures of experts do.
-        kv_cache_usage: Whether counts are ``[waiting, running, kv_cache_usage]``, as the newest front ends take them;
+        n_engines: The number of engines. A front end may change it with ``("SCALE_ELASTIC_EP", n)``.
+        host: This host's address, for peers on other hosts; ``"*"`` binds all addresses, and peers get the source
+            address of this host's packets.
+        local_engines: Whether all engines are on this host, and so connect to ``ipc://`` addresses.
+        local_front_ends: The same for front ends.
+        enable_wave_coordination: Whether engines work in lockstep and so in waves, such as those of mixtures of
+            experts.
+        kv_cache_usage: Whether counts are ``[waiting, running, kv_cache_usage]``, for the newest front ends;
             ``[waiting, running]`` otherwise.
-        timeout: Seconds until it must be bound.
-        wait: Whether to wait until it is bound. False: `wait_until_bound` does that.
+        timeout: Seconds until the process must be bound.
+        wait: Whether to wait until the process is bound. False: call `wait_until_bound`.
         shutdown_timeout: See `ProcessManager`.
         capture_stderr: See `ProcessManager`.
-        keys: Who may connect over TCP, and as whom; None: those of this process.
-        secure: Whether connections over TCP are encrypted, and only holders of keys get in, as engines and front ends
-            have to say, too.
+        keys: The keys of the deployment, for TCP; None: the keys of this process.
+        secure: Whether TCP connections are encrypted and admit holders of keys only; engines and front ends need the
+            same setting.
 
     Raises:
-        EngineStartupError: It exited, or was not bound in time; the text says why, as far as it is known.
-        TypeError, ValueError: An argument makes no sense.
+        EngineStartupError: The process exited, or was not bound in time; the text has the cause, if known.
+        TypeError, ValueError: An argument is invalid.
     """
 
     def __init__(
@@ -113,10 +114,10 @@ class DPCoordinator(ProcessManager):
             raise
 
     def wait_until_bound(self) -> None:
-        """Block until its process is bound, see ``wait``.
+        """Block until the process is bound, see ``wait``.
 
         Raises:
-            EngineStartupError: It exited, or was not bound in time.
+            EngineStartupError: The process exited, or was not bound in time.
         """
         with self._told:
             self._bound = self._await_addresses(self._told, self._timeout)
@@ -124,13 +125,13 @@ class DPCoordinator(ProcessManager):
 
     @classmethod
     async def start(cls, n_engines: int, **options: Any) -> Self:
-        """Make one, without blocking the loop.
+        """Create a coordinator, without blocking the loop.
 
-        Cancelling this kills the process, and returns when it is gone.
+        Cancelling this kills the process, and returns after its exit.
 
         Args:
-            n_engines: How many engines there are.
-            options: Every other argument of the class.
+            n_engines: The number of engines.
+            options: The other arguments of the class.
         """
         coordinator = cls(n_engines, wait=False, **options)
         try:
@@ -155,15 +156,15 @@ class DPCoordinator(ProcessManager):
         return self._addresses.engine_input, self._addresses.engine_output
 
     def void_keys(self, rank: int, incarnation: int) -> None:
-        """Note that an engine has died: it has nothing to do, and its keys from before this incarnation are void."""
+        """Note the death of an engine: its load is void, and so are the keys before this incarnation."""
         self._valid[rank] = incarnation
         self._tell(Notice(dead=rank, incarnation=incarnation))
 
     def scale(self, n_engines: int) -> None:
-        """Have more engines, or fewer: those with the lowest ranks.
+        """Change the number of engines: the lowest ranks stay.
 
         Raises:
-            TypeError, ValueError: There cannot be as many.
+            TypeError, ValueError: The number is invalid.
         """
         self._waves.scale(_checked(n_engines), 0.0)
         self._tell(Notice(engines=n_engines))
@@ -178,16 +179,16 @@ class DPCoordinator(ProcessManager):
                 pass  # it has exited: the same
 
     def run_again(self, n_engines: int | None = None) -> None:
-        """Start it once more at the same addresses, where engines and front ends find it again; it has exited.
+        """Restart the exited process at the same addresses, where engines and front ends reconnect.
 
-        Blocks until its process is bound.
+        Blocks until the process is bound.
 
         Args:
-            n_engines: How many engines there are now; None: as many as before.
+            n_engines: The present number of engines; None: unchanged.
 
         Raises:
             EngineStartupError: As from the class.
-            RoleError: It still runs, or is closed.
+            RoleError: The process still runs, or the coordinator is closed.
         """
         if n_engines is not None:
             self._waves.scale(_checked(n_engines), 0.0)

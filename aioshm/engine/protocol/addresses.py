@@ -1,6 +1,6 @@
-"""Who takes part in the startup of engines, and the addresses they are told. No I/O.
+"""The participants of a startup, and the addresses that engines get. No I/O.
 
-The names and the fields are those of vLLM: what goes over the wire is these dataclasses as MessagePack maps.
+The names and the fields are those of vLLM: the wire has these dataclasses as MessagePack maps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class CoreEngineState(Enum):
-    """How far an engine's startup is, as its front end sees it."""
+    """The progress of an engine's startup, as seen by its front end."""
 
     NEW = auto()
     """Nothing was heard of it."""
@@ -37,12 +37,12 @@ class CoreEngineState(Enum):
 
 @dataclass(slots=True, eq=False)
 class CoreEngine:
-    """One engine: the one for one data-parallel rank.
+    """One engine, for one data-parallel rank.
 
     Attributes:
         index: Its rank.
         local: Whether it runs on the front end's host.
-        state: How far its startup is.
+        state: The progress of its startup.
     """
 
     index: int = 0
@@ -54,12 +54,12 @@ class CoreEngine:
 
     @property
     def identity(self) -> bytes:
-        """What the engine's sockets are called."""
+        """The ZeroMQ identity of the engine's sockets."""
         return identity(self.index)
 
 
 def identity(index: int) -> bytes:
-    """Return what the sockets of the engine with this rank are called: its rank as 2 bytes, little-endian."""
+    """Return the ZeroMQ identity of an engine's sockets: its rank as 2 bytes, little-endian."""
     if not isinstance(index, int) or isinstance(index, bool):
         raise TypeError(f"index must be an int, not {index!r}")
     if not 0 <= index <= MAX_INDEX:
@@ -69,13 +69,13 @@ def identity(index: int) -> bytes:
 
 @dataclass(slots=True)
 class EngineZmqAddresses:
-    """Where an engine's sockets connect to.
+    """The addresses that an engine's sockets connect to.
 
-    May be changed until the first engine says HELLO: a port that the kernel chooses is known only once it is bound.
+    May change until the first engine says HELLO: a port of the kernel's choice is known only once it is bound.
 
     Attributes:
-        inputs: For each client in the front end, where requests come from.
-        outputs: For each client in the front end, where outputs go to.
+        inputs: For each client, the source of requests.
+        outputs: For each client, the destination of outputs.
         coordinator_input: Where the coordinator publishes to engines, if there is one.
         coordinator_output: Where engines report to the coordinator, if there is one.
         frontend_stats_publish_address: Where front ends subscribe to the coordinator's counts; engines only pass it on.
@@ -90,11 +90,11 @@ class EngineZmqAddresses:
 
 @dataclass(slots=True)
 class EngineHandshakeMetadata:
-    """What a front end tells an engine that has said HELLO.
+    """The front end's answer to HELLO.
 
     Attributes:
-        addresses: Where to connect to.
-        parallel_config: What the engine is to change in its own parallel configuration, by name.
+        addresses: The addresses to connect to.
+        parallel_config: Changes to the engine's parallel configuration, by name.
     """
 
     addresses: EngineZmqAddresses
@@ -102,7 +102,7 @@ class EngineHandshakeMetadata:
 
 
 class ConstantList(Sequence[T_co], Generic[T_co]):
-    """A list that cannot be changed through this view; what its owner changes is seen at once.
+    """A list that cannot be changed through this view; changes by its owner are visible immediately.
 
     Args:
         items: The list itself, not a copy.
@@ -149,7 +149,7 @@ class ConstantList(Sequence[T_co], Generic[T_co]):
 
 
 def parallel_settings(config: object) -> dict[str, Any]:
-    """Return what of a parallel configuration engines are told: a mapping as it is, of an object vLLM's names."""
+    """Return the parallel configuration for engines: a mapping as it is, of an object vLLM's names."""
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -158,7 +158,7 @@ def parallel_settings(config: object) -> dict[str, Any]:
 
 
 def balanced_outside(config: object) -> bool:
-    """Return whether a parallel configuration says that hybrid or external load balancing is on."""
+    """Return whether a parallel configuration enables hybrid or external load balancing."""
     names = ("data_parallel_hybrid_lb", "data_parallel_external_lb")
     if isinstance(config, Mapping):
         return any(config.get(name) for name in names)

@@ -1,4 +1,4 @@
-"""Which engine gets the next request. No I/O."""
+"""Chooses the engine for the next request. No I/O."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _USAGE_STEPS = 10
 
 
 class LoadBalancer:
-    """Sends each request to the engine with the least to do; the next one in turn among equals.
+    """Sends each request to the least busy engine, in turn among equals.
 
-    What an engine has to do is what the coordinator publishes, a tenth of a second late, plus what this client has sent
-    since. It is at least what this client has in flight there, which nothing published can contradict. Among engines
-    with as much to do, the one whose KV cache is emptier, by tenths, is chosen: finer differences would send the
-    requests of all clients to one engine until the next publication.
+    The load of an engine is the coordinator's publication, a tenth of a second late, plus the requests of this client
+    since then. It is at least the number of this client's requests in flight. Among engines of equal load, the one with
+    the emptier KV cache, by tenths, is chosen: finer steps would send the requests of all clients to one engine until
+    the next publication.
     """
 
     def __init__(self, n_engines: int, first: int = 0, n_clients: int = 1) -> None:
@@ -33,7 +33,7 @@ class LoadBalancer:
         self._turn = first % n_engines
 
     def choose(self, among: Sequence[int] | None = None) -> int:
-        """Return the position of the engine that gets the next request; say `sent` once it has got it."""
+        """Return the position of the engine for the next request; call `sent` afterwards."""
         loads, usage, turn, n_clients = self.in_flight, self._usage, self._turn, self._n_clients
         published = self._published
         if published is None:
@@ -52,24 +52,24 @@ class LoadBalancer:
         self._turn = (position + 1) % len(self.in_flight)
 
     def done(self, position: int) -> None:
-        """Note that a request has come to an end there."""
+        """Note that a request has ended there."""
         self.in_flight[position] -= 1
 
     def leave_out(self, position: int) -> None:
-        """Let an engine get no more requests. Idempotent."""
+        """Stop choosing an engine. Idempotent."""
         if position in self.choices:
             self.choices.remove(position)
 
     def take_in(self, position: int) -> None:
-        """Let an engine get requests, again or for the first time. Idempotent."""
+        """Choose an engine from now on. Idempotent."""
         if position not in self.choices:
             self.choices.append(position)
             self.choices.sort()
 
     def resize(self, n_engines: int) -> None:
-        """Have more engines, who get requests once they are taken in, or fewer: the last ones go.
+        """Add engines, which `take_in` admits, or remove the last ones.
 
-        Published loads are forgotten until the next publication.
+        Published loads are void until the next publication.
         """
         more = n_engines - len(self.in_flight)
         self.in_flight = self.in_flight[:n_engines] + [0] * more
@@ -78,9 +78,9 @@ class LoadBalancer:
         self._turn %= n_engines
 
     def update(self, counts: Sequence[Sequence[float]]) -> None:
-        """Take what was published: for each engine how many requests wait, how many run, and the use of its KV cache.
+        """Apply a publication: for each engine its waiting and running requests, and the usage of its KV cache.
 
-        The last may be missing, as in what coordinators of older releases of vLLM publish.
+        The usage is missing in publications of older releases of vLLM.
         """
         loads: list[float] = []
         usages: list[int] = []

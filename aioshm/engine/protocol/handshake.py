@@ -49,7 +49,7 @@ _SHOWN_CHARACTERS = 200
 
 
 class _FromEngine(msgspec.Struct):
-    """What is checked of a message from an engine; what it does not name is kept unchecked."""
+    """The checked fields of a message from an engine; other fields are kept unchecked."""
 
     status: Literal["HELLO", "READY"]
     local: bool
@@ -68,24 +68,23 @@ _map_decoder: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(
 class FrontEndHandshake:
     """The front end's side, for all of its engines.
 
-    A refused message changes nothing: it is for the caller to go on or to give up.
+    A refused message changes nothing: the caller decides whether to continue.
 
     Args:
-        engines: Those that are expected; their states are kept up to date.
-        addresses: What engines are told; as it is at their HELLO.
-        parallel_config: The parallel configuration that engines are told: a mapping, or an object that has vLLM's
-            attributes.
-        config_hash: What engines that say a ``parallel_config_hash`` must say; None: the same as each other.
-        remote_headless: Whether engines on other hosts must be headless (or must not); None: they must unless
-            ``parallel_config`` says that hybrid or external load balancing is on.
+        engines: The expected engines; their states are kept up to date.
+        addresses: The addresses for engines, as of their HELLO.
+        parallel_config: The parallel configuration for engines: a mapping, or an object with vLLM's attributes.
+        config_hash: The hash that engines must report, if they report one; None: all report the same.
+        remote_headless: Whether engines on other hosts must be headless (or must not); None: they must, unless
+            ``parallel_config`` enables hybrid or external load balancing.
 
     Attributes:
         engines: The engines, by rank.
-        hello: What each has said in its HELLO, by rank.
-        ready: What each has said in its READY, by rank.
+        hello: The HELLO of each engine, by rank.
+        ready: The READY of each engine, by rank.
 
     Raises:
-        TypeError: ``parallel_config`` or ``addresses`` hold what MessagePack cannot say.
+        TypeError: MessagePack cannot encode ``parallel_config`` or ``addresses``.
         ValueError: Two engines have one rank.
     """
 
@@ -126,18 +125,18 @@ class FrontEndHandshake:
 
     @property
     def num_gpu_blocks(self) -> int | None:
-        """What the ready engines have in all; None if none of them says."""
+        """The total of the ready engines; None if no engine reports a number."""
         said = [ready["num_gpu_blocks"] for ready in self.ready.values() if ready.get("num_gpu_blocks") is not None]
         return sum(said) if said else None
 
     @property
     def parallel_config_hash(self) -> Any:
-        """What the engines agree on; None if none of them says."""
+        """The common hash of the engines; None if no engine reports one."""
         return self._first("parallel_config_hash")
 
     @property
     def stats_address(self) -> str | None:
-        """Where the coordinator's counts are published, if an engine passes that on."""
+        """Where the coordinator publishes its counts, if an engine passes that on."""
         address: str | None = self._first("dp_stats_address")
         return address
 
@@ -150,14 +149,14 @@ class FrontEndHandshake:
         return StartupReport(engines, self.num_gpu_blocks or 0, self.parallel_config_hash, self.stats_address)
 
     def receive(self, identity: bytes, frames: Sequence[bytes]) -> list[bytes] | None:
-        """Take a message; return the frames to send in reply, the identity first.
+        """Handle a message; return the frames to send in reply, the identity first.
 
-        A message that the same process repeats leaves the engine's state as it is; a repeated HELLO gets
-        the same reply.
+        A message that the same process repeats leaves the engine's state as it is; a repeated HELLO gets the same
+        reply.
 
         Args:
-            identity: Of the sender's socket.
-            frames: What follows the identity.
+            identity: The identity of the sender's socket.
+            frames: The frames behind the identity.
 
         Raises:
             HandshakeError: The message is refused.
@@ -206,16 +205,16 @@ class FrontEndHandshake:
         return None
 
     def allow_restarts(self) -> None:
-        """Keep what an engine that is ready says once more, from now on: it may be its successor's, see `expect`."""
+        """Keep further messages of ready engines from now on: they may be a replacement's, see `expect`."""
         self._restarts = True
 
     def expect(self, index: int) -> Sequence[bytes] | None:
-        """Let an engine shake hands: its predecessor is dead. Return what it has said already, to be taken."""
+        """Admit the replacement of a dead engine; return its first message, if that has come already."""
         self.forget(index)
         return self._early.pop(index, None)
 
     def forget(self, index: int) -> None:
-        """Take back what an engine has said: its sender has left, and another one may come."""
+        """Reset an engine to NEW: its sender has left, and another may come."""
         for each in (self.hello, self.ready, self._processes, self._inits):
             each.pop(index, None)
         self.engines[index].state = CoreEngineState.NEW
@@ -224,7 +223,7 @@ class FrontEndHandshake:
         """Expect one more engine.
 
         Raises:
-            ValueError: There is one of this rank.
+            ValueError: The rank is taken.
         """
         if engine.index in self.engines:
             raise ValueError(f"engines must have a rank each, and two have {engine.index}")
@@ -313,16 +312,16 @@ class EngineHandshake:
     Args:
         index: Its rank.
         local: Whether it runs on the front end's host.
-        headless: Whether there is no front end beside it.
-        named: Whether all messages name this process, not only repeated ones: to front ends that are
-            aioshm's for certain.
+        headless: Whether its host has no front end.
+        named: Whether all messages name this process, not only repeated ones: for front ends that are certainly
+            aioshm's.
 
     Attributes:
-        identity: What its socket must be called.
-        state: How far it is: NEW until INIT has come, READY once that is said.
-        metadata: What INIT says.
-        init: The same as it came, with the fields that are not known here.
-        again: The last message as it is sent again, over a new connection.
+        identity: The ZeroMQ identity for its socket.
+        state: Its progress: NEW until INIT has come, READY once READY is sent.
+        metadata: The decoded INIT.
+        init: INIT as received, with unknown fields.
+        again: The last message in the form for a repetition over a new connection.
     """
 
     def __init__(self, index: int, *, local: bool = True, headless: bool = False, named: bool = False) -> None:
@@ -337,10 +336,10 @@ class EngineHandshake:
         self.again: bytes = b""
 
     def hello(self) -> bytes:
-        """Return what to send first.
+        """Return the first message.
 
         Raises:
-            HandshakeError: It was sent.
+            HandshakeError: It was sent before.
         """
         if self._greeted:
             raise _refused(self._index, self.state, "HELLO once more", "INIT from the front end")
@@ -348,7 +347,7 @@ class EngineHandshake:
         return self._message("HELLO", {})
 
     def receive(self, frames: Sequence[bytes]) -> EngineHandshakeMetadata:
-        """Take what the front end sends.
+        """Handle a message of the front end.
 
         Raises:
             HandshakeError: It is no INIT, or comes at the wrong moment.
@@ -370,15 +369,15 @@ class EngineHandshake:
         return metadata
 
     def ready(self, fields: Mapping[str, Any] | None = None) -> bytes:
-        """Return what to send once the engine is initialised.
+        """Return the message for the end of the initialisation.
 
         Args:
-            fields: What else the front end is told, such as ``num_gpu_blocks``.
+            fields: More fields for the front end, such as ``num_gpu_blocks``.
 
         Raises:
-            HandshakeError: INIT has not come, or this was sent.
-            TypeError: MessagePack cannot say these fields.
-            ValueError: They would hide the message's own, or are too many.
+            HandshakeError: INIT has not come, or READY was sent before.
+            TypeError: MessagePack cannot encode these fields.
+            ValueError: They have the names of the message's own fields, or are too large.
         """
         if self.state is not CoreEngineState.CONNECTED:
             expected = "INIT from the front end first" if self.state is CoreEngineState.NEW else "nothing more"

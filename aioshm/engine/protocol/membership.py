@@ -1,4 +1,4 @@
-"""What front ends in several processes are told of the engines, and what they say to that. No I/O."""
+"""The published membership of engines, and the progress of front ends in other processes. No I/O."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Membership(msgspec.Struct, array_like=True, frozen=True):
-    """The engines: each message is about all of them, so that none depends on the ones before."""
+    """The present engines; each message is complete, and independent of earlier ones."""
 
     version: int  # grows with each change
     engines: dict[_Rank, int]  # the first incarnations whose keys are not void, by rank
@@ -43,7 +43,7 @@ class Membership(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):
-    """What a front end says: first of all, and whenever it is something else."""
+    """The progress of a front end, sent first of all and after every change."""
 
     version: int = 0  # the membership that it goes by; 0: none yet
     missing: list[_Rank] = []  # the ranks of engines that have not registered with it
@@ -56,10 +56,10 @@ encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def decode_membership(frames: list[bytes]) -> Membership:
-    """Return what front ends are told."""
+    """Decode a membership."""
     return decode_single(_membership, frames, MAX_MEMBERSHIP_BYTES)
 
 
 def decode_progress(frames: list[bytes]) -> Progress:
-    """Return what a front end says."""
+    """Decode the progress of a front end."""
     return decode_single(_progress, frames, MAX_MEMBERSHIP_BYTES)

@@ -60,9 +60,9 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     """The answer to a call.
 
     Attributes:
-        call_id: Of the call.
-        failure_message: Why it failed; None if it did not.
-        result: What the method returned, and before it what vLLM says about its type, which is not used here.
+        call_id: The id of the call.
+        failure_message: Why the call failed; None after a success.
+        result: vLLM's type information, unused here, and the result of the method.
     """
 
     call_id: int
@@ -71,7 +71,7 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class SchedulerStats(msgspec.Struct):
-    """How much an engine has to do: those of vLLM's statistics that requests are distributed by."""
+    """The load of an engine: the fields of vLLM's statistics that load balancing needs."""
 
     num_running_reqs: _Number = 0
     num_waiting_reqs: _Number = 0
@@ -81,17 +81,17 @@ class SchedulerStats(msgspec.Struct):
 
 
 class EngineCoreOutputs(msgspec.Struct, Generic[Output], array_like=True, omit_defaults=True, gc=False):
-    """The envelope of what an engine sends.
+    """The envelope of an engine's messages.
 
     Attributes:
         engine_index: The engine's rank.
-        outputs: Of requests.
-        scheduler_stats: Decoded by its reader.
+        outputs: The outputs of requests.
+        scheduler_stats: Decoded by the reader.
         timestamp: When it was sent, by the engine's monotonic clock.
         utility_output: The answer to a call.
-        finished_requests: The ids of requests that have come to an end.
-        wave_complete: The wave that has, to the coordinator.
-        start_wave: The wave that the engine starts, to the coordinator.
+        finished_requests: The ids of finished requests.
+        wave_complete: The finished wave, for the coordinator.
+        start_wave: The wave that the engine starts, for the coordinator.
     """
 
     engine_index: int = 0
@@ -115,14 +115,14 @@ class MarkedOutputs(EngineCoreOutputs[Output], Generic[Output], array_like=True,
 
 
 class StartWave(NamedTuple):
-    """What the coordinator tells engines: to run, except for the one that runs already."""
+    """The coordinator's order to engines to run, except for the engine that runs already."""
 
     wave: _Number
     exclude: int | None
 
 
 def decode_single(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes], max_bytes: int) -> T:
-    """Decode a message of one frame; a `ValueError` says what is wrong with it."""
+    """Decode a message of one frame; a `ValueError` describes an invalid one."""
     if len(frames) != 1:
         raise ValueError(f"a message of {len(frames)} payload frames")
     if len(frames[0]) > max_bytes:
@@ -134,7 +134,7 @@ def decode_single(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes], 
 
 
 def request_id_of(payload: Any, what: str = "output") -> str:
-    """Return the id of a request, or of what an output belongs to: an attribute, a key, or the first of an array."""
+    """Return the request id of a request or an output: an attribute, a key, or the first item of an array."""
     kind = type(payload)
     if kind is dict:
         found = payload.get("request_id")
@@ -148,7 +148,7 @@ def request_id_of(payload: Any, what: str = "output") -> str:
 
 
 def mark(frames: list[Frame], generation: int) -> list[Frame]:
-    """Return the frames of a request with its generation behind them."""
+    """Return the frames of a request with its generation appended."""
     return [*frames, _MARK + generation.to_bytes(8, "little")]
 
 
@@ -161,7 +161,7 @@ def pop_mark(frames: list[Frame]) -> int:
 
 
 def is_finished(output: Any) -> bool:
-    """Tell whether an output is its request's last one: it has a ``finish_reason``, or says that it is ``finished``."""
+    """Return whether an output is its request's last: it has a ``finish_reason``, or is ``finished``."""
     kind = type(output)
     if kind is dict:
         return output.get("finish_reason") is not None or bool(output.get("finished"))
@@ -171,12 +171,12 @@ def is_finished(output: Any) -> bool:
 
 
 def error_output(request_id: str, message: str) -> dict[str, str]:
-    """Return the last output of a request that has failed, as an engine sends it that has no other form for it."""
+    """Return the last output of a failed request, for engines without a form of their own."""
     return {"request_id": request_id, "finish_reason": "error", "error": message}
 
 
 class Failure(NamedTuple):
-    """An output that cannot be read as what it should be."""
+    """An output that cannot be decoded as its type."""
 
     request_id: str  # whose output it is
     text: str  # why, for people; what the engine says, if it says that the request has failed
@@ -184,7 +184,7 @@ class Failure(NamedTuple):
     generation: int | None = None  # the generation of its request; None if the engine sends none
 
     def raising(self, engine: int) -> Callable[[], RequestFailed]:
-        """Return what makes the error that says so."""
+        """Return the factory of the error."""
         return lambda: RequestFailed(self.text, engine=engine, request_id=self.request_id)
 
 
@@ -201,7 +201,7 @@ class EnvelopeDecoder:
         self.decode: Callable[[Sequence[Frame]], Any] = self._outputs.decode
 
     def salvage(self, frames: list[Frame]) -> tuple[MarkedOutputs[Any], list[Failure]]:
-        """Return an envelope with those of its outputs that can be read, and what is wrong with the others."""
+        """Return an envelope with its readable outputs, and the failures of the others."""
         envelope = self._raw.decode(frames)
         parts = list(frames)
         readable: list[Any] = []

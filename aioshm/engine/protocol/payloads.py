@@ -1,8 +1,8 @@
-"""What requests, outputs and calls consist of: MessagePack, with arrays and tensors beside it, as in vLLM. No I/O.
+"""The encoding of requests, outputs and calls: MessagePack, with arrays and tensors beside it, as in vLLM. No I/O.
 
-An array is ``[dtype, shape, memory]``: the memory is an extension of type 3 where it is small, else the number of the
-message's frame that has it; frame 0 is the MessagePack itself. The dtype of a NumPy array is its ``dtype.str``
-(``"<f4"``), that of a tensor torch's name for it (``"bfloat16"``), which is how the two are told apart.
+An array is ``[dtype, shape, memory]``. Small memory is an extension of type 3; other memory is the number of the frame
+that has it. Frame 0 is the MessagePack itself. The dtype of a NumPy array is its ``dtype.str`` (``"<f4"``), the dtype
+of a tensor torch's name for it (``"bfloat16"``), which distinguishes the two.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PayloadEncoder:
         return frames
 
     def _stand_in(self, obj: Any) -> Any:
-        """Turn what msgspec does not know into what it does."""
+        """Convert objects that msgspec does not know."""
         if is_loaded("numpy"):
             import numpy as np
 
@@ -104,10 +104,10 @@ class _Raw:
 
 
 class PayloadDecoder:
-    """Decodes payloads; for one thread. What it returns is the caller's own, arrays are writable.
+    """Decodes payloads; for one thread. The caller owns the result, and arrays are writable.
 
-    Arrays are found where the type says ``np.ndarray`` or ``torch.Tensor``, and in plain data, also in structs' fields
-    of no type, wherever a list is one by its form and the size of its memory.
+    Arrays are found where the type says ``np.ndarray`` or ``torch.Tensor``. In plain data, also in untyped fields of
+    structs, a list is an array if its form and the size of its memory fit.
     """
 
     def __init__(self, type: Any = None) -> None:  # noqa: A002  # the name that msgspec gives it
@@ -135,7 +135,7 @@ class PayloadDecoder:
             self._frames = ()
 
     def _revived(self, payload: Any) -> Any:
-        """Return plain data with its arrays rebuilt, in place where it can be changed."""
+        """Return plain data with its arrays rebuilt, in place where possible."""
         kind = type(payload)
         if kind is list:
             if _looks_like_array(payload):
@@ -175,7 +175,7 @@ class PayloadDecoder:
         return found
 
     def _array(self, dtype: str, shape: list[int], where: _Raw | int) -> Any:
-        """Return the array; None if this is none."""
+        """Return the array; None if the list is no array."""
         if isinstance(where, _Raw):
             memory: Any = bytearray(where.memory)
         elif 0 < where < len(self._frames):
@@ -195,7 +195,7 @@ class PayloadDecoder:
 
 
 def check_stranger(frames: Sequence[Frame]) -> None:
-    """Make sure that a payload has few frames, and its MessagePack not very many objects, without decoding it."""
+    """Raise if a payload has many frames, or its MessagePack many objects, without decoding it."""
     if len(frames) > MAX_STRANGE_FRAMES:
         raise CodecError(f"a message of more than {MAX_STRANGE_FRAMES} frames, from a peer without keys")
     main = frames[0]  # each object takes a byte at least

@@ -1,4 +1,4 @@
-"""How far a startup is, how it ended, and how that is said. No I/O."""
+"""The progress and the result of a startup, and their texts. No I/O."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Waiting:
 
     Attributes:
         index: Its rank.
-        state: How far it is.
-        seconds: For how long it has been no further.
+        state: Its progress.
+        seconds: The time since its last progress.
         pid: Its process id, where known.
     """
 
@@ -41,14 +41,14 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class StartupProgress:
-    """How far a startup is; as a string, one line for people.
+    """The progress of a startup; as a string, one line for people.
 
     Attributes:
-        total: How many engines there are.
+        total: The number of engines.
         connected: How many have said HELLO, the ready ones included.
         ready: How many have said READY.
-        waiting: Those that have not.
-        moved: The rank of the engine that has just come further; None if this is only a reminder.
+        waiting: The engines that are not ready.
+        moved: The rank of the engine that has just advanced; None for a reminder.
     """
 
     total: int
@@ -68,7 +68,7 @@ class StartupProgress:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What one engine has said.
+    """The messages of one engine.
 
     Attributes:
         index: Its rank.
@@ -85,13 +85,13 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class StartupReport:
-    """What the engines have said.
+    """The messages of all engines.
 
     Attributes:
-        engines: What each has said, by rank.
-        num_gpu_blocks: What they have in all; 0 if none of them says.
-        parallel_config_hash: What they agree on; None if none of them says.
-        stats_address: Where the coordinator's counts are published, if an engine passes that on.
+        engines: The messages of each, by rank.
+        num_gpu_blocks: The total; 0 if no engine reports a number.
+        parallel_config_hash: The common hash; None if no engine reports one.
+        stats_address: Where the coordinator publishes its counts, if an engine passes that on.
     """
 
     engines: Mapping[int, EngineReport]
@@ -101,7 +101,7 @@ class StartupReport:
 
 
 def engine_index(name: str) -> int | None:
-    """Return the rank that the name of an engine's process ends in."""
+    """Return the rank at the end of an engine process's name."""
     found = re.search(r"[0-9]+$", name)
     return int(found[0]) if found else None
 

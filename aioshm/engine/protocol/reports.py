@@ -1,4 +1,4 @@
-"""What engines and front ends send to the coordinator, and it to them, in vLLM's MessagePack. No I/O."""
+"""The messages of engines and front ends to the coordinator, and back, in vLLM's MessagePack. No I/O."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """What an engine sends: the envelope that is `EngineCoreOutputs` elsewhere, as far as the coordinator takes it."""
+    """An engine's message: the envelope `EngineCoreOutputs`, as far as the coordinator reads it."""
 
     engine_index: _Index = 0
     outputs: msgspec.Raw = msgspec.Raw(_NO_OUTPUTS)
@@ -39,14 +39,14 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Wake(msgspec.Struct, array_like=True, frozen=True):
-    """What a front end of older releases sends when engines are paused: who gets its request, and its wave."""
+    """The message of older front ends while engines are paused: the receiver of the request, and its wave."""
 
     exclude: _Index | None
     wave: _Number
 
 
 class Notice(msgspec.Struct, array_like=True, frozen=True):
-    """What the process that starts engines tells the coordinator, which is its child."""
+    """A message of the launching process to the coordinator, its child."""
 
     engines: int | None = None  # how many engines there are now; None: as many as before
     dead: int | None = None  # the rank of an engine that has died
@@ -60,7 +60,7 @@ encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode  # a `Notic
 
 
 def decode_report(frames: list[bytes]) -> Report:
-    """Return what an engine has sent."""
+    """Decode an engine's message."""
     report = decode_single(_report, frames, MAX_REPORT_BYTES)
     if bytes(report.outputs) != _NO_OUTPUTS or bytes(report.utility_output) != _NIL:
         raise ValueError(f"engine {report.engine_index} has sent outputs, which are for front ends")
@@ -70,7 +70,7 @@ def decode_report(frames: list[bytes]) -> Report:
 
 
 def decode_from_front_end(frames: list[bytes]) -> Wake | int:
-    """Return what a front end has sent: a new number of engines, or that engines are to be woken."""
+    """Decode a front end's message: a new number of engines, or an order to wake engines."""
     what, number = decode_single(_front_end, frames, MAX_REPORT_BYTES)
     if what != SCALE:
         try:
@@ -83,10 +83,10 @@ def decode_from_front_end(frames: list[bytes]) -> Wake | int:
 
 
 def encode_scale(n_engines: int) -> bytes:
-    """Return what a front end sends when there are more engines now, or fewer."""
+    """Encode a front end's message about a new number of engines."""
     return encode((SCALE, n_engines))
 
 
 def encode_start(start: StartWave) -> list[bytes]:
-    """Return what engines are sent."""
+    """Encode the order to engines."""
     return [EngineCoreRequestType.START_DP_WAVE.value, encode(start)]

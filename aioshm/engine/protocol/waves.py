@@ -1,11 +1,11 @@
-"""What the coordinator of data-parallel engines knows, and when it tells whom. No I/O.
+"""The coordinator's knowledge of data-parallel engines, and when it sends messages. No I/O.
 
-Engines that work in lockstep are running together or paused together; what lies between two pauses is a wave, and waves
-are numbered from 0 on. The engine of rank 0 says when a wave is complete. An engine that gets a request while all are
-paused says that it starts one, and the others have to be woken.
+Engines in lockstep are running together or paused together. A wave lies between two pauses; waves are numbered from 0
+on. The engine of rank 0 reports the end of a wave. An engine that gets a request while all are paused reports that it
+starts a wave, and the coordinator wakes the others.
 
-Messages overtake each other: they come from several engines. So whatever is about a wave before the current one is
-stale, and changes nothing.
+Messages of several engines overtake each other. So a message about a wave before the current one is stale, and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Counts: TypeAlias = "list[int | float]"
 
 
 class Published(NamedTuple):
-    """What front ends are told."""
+    """A publication to front ends."""
 
     counts: list[Counts] | None
     wave: int  # the current wave, or the next one while engines are paused
@@ -56,13 +56,13 @@ class Waves:
 
     @property
     def n_engines(self) -> int:
-        """How many engines there are."""
+        """The number of engines."""
         return len(self._loads)
 
     # Engines come and go
 
     def subscribe(self, engine: int | None = None) -> bool:
-        """Note that one more engine has subscribed; return whether engines are to be told READY."""
+        """Note one more subscription of an engine; return whether to send READY to engines."""
         self.subscribed += 1
         if engine is not None:
             self._known.add(engine)
@@ -75,14 +75,14 @@ class Waves:
         self.subscribed = max(0, self.subscribed - 1)
 
     def scale(self, n_engines: int, now: float) -> None:
-        """Have more engines, or fewer: the ones with the lowest ranks."""
+        """Change the number of engines: the lowest ranks stay."""
         self._most = max(self._most, n_engines)
         self._loads = self._loads[:n_engines] + [SchedulerStats()] * (n_engines - len(self._loads))
         self._of_last_step = None
         self._change(now)
 
     def forget(self, index: int, now: float) -> None:
-        """Note that an engine has died: whatever it had to do is no more."""
+        """Note the death of an engine: its load is void."""
         if index < len(self._loads):
             self._loads[index] = SchedulerStats()
             if self._of_last_step is not None:
@@ -92,10 +92,10 @@ class Waves:
     # What engines report
 
     def load(self, index: int, load: SchedulerStats, now: float) -> None:
-        """Note what an engine has to do.
+        """Note the load of an engine.
 
-        Engines in lockstep report within moments of each other. So that front ends do not compare one engine's step
-        with another one's next, what is published then is what all had reported when a new step began.
+        Engines in lockstep report within moments of each other. Front ends must not compare one engine's step with the
+        next step of another. So a publication has the loads from before the newest step.
         """
         self._check(index)
         self._check_wave(index, load.current_wave)
@@ -111,7 +111,7 @@ class Waves:
         self._change(now)
 
     def complete(self, index: int, wave: int) -> bool:
-        """Note that an engine says that a wave is complete."""
+        """Note an engine's report that a wave is complete."""
         self._check(index)
         self._check_wave(index, wave)
         if not self._lockstep or wave < self.wave:
@@ -120,7 +120,7 @@ class Waves:
         return True
 
     def start(self, index: int, wave: int) -> StartWave | None:
-        """Note that an engine starts a wave."""
+        """Note an engine's report that it starts a wave."""
         self._check(index)
         self._check_wave(index, wave)
         if not self._lockstep or wave < self.wave or (wave == self.wave and self.running):
@@ -129,7 +129,7 @@ class Waves:
         return StartWave(wave, index)
 
     def wake(self, exclude: int | None, wave: int) -> StartWave | None:
-        """Note that a front end has sent a request to paused engines, as those of older releases say."""
+        """Note that an older front end has sent a request to paused engines."""
         if not self._lockstep or self.running:
             return None
         self.running = True
@@ -148,11 +148,11 @@ class Waves:
     # What front ends are told
 
     def greet(self, now: float) -> None:
-        """Note that there is a new front end, which knows nothing yet."""
+        """Note a new front end, which knows nothing yet."""
         self._change(now)
 
     def due(self) -> float:
-        """Return when `publish` is to be called next; that may be past."""
+        """Return the time of the next `publish`; may be past."""
         if self._published_at is None:
             return 0.0
         if self._changed_at is None:
@@ -164,7 +164,7 @@ class Waves:
         return due
 
     def publish(self, now: float) -> Published:
-        """Return what front ends are to be told now."""
+        """Return the publication that is due now."""
         self._published_at = now
         if self._of_last_step is not None:
             loads, self._of_last_step = self._of_last_step, None
@@ -174,7 +174,7 @@ class Waves:
         return self.state()._replace(counts=[self._counts(load) for load in loads])
 
     def state(self) -> Published:
-        """Return what front ends are told at once when a wave starts or is complete."""
+        """Return the publication for the start or the end of a wave."""
         return Published(None, self.wave, self.running)
 
     def _counts(self, load: SchedulerStats) -> Counts:
@@ -189,7 +189,7 @@ class Waves:
 
 
 class Lockstep:
-    """What an engine that works in lockstep with others knows of their waves."""
+    """The waves as seen by an engine in lockstep."""
 
     def __init__(self, index: int) -> None:
         self.wave: int = 0  # the current wave, or the next one while engines are paused
@@ -198,7 +198,7 @@ class Lockstep:
         self._index = index
 
     def add(self, request_wave: int) -> int | None:
-        """Note a request, and the wave that its front end believed in."""
+        """Note a request, and its front end's idea of the wave; return the wave to start."""
         self.wave = max(self.wave, request_wave)
         if self.running:
             return None
@@ -206,13 +206,13 @@ class Lockstep:
         return self.wave
 
     def start(self, start: StartWave) -> None:
-        """Take what the coordinator says: another engine has started a wave. A wave that is over is not started."""
+        """Handle the coordinator's order: another engine has started a wave. A finished wave is not started."""
         if start.exclude != self._index and start.wave >= self.wave:
             self.wave = start.wave
             self.running = True
 
     def stepped(self, unfinished: bool) -> int | None:
-        """Note a step, and whether any engine has work after it."""
+        """Note a step, and whether any engine has work left; return the finished wave at rank 0."""
         self.step += 1
         if unfinished:
             return None

@@ -1,4 +1,4 @@
-"""An engine as a Ray actor: what runs on its node, and what is known of it here."""
+"""An engine as a Ray actor: the code on its node, and its state here."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class EngineCoreActor:
-    """What runs on a node."""
+    """The actor on a node."""
 
     def where(self) -> tuple[str, int]:
-        """Return the address of its node, and its process id."""
+        """Return the address of the node, and the process id."""
         return require_ray().util.get_node_ip_address(), os.getpid()
 
     def run(
         self, target: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], keys: AnyKeys | None = None
     ) -> int:
-        """Run an engine, which has these keys; return its exit code."""
+        """Run an engine with these keys; return its exit code."""
         vars(multiprocessing.current_process()).update(as_attributes(keys))
         try:
             target(*args, **kwargs)
@@ -40,7 +40,7 @@ class EngineCoreActor:
 
 
 class EngineActor:
-    """An engine's actor, as its manager knows it."""
+    """The state of an engine's actor in the launching process."""
 
     def __init__(self, rank: int, local: bool, handle: Any) -> None:
         self.rank = rank
@@ -63,23 +63,23 @@ class EngineActor:
     def run(
         self, target: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], keys: AnyKeys | None
     ) -> None:
-        """Have it run an engine with these keys."""
+        """Run an engine with these keys."""
         self.run_ref = self.handle.run.remote(target, args, kwargs, keys)
         self.run_ref.future().add_done_callback(self._note)  # called by a thread of Ray's
 
     def kill(self) -> None:
-        """Kill its process."""
+        """Kill the process."""
         require_ray().kill(self.handle)
 
     def discard(self) -> None:
-        """Kill its process, and give its descriptors back."""
+        """Kill the process, and close its descriptors."""
         try:
             self.kill()
         finally:
             self.release()
 
     def await_process(self, timeout: float) -> None:
-        """Wait until its process runs, and note where."""
+        """Wait until the process runs, and note its address."""
         ray = require_ray()
         try:
             self.address, self.pid = ray.get(self.where_ref, timeout=max(0.0, timeout))
@@ -90,7 +90,7 @@ class EngineActor:
 
     @property
     def host(self) -> str:
-        """Its node's address: see `WatchedProcess`."""
+        """The address of its node: see `WatchedProcess`."""
         return self.address
 
     @property
@@ -100,12 +100,12 @@ class EngineActor:
 
     @property
     def exitcode(self) -> int | None:
-        """Its exit code, 1 if the engine raised; None while it runs, and if its process was killed or crashed."""
+        """The exit code, 1 if the engine raised; None while it runs, and after a kill or a crash."""
         return self._code
 
     @property
     def last_words(self) -> list[str]:
-        """What Ray says about why it failed."""
+        """Ray's report about its failure."""
         return _COLOUR.sub("", str(self._error)).splitlines() if self._error is not None else []
 
     def wait(self, deadline: float) -> bool:
@@ -113,7 +113,7 @@ class EngineActor:
         return self.run_ref is None or self._ended.wait(max(0.0, deadline - time.monotonic()))
 
     def release(self) -> None:
-        """Give its descriptors back; if Ray has not said that its run is over, it is taken to be. Idempotent."""
+        """Close its descriptors; its run counts as over. Idempotent."""
         self._ended.set()
         self._close_pipe()
         with self._lock:

@@ -1,4 +1,4 @@
-"""What is asked of Ray: its nodes, and room on them."""
+"""Queries Ray for nodes, and reserves room on them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def require_ray() -> Any:
 
 
 class RayConnection:
-    """This process' connection to Ray: made unless there is one, and ended by the last of those who share it."""
+    """This process's connection to Ray: created if missing, and closed by its last user."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,7 +37,7 @@ class RayConnection:
         self._ours = False
 
     def open(self, options: Mapping[str, Any]) -> None:
-        """Share the connection; without one, make it by ``ray.init(**options)``."""
+        """Use the connection; create it by ``ray.init(**options)`` if missing."""
         ray = require_ray()
         with self._lock:
             if not ray.is_initialized():
@@ -46,7 +46,7 @@ class RayConnection:
             self._users += 1
 
     def close(self) -> None:
-        """Share it no more."""
+        """Release the connection."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._ours:
@@ -58,7 +58,7 @@ connection: RayConnection = RayConnection()
 
 
 def nodes(device: str) -> list[Node]:
-    """Return the nodes that are alive, with what is free on each."""
+    """Return the living nodes, with their free resources."""
     ray = require_ray()
     available = importlib.import_module("ray._private.state").available_resources_per_node()
     head = ray.get_runtime_context().get_node_id()
@@ -78,20 +78,20 @@ def nodes(device: str) -> list[Node]:
 def create_dp_placement_groups(
     engine_count: int, local_engine_count: int, needs: EngineNeeds | None = None, *, timeout: float
 ) -> tuple[list[Any], list[int]]:
-    """Reserve room for engines: the local ones on the node of this process, the others packed on the other nodes.
+    """Reserve room for engines: local ones on the node of this process, the others packed on the other nodes.
 
     Args:
-        engine_count: How many engines there are.
-        local_engine_count: How many of these, the first ones, are local.
-        needs: What each takes.
-        timeout: Seconds until Ray must have reserved it.
+        engine_count: The number of engines.
+        local_engine_count: How many of them are local, the first ones.
+        needs: The needs of each.
+        timeout: Seconds until Ray must have reserved the room.
 
     Returns:
-        For each engine its placement group, named ``dp_rank_0`` and so on, and which of its node's engines it is.
+        The placement group of each engine, named ``dp_rank_0`` and so on, and its rank on its node.
 
     Raises:
         EngineStartupError: The cluster is too small, or Ray has not reserved the room in time.
-        TypeError, ValueError: An argument makes no sense.
+        TypeError, ValueError: An argument is invalid.
     """
     needs = needs or EngineNeeds()
     places = _place(engine_count, local_engine_count, needs)
@@ -117,7 +117,7 @@ def _group_on(node_id: str, rank: int, needs: EngineNeeds) -> Any:
 
 
 def group_where_there_is_room(rank: int, local: bool, needs: EngineNeeds) -> Any:
-    """Reserve room for one engine, on the node of this process if it is local, else on another one if any has room."""
+    """Reserve room for one engine: local on this node, else on another node if any has room."""
     found = nodes(needs.device)
     try:
         place = place_engines(found, 1, int(local), needs)[0]
@@ -134,7 +134,7 @@ def group_where_there_is_room(rank: int, local: bool, needs: EngineNeeds) -> Any
 
 
 def trouble_of(group: Any) -> str:
-    """Return why nothing can be started in a placement group now, or an empty string."""
+    """Return why nothing can start in a placement group now, or ""."""
     table = importlib.import_module("ray.util").placement_group_table(group)
     state = table.get("state")
     if state in (None, "REMOVED"):
@@ -173,7 +173,7 @@ def nodes_of(groups: Sequence[Any]) -> list[str]:
 
 
 def remove_groups(groups: Iterable[Any], wait: bool = True) -> None:
-    """Give back what was reserved; blocks until it is free, unless told not to wait."""
+    """Remove placement groups; blocks until their room is free, unless told not to wait."""
     util = importlib.import_module("ray.util")
     groups = list(groups)
     for group in groups:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, Closing, warn_not_closed
@@ -33,6 +33,15 @@ START_TIMEOUT_S = 300.0
 _log = logging.getLogger("aioshm.engine")
 
 
+class _Target(NamedTuple):
+    """The function that each actor runs, with its arguments, and the keys of the deployment."""
+
+    function: Callable[..., object]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    keys: EngineKeys | None
+
+
 class CoreEngineActorManager(Closing, AsyncClosing):
     """Engines as Ray actors, on this host and on others; a context manager of either kind.
 
@@ -40,39 +49,39 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             report = await wait_for_engine_startup(handshake_address, addresses, engines, None, proc_manager=manager)
 
     Each runs ``target_fn(*args, **kwargs, dp_rank=rank, local_dp_rank=rank on its node, local_client=whether local)``,
-    in the main thread of its process. The package must be installed on every node. What an engine starts by means of
-    Ray is in its placement group; other processes that it starts have to call `die_with_parent`.
+    in the main thread of its process. Every node needs the package. Processes that an engine starts by means of Ray are
+    in its placement group; other child processes have to call `die_with_parent`.
 
-    Making one blocks until every actor's process runs; `start` does not. Without a connection to Ray it makes one,
-    which ends when it is closed. Its actors exit when this process does, however that happens.
+    The constructor blocks until every actor's process runs; `start` does not. Without a connection to Ray the manager
+    creates one, and closes it at the end. The actors exit with this process, in whatever way it ends.
 
-    `start_engine` makes one again that has died, as an `EngineSupervisor` does with ``backend="ray"``: in its placement
-    group, or if the node has left the cluster in a new one: on another node that has room, else on that of the caller.
-    Placement groups that were given are moved by Ray itself, as soon as it has room for them.
+    `start_engine` recreates a dead actor, as an `EngineSupervisor` with Ray's backend does: in its placement group, or
+    if the node has left the cluster, in a new one on another node with room, else on the node of the caller. Ray itself
+    moves given placement groups, as soon as it has room for them.
 
     Args:
-        target_fn: What each actor runs; importable on its node, or else sent there.
-        engine_count: How many engines there are.
-        local_engine_count: How many of these, the first ones, run on this process' node.
-        args: For the target.
-        needs: What each engine takes of its node, in placement groups that are made here.
-        placement_groups: Where each engine runs: in the last bundle, all of which it takes. They stay the caller's to
-            remove. Without, `create_dp_placement_groups` makes them.
-        local_dp_ranks: With placement groups, which of its node's engines each is; None counts.
+        target_fn: The target of each actor; importable on its node, or sent there.
+        engine_count: The number of engines.
+        local_engine_count: How many of them, the first ones, run on this process's node.
+        args: Positional arguments of the target.
+        needs: The resources of each engine, in placement groups that the manager creates.
+        placement_groups: The room of each engine: all of the last bundle. The caller removes them. None:
+            `create_dp_placement_groups` creates them.
+        local_dp_ranks: With placement groups, the rank of each engine on its node; None: counted.
         runtime_env: Of the actors; see Ray's documentation.
         ray_options: For ``ray.init``, unless there is a connection.
-        timeout: Seconds until all actors must run, and for each that is made again, until there is room and it runs.
-        keys: Each actor gets those of its engine, for `run_engine_core`; None: from those of this process. They travel
-            as Ray's arguments do: encrypted if Ray's own connections are.
-        kwargs: For the target; every other argument by name.
+        timeout: Seconds until all actors must run, and for each recreated one, until there is room and it runs.
+        keys: Each actor gets the keys of its engine, for `run_engine_core`; None: from the keys of this process. They
+            travel as Ray's arguments: encrypted if Ray's own connections are.
+        kwargs: Every other keyword argument of the target.
 
     Attributes:
-        actors: The actors, by rank; their exit codes stay known when this is closed.
+        actors: The actors, by rank; their exit codes stay known after closing.
 
     Raises:
         EngineStartupError: The cluster is too small, or an actor could not be started in time; the others are killed.
         ImportError: Ray is not installed.
-        TypeError, ValueError: An argument makes no sense.
+        TypeError, ValueError: An argument is invalid.
     """
 
     create_dp_placement_groups: Final = staticmethod(create_dp_placement_groups)
@@ -113,8 +122,9 @@ class CoreEngineActorManager(Closing, AsyncClosing):
                 raise ValueError(f"{name} must be {engine_count}, one for each engine, not {len(given)}")
         if (local_dp_ranks if placement_groups is None else needs) is not None:
             raise ValueError("local_dp_ranks go with given placement_groups, and needs with those that are made here")
-        self._all_local, self._local_count = local_engine_count == engine_count, local_engine_count
-        self._target, self._args, self._kwargs, self._keys = target_fn, args, kwargs, keys
+        self._all_local = local_engine_count == engine_count
+        self._local_count = local_engine_count
+        self._target = _Target(target_fn, args, kwargs, keys)
         wanted = None if self._given else needs or EngineNeeds()
         self._remaking = Remaking(self.actors, self._groups, wanted, runtime_env, timeout)
         connection.open(ray_options or {})
@@ -144,15 +154,15 @@ class CoreEngineActorManager(Closing, AsyncClosing):
     async def start(
         cls, target_fn: Callable[..., object], engine_count: int, local_engine_count: int, **options: Any
     ) -> Self:
-        """Make one, without blocking the loop.
+        """Create a manager, without blocking the loop.
 
-        Cancelling this ends the wait at once, and the actors as soon as they can be told.
+        Cancelling this ends the wait immediately, and the actors as soon as possible.
 
         Args:
-            target_fn: What each actor runs.
-            engine_count: How many engines there are.
-            local_engine_count: How many of these are local.
-            options: Every other argument of the class.
+            target_fn: The target of each actor.
+            engine_count: The number of engines.
+            local_engine_count: How many of them are local.
+            options: The other arguments of the class.
         """
         return await in_thread(
             lambda: cls(target_fn, engine_count, local_engine_count, **options), discard=lambda made: made.close()
@@ -161,9 +171,9 @@ class CoreEngineActorManager(Closing, AsyncClosing):
     # Made again, and no more
 
     def start_engine(self, rank: int) -> EngineActor:
-        """Make the actor of one more engine, or once more that of one that has died, and return it; blocks.
+        """Create the actor of one more engine, or recreate a dead one, and return it; blocks.
 
-        Each gets keys of its own, see `EngineKeys`. Waits for room, and logs what is missing.
+        Each gets keys of its own, see `EngineKeys`. Waits for room, and logs the missing resources.
 
         Raises:
             EngineStartupError: There is no room in time, or the actor could not be started.
@@ -172,9 +182,9 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         return self._remaking.start(rank, self.is_local(rank), self._run)
 
     async def stop_engine(self, rank: int) -> None:
-        """Kill the actor of an engine, give back the room that was reserved for it here, and have it no more.
+        """Kill the actor of an engine, free the room that was reserved for it here, and remove it.
 
-        Cancelling this ends the wait, and it is done all the same.
+        Cancelling this ends the wait only.
 
         Raises:
             ValueError: There is no such engine.
@@ -182,7 +192,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         await in_thread(lambda: self._remaking.stop(rank))
 
     def check_engine_count(self, engine_count: int) -> None:
-        """See to it that there may be so many engines.
+        """Raise if there cannot be so many engines.
 
         Raises:
             RoleError: Placement groups were given, and they are fewer.
@@ -190,7 +200,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         self._remaking.check_engine_count(engine_count)
 
     def next_incarnation(self, rank: int) -> int:
-        """Return which of the actors of this rank, one after the other, the next one that is made will be."""
+        """Return the incarnation of the next actor of this rank."""
         return self._started.get(rank, 0)
 
     def is_local(self, rank: int) -> bool:
@@ -200,15 +210,16 @@ class CoreEngineActorManager(Closing, AsyncClosing):
     def _run(self, actor: EngineActor) -> None:
         rank = actor.rank
         ranks = {"dp_rank": rank, "local_dp_rank": actor.local_rank, "local_client": actor.local}
-        keys = keys_to_hand_over(self._keys, rank, self.next_incarnation(rank))
-        actor.run(self._target, self._args, dict(self._kwargs) | ranks, keys)
+        target = self._target
+        keys = keys_to_hand_over(target.keys, rank, self.next_incarnation(rank))
+        actor.run(target.function, target.args, dict(target.kwargs) | ranks, keys)
         self._started[rank] = self.next_incarnation(rank) + 1
 
     # What there is
 
     @property
     def created_placement_groups(self) -> list[Any]:
-        """The placement groups that were made here, by rank."""
+        """The placement groups that were created here, by rank."""
         return [] if self._given else [group for _, group in sorted(self._groups.items())]
 
     def get_run_refs(self) -> list[Any]:
@@ -226,18 +237,18 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         return [actor.handle for actor in self.actors if not actor.local]
 
     def sentinels(self) -> list[int]:
-        """Return a descriptor for each actor, readable when its run is over; none when this is closed."""
+        """Return a descriptor for each actor, readable when its run is over; none after closing."""
         return [] if self._closed else [actor.sentinel for actor in self.actors]
 
     def finished_procs(self) -> dict[str, int | None]:
-        """Return the exit codes of the actors whose run is over, by name.
+        """Return the exit codes of ended actors, by name.
 
-        It is 1 where the engine raised, and None where its process was killed or crashed: Ray does not tell.
+        The code is 1 if the engine raised, and None after a kill or a crash: Ray does not report the code.
         """
         return {actor.name: actor.exitcode for actor in self.actors if actor.ended}
 
     def last_lines(self, name: str, count: int | None = None) -> list[str]:
-        """Return what Ray says about why an actor failed: the traceback of what the engine raised, or how it died.
+        """Return Ray's report about an actor's failure: the traceback of the engine, or how its process died.
 
         Args:
             name: The name of the actor.
@@ -252,9 +263,9 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         raise ValueError(f"name must be that of one of the actors, not {name!r}")
 
     async def join_first(self) -> dict[str, int | None]:
-        """Wait until all engines have ended, or one has failed; return what `finished_procs` does then.
+        """Wait until all engines have ended, or one has failed; then return `finished_procs`.
 
-        Cancelling this changes nothing. Closing the manager ends it too.
+        Cancelling this changes nothing. Closing the manager ends the wait, too.
 
         Raises:
             EngineDead: An engine has raised, or its process died.
@@ -267,15 +278,15 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         return self.finished_procs()
 
     def close(self) -> None:
-        """Kill the actors, and give back what was made here. Idempotent; blocks."""
+        """Kill the actors, and free the created placement groups. Idempotent; blocks."""
         self._close(wait=True)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Do what `close` does; under vLLM's name. Actors are killed, which takes no ``timeout``."""
+        """Close, under vLLM's name. Actors are killed, without a ``timeout``."""
         self.close()
 
     async def aclose(self) -> None:
-        """Do what `close` does, without blocking the loop. Idempotent; finishes also when it is cancelled."""
+        """Close, without blocking the loop. Idempotent; finishes also when cancelled."""
         if self._closing is None:
             self._closing = asyncio.create_task(in_thread(self.close), name="aioshm-engine-actors-close")
         await completed(self._closing)

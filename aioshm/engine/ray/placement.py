@@ -1,4 +1,4 @@
-"""Which node of a cluster each engine runs on. No I/O."""
+"""Chooses the node of a cluster for each engine. No I/O."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ PackStrategy: TypeAlias = Literal["fill", "strict"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineNeeds:
-    """What an engine takes of its node.
+    """The resources of an engine on its node.
 
     Attributes:
-        world_size: How many devices it has.
-        device: What these are called in the cluster.
-        cpus: How many CPUs it has.
-        worker_bundles: Whether each device has a bundle of its own in the engine's placement group, for workers that
-            are Ray's; the engine itself is in the last bundle then, which has no device. Otherwise there is one bundle,
-            and the engine sees all devices.
-        pack_strategy: ``"fill"`` uses up one node after the other; ``"strict"`` has as many engines on every node as
-            are local ones.
+        world_size: The number of devices.
+        device: The name of devices in the cluster.
+        cpus: The number of CPUs.
+        worker_bundles: Whether each device has a bundle of its own in the engine's placement group, for workers of Ray.
+            The engine itself is in the last bundle then, without a device. Otherwise there is one bundle, and the
+            engine sees all devices.
+        pack_strategy: ``"fill"`` uses up one node after the other; ``"strict"`` runs as many engines on every node as
+            are local.
 
     Raises:
-        ValueError: An attribute makes no sense; the text names it.
+        ValueError: An attribute is invalid; the text names it.
     """
 
     world_size: int = 1
@@ -65,22 +65,22 @@ class Node:
     head: bool = False  # whether the front end is on it
 
     def room(self, needs: EngineNeeds) -> int:
-        """Return how many engines it has room for."""
+        """Return how many engines fit."""
         room = int(self.cpus / needs.cpus)
         return min(room, int(self.devices) // needs.world_size) if needs.world_size else room
 
 
 class Place(NamedTuple):
-    """Where an engine runs."""
+    """The node of an engine."""
 
     node: Node
     local_rank: int  # which of that node's engines it is
 
 
 def place_engines(nodes: Sequence[Node], engine_count: int, local_engine_count: int, needs: EngineNeeds) -> list[Place]:
-    """Return where engines run, by rank: the local ones on the head node, the others packed on the other nodes.
+    """Return the nodes of engines, by rank: local ones on the head node, the others packed on the other nodes.
 
-    The nodes with the most room come first, so that there are engines on as few nodes as possible.
+    Nodes with the most room come first, so that few nodes have engines.
     """
     head = next((node for node in nodes if node.head), None)
     room = head.room(needs) if head is not None else 0

@@ -1,4 +1,4 @@
-"""Makes the actor of an engine again that has died, where there is room, and has one no more."""
+"""Recreates the actors of dead engines, where there is room, and removes actors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("aioshm.engine")
 
 
 class Remaking:
-    """Starts and stops single actors; blocks, and may be called in several threads."""
+    """Starts and stops single actors; blocks, and is safe for several threads."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Remaking:
         self._closed = False
 
     def start(self, rank: int, local: bool, run: Callable[[EngineActor], object]) -> EngineActor:
-        """Make the actor of one more engine, or once more that of one that has died, and return it."""
+        """Create the actor of an engine, or recreate a dead one, and return it."""
         with self._changed:
             self._check_wanted(rank)
             former = self._find(rank)
@@ -77,7 +77,7 @@ class Remaking:
                 self._changed.notify_all()
 
     def stop(self, rank: int) -> None:
-        """Kill the actor of an engine, or give up to make it; give its room back, and have it no more."""
+        """Kill the actor of an engine, or stop creating it; free its room, and remove it."""
         with self._changed:
             if self._find(rank) is None and rank not in self._starting:
                 raise ValueError(f"rank must be that of one of the engines, not {rank}")
@@ -100,7 +100,7 @@ class Remaking:
                 self._changed.notify_all()
 
     def close(self, wait: bool) -> None:
-        """Start none any more, and wait until nothing is started or stopped: Ray is not asked for anything then."""
+        """Start no more actors, and wait for running starts and stops: they must not use Ray any more."""
         with self._changed:
             self._closed = True
             if wait:
@@ -118,7 +118,7 @@ class Remaking:
     # Room
 
     def _make(self, rank: int, local: bool) -> EngineActor:
-        """Make an actor whose process runs, where there is room for it."""
+        """Create an actor where there is room, and wait until its process runs."""
         deadline = time.monotonic() + self._timeout
         while True:
             group = self._room(rank, local, deadline)
@@ -134,7 +134,7 @@ class Remaking:
             _log.warning("engine %d: its node has left before it was there; it looks for room again", rank)
 
     def _runs(self, actor: EngineActor, group: Any, deadline: float) -> bool:
-        """Wait until the process of an actor runs; return whether it does, or the room for it is lost."""
+        """Wait until the process of an actor runs; return False if its room is lost."""
         looked = time.monotonic()
         while True:
             self._check_wanted(actor.rank)
@@ -169,7 +169,7 @@ class Remaking:
             time.sleep(_LOOK_S)
 
     def _look_for_room(self, rank: int, local: bool) -> str:
-        """See to it that the group of an engine is reserved; return why it is not, or an empty string."""
+        """Reserve the group of an engine; return the reason if that failed, else ""."""
         group = self._groups.get(rank)
         if self._needs is None:
             if group is None:
@@ -186,7 +186,7 @@ class Remaking:
         return ""
 
     def check_engine_count(self, engine_count: int) -> None:
-        """See to it that there may be so many engines."""
+        """Raise if given placement groups are too few for so many engines."""
         if self._needs is None and engine_count > len(self._groups):
             raise RoleError(
                 f"{len(self._groups)} placement groups were given, so there can be no {engine_count} engines: let this"
@@ -202,7 +202,7 @@ class Remaking:
 
 
 def _local_rank(node_id: str, former: EngineActor | None, others: Sequence[EngineActor]) -> int:
-    """Return which of its node's engines one is that is made again."""
+    """Return the rank of a recreated engine on its node."""
     if former is not None and former.node_id == node_id:
         return former.local_rank
     used = {actor.local_rank for actor in others if actor.node_id == node_id}

@@ -1,7 +1,7 @@
-"""What keeps strangers from the sockets that front ends and the coordinator bind.
+"""Protects the sockets that front ends and the coordinator bind.
 
-Over TCP everything is encrypted, and only holders of keys get in. Sockets with files, and Linux's abstract ones, admit
-processes of the same user, whom the kernel vouches for. ``secure=False`` does neither.
+TCP connections are encrypted, and admit holders of keys only. Socket files, and Linux's abstract sockets, admit
+processes of the same user, as the kernel reports it. ``secure=False`` disables both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _warned = False
 
 
 class Protection:
-    """Knows who may connect to the sockets that a front end or the coordinator binds."""
+    """Knows the keys that may connect to the sockets of a front end or the coordinator."""
 
     def __init__(
         self, keys: EngineKeys | None, own: CurveKeys | None, ranks: Iterable[int], *, secure: bool, more: bool = False
@@ -55,7 +55,7 @@ class Protection:
     def of_front_end(
         cls, addresses: Iterable[str], ranks: Iterable[int], *, keys: object, secure: bool, more: bool = False
     ) -> Protection:
-        """Return that of a front end's sockets; without security, warn of what that means."""
+        """Return the protection of a front end's sockets; without security, warn of the consequences."""
         if not secure:
             warn_of_strangers(addresses)
         elif over_tcp(addresses):
@@ -65,27 +65,27 @@ class Protection:
 
     @property
     def recognises(self) -> bool:
-        """Whether anybody is recognised by keys."""
+        """Whether peers are recognised by keys."""
         return self._keys is not None
 
     def encrypts(self, address: str) -> bool:
-        """Tell whether who connects to this address is recognised by keys."""
+        """Return whether peers at this address are recognised by keys."""
         return self.own is not None and over_tcp([address])
 
     def name(self, rank: int, address: str) -> bytes:
-        """Return what the socket of an engine is called that connects to this address."""
+        """Return the identity of an engine's socket at this address."""
         if self._keys is None or not over_tcp([address]):
             return identity(rank)
         return self._keys.name(rank, self._valid.get(rank, 0))
 
     def name_of(self, user: str) -> bytes:
-        """Return what the socket of an engine is called that was recognised."""
+        """Return the identity of a recognised engine's socket."""
         assert self._keys is not None
         rank, _, incarnation = user.partition(".")
         return self._keys.name(int(rank), int(incarnation))
 
     def recognise(self, domain: str, key: bytes) -> str | None:
-        """Return who has proven to own a key, if they may connect to sockets of this domain."""
+        """Return the user id of a key, if it may connect to sockets of this domain."""
         user = self._users.get((domain, key))
         if user is None and domain == ENGINES:
             self._look_ahead()
@@ -99,19 +99,19 @@ class Protection:
         return user
 
     def rank_of(self, user: str) -> int | None:
-        """Return the rank of an engine that was recognised; None: its keys are void, or it is no engine."""
+        """Return the rank of a recognised engine; None: its keys are void, or it is no engine."""
         rank, _, incarnation = user.partition(".")
         return int(rank) if incarnation and int(incarnation) >= self._valid.get(int(rank), 0) else None
 
     def expect(self, rank: int) -> None:
-        """Let the engine of one more rank connect."""
+        """Admit the engine of one more rank."""
         if self._keys is not None and rank not in self._valid:
             self._valid[rank] = 0
             self._admit(rank, 0)
             self._ahead.extend((rank, incarnation) for incarnation in range(1, 1 + AHEAD))
 
     def void(self, rank: int, incarnation: int) -> None:
-        """Refuse the keys of the incarnations of an engine that were before this one, from now on."""
+        """Refuse the keys of an engine's earlier incarnations."""
         if self._keys is None or incarnation <= self._valid.get(rank, 0):
             return
         known = self._valid.get(rank, 0) + 1 + AHEAD
@@ -123,7 +123,7 @@ class Protection:
         self._ahead.extend((rank, each) for each in range(max(known, incarnation + 1), incarnation + 1 + AHEAD))
 
     def _look_ahead(self) -> None:
-        """Make some more keys of engines that may have been started without this having been told."""
+        """Create more keys of engines that may have been started without notice."""
         for _ in range(min(_BATCH, len(self._ahead))):
             rank, incarnation = self._ahead.popleft()
             if incarnation > self._valid[rank]:
@@ -140,12 +140,12 @@ class Protection:
 
 
 def over_tcp(addresses: Iterable[str | None]) -> bool:
-    """Tell whether any of these addresses is on the network."""
+    """Return whether any of these addresses is on the network."""
     return any(address is not None and check_endpoint(address).startswith("tcp://") for address in addresses)
 
 
 def warn_of_strangers(addresses: Iterable[str]) -> None:
-    """Log a warning, once in the life of a process, if one of these addresses can be reached from other hosts."""
+    """Log a warning, once per process, if other hosts can reach one of these addresses."""
     global _warned
     for address in addresses:
         if not _warned and over_tcp([address]) and not is_loopback(address):

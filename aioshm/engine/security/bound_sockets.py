@@ -182,7 +182,7 @@ class BoundSockets:
 
 
 def with_sender(socket: Socket) -> tuple[zmq.Frame, list[bytes]]:
-    """Read a message, with its first frame also as a `zmq.Frame`, for `property_of` and `sender_of`."""
+    """Read a message, and its first frame as a `zmq.Frame`, for `property_of` and `sender_of`."""
     frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
     return frames[0], [frame.bytes for frame in frames]
 

@@ -1,9 +1,8 @@
-"""Who may connect to whom over TCP: the keys of a front end, its coordinator and its engines.
+"""The keys of a front end, its coordinator and its engines, for TCP.
 
-All keys are derived from one secret, which front ends and the coordinator have. An engine has what is derived for its
-rank, and so can be nobody else: a ZeroMQ CURVE key pair (RFC 26), by which it is recognised, and the name that its
-sockets have instead of the rank, which no other engine knows and so cannot be taken. Each process that is started for a
-rank, one after the other, is an incarnation of that engine, and has keys and a name of its own.
+All keys are derived from one secret of front ends and the coordinator. An engine has only the keys of its rank: a
+ZeroMQ CURVE key pair (RFC 26), which identifies it, and a secret name for its sockets in place of the rank, which no
+other engine can take. Each process that is started for a rank is an incarnation with keys and a name of its own.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ _ATTRIBUTE = "aioshm_engine_keys"  # of the process object that multiprocessing 
 
 @dataclass(frozen=True, slots=True)
 class EngineCredentials:
-    """What one engine needs to connect over TCP, and to be recognised; from `EngineKeys.for_engine`.
+    """The keys of one engine for TCP; from `EngineKeys.for_engine`.
 
     Attributes:
         rank: The engine's rank.
-        name: What its sockets are called where they are recognised by its keys.
+        name: The ZeroMQ identity of its sockets where keys are in use.
         public: Its public key.
         secret: Its secret key.
         front_end: The public key of the front end.
         coordinator: The public key of the coordinator.
-        incarnation: Which of the rank's processes this is for, from 0 on.
+        incarnation: The number of the rank's process, from 0 on.
     """
 
     rank: int
@@ -59,10 +58,10 @@ class EngineCredentials:
     incarnation: int = 0
 
     def for_engine(self, rank: int) -> EngineCredentials:
-        """Return this, if it is the engine's of that rank.
+        """Return this, if it has the keys of that rank.
 
         Raises:
-            RoleError: It is another one's.
+            RoleError: It has another engine's keys.
         """
         if rank != self.rank:
             raise RoleError(f"these are the keys of engine {self.rank}, and engine {rank} needs its own")
@@ -80,8 +79,8 @@ class EngineCredentials:
         """Write a file that only this user can read, for `EngineKeys.load` on the engine's host.
 
         Raises:
-            FileExistsError: There is one.
-            OSError: It cannot be written.
+            FileExistsError: The file exists.
+            OSError: The file cannot be written.
         """
         _write(path, _File(engine=self))
 
@@ -92,25 +91,25 @@ class EngineCredentials:
 class EngineKeys:
     """The keys of one deployment: its front ends, its coordinator and its engines.
 
-    Where everything is started by one process it need not be made: the managers of processes and actors hand it on.
-    Engines that are started by hand on other hosts get a file:
+    A program that starts everything needs none: the managers of processes and actors pass keys on. Engines that are
+    started by hand on other hosts get a file:
 
         keys = EngineKeys.generate()                                  # on the front end's host
         keys.for_engine(3).save("engine-3.keys")                      # mode 0600; copy it to the other host
-        EngineClient(addresses, 4, keys=keys)                         # and all else there that takes keys
+        EngineClient(addresses, 4, ClientOptions(keys=keys))          # and all other options with keys there
 
-        AIOSHM_ENGINE_KEYS=engine-3.keys python engine.py             # there, or
-        run_engine_core(engine, address, 3, keys=EngineKeys.load("engine-3.keys"))
+        AIOSHM_ENGINE_KEYS=engine-3.keys python engine.py             # on the engine's host, or
+        run_engine_core(engine, address, 3, handshake=HandshakeOptions(keys=EngineKeys.load("engine-3.keys")))
 
-    The holder of one engine's keys can be that engine, and the holder of this can be any of them. Who starts an engine
-    again gives it the keys of its next incarnation; those of the ones before are void from then on, and where an
-    `EngineSupervisor` starts it, from the moment when the death is known.
+    The holder of one engine's keys can be that engine, and the holder of this can be any engine. A restarted engine
+    gets the keys of its next incarnation. Earlier keys become void then; with an `EngineSupervisor`, as soon as the
+    death is known.
 
     Args:
-        secret: What everything is derived from, 32 random bytes.
+        secret: 32 random bytes, from which all keys are derived.
 
     Raises:
-        ValueError: It is of another length.
+        ValueError: The secret has another length.
     """
 
     __slots__ = ("_secret",)
@@ -124,17 +123,17 @@ class EngineKeys:
 
     @classmethod
     def generate(cls) -> EngineKeys:
-        """Make new keys."""
+        """Create new keys."""
         return cls(os.urandom(SECRET_BYTES))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EngineKeys | EngineCredentials:
-        """Read what was saved: all keys, or one engine's.
+        """Read saved keys: all, or one engine's.
 
         Raises:
-            OSError: It cannot be read.
-            PermissionError: It is another user's, or others can read it, too.
-            ValueError: It holds no keys.
+            OSError: The file cannot be read.
+            PermissionError: The file belongs to another user, or others can read it.
+            ValueError: The file has no keys.
         """
         return _read(path)
 
@@ -142,8 +141,8 @@ class EngineKeys:
         """Write a file that only this user can read, for front ends on other hosts.
 
         Raises:
-            FileExistsError: There is one.
-            OSError: It cannot be written.
+            FileExistsError: The file exists.
+            OSError: The file cannot be written.
         """
         _write(path, _File(secret=self._secret))
 
@@ -162,18 +161,18 @@ class EngineKeys:
         return replace(self.front_end, server=self.coordinator.public)
 
     def to_front_end(self) -> CurveKeys:
-        """Return the keys for a front end's connection to a process that has those of front ends, too."""
+        """Return the keys for a front end's connection to the launching process."""
         return replace(self.front_end, server=self.front_end.public)
 
     def for_engine(self, rank: int, incarnation: int = 0) -> EngineCredentials:
-        """Return what the engine of a rank gets.
+        """Return the keys of one engine.
 
         Args:
-            rank: The rank.
-            incarnation: Which of the processes of that rank, one after the other, it is for.
+            rank: Its rank.
+            incarnation: The number of the rank's process, from 0 on.
 
         Raises:
-            TypeError, ValueError: There is no such rank, or incarnation.
+            TypeError, ValueError: The rank or the incarnation is invalid.
         """
         pair = self.of_engine(rank, incarnation)
         return EngineCredentials(
@@ -190,12 +189,12 @@ class EngineKeys:
         """Return the key pair of an engine.
 
         Raises:
-            TypeError, ValueError: There is no such rank, or incarnation.
+            TypeError, ValueError: The rank or the incarnation is invalid.
         """
         return self._pair(b"engine" + _incarnated(rank, incarnation))
 
     def name(self, rank: int, incarnation: int = 0) -> bytes:
-        """Return what the sockets of an engine are called where they are recognised by its keys."""
+        """Return the ZeroMQ identity of an engine's sockets where keys are in use."""
         return identity(rank) + self._derived(b"name" + _incarnated(rank, incarnation))[:_NAME_BYTES]
 
     def _pair(self, whose: bytes) -> CurveKeys:
@@ -232,7 +231,7 @@ _made: EngineKeys | None = None
 
 
 def keys_for_front_end(given: object = None) -> EngineKeys:
-    """Return the keys that were given, or else this process' own; they are made if there are none."""
+    """Return the given keys, or else this process's own; they are created if there are none."""
     global _made
     keys = _checked(given) or own_keys()
     if keys is None:
@@ -245,7 +244,7 @@ def keys_for_front_end(given: object = None) -> EngineKeys:
 
 
 def keys_for_engine(rank: int, given: object = None) -> EngineCredentials:
-    """Return what was given for an engine, or else what this process has for it."""
+    """Return the given keys of an engine, or else those of this process."""
     keys = _checked(given) or own_keys()
     if keys is None:
         raise RoleError(
@@ -258,7 +257,7 @@ def keys_for_engine(rank: int, given: object = None) -> EngineCredentials:
 
 
 def own_keys() -> AnyKeys | None:
-    """Return what this process was started with, or has made, or what the file in ``AIOSHM_ENGINE_KEYS`` holds."""
+    """Return the keys of this process: inherited, created, or from the file in ``AIOSHM_ENGINE_KEYS``."""
     handed = getattr(multiprocessing.current_process(), _ATTRIBUTE, None)
     if handed is not None:
         return _decode(handed)
@@ -269,7 +268,7 @@ def own_keys() -> AnyKeys | None:
 
 
 def keys_to_hand_over(given: object, rank: int | None = None, incarnation: int = 0) -> AnyKeys | None:
-    """Return what a process gets that is started here: an engine its own, a front end all; None if there is nothing."""
+    """Return the keys for a new process: an engine's own, or all for a front end; None without keys."""
     if given is None and (not can_encrypt() or isinstance(own_keys(), EngineCredentials)):
         return None  # it can go without: where it cannot, it says so
     if rank is not None and isinstance(given, EngineCredentials):
@@ -279,15 +278,15 @@ def keys_to_hand_over(given: object, rank: int | None = None, incarnation: int =
 
 
 def as_attributes(keys: AnyKeys | None) -> dict[str, bytes]:
-    """Return the attributes that a process object carries these keys to a new process in, through its pipe; see `Job`.
+    """Return the attributes by which a process object carries keys to a new process, through its pipe; see `Job`.
 
-    As plain bytes: where they are not needed, nothing has to be imported for them.
+    As plain bytes: a process that needs no keys imports nothing for them.
     """
     return {} if keys is None else {_ATTRIBUTE: _encode(keys)}
 
 
 def can_encrypt() -> bool:
-    """Tell whether ZeroMQ was built with CURVE."""
+    """Return whether ZeroMQ was built with CURVE."""
     return bool(zmq.has("curve"))
 
 

@@ -25,37 +25,36 @@ class APIServerProcessManager(ProcessManager):
     """API server processes that share one listening socket, named ``ApiServer_0`` and so on.
 
     Each runs ``target_server_fn(listen_address, sock, args, client_config)``. The client config is a dict:
-    ``input_address`` and ``output_address``, where this server meets the engines; ``client_count``, how many servers
-    there are; ``client_index``, which one it is; ``stats_update_address`` and ``membership_address``,
-    only if there is one.
+    ``input_address`` and ``output_address``, where this server meets the engines; ``client_count``, the number of
+    servers; ``client_index``, the index of this server; ``stats_update_address`` and ``membership_address``, if there
+    are any.
 
-    With ``restart`` a server that dies is started again, with the same index and socket, while the others serve. Its
-    connections and requests are lost, and nothing else: whoever connects meanwhile is another server's, or waits at the
-    socket. Engines abort what the dead one has asked for, and register with its successor when that binds its
-    addresses, which need ports of their own over TCP. What may still come of a request of the dead one is dropped, see
-    `EngineClient.late_outputs`: so ids of requests have to be unique beyond one process. A server that exits with code
-    0 is done, and not started again.
+    With ``restart`` a dead server is restarted with the same index and socket, while the others serve. Its connections
+    and requests are lost. New connections go to the other servers, or wait at the socket. Engines abort the requests of
+    the dead server, and register with its replacement when that binds its addresses, which need fixed ports over TCP.
+    Late outputs for the dead server are dropped, see `EngineClient.late_outputs`: request ids have to be unique across
+    processes. A server that exits with code 0 is done, and not restarted.
 
     Args:
-        target_server_fn: What each process runs.
+        target_server_fn: The target of each process.
         listen_address: Where the socket listens, for people.
-        sock: The listening socket; each process gets a copy. It stays the caller's to close, at any time.
-        args: For the target, as it is.
-        num_servers: How many.
-        input_addresses: One for each.
-        output_addresses: One for each.
+        sock: The listening socket; each process gets a copy. The caller may close it at any time.
+        args: Passed to the target.
+        num_servers: The number of servers.
+        input_addresses: One for each server.
+        output_addresses: One for each server.
         stats_update_address: Where the DP coordinator publishes, if there is one.
         shutdown_timeout: See `ProcessManager`.
         capture_stderr: See `ProcessManager`.
-        keys: Each process starts with them, for its `EngineClient`; None: with those of this process.
-        membership_address: Where front ends are told which engines there are, if they are; see `EngineClient`.
-        restart: When servers that die are started again, each for itself: on the running loop, whose the manager is
-            then. None: not at all, the death of one is the end of all, see `wait_for_completion_or_failure`.
+        keys: The keys for the `EngineClient` of each process; None: the keys of this process.
+        membership_address: Where front ends learn which engines are present, see `ClientOptions`.
+        restart: When dead servers are restarted, each by itself, on the running loop, to which the manager belongs
+            then. None: never, and the death of one server ends all, see `wait_for_completion_or_failure`.
         on_change: With ``restart``, called on the loop when the state of a server has changed.
 
     Raises:
         RoleError: With ``restart``: there is no running loop.
-        TypeError, ValueError: An argument makes no sense; the text names it.
+        TypeError, ValueError: An argument is invalid; the text names it.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class APIServerProcessManager(ProcessManager):
 
     @property
     def restarts(self) -> bool:
-        """Whether servers that die are started again."""
+        """Whether dead servers are restarted."""
         return self._loop is not None
 
     @property
@@ -132,8 +131,7 @@ class APIServerProcessManager(ProcessManager):
         """Wait until all servers are done: they have exited with code 0. Cancelling this changes nothing.
 
         Raises:
-            ProcessDied: One exited with another code; with ``restart``, so often that it is a crash loop: the text has
-                the cause of every death.
+            ProcessDied: A server exited with another code; with ``restart``, in a crash loop: the text has every cause.
             QueueClosed: The manager was closed.
         """
         if self.restarts:
@@ -172,7 +170,7 @@ class APIServerProcessManager(ProcessManager):
     # Servers that die are started again
 
     def _end_restarts(self) -> list[asyncio.Task[None]]:
-        """Start nothing any more; return what still goes on. Idempotent; on a closed loop, too."""
+        """Stop restarting; return the tasks that still run. Idempotent; safe on a closed loop."""
         if self._watch is None or self._loop is None or self._pid != os.getpid():
             return []
         self._closing = True

@@ -1,4 +1,4 @@
-"""Waiting for a front end to be done, or for the first of its processes to fail."""
+"""Waits until a front end is done, or the first of its processes fails."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _log = logging.getLogger("aioshm.engine")
 
 
 class Stoppable(Protocol):
-    """What has processes or actors of its own, and stops them."""
+    """Owns processes or actors, and stops them."""
 
     def close(self) -> None:
-        """Stop everything; may block. Where there is an ``aclose`` to await, that is called instead."""
+        """Stop everything; may block. An ``aclose`` is awaited instead, if there is one."""
 
 
 async def wait_for_completion_or_failure(
@@ -33,21 +33,21 @@ async def wait_for_completion_or_failure(
 ) -> None:
     """Wait until all API servers are done, or the first process of any kind has failed; then stop everything.
 
-    An API server that its manager starts again, see ``restart``, has not failed.
+    An API server that its manager restarts has not failed.
 
-    Everything is stopped in every case, also when this is cancelled, which then goes on as a cancellation. Ctrl-C,
-    where nobody but asyncio or Python itself handles it, stops everything and returns; pressed once more, it cancels.
-    Being cancelled while everything is being stopped kills what is left.
+    Everything is stopped in every case, also when this is cancelled, which then continues as a cancellation. Ctrl-C,
+    unless the program handles SIGINT, stops everything and returns; a second one cancels. A cancellation while
+    everything is being stopped kills the remaining processes.
 
     Args:
         api_server_manager: The API servers.
-        engine_manager: The engines: a manager of processes, or one of something else, such as an `EngineSupervisor`,
-            whose ``join_first()`` raises when one fails.
+        engine_manager: The engines: a manager of processes, or another object, such as an `EngineSupervisor`, whose
+            ``join_first()`` raises when an engine fails.
         coordinator: The DP coordinator, with its process as ``proc``.
 
     Raises:
         ProcessDied: A process exited with a code other than 0.
-        EngineDead: So has an engine that is no process of this manager's.
+        EngineDead: An engine that is no process of the manager has failed.
     """
     managers = [manager for manager in (api_server_manager, engine_manager, coordinator) if manager is not None]
     try:
@@ -119,7 +119,7 @@ async def _stop(manager: Any) -> None:
 
 @contextmanager
 def _ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Have Ctrl-C cancel this task within the block, unless the program handles it in a way of its own."""
+    """Make Ctrl-C cancel this task within the block, unless the program handles SIGINT itself."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not _nobodys(before):
         yield lambda: False

@@ -199,14 +199,14 @@ class EngineStartupCoordinator(AsyncClosing):
 
     @property
     def handshake_address(self) -> str:
-        """Where engines say HELLO: what was really bound, once it is, with this host's address for a wildcard."""
+        """Where engines say HELLO: the bound address once it is known, with this host's address for a wildcard."""
         if self._router is not None:
             return connectable(self._router.address)
         return self._place if isinstance(self._place, str) else "a socket"
 
     @property
     def progress(self) -> StartupProgress:
-        """How far it is now."""
+        """The present progress."""
         return self._progress(None)
 
     async def __aenter__(self) -> EngineStartupCoordinator:
@@ -236,21 +236,21 @@ class EngineStartupCoordinator(AsyncClosing):
             raise
 
     def watch_also(self, processes: Iterable[WatchedProcess]) -> None:
-        """Watch these processes, too, from the next `wait` on; to be called before the first one."""
+        """Watch more processes, from the next `wait` on; call this before the first one."""
         self._processes.watch_also(processes)
 
     async def wait(self, timeout: float | None = None) -> StartupReport:
         """Wait until every engine is ready.
 
-        Cancelling this call changes nothing: it may be called again. What stops the engines is leaving the block.
+        Cancelling this call changes nothing: it may be called again. Leaving the block stops the engines.
 
         Args:
             timeout: Seconds to wait; None waits for ever.
 
         Raises:
             HandshakeError: A message was refused. The engines were stopped.
-            EngineStartupError: A process exited, or nothing has moved for too long. The engines were stopped.
-            TimeoutError: They are not ready in time. They go on, and it may be waited for them again.
+            EngineStartupError: A process exited, or there was no progress for too long. The engines were stopped.
+            TimeoutError: Not all engines are ready in time. The startup continues, and may be waited for again.
             RoleError: The block was not entered, or left.
         """
         if timeout is not None:
@@ -278,9 +278,9 @@ class EngineStartupCoordinator(AsyncClosing):
         raise await asyncio.shield(self._conclusion)
 
     def stay_open(self, on_ready: Callable[[int], object]) -> EngineStartupCoordinator:
-        """Shake hands with engines that come back, from now on until this is closed; once all of them were ready.
+        """Shake hands with engines that come back, until this is closed; once all of them were ready.
 
-        Nothing that is refused ends anything then: it is logged, and an engine that gets no answer gives up.
+        From then on a refused message is logged, and ends nothing; an engine without an answer gives up.
 
         Args:
             on_ready: Called on the loop with the rank of an engine that is ready again.
@@ -299,20 +299,20 @@ class EngineStartupCoordinator(AsyncClosing):
         return self
 
     def expect(self, index: int) -> None:
-        """Let an engine shake hands: the one that had its rank is dead. One that has said HELLO by now is answered."""
+        """Admit the replacement of a dead engine. A HELLO that has come already is answered."""
         early = self.handshake.expect(index)
         if early is not None:
             self.take(self.handshake.engines[index].identity, list(early), f"engine {index}")
 
     def void_keys(self, index: int, incarnation: int) -> None:
-        """Refuse the keys of the incarnations of an engine that were before this one."""
+        """Refuse the keys of an engine's earlier incarnations."""
         if self._router is not None:
             self._router.protection.void(index, incarnation)
 
     async def aclose(self) -> None:
         """Close the socket, and stop the engines unless all of them were ready.
 
-        Idempotent; finishes also when it is cancelled.
+        Idempotent; finishes also when cancelled.
         """
         self._closed = True
         self._settle()
@@ -332,7 +332,7 @@ class EngineStartupCoordinator(AsyncClosing):
     # What happens
 
     def take(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
-        """Take a message; return whether to take more."""
+        """Handle a message; return whether to read more."""
         if self._settled.is_set() and self._on_ready is None:
             return self._hear_out(identity, frames, sender)
         assert self._router is not None
@@ -359,7 +359,7 @@ class EngineStartupCoordinator(AsyncClosing):
         return self._on_ready is not None or not self._settled.is_set()
 
     def _refuse(self, text: str, error: HandshakeError | None = None, *, goes_on: bool = False) -> bool:
-        """Fail, or go on after what may be a stranger's, whose words are not to end a startup; return which."""
+        """Fail, or ignore a message that may be a stranger's; return whether to continue."""
         if not goes_on and self._on_ready is None:
             self._fail(text, error)
             return False
@@ -368,9 +368,9 @@ class EngineStartupCoordinator(AsyncClosing):
         return True
 
     def _hear_out(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
-        """Take a message that a process sent before it exited, and whose exit was seen first; return as `take` does.
+        """Handle a message of a process whose exit was noticed first; return as `take` does.
 
-        The kernel tells of an exit at once, and ZeroMQ's thread hands over messages when it has its turn.
+        The kernel reports an exit immediately, and ZeroMQ's thread delivers messages a little later.
         """
         assert self._router is not None
         if self._failure is None or self._failure.cause:
@@ -459,7 +459,7 @@ class EngineStartupCoordinator(AsyncClosing):
     # Failure and closing
 
     async def _conclude(self) -> EngineStartupError:
-        """Stop everything, and return what is to be raised."""
+        """Stop everything, and return the error to raise."""
         try:
             await asyncio.sleep(SETTLE_S)
             cause, refusal = self._failure or _Failure()

@@ -1,4 +1,4 @@
-"""Tells front ends in other processes which engines there are, and hears how far they are with that."""
+"""Publishes the present engines to front ends in other processes, and receives their progress."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _UNBOUNDED = 0  # one that is stopped for a while shall miss nothing; what it is
 class FrontEnds(Closing):
     """The front ends of engines, each an `EngineClient` in another process; a context manager, on the running loop.
 
-    Each `EngineClient` with this ``membership_address`` is told which engines there are, at once and whenever that
-    changes. The methods are those of `EngineClient` itself, for all of them together. A front end whose connection ends
-    is not waited for any more.
+    Each `EngineClient` with this ``membership_address`` receives the membership immediately and after every change. The
+    methods are those of `EngineClient`, for all front ends together. A front end whose connection ends is not waited
+    for.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class FrontEnds(Closing):
         return f"<FrontEnds at {self.address}: {len(self._progress)} of engines {self.ranks}>"
 
     def __len__(self) -> int:
-        """How many there are now."""
+        """The number of connected front ends."""
         return len(self._progress)
 
     def close(self) -> None:
-        """Tell them nothing any more. Idempotent."""
+        """Stop publishing. Idempotent."""
         self._bound.close()
         self._progress.clear()
         self._changed.set()
@@ -93,7 +93,7 @@ class FrontEnds(Closing):
         self._tell(engines={**self._told.engines, rank: self._valid.get(rank, 0)})
 
     async def remove_engine(self, rank: int, *, timeout: float | None = None) -> None:
-        """See `EngineClient.remove_engine`; all of them have finished what they had there."""
+        """See `EngineClient.remove_engine`; returns when all front ends have finished there."""
         before = self._told.leaving
         self._tell(leaving=[*before, rank])
         version = self._told.version
@@ -114,7 +114,7 @@ class FrontEnds(Closing):
         await self._all(lambda each: each.version >= version)  # its end is no surprise to any of them
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until every engine has registered with each of them, see `EngineClient.wait_until_ready`."""
+        """Wait until every engine has registered at all front ends, see `EngineClient.wait_until_ready`."""
         version = self._told.version
         try:
             async with asyncio.timeout(timeout):
@@ -131,13 +131,13 @@ class FrontEnds(Closing):
                 self._tell(engines={**self._told.engines, rank: incarnation})
 
     def died(self, error: EngineDead, incarnation: int) -> None:
-        """Tell them how an engine has died: which of its processes, one after the other."""
+        """Publish how an engine has died, and which incarnation it was."""
         if error.engine in self._told.engines:
             death = Death(incarnation, error.pid, str(error))
             self._tell(deaths={**self._told.deaths, error.engine: death})
 
     def returned(self, rank: int) -> None:
-        """Tell them no more how an engine has died: it is back."""
+        """Stop publishing the death of an engine: it is back."""
         if rank in self._told.deaths:
             self._tell(deaths={each: death for each, death in self._told.deaths.items() if each != rank})
 
@@ -161,7 +161,7 @@ class FrontEnds(Closing):
     # What they say
 
     async def _all(self, condition: Callable[[Progress], bool]) -> None:
-        """Wait until this holds for each of them."""
+        """Wait until a condition holds for all front ends."""
         while not all(map(condition, self._progress.values())):
             self._changed.clear()
             await self._changed.wait()

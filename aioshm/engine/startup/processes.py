@@ -16,21 +16,22 @@ from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 class CoreEngineProcManager(ProcessManager):
     """The engine processes of this machine, named ``EngineCore_0`` and so on by their global index.
 
-    Each runs ``target_fn(*args, **kwargs, dp_rank=global index, local_dp_rank=local index)``. When the constructor
-    returns they have been started, not more: `wait_for_engine_startup` says how they fare. It blocks for some
-    milliseconds for each, longer where arguments of more than a few MiB are pickled, and never waits for a process; it
-    may be called in a thread, too. `start` lets the loop run between them.
+    Each runs ``target_fn(*args, **kwargs, dp_rank=global index, local_dp_rank=local index)``. The constructor starts
+    the processes, and `wait_for_engine_startup` reports their progress. It blocks for some milliseconds for each
+    process, longer to pickle arguments of more than a few MiB, and never waits for a process; it may run in a thread.
+    `start` lets the loop run in between.
 
     Args:
-        target_fn: What each process runs.
-        local_engine_count: How many engines this machine has; none where all of them are on other hosts.
-        start_index: The first one's global index.
-        local_start_index: The first one's index on this machine.
-        args: For the target.
+        target_fn: The target of each process.
+        local_engine_count: The number of engines of this machine; 0 if all engines are on other hosts.
+        start_index: The first global index.
+        local_start_index: The first index on this machine.
+        args: Positional arguments of the target.
         shutdown_timeout: See `ProcessManager`.
         capture_stderr: See `ProcessManager`.
-        keys: Each process starts with those of its engine, for `run_engine_core`; None: from those of this process.
-        kwargs: For the target; every other argument by name.
+        keys: Each process starts with the keys of its engine, for `run_engine_core`; None: from the keys of this
+            process.
+        kwargs: Every other keyword argument of the target.
     """
 
     def __init__(
@@ -61,13 +62,13 @@ class CoreEngineProcManager(ProcessManager):
     async def start(
         cls, target_fn: Callable[..., object], local_engine_count: int, start_index: int = 0, **options: Any
     ) -> Self:
-        """Make one, and let the loop run after the start of each engine. Cancelling this leaves nothing.
+        """Create a manager, and let the loop run after the start of each engine. Cancelling this leaves nothing.
 
         Args:
-            target_fn: What each process runs.
-            local_engine_count: How many engines this machine has.
-            start_index: The first one's global index.
-            options: Every other argument of the class.
+            target_fn: The target of each process.
+            local_engine_count: The number of engines of this machine.
+            start_index: The first global index.
+            options: The other arguments of the class.
         """
         check_int("local_engine_count", local_engine_count, minimum=0)
         manager = cls(target_fn, 0, start_index, **options)
@@ -84,13 +85,13 @@ class CoreEngineProcManager(ProcessManager):
         return manager
 
     def start_engine(self, rank: int) -> Child:
-        """Start one more engine, or once more one that has exited, and return its process; see `start_more`.
+        """Start one more engine, or restart one that has exited, and return its process; see `start_more`.
 
         Each process of an engine gets keys of its own, see `EngineKeys`.
 
         Raises:
             RoleError: The manager is closed, or that engine still runs.
-            Exception: It could not be started.
+            Exception: The process could not be started.
         """
         job = self._job(rank)
         if any(process.name == job.name for process in self.processes):
@@ -101,7 +102,7 @@ class CoreEngineProcManager(ProcessManager):
         return child
 
     def next_incarnation(self, rank: int) -> int:
-        """Return which of the processes of this rank, one after the other, the next one that is started will be."""
+        """Return the incarnation of the next process of this rank."""
         return self._started.get(rank, 0)
 
     async def stop_engine(self, rank: int) -> None:
@@ -122,5 +123,5 @@ class CoreEngineProcManager(ProcessManager):
 
 
 def engine_name(rank: int) -> str:
-    """Return what the process of an engine is called."""
+    """Return the process name of an engine."""
     return f"EngineCore_{rank}"

@@ -1,4 +1,4 @@
-"""Starts the processes of engines, and of their coordinator, again when they have died."""
+"""Restarts the processes of engines, and of their coordinator."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from aioshm.engine.client.client import EngineClient
@@ -37,31 +38,33 @@ class EngineLife(Life):
         self.doomed: bool = False
 
     def settle(self, found: ProcessExit | None) -> bool:
-        """Tell who waits that it is ready, or has exited; return whether anybody does."""
+        """Report that the engine is ready, or has exited; return whether a task waited for that."""
         if self.turn is None or self.turn.done() or (found is None and self.doomed):
             return False
         self.turn.set_result(found)
         return True
 
 
-class Restarting:
-    """Watches the processes of a launch, and starts again what dies; on the running loop."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRules:
+    """How an `EngineSupervisor` restarts engines; see its arguments."""
 
-    def __init__(
-        self,
-        launch: CoreEngineLaunch,
-        restart: Restart,
-        *,
-        lockstep: bool,
-        start_timeout: float,
-        on_change: Callable[[RankInfo], object] | None,
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
+    restart: Restart
+    lockstep: bool = False
+    start_timeout: float
+    on_change: Callable[[RankInfo], object] | None = None
+
+
+class Restarting:
+    """Watches the processes of a launch, and restarts dead ones; on the running loop."""
+
+    def __init__(self, launch: CoreEngineLaunch, rules: RestartRules) -> None:
         manager = launch.engine_manager
-        self._launch, self._manager = launch, manager
+        restart = rules.restart
+        self._launch = launch
+        self._manager = manager
         self._members: EngineClient | FrontEnds | None = launch.members
-        self._restart, self._lockstep, self._start_timeout = restart, lockstep, start_timeout
-        self._on_change = on_change
+        self._rules = rules
         self.lives: dict[int, EngineLife] = {}  # the engines of this host, by rank
         self.failure: EngineDead | None = None  # why nothing is started any more, once that is so
         self.failed: asyncio.Event = asyncio.Event()  # set then, and when this is closed
@@ -74,7 +77,8 @@ class Restarting:
             rank = engine_index(process.name)
             assert rank is not None
             life = self.lives[rank] = EngineLife(rank, restart)
-            life.pid, life.state = process.pid, "running"
+            life.pid = process.pid
+            life.state = "running"
         self._startup = launch.stay_open(self.ready)
         self._watch = ProcessWatch(manager=manager, on_exit=self._process_exited)
         if launch.coordinator is not None:
@@ -85,7 +89,7 @@ class Restarting:
         return self._manager.actors if isinstance(self._manager, CoreEngineActorManager) else self._manager.processes
 
     async def aclose(self) -> None:
-        """Start nothing any more. Idempotent."""
+        """Stop restarting. Idempotent."""
         self.failed.set()
         self._watch.close()
         for task in self._tasks:
@@ -93,15 +97,15 @@ class Restarting:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def add(self, rank: int) -> asyncio.Task[None]:
-        """Have one more engine, and return the task that is done when it is ready."""
-        life = self.lives[rank] = EngineLife(rank, self._restart)
+        """Add an engine, and return the task that is done when it is ready."""
+        life = self.lives[rank] = EngineLife(rank, self._rules.restart)
         local = self._manager.is_local(rank) if isinstance(self._manager, CoreEngineActorManager) else True
         self._startup.handshake.add(CoreEngine(rank, local))
         life.task = self._spawn(self._bring_up(life, None), f"engine-{rank}")
         return life.task
 
     async def remove(self, rank: int) -> None:
-        """Stop an engine, and have it no more."""
+        """Stop an engine, and remove it."""
         life = self.lives.pop(rank)
         if life.task is not None:
             life.task.cancel()
@@ -111,7 +115,7 @@ class Restarting:
         self._void_keys(rank)
 
     def expect(self, rank: int) -> None:
-        """Let an engine of another host, which has died, shake hands when it was started again there."""
+        """Admit the replacement of a dead engine of another host, which is restarted there."""
         self._startup.expect(rank)
 
     # What happens to processes
@@ -131,7 +135,7 @@ class Restarting:
         self._void_keys(life.rank)
         if self.failure is not None or life.settle(found):
             return
-        if self._lockstep:
+        if self._rules.lockstep:
             if self._group is None or self._group.done():
                 self._group = self._spawn(self._bring_back_all(life, found), "all-engines")
             elif life.state == "running" and life.pid == found.pid and self._relapse is None:
@@ -141,7 +145,7 @@ class Restarting:
             life.task = self._spawn(self._bring_up(life, found), f"engine-{life.rank}")
 
     def _void_keys(self, rank: int) -> None:
-        """Have the keys of an engine's process that has exited refused at every socket."""
+        """Refuse the keys of an exited engine process at every socket."""
         incarnation = self._manager.next_incarnation(rank)
         self._startup.void_keys(rank, incarnation)
         if self._members is not None:
@@ -161,7 +165,7 @@ class Restarting:
     # Started, and started again
 
     async def _bring_up(self, life: EngineLife, found: ProcessExit | None) -> None:
-        """Start an engine until it is ready, or a crash loop is found; ``found`` is how it has died, if it has."""
+        """Start an engine until it is ready, or in a crash loop; ``found`` is the exit of its predecessor."""
         cause = "" if found is None else self._died(life, found)
 
         def wait(cause: str) -> None:
@@ -172,10 +176,10 @@ class Restarting:
             self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
 
     async def _bring_back_all(self, life: EngineLife, found: ProcessExit) -> None:
-        """Stop the engines that are left, and start all of them."""
+        """Stop the remaining engines, and start all of them."""
         cause = self._died(life, found)
         while True:
-            delay = self._of_all.died(self._loop.time(), cause)
+            delay = self._of_all.died(asyncio.get_running_loop().time(), cause)
             await self._kill_all()
             if delay is None:
                 self._give_up(f"the engines are in a crash loop: {self._of_all.story}", life)
@@ -212,17 +216,18 @@ class Restarting:
         turns = []
         for life, process in zip(self.lives.values(), self._processes, strict=True):
             if not _has_exited(process):
-                life.turn = self._loop.create_future()
+                life.turn = asyncio.get_running_loop().create_future()
                 turns.append(life.turn)
                 process.kill()
         if turns:
             await asyncio.wait(turns)
 
     async def _start(self, life: EngineLife) -> str:
-        """Start an engine, and wait until it is ready; return why it is not, or an empty string."""
+        """Start an engine, and wait until it is ready; return the cause of a failure, else ""."""
         rank = life.rank
         self._startup.expect(rank)
-        life.turn, life.doomed = self._loop.create_future(), False
+        life.turn = asyncio.get_running_loop().create_future()
+        life.doomed = False
         try:
             process = await in_thread(lambda: self._manager.start_engine(rank))
         except Exception as error:
@@ -233,12 +238,13 @@ class Restarting:
         self._watch.add([process], managed=True)
         if isinstance(self._members, EngineClient):
             self._members.watch(self._manager)
-        await asyncio.wait([life.turn], timeout=self._start_timeout)
+        within_s = self._rules.start_timeout
+        await asyncio.wait([life.turn], timeout=within_s)
         if not life.turn.done():
             life.doomed = True
             process.kill()
             await life.turn
-            life.cause = f"engine {rank} (pid {process.pid}) was killed: not ready after {self._start_timeout:g} s"
+            life.cause = f"engine {rank} (pid {process.pid}) was killed: not ready after {within_s:g} s"
             return life.cause
         found = life.turn.result()
         if found is None:
@@ -287,14 +293,14 @@ class Restarting:
         return life.cause
 
     def set_state(self, life: EngineLife, state: ProcessPhase) -> None:
-        """Note how an engine fares, and tell of it."""
+        """Note the state of an engine, and report a change."""
         if state != life.state:
             life.state = state
-            if self._on_change is not None:
-                self._loop.call_soon(notify, self._on_change, life.info)
+            if self._rules.on_change is not None:
+                asyncio.get_running_loop().call_soon(notify, self._rules.on_change, life.info)
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        task = self._loop.create_task(work, name=f"aioshm-supervises-{what}")
+        task = asyncio.get_running_loop().create_task(work, name=f"aioshm-supervises-{what}")
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task

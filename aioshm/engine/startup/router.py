@@ -21,10 +21,10 @@ _HWM = 1000
 
 
 class HandshakeRouter:
-    """A ROUTER that is bound to ``place``, or that was given: then it stays open, and may be one of ``zmq.asyncio``.
+    """A ROUTER, bound to ``place``, or a given one, which stays open and may be of ``zmq.asyncio``.
 
-    ``on_message`` gets the identity of an engine, the other frames, and who has sent them, for people; it returns
-    whether to go on.
+    ``on_message`` gets the identity of an engine, the other frames, and a description of the sender; it returns whether
+    to continue.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class HandshakeRouter:
             self.pump.pause()
 
     def _identity_of(self, sender: zmq.Frame) -> bytes:
-        """Return the identity of an engine as it is without keys; one that is no engine's if its keys are another's.
+        """Return an engine's identity as it is without keys; an invalid one if the keys are void or of another engine.
 
-        The same where they are void by now: a connection outlives the keys that it was made with.
+        A connection outlives the keys of its handshake.
         """
         name = sender.bytes
         if not self._encrypts:
@@ -106,13 +106,13 @@ class HandshakeRouter:
         return identity(rank)
 
     def answer(self, frames: list[bytes]) -> None:
-        """Answer an engine's first message; the first frame is whom to. `zmq.ZMQError`: nobody has that name."""
+        """Answer an engine; the first frame is its identity. `zmq.ZMQError`: the engine is not connected."""
         self._router.send_multipart([self._names.get(frames[0], frames[0]), *frames[1:]], zmq.NOBLOCK)
         if self._bound.authenticator is not None:
             self._bound.authenticator.heard()
 
     def close(self) -> None:
-        """Read no more, and close the socket unless it was given. Idempotent."""
+        """Stop reading, and close the socket unless it was given. Idempotent."""
         self._bound.close()
         if self._descriptor is not None:
             os.close(self._descriptor)

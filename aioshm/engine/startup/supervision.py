@@ -1,4 +1,4 @@
-"""The processes of a startup: watched while it goes on, named when it fails, and stopped with it."""
+"""The processes of a startup: watched, named when one fails, and stopped with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class Supervision:
-    """What has to do with processes in a startup."""
+    """Watches the processes of a startup, and describes their failures."""
 
     def __init__(self, watched: Iterable[WatchedProcess], on_exit: Callable[[], None]) -> None:
         self._watched = tuple(watched)
@@ -41,11 +41,11 @@ class Supervision:
         self._stopping: asyncio.Task[None] | None = None
 
     def watch_also(self, processes: Iterable[WatchedProcess]) -> None:
-        """Have `watch` watch these, too, which are not stopped."""
+        """Watch more processes, which are not stopped."""
         self._watched += tuple(processes)
 
     def watch(self, manager: WatchedManager | None, coordinator: WatchedProcess | None) -> None:
-        """Watch these processes, too; nothing happens if they are watched."""
+        """Watch the engines and the coordinator, too. Idempotent."""
         if self._watch is None:
             self._watch = ProcessWatch(on_exit=self._on_exit)
         if manager is not None and manager is not self._manager:
@@ -54,7 +54,7 @@ class Supervision:
         self._watch.add(self._watched if coordinator is None else (*self._watched, coordinator))
 
     def engines(self) -> dict[int, WatchedProcess]:
-        """Return the processes of engines, as far as they are known, by rank."""
+        """Return the known engine processes, by rank."""
         ranks = ((engine_index(process.name), process) for process in getattr(self._manager, "processes", ()))
         return {rank: process for rank, process in ranks if rank is not None}
 
@@ -65,7 +65,7 @@ class Supervision:
     def failure(
         self, cause: str, refusal: HandshakeError | None, progress: StartupProgress, engines: Mapping[int, CoreEngine]
     ) -> EngineStartupError:
-        """Return the error to raise."""
+        """Return the error of a failed startup."""
         exits, processes = self.exited(), self.engines()
         said = []
         for each in exits:
@@ -89,14 +89,14 @@ class Supervision:
         )
 
     async def stop(self) -> None:
-        """Stop what is the startup's own. Idempotent; finishes also when it is cancelled."""
+        """Stop the engines and the coordinator. Idempotent; finishes also when cancelled."""
         self.close()
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop(), name="aioshm-engine-startup-stops")
         await completed(self._stopping)
 
     def close(self) -> None:
-        """Watch no more. Idempotent."""
+        """Stop watching. Idempotent."""
         if self._watch is not None:
             self._watch.close()
 

@@ -1,4 +1,4 @@
-"""Engines that are started again when they die, while the others serve."""
+"""Restarts dead engines while the others serve."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ from aioshm.engine.client.options import ClientOptions, Resubmit
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
-from aioshm.engine.startup.restarting import EngineLife, Restarting
+from aioshm.engine.startup.restarting import EngineLife, Restarting, RestartRules
 from aioshm.engine.stats import EngineSupervisorStats
 from aioshm.errors import EndClosed, EngineDead, RoleError
 from aioshm.process.restart import RankInfo, Restart
 
 
 class EngineSupervisor(AsyncClosing):
-    """Engines, coordinator and client, as `launch_core_engines` starts them, and starts again what dies.
+    """Engines, coordinator and client, as `launch_core_engines` starts them, with restarts.
 
         async with EngineSupervisor(serve, 4, resubmit="unstarted") as supervisor:
             async for output in supervisor.client.submit(request):
                 ...
             await supervisor.scale(6)
 
-    An engine that dies is started again and shakes hands while the others serve; its requests fail with `EngineDead`,
-    see ``on_engine_death="continue"`` of `EngineClient`. So is the coordinator. Engines of other hosts are started
-    again there, by others, and are taken back when they say HELLO. Ray's actors are made again where there is room. A
-    crash loop, see `Restart`, ends everything: the client raises `EngineDead` with the cause of every death, and so
-    does `wait`.
+    A dead engine is restarted and shakes hands while the others serve; its requests fail with `EngineDead`, see
+    ``on_engine_death="continue"`` in `ClientOptions`. The coordinator is restarted, too. Other programs restart engines
+    of other hosts, which are admitted when they say HELLO. Ray's actors are recreated where there is room. A crash
+    loop, see `Restart`, ends everything: the client, and `wait`, raise `EngineDead` with the cause of every death.
 
     Args:
-        target_fn: What each engine's process runs.
-        engine_count: How many engines there are at first.
-        restart: When processes are started again, for each one by itself.
+        target_fn: The target of each engine process.
+        engine_count: The number of engines at first.
+        restart: When processes are restarted, each by itself.
         resubmit: See `ClientOptions`.
-        lockstep: Whether no engine can go on without the others, as those of mixtures of experts: then all of them are
-            started again when one dies.
-        start_timeout: Seconds that an engine may take until it is ready, when it is started again; then it is killed,
-            which counts as a death. None: ``AIOSHM_ENGINE_READY_TIMEOUT_S``, or 600.
+        lockstep: Whether no engine can continue without the others, such as those of mixtures of experts: then one
+            death restarts all engines.
+        start_timeout: Seconds that a restarted engine may take until it is ready; then it is killed, which counts as a
+            death. None: ``AIOSHM_ENGINE_READY_TIMEOUT_S``, or 600.
         on_change: Called on the loop when an engine's state has changed.
         options: The other arguments of `launch_core_engines`, such as ``layout`` and ``client``.
 
     Raises:
-        EngineStartupError: As from `launch_core_engines`, when this is entered: the first start is tried once.
-        TypeError, ValueError: An argument makes no sense; the text names it.
+        EngineStartupError: As from `launch_core_engines`, on entering: the first start is tried once.
+        TypeError, ValueError: An argument is invalid; the text names it.
     """
 
     def __init__(
@@ -74,12 +73,14 @@ class EngineSupervisor(AsyncClosing):
             raise TypeError("on_engine_change is the supervisor's own, and cannot be given")
         self._lives: dict[int, EngineLife] = {}
         self._restarting: Restarting | None = None
-        self._restart = restart or Restart()
-        self._lockstep = lockstep
-        self._start_timeout = (
-            engine_ready_timeout() if start_timeout is None else check_seconds("start_timeout", start_timeout)
+        if start_timeout is not None:
+            check_seconds("start_timeout", start_timeout)
+        self._rules = RestartRules(
+            restart=restart or Restart(),
+            lockstep=lockstep,
+            start_timeout=engine_ready_timeout() if start_timeout is None else start_timeout,
+            on_change=on_change,
         )
-        self._on_change = on_change
         self._options = {
             **options,
             "client": replace(
@@ -109,7 +110,7 @@ class EngineSupervisor(AsyncClosing):
 
     @property
     def launch(self) -> CoreEngineLaunch:
-        """What was started: addresses, and the managers of processes.
+        """The launch: addresses, and the managers of processes.
 
         Raises:
             RoleError: The supervisor is not open.
@@ -122,7 +123,7 @@ class EngineSupervisor(AsyncClosing):
         return tuple(life.info for _, life in sorted(self._lives.items()))
 
     def stats(self) -> EngineSupervisorStats:
-        """Return what has become of the engines so far, and what their client has done; from any thread."""
+        """Return the counters of the engines and of their client; from any thread."""
         has_client = self._stack is not None and self._launch.has_client
         return EngineSupervisorStats(self.engines, self._launch.client.stats() if has_client else None)
 
@@ -148,13 +149,7 @@ class EngineSupervisor(AsyncClosing):
                 self._launch.client.leave_deaths_to_supervisor()
             await self._launch.shake_hands()
             # Before the client waits: an engine that dies now is started again, too.
-            self._restarting = Restarting(
-                self._launch,
-                self._restart,
-                lockstep=self._lockstep,
-                start_timeout=self._start_timeout,
-                on_change=self._on_change,
-            )
+            self._restarting = Restarting(self._launch, self._rules)
             stack.push_async_callback(self._restarting.aclose)
             self._lives = self._restarting.lives
             await self._launch.wait_until_ready()
@@ -165,7 +160,7 @@ class EngineSupervisor(AsyncClosing):
         """Wait until the engines are in a crash loop. Cancelling this changes nothing.
 
         Raises:
-            EngineDead: They are; the text has the cause of every death that counts.
+            EngineDead: A crash loop; the text has the cause of every death that counts.
             QueueClosed, RoleError: The supervisor was closed, or is not open.
         """
         restarting = self._supervision()
@@ -181,12 +176,12 @@ class EngineSupervisor(AsyncClosing):
     async def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every engine serves, also after deaths; see `EngineClient.wait_until_ready`.
 
-        Where API servers have the clients: until each of those that there are now has all engines.
+        With API servers: until all connected front ends have all engines.
         """
         await self._members().wait_until_ready(timeout)
 
     async def aclose(self) -> None:
-        """Stop everything, the client first. Idempotent; finishes also when it is cancelled."""
+        """Stop everything, the client first. Idempotent; finishes also when cancelled."""
         self._closed = True
         stack, self._stack = self._stack, None
         if stack is None:
@@ -200,24 +195,24 @@ class EngineSupervisor(AsyncClosing):
     # More engines, or fewer
 
     async def scale(self, engine_count: int, *, timeout: float | None = None) -> None:
-        """Have more engines at once, or fewer after they have finished what they have; return when it is so.
+        """Start more engines immediately, or stop the last ones after their requests; return when done.
 
-        Cancelling this leaves engines that were started, and those that have not finished yet, as they are.
+        Cancelling this leaves started engines, and engines with unfinished requests, as they are.
 
         Args:
-            engine_count: How many engines there are to be; the last ones go.
-            timeout: Seconds that each engine that goes may take to finish; what is unfinished then fails with
-                `EngineDead`. None: as long as it takes.
+            engine_count: The new number of engines.
+            timeout: Seconds that each leaving engine may take to finish; unfinished requests then fail with
+                `EngineDead`. None: no limit.
 
         Raises:
             EngineDead: A crash loop.
-            RoleError: The engines are in lockstep, or not all of them are this process', or other clients than its own
-                and those of its API servers have them, or there are fewer placement groups, which were given.
-            TypeError, ValueError: An argument makes no sense.
+            RoleError: The engines are in lockstep, or some are not this process', or other clients have them, or there
+                are fewer given placement groups.
+            TypeError, ValueError: An argument is invalid.
         """
         check_int("engine_count", engine_count, minimum=1)
         members = self._members()
-        if self._lockstep:
+        if self._rules.lockstep:
             raise RoleError("engines in lockstep cannot be scaled: they need each other")
         lives = self._lives
         if len(members.ranks) != len(lives):
@@ -235,7 +230,7 @@ class EngineSupervisor(AsyncClosing):
                 newcomers.append(self._supervision().add(rank))
             if newcomers:
                 await asyncio.gather(*map(asyncio.shield, newcomers))
-                await members.wait_until_ready(self._start_timeout)
+                await members.wait_until_ready(self._rules.start_timeout)
 
     def _tell_coordinator(self) -> None:
         if self._launch.coordinator is not None:

@@ -40,7 +40,7 @@ CODE_WITHIN_S = 1.0
 
 
 class Calls:
-    """Sends calls, and delivers their answers.
+    """The table of calls in flight: sends calls, and delivers their answers.
 
     Attributes:
         n_workers: How many workers a call of all workers goes to.
@@ -69,7 +69,7 @@ class Calls:
         self._closing: set[asyncio.Task[None]] = set()
 
     def sent_to(self, rank: int) -> list[Call]:
-        """Return the calls that were sent to a worker, and that it has not answered."""
+        """Return the calls that a worker has received and not answered."""
         return [call for call in self._calls.values() if call.sent and rank in call.missing]
 
     # Calls of all workers
@@ -339,7 +339,7 @@ class Calls:
         self.schedule.arrived(rank)
 
     def mark_absent(self, ranks: Iterable[int]) -> None:
-        """Make calls of all workers wait until these ranks are back."""
+        """Make calls of all workers wait until these ranks are present again."""
         self.absent.update(ranks)
         if self.absent:
             self._all_present.clear()

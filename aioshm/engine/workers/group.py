@@ -25,7 +25,7 @@ from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 
 PREFETCH = 16
-"""How many items of a stream are made before any is taken."""
+"""How many items the generator of a stream may be ahead of its consumer."""
 
 
 class WorkerGroup(AsyncClosing):
@@ -35,41 +35,41 @@ class WorkerGroup(AsyncClosing):
             results = await group.broadcast("step", batch)
             text = await group.call_any("tokenize", prompt)
 
-    In each process ``worker(*args, rank=rank, **kwargs)`` makes an object; if that is awaitable, it is awaited. Its
-    methods may be coroutines; a worker does one call at a time, in the order in which they were sent: those of all
-    workers, when it was their turn, and its own. If it has a method ``close``, that is called when the group is closed.
-    Entering the block starts the processes and waits until every worker is made.
+    Entering the block starts the processes. Each process calls ``worker(*args, rank=rank, **kwargs)`` to create an
+    object; an awaitable result is awaited. Its methods may be coroutines. A worker runs one call at a time, in the
+    order of sending: calls of all workers and its own calls. If the object has a method ``close``, closing the group
+    calls it.
 
-    The processes exit with this one, however that happens. If one of them exits while the group is open, each call that
-    waits raises `WorkerDied`, and so does every later one: what is left of the group is only good for being closed.
-    With ``restart`` only the calls in flight do (`call` and `stream`: those of that worker): a standby or a new process
-    takes the rank, is made by ``worker`` anew, and the next call waits for that. Workers that cannot go on without the
-    one before, since they share a state or are in the midst of a collective operation, are better off without. An
-    exception in a worker is no death: the call raises `WorkerError`, and the group goes on.
+    The processes exit with this process, in whatever way it ends. If a worker exits while the group is open, each
+    waiting call raises `WorkerDied`, and so does every later call: the group can only be closed then. With ``restart``
+    only the calls in flight fail (`call` and `stream`: those of that worker): a standby or a new process takes the
+    rank, ``worker`` creates a new object, and the next call waits for it. Use no ``restart`` for workers that share
+    state or a collective operation with the dead one. An exception in a method is no death: the call raises
+    `WorkerError`, and the group continues.
 
     Args:
-        worker: Makes a worker. The group pickles it with ``args`` and ``kwargs`` once when it starts, and with
-            ``restart`` keeps the result for every replacement: later changes do not count. Pickling holds up the loop
-            where the arguments are more than a few MiB or hundreds of thousands of objects.
-        n_workers: How many.
-        args: For ``worker``.
-        kwargs: For ``worker``.
-        name: The processes are ``{name}_0`` and so on.
-        options: Of all queues between them and this process.
-        max_chunk_bytes: Room for one message in each queue's ring, in bytes; larger ones take longer.
+        worker: Creates a worker. The group pickles it with ``args`` and ``kwargs`` once when it starts, and with
+            ``restart`` keeps the result for every replacement: later changes have no effect. Pickling blocks the loop
+            if the arguments have more than a few MiB or hundreds of thousands of objects.
+        n_workers: The number of workers.
+        args: Positional arguments of ``worker``.
+        kwargs: Keyword arguments of ``worker``.
+        name: Name of the processes: ``{name}_0`` and so on.
+        options: Options of all queues between the workers and this process.
+        max_chunk_bytes: Room for one message in each queue's ring, in bytes; larger messages take longer.
         max_chunks: How many messages of that size each ring has room for.
-        ready_timeout: Seconds that starting may take, and with ``restart`` each replacement and standby, imports
-            included; one that takes longer is killed, and tried again as ``restart`` says. None: as long as it takes.
-        shutdown_timeout: Seconds that workers may take to exit by themselves, and then once more when asked to.
+        ready_timeout: Seconds that the start may take, and with ``restart`` each replacement and standby, imports
+            included. A replacement that takes longer is killed, which counts as a death. None: no limit.
+        shutdown_timeout: Seconds that workers may take to exit by themselves, and then once more after SIGTERM.
         capture_stderr: See `ProcessManager`.
-        loop_factory: Makes each worker's event loop, such as ``uvloop.new_event_loop``; None: asyncio's own. It travels
-            by pickle, as ``worker`` does.
-        restart: When workers that die are replaced, for each rank by itself; None: never. A crash loop ends the group.
-        standbys: How many processes wait for a rank: they have imported ``worker``, and only make it.
-        max_workers: How many workers `scale` may ask for; None: ``n_workers``.
+        loop_factory: Creates each worker's event loop, such as ``uvloop.new_event_loop``; None: asyncio's own. Must be
+            picklable.
+        restart: When dead workers are replaced, for each rank by itself; None: never. A crash loop ends the group.
+        standbys: How many processes wait for a rank: they have imported ``worker``, and only need to call it.
+        max_workers: Upper limit for `scale`; None: ``n_workers``.
 
     Raises:
-        TypeError, ValueError: An argument makes no sense; the text names it.
+        TypeError, ValueError: An argument is invalid; the text names it.
     """
 
     def __init__(
@@ -144,28 +144,28 @@ class WorkerGroup(AsyncClosing):
         timeout: float | None = None,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """Call a method of every worker; wait until all have answered.
+        """Call a method of every worker, and wait for all answers.
 
-        Calls of several tasks are served one after the other, in their order. A call that is cancelled, or takes too
-        long, continues in the workers, and they begin the next one only then; its answers are dropped. Results arrive
-        as pickle has them; arrays and tensors of any size are copies of the caller's own.
+        Calls of several tasks run one after the other, in their order. A call that is cancelled or times out continues
+        in the workers, which begin the next one afterwards; its answers are dropped. Results are unpickled; arrays and
+        tensors of any size are private copies.
 
         Args:
             method: The name of the method; or a function that pickle can find in the workers, called with the worker
                 before ``args``.
-            args: For the method.
-            kwargs: For the method.
-            timeout: Seconds, the wait for earlier calls included; None: as long as it takes.
-            unique_reply_rank: The one worker whose result is wanted; the others only say that they are done.
+            args: Positional arguments of the method.
+            kwargs: Keyword arguments of the method.
+            timeout: Seconds, including the wait for earlier calls; None waits for ever.
+            unique_reply_rank: The only worker whose result is returned; the others only acknowledge.
 
         Returns:
-            The results by rank, or the one that is wanted.
+            The results by rank, or the result of ``unique_reply_rank``.
 
         Raises:
             WorkerError: Workers raised exceptions.
-            WorkerDied: One has exited.
-            CodecError, MessageTooLarge, SharedMemoryError: The arguments cannot be sent; no worker has seen them.
-            TimeoutError: It took too long; the text says which workers have not answered.
+            WorkerDied: A worker has exited.
+            CodecError, MessageTooLarge, SharedMemoryError: The arguments cannot be sent; no worker has received them.
+            TimeoutError: The call took too long; the text names the workers that have not answered.
             QueueClosed: The group was closed.
             RoleError: The group was not entered.
         """
@@ -192,29 +192,29 @@ class WorkerGroup(AsyncClosing):
     ) -> Any:
         """Call a method of one worker.
 
-        A worker does one call at a time, in the order in which they were sent, those of `collective_rpc` included; the
-        workers do theirs side by side. Many calls may be under way, from many tasks. Where workers are replaced, the
-        call waits for the successor of one that has died before it was sent.
+        A worker runs one call at a time, in the order of sending, calls of all workers included; the workers run in
+        parallel. Many tasks may call at the same time. With ``restart``, a call that was not sent before the death of
+        its worker waits for the replacement.
 
-        A call that is cancelled, or takes too long, is not begun any more; if it is under way, a coroutine method is
-        cancelled at the ``await`` where it is, another method goes on to its end.
+        If the call is cancelled or times out, a queued call is dropped, a running coroutine method is cancelled at its
+        ``await``, and any other method runs to its end.
 
         Args:
             rank: The worker.
             method: The name of the method; or a function that pickle can find in the worker, called with the worker
                 before ``args``.
-            args: For the method.
-            timeout: Seconds, all waits included; None: as long as it takes.
-            kwargs: For the method.
+            args: Positional arguments of the method.
+            timeout: Seconds, including all waits; None waits for ever.
+            kwargs: Keyword arguments of the method.
 
         Returns:
-            What the method has returned.
+            The result of the method.
 
         Raises:
-            WorkerError: It has raised an exception.
-            WorkerDied: The worker has exited before it has answered; or the group has ended.
+            WorkerError: The method raised an exception.
+            WorkerDied: The worker has exited before its answer, or the group has ended.
             CodecError, MessageTooLarge, SharedMemoryError: The arguments cannot be sent.
-            TimeoutError: It took too long; the text names the worker.
+            TimeoutError: The call took too long; the text names the worker.
             QueueClosed: The group was closed.
             RoleError: The group was not entered.
             ValueError: There is no worker of this rank.
@@ -227,9 +227,9 @@ class WorkerGroup(AsyncClosing):
     ) -> Any:
         """Call a method on the worker that has been idle longest.
 
-        Where none is, the call waits for one; those that wait are served first come, first served. A worker is idle
-        when it has answered all calls, those of `broadcast` included, and has no stream; one that is being replaced is
-        not idle, newcomers are.
+        Without an idle worker the call waits; waiting calls are served in order. A worker is idle when it has answered
+        all calls, including those of `broadcast`, and has no stream. A worker under replacement is not idle; a new
+        worker is.
 
         Args, Returns, Raises: As `call`.
         """
@@ -245,28 +245,27 @@ class WorkerGroup(AsyncClosing):
         prefetch: int = PREFETCH,
         **kwargs: Any,
     ) -> WorkerStream:
-        """Iterate with ``async for`` over what a method of one worker yields.
+        """Iterate with ``async for`` over the items that a method of one worker yields.
 
-        The method is a generator, an asynchronous generator, or returns something else that can be iterated over. It is
-        called when its turn has come, as by `call`; then the stream goes on beside other calls, which the worker does
-        between two items, and while an asynchronous generator awaits something. At most ``prefetch`` items are made
-        that nobody has taken.
+        The method is a generator, an asynchronous generator, or returns another iterable. It is called in the order of
+        `call`. Then the stream runs beside other calls, which the worker serves between two items, and while an
+        asynchronous generator awaits something. The generator is at most ``prefetch`` items ahead of the consumer.
 
-        Leaving the iteration early, being cancelled in it, or closing it with ``aclose``, closes the worker's
-        generator: at the ``yield`` where it is, or, with `asyncio.CancelledError`, at an ``await``. Iterating on raises
-        `RequestAborted`: only a finished generator ends without an error.
+        Leaving the iteration early, a cancellation in it, or ``aclose``, closes the worker's generator: at its
+        ``yield``, or, with `asyncio.CancelledError`, at an ``await``. Iterating further raises `RequestAborted`: only a
+        finished generator ends without an error.
 
         Args:
-            rank: The worker; None: one that is idle, as for `call_any`.
-            method: As for `call`.
-            args: For the method.
-            timeout: Seconds to wait for each item; None: as long as it takes. `TimeoutError` ends nothing: the item may
-                be waited for again, and the call keeps its place among those that wait for the worker.
-            prefetch: How many items may be made before any is taken.
-            kwargs: For the method.
+            rank: The worker; None: an idle one, as `call_any`.
+            method: As `call`.
+            args: Positional arguments of the method.
+            timeout: Seconds to wait for each item; None waits for ever. After a `TimeoutError` the next item may be
+                waited for again, and a queued stream keeps its place.
+            prefetch: How many items the generator may be ahead.
+            kwargs: Keyword arguments of the method.
 
-        Raises what `call` does, when it is iterated over; a generator's exception comes behind the items before it, as
-        does the worker's death.
+        Iterating raises the errors of `call`. A generator's exception, and the worker's death, come after the items
+        before it.
         """
         name = method_name(method)
         if rank is not None:
@@ -307,12 +306,12 @@ class WorkerGroup(AsyncClosing):
 
     @property
     def standbys(self) -> int:
-        """How many standbys can take a rank at once."""
+        """How many standbys can take a rank immediately."""
         replacer = None if self._session is None else self._session.replacer
         return 0 if replacer is None else replacer.standbys
 
     def stats(self) -> WorkerGroupStats:
-        """Return what the group has done so far; from any thread."""
+        """Return the counters of the group; from any thread."""
         return WorkerGroupStats(
             self._settings.name,
             self.n_workers,
@@ -323,23 +322,22 @@ class WorkerGroup(AsyncClosing):
         )
 
     async def membership(self) -> AsyncIterator[RankInfo]:
-        """Iterate over what becomes of the workers from now on, with ``async for``, until the group ends."""
+        """Iterate over the changes of the workers from now on, with ``async for``, until the group ends."""
         async for change in self._entered().membership():
             yield change
 
     async def scale(self, n_workers: int) -> None:
-        """Have more workers, or fewer: the last ones go when they are done with the calls and streams they have.
+        """Change the number of workers. The last workers leave when their calls and streams are done.
 
-        Workers that die meanwhile are replaced as at any time, and the group gets its size all the same. Cancelling
-        this leaves the group as it was as long as those that are to go have something to do; after that they go, and
-        newcomers that are being started come.
+        Workers that die meanwhile are replaced as usual. Cancelling this changes nothing while leaving workers still
+        have calls; afterwards they leave, and new workers that are starting come.
 
         Args:
-            n_workers: How many there are to be.
+            n_workers: The new number of workers.
 
         Raises:
             RoleError: The group has no ``restart``, or was not entered.
-            ValueError: It is more than ``max_workers``.
+            ValueError: ``n_workers`` is above ``max_workers``.
             WorkerDied: The group has ended: a crash loop.
             QueueClosed: The group was closed.
         """
@@ -353,9 +351,10 @@ class WorkerGroup(AsyncClosing):
         await session.scale(n_workers, session.replacer)
 
     async def join_first(self) -> AioshmError | None:
-        """Wait until a worker has exited, also while there are no calls; return what calls raise from then on.
+        """Wait until a worker has exited, also while there are no calls; return the error of later calls.
 
-        With ``restart`` it waits for a crash loop. None if the group was closed. Cancelling this changes nothing.
+        With ``restart`` this waits for a crash loop. Returns None if the group was closed. Cancelling this changes
+        nothing.
         """
         await self._exit.ended.wait()
         assert self._exit.failure is not None
@@ -377,10 +376,10 @@ class WorkerGroup(AsyncClosing):
         return self
 
     async def aclose(self) -> None:
-        """Let the workers exit by themselves, then stop what is left; calls that wait raise `QueueClosed`. Idempotent.
+        """Let the workers exit by themselves, then stop the rest; waiting calls raise `QueueClosed`. Idempotent.
 
-        Cancelling this stops them at once, and nothing is left. If one has died, the others are not waited for either:
-        they may be waiting for it.
+        Cancelling this kills the workers. After the death of one, the others are stopped immediately: they may wait for
+        the dead one.
         """
         if self._pid != os.getpid():  # a forked child's copy: the workers are the parent's
             self._closed = True

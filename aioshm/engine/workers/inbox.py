@@ -1,7 +1,7 @@
-"""The answers of all workers, read by the tasks that wait for one.
+"""Reads the answers of all workers, in one of the tasks that wait for an answer.
 
-No task reads all the time: of those that wait, the first reads for all, and the next one continues when the first has
-its answer. So a caller that is alone is woken by its answer itself, and nothing runs while nobody calls.
+The first waiting task reads for all, and the next one continues when the first has its answer. So the answer itself
+wakes a lone caller, and nothing runs while there is no call.
 """
 
 from __future__ import annotations
@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
 
 class Waiter:
-    """A condition that one task waits for, see `Inbox.wait`.
-
-    Attributes:
-        ready: Whether it holds.
-        future: Wakes the task, if it sleeps while another one reads.
-        reading: The task, while it sleeps until a message comes.
-        interrupted: Whether that was cancelled to wake it.
-    """
+    """A condition that one task waits for, see `Inbox.wait`."""
 
     __slots__ = ("future", "interrupted", "reading", "ready")
 
@@ -70,7 +63,7 @@ class Inbox:
         self._merged.remove(rank)
 
     async def wait(self, waiter: Waiter) -> None:
-        """Wait until `Waiter.ready` is set; read the messages of all meanwhile if nobody does."""
+        """Wait until `Waiter.ready` is set; read the messages of all meanwhile unless another task does."""
         if waiter.ready:
             return
         try:
@@ -120,17 +113,17 @@ class Inbox:
             del self._sleeping[waiter]
 
     def widen(self) -> None:
-        """Let the task that reads wake for every message, now that not only those of one call of all count."""
+        """Let the reading task wake for every message, now that several calls are in flight."""
         if self._merged.needed and self._reader is not None:
             self._merged.needed = frozenset()
             self._reader.wake()
 
     def _hand_on(self) -> None:
-        """Let the task read that has slept longest, if none reads; one that was woken already does so itself."""
+        """Let the longest sleeping task read, if none reads; a task that was woken already does so itself."""
         if self._sleeping and self._reader is None and self._open:
             next(iter(self._sleeping)).wake()
 
     async def aclose(self) -> None:
-        """Read nothing any more. Idempotent."""
+        """Stop reading. Idempotent."""
         self._open = False
         await self._merged.aclose()

@@ -1,4 +1,4 @@
-"""The messages between a group and its workers: pickled tuples, whose first fields are known whatever the rest is."""
+"""The messages between a group and its workers: pickled tuples with three leading ints."""
 
 from __future__ import annotations
 
@@ -34,14 +34,7 @@ item, a `RemoteFailure`, the number of further items wanted (CREDIT), or the ran
 
 
 class Request(NamedTuple):
-    """A method to call, with its arguments.
-
-    Attributes:
-        method: The name of a method, or a function that is given the worker.
-        prefetch: How many items of a stream may be made before any is taken.
-        reply_rank: The only worker whose result is wanted; None: all.
-        after: Of a call of all workers: how many calls of its own each rank has been sent before.
-    """
+    """A method to call, with its arguments."""
 
     method: str | Callable[..., Any]
     args: tuple[Any, ...]
@@ -52,13 +45,13 @@ class Request(NamedTuple):
 
 
 class Undecodable(NamedTuple):
-    """Takes the place of a value that could not be decoded."""
+    """Stands for a value that could not be decoded."""
 
     error: CodecError
 
 
 class MessageCodec(PickleCodec):
-    """Pickle, for messages: one whose value cannot be decoded is still about its call."""
+    """Pickle, for messages: a message whose value cannot be decoded still names its call."""
 
     @staticmethod
     def loads(data: bytes) -> Any:
@@ -84,7 +77,7 @@ def _without_value(pickled: bytes | memoryview, error: CodecError) -> Message:
 
 
 def method_name(method: object) -> str:
-    """Return the name of a method or function for people; raise `TypeError` if it is neither."""
+    """Return the name of a method or function for error texts; raise `TypeError` if it is neither."""
     if isinstance(method, str) and method:
         return method
     if not callable(method):

@@ -99,7 +99,7 @@ class WorkerSlot:
 
 
 class Schedule:
-    """The workers, and the calls that wait for them. Calls `Call.notify` when a call may be sent."""
+    """The workers, and the calls that wait for them; calls `Call.notify` when a call may be sent."""
 
     def __init__(self) -> None:
         self._slots: dict[int, WorkerSlot] = {}

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class WorkerStream(AsyncIterator[Any]):
     """The items of a worker's generator, see `WorkerGroup.stream`.
 
-    A timeout ends nothing: the next item may be waited for again. Leaving the stream closes the generator: breaking off
-    and forgetting it, `aclose`, or being cancelled in it. Iterating on then raises `RequestAborted`.
+    After a timeout the next item may be waited for again. Leaving the stream closes the generator: leaving the loop,
+    dropping the stream, `aclose`, or a cancellation. Iterating further raises `RequestAborted`.
     """
 
     def __init__(
