@@ -94,6 +94,13 @@ class _Holder:
 def array_for_torch(shape: tuple[int, ...], dtype: np.dtype[Any], memory: Any, order: Order) -> Array:
     """Lay an array over memory, without a copy, for a tensor: torch knows none that is read-only, and would warn."""
     array: Array = np.ndarray(shape, dtype, memory, 0, None, order)
+    if array.flags.writeable:
+        return array
+    owner = memory.obj if isinstance(memory, memoryview) else None
+    address: int | None = getattr(owner, "address", None)
+    if address is not None:  # of a lease's mapping, which is writable though this view of it is not
+        over: Any = owner
+        array = np.ndarray(shape, dtype, over, array.__array_interface__["data"][0] - address, None, order)
     return array if array.flags.writeable else np.asarray(_Holder(array))
 
 

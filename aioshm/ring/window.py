@@ -34,17 +34,24 @@ _PAGE: Final = mmap.PAGESIZE
 _IN_PAGE: Final = mmap.PAGESIZE - 1
 
 
+class Window(mmap.mmap):
+    """The mapping of one chunk. All views of a leased message refer to it."""
+
+    address: int
+    begin: int  # of the message, in the mapping
+    room: int  # for the message
+    faults: int  # of this process, at a time when the program had not written to the window
+
+
 class Windows:
     """The windows of one reader, for one thread at a time; keeps a descriptor of its own."""
 
     def __init__(self, fd: int, layout: Layout) -> None:
         self._fd = -1
         # By chunk; nothing else may keep a reference.
-        self.windows: dict[int, mmap.mmap] = {}
-        self._faults = -1  # of this process, when a window was last checked
-        self._before: dict[int, int] = {}  # the same, when a window was last shown: asking again would take longer
+        self.windows: dict[int, Window] = {}
+        self._faults = -1  # of this process, when a window was last checked: asking again would take longer
         self.pagemap: Pagemap = Pagemap()
-        self._places: dict[int, tuple[int, int]] = {}
         self._pools = layout.pools
         try:
             size = os.fstat(fd).st_size
@@ -56,16 +63,12 @@ class Windows:
 
     def view(self, chunk: int, nbytes: int) -> memoryview:
         """Return a read-only view of the beginning of a chunk, through the chunk's window."""
-        start, room = self._place(chunk)
-        if not 0 <= nbytes <= room:
-            raise ValueError(f"a view must have 0 to {room} bytes, not {nbytes}")
-        window = self.windows.get(chunk)
-        if window is None:
-            window = self._open(chunk, start, room)
-        start &= _IN_PAGE
-        self._before[chunk] = self._faults
+        window = self.windows.get(chunk) or self._open(chunk)
+        if not 0 <= nbytes <= window.room:
+            raise ValueError(f"a view must have 0 to {window.room} bytes, not {nbytes}")
+        window.faults = self._faults
         # From the mapping anew each time: a view that was kept would be one reference for all leases together.
-        return memoryview(window)[start : start + nbytes]
+        return memoryview(window)[window.begin : window.begin + nbytes].toreadonly()
 
     def held(self, chunk: int) -> bool:
         """Return whether a view of a chunk is held."""
@@ -84,19 +87,19 @@ class Windows:
             if chunk in self.windows and self._written(chunk, nbytes):
                 del self.windows[chunk]
             return False
-        start, room = self._place(chunk)
+        # Not the window itself: the traceback of an error would hold it.
+        address, length = self.windows[chunk].address, len(self.windows[chunk])
+        begin, room = self.windows[chunk].begin, self.windows[chunk].room
         if not 0 <= nbytes <= room:
             raise ValueError(f"a view has 0 to {room} bytes, not {nbytes}")
-        # Not the window itself: the traceback of an error would hold it.
-        address, length = address_of(self.windows[chunk]), len(self.windows[chunk])
-        make_private(address, length, start & _IN_PAGE, nbytes)
+        make_private(address, length, begin, nbytes)
         del self.windows[chunk]  # its holders unmap it
         return True
 
     def close(self) -> None:
         """Unmap windows without views, copy chunks with views. Idempotent, also after errors."""
         for chunk in list(self.windows):
-            self.settle(chunk, self._place(chunk)[1])
+            self.settle(chunk, self.windows[chunk].room)
         self.windows.clear()
         self.pagemap.close()
         if self._fd >= 0:
@@ -110,40 +113,37 @@ class Windows:
             finally:  # the warning may be an error
                 self.close()
 
-    def _place(self, chunk: int) -> tuple[int, int]:
-        """Return where a chunk's room begins in its file, and how large it is."""
-        known = self._places.get(chunk)
-        if known is None:
-            place = chunk_at(self._pools, chunk)
-            if place is None:
-                raise ValueError(f"there is no chunk {chunk}")
-            known = self._places[chunk] = place[0] + CHUNK_HEADER_BYTES, place[1]
-        return known
-
-    def _open(self, chunk: int, offset: int, room: int) -> mmap.mmap:
+    def _open(self, chunk: int) -> Window:
+        place = chunk_at(self._pools, chunk)
+        if place is None:
+            raise ValueError(f"there is no chunk {chunk}")
         if self._fd < 0:
             raise SharedMemoryError("the windows were closed")
         if len(self.windows) >= MAX_WINDOWS:
             self._drop_one()
-        begin = offset // _PAGE * _PAGE
-        length = round_up(offset + room, _PAGE) - begin
+        start, room = place[0] + CHUNK_HEADER_BYTES, place[1]
+        page = start // _PAGE * _PAGE
+        length = round_up(start + room, _PAGE) - page
         try:
-            # Anonymous at first: over a descriptor, the object would keep a duplicate of that for each window.
-            window = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
-            map_memory(address_of(window), length, *_WINDOW, self._fd, begin)
+            window = _map(Window, self._fd, page, length)
         except OSError as error:
             raise SharedMemoryError(error.errno, f"no window of {length} bytes: {error.strerror}") from None
+        window.address = address_of(window)
+        window.begin = start & _IN_PAGE
+        window.room = room
         self.windows[chunk] = window
         return window
 
     def _written(self, chunk: int, nbytes: int) -> bool:
-        """Return whether a window was written to since it was last shown, or may have been."""
+        """Return whether a window was written to since it was last viewed, or may have been."""
         if not COPY_ON_WRITE:
             return False
-        self._faults = _faults()
-        if self._before.get(chunk) == self._faults:  # every first write to a page is a fault
+        usage = getrusage(RUSAGE_SELF)
+        self._faults = usage.ru_minflt + usage.ru_majflt
+        window = self.windows[chunk]
+        if window.faults == self._faults:  # every first write to a page is a fault
             return False
-        return self.pagemap.written(address_of(self.windows[chunk]), (self._place(chunk)[0] & _IN_PAGE) + nbytes)
+        return self.pagemap.written(window.address, window.begin + nbytes)
 
     def _drop_one(self) -> None:
         """Unmap the oldest window that is not held."""
@@ -155,14 +155,19 @@ class Windows:
 
 def map_private(kind: type[Mapping], fd: int, size: int) -> Mapping:
     """Map the beginning of a file copy-on-write, in an object of this class. Linux only."""
-    mapped = kind(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, _READ_WRITE)
-    map_memory(address_of(mapped), size, *_WINDOW, fd)
+    return _map(kind, fd, 0, size)
+
+
+def _map(kind: type[Mapping], fd: int, start: int, length: int) -> Mapping:
+    # Anonymous at first: over a descriptor, the object would keep a duplicate of that.
+    mapped = kind(-1, length, _PRIVATE, _PROTECTION)
+    map_memory(address_of(mapped), length, _PROTECTION, _SHARING, fd, start)
     return mapped
 
 
 def _count_unheld() -> int:
     """Return `getrefcount` of a window that only its dictionary holds, called as above."""
-    windows = {0: mmap.mmap(-1, 1)}
+    windows = {0: Window(-1, 1)}
     return getrefcount(windows[0])
 
 
@@ -180,12 +185,6 @@ def make_private(address: int, length: int, start: int, nbytes: int) -> None:
         ) from None
 
 
-def _faults() -> int:
-    """Return how many page faults this process has had."""
-    usage = getrusage(RUSAGE_SELF)
-    return usage.ru_minflt + usage.ru_majflt
-
-
 # Not reserved: of a large chunk, only what the message fills will ever be touched.
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -194,7 +193,8 @@ COPY_ON_WRITE: Final = sys.platform == "linux"
 """Whether a private mapping shows what others write to the file, but for pages that were written to through it: POSIX
 leaves that open."""
 
-_WINDOW = (_READ_WRITE, mmap.MAP_PRIVATE | MAP_NORESERVE) if COPY_ON_WRITE else (mmap.PROT_READ, mmap.MAP_SHARED)
+_PROTECTION: Final = _READ_WRITE if COPY_ON_WRITE else mmap.PROT_READ
+_SHARING: Final = mmap.MAP_PRIVATE | MAP_NORESERVE if COPY_ON_WRITE else mmap.MAP_SHARED
 
 
 def _move_over(address: int, length: int, start: int, nbytes: int) -> None:

@@ -39,24 +39,16 @@ class Leases:
         writer_waits: Callable[[], object],
         may_keep: Callable[[], bool],
     ) -> None:
-        self._windows = Windows(fd, layout)
+        self.windows: Windows = Windows(fd, layout)
         self._respites = layout.max_chunks > 2
         self._core = core
         self._loop = loop
         self._writer_waits = writer_waits
         self._may_keep = may_keep
-        self._kept: tuple[int, int, int] | None = None  # chunk, slot, bytes
-        self._kept_at = 0.0
+        self._retained: tuple[int, int, int] | None = None  # chunk, slot, bytes
+        self._retained_at = 0.0
         self._respite_s = RESPITE_S
         self._timer: asyncio.TimerHandle | None = None
-
-    def view(self, chunk: int, nbytes: int) -> memoryview:
-        """Return a read-only view of the beginning of a chunk.
-
-        Raises:
-            SharedMemoryError: The process has too many mappings.
-        """
-        return self._windows.view(chunk, nbytes)
 
     def end(self, chunk: int, index: int, nbytes: int) -> None:
         """Give the next message's slot back, or soon.
@@ -65,10 +57,10 @@ class Leases:
             SharedMemoryError: Views of it are still held and there is no memory for a copy; the slot is kept.
         """
         self.settle()
-        if self._respites and self._windows.held(chunk):
+        if self._respites and self.windows.held(chunk):
             self._core.skip()
-            self._kept = chunk, index, nbytes
-            self._kept_at = self._loop.time()
+            self._retained = chunk, index, nbytes
+            self._retained_at = self._loop.time()
             if self._timer is not None and self._respite_s > RESPITE_S:  # that of one that was waited after
                 self._timer.cancel()
                 self._timer = None
@@ -86,19 +78,19 @@ class Leases:
         Raises:
             SharedMemoryError: As `end`.
         """
-        if self._kept is None:
+        if self._retained is None:
             return
-        chunk, index, nbytes = self._kept
+        chunk, index, nbytes = self._retained
         self._free(chunk, nbytes)
-        self._kept = None
+        self._retained = None
         if self._core.give_back(index):
             self._writer_waits()
 
     def _respite_ends(self) -> None:
         self._timer = None
-        if self._kept is None:
+        if self._retained is None:
             return
-        left = self._kept_at + self._respite_s - self._loop.time()
+        left = self._retained_at + self._respite_s - self._loop.time()
         if left <= 0 and self._may_keep():
             left = min(self._respite_s, LONGEST_RESPITE_S)
             self._respite_s += left
@@ -109,7 +101,7 @@ class Leases:
 
     def _free(self, chunk: int, nbytes: int) -> None:
         """Let nothing that is still held show the chunk any more."""
-        if self._windows.settle(chunk, nbytes):
+        if self.windows.settle(chunk, nbytes):
             self._core.copied += nbytes
 
     def close(self) -> None:
@@ -117,5 +109,5 @@ class Leases:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._kept = None
-        self._windows.close()
+        self._retained = None
+        self.windows.close()

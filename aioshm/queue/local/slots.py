@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeAlias
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
@@ -58,7 +57,7 @@ class SlotReader:
         self._waker = waker
         self._make_leases = make_leases
         self._leases: Leases | None = None
-        self._shown: tuple[int, int, int] | None = None  # chunk, slot and bytes of what a lease sees where it lies
+        self._mapped: tuple[int, int, int] | None = None  # chunk, slot and bytes of a message that is leased in place
         self.overflows: int = 0  # how many messages did not fit a chunk
         on_parked = gate.defer_wakeup if gate.blocks else waker.slot_is_free
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), on_parked)
@@ -141,7 +140,9 @@ class SlotReader:
         else:
             self.overflows += 1
         try:
-            return self.seen(body.toreadonly(), header) if leased else self._decoded(body, how, n_buffers, size)
+            if leased:
+                return self.decode_in_place(body.toreadonly(), header)
+            return self._decoded(body, how, n_buffers, size)
         finally:
             body.release()
             if leased:
@@ -233,8 +234,8 @@ class SlotReader:
     def _decoded(self, body: memoryview, how: int, n_buffers: int, size: int) -> Any:
         return self._codec.decode(*split(body, how, n_buffers, size))
 
-    def seen(self, body: memoryview, header: Header) -> Any:
-        """Decode a message where it lies."""
+    def decode_in_place(self, body: memoryview, header: Header) -> Any:
+        """Decode a message whose arrays stay where they are."""
         kind, _, how, n_buffers, _, _, size = header
         try:
             return body[:size] if kind == RAW else self._view(*split(body, how, n_buffers, size))
@@ -243,55 +244,52 @@ class SlotReader:
 
     # Leases
 
-    def show(self, begin: int, header: Header) -> Any:
-        """Decode a leased message: where it lies, if that pays, or else as `take` does.
+    def lease(self, begin: int, header: Header) -> Any:
+        """Decode a leased message: in its chunk, if that pays, or else as `take` does.
 
         Raises:
             CorruptSlot, CodecError: It is no whole message of this queue.
         """
+        body = self._inline_body(begin, header)
+        kind, _, how, n_buffers, _, at, size = header
+        nbytes = min(self._slots.size(begin), len(body))
+        chunk = self._slots.chunk(begin) if nbytes >= VIEW_BYTES else None
         try:
-            obj = self._show(begin, header, self._inline_body(begin, header))
+            if chunk is not None:
+                try:
+                    if self._leases is None:
+                        self._leases = self._make_leases()
+                    obj = self.decode_in_place(self._leases.windows.view(chunk, nbytes), header)
+                    self._mapped = chunk, self._slots.index(begin), nbytes
+                    self._core.taken(at)
+                    return obj
+                except SharedMemoryError:  # no mapping is left
+                    pass
+            self._core.copied += nbytes
+            obj = bytearray(body[:size]) if kind == RAW else self._decoded(body, how, n_buffers, size)
         except AioshmError:
             raise
         except Exception as error:
             raise cannot_decode(error, self._codec.name) from error
-        self._core.taken(header[5])
+        self._core.taken(at)
         return obj
 
-    def _show(self, begin: int, header: Header, body: memoryview) -> Any:
-        nbytes = min(self._slots.size(begin), len(body))
-        if nbytes >= VIEW_BYTES and (chunk := self._slots.chunk(begin)) is not None:
-            with suppress(SharedMemoryError):  # no mapping is left
-                obj = self.seen(self._window().view(chunk, nbytes).toreadonly(), header)
-                self._shown = chunk, self._slots.index(begin), nbytes
-                return obj
-        self._core.copied += nbytes
-        kind, _, how, n_buffers, _, _, size = header
-        return bytearray(body[:size]) if kind == RAW else self._decoded(body, how, n_buffers, size)
-
-    def _window(self) -> Leases:
-        if self._leases is None:
-            self._leases = self._make_leases()
-        return self._leases
-
-    def end_shown(self) -> None:
-        """Give a leased slot back, or soon.
+    def end_lease(self, *, undo: bool) -> None:
+        """Give a leased slot back, or soon; ``undo`` leaves the message where it is.
 
         Raises:
-            SharedMemoryError: It is still seen, and there is no memory for a copy; it is kept.
+            SharedMemoryError: Arrays are still held, and there is no memory for a copy; the slot is kept.
         """
-        shown, self._shown = self._shown, None
-        if shown is None:
+        mapped, self._mapped = self._mapped, None
+        if undo:
+            return
+        if mapped is None:
             self.settle()
             self.release()
         else:
             assert self._leases is not None
             self._gate.count_turn()
-            self._leases.end(*shown)
-
-    def forget_shown(self) -> None:
-        """Leave a leased message where it is."""
-        self._shown = None
+            self._leases.end(*mapped)
 
     def settle(self) -> None:
         """Give back what a lease has kept."""
@@ -366,15 +364,9 @@ class LeasedSlot:
 
     def open(self) -> Any:
         try:
-            obj = self._slots.show(self._begin, self._header)
-        except Exception:
+            return self._slots.lease(self._begin, self._header)
+        finally:
             self._slots.check_place()
-            raise
-        self._slots.check_place()
-        return obj
 
     def close(self, *, undo: bool) -> None:
-        if not undo:
-            self._slots.end_shown()
-        else:
-            self._slots.forget_shown()
+        self._slots.end_lease(undo=undo)
