@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         merge,
     )
     from aioshm.ring import ShmRingBuffer, memory_fence
-    from aioshm.ring.atomics import native_core
+    from aioshm.ring.cores import native_core
 
 __version__ = "0.1.0"  # the only place that says so: pyproject.toml reads it here
 
@@ -199,6 +199,6 @@ if not TYPE_CHECKING:  # to which any name would be one of the package's
                 "merge",
             ),
             "aioshm.ring": ("ShmRingBuffer", "memory_fence"),
-            "aioshm.ring.atomics": ("native_core",),
+            "aioshm.ring.cores": ("native_core",),
         },
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from aioshm.codec import buffers
-from aioshm.ring import book, layout, reference
+from aioshm.ring import layout, record, reference
 
 HEADER = Path(__file__).parents[1] / "aioshm" / "ring" / "core" / "layout.h"
 
@@ -35,9 +35,9 @@ def constants() -> dict[str, int]:
     return {
         **{name: getattr(layout, name) for name in _LAYOUT},
         "OVERFLOW": layout.OVERFLOW_KIND,
-        "CHUNK_LISTS": book.CHUNK_LISTS,
-        "UNREAD": book.UNREAD,
-        "TRACES": book.TRACES,
+        "CHUNK_LISTS": record.CHUNK_LISTS,
+        "UNREAD": record.UNREAD,
+        "TRACES": record.TRACES,
         "TAKE_MAX": buffers.HUGE_PAGE_BYTES,
         "COPY_MAX": reference.COPY_MAX,
         "BATCH_LOOKS": reference.BATCH_LOOKS,

@@ -25,7 +25,7 @@ from aioshm.cli.outcome import CommandFailed, print_json
 from aioshm.config import Options, native_wanted
 from aioshm.events.protocol.encoding import NativeEncoder
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
-from aioshm.ring.atomics import FULL_FENCE, RECHECK_S, STRONG_ORDER, native_core
+from aioshm.ring.cores import FULL_FENCE, RECHECK_S, STRONG_ORDER, native_core
 from aioshm.ring.layout import Layout
 from aioshm.ring.segment import orphans, remove_orphan
 from aioshm.wait.calibration import measured

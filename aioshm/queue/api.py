@@ -24,7 +24,7 @@ from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext
-from aioshm.ring.atomics import Calls
+from aioshm.ring.cores import Calls
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,30 +1,28 @@
 """The ring: one writer, n readers, fixed numbers of slots and chunks; no waiting, no event loop.
 
-A slot goes round through four steps, each a handful of byte operations: the writer *claims* it and *commits* it, each
-reader *peeks* at it and *releases* it. ``layout.py`` draws the flags. The order of the stores is the whole protocol:
+The writer claims and commits a slot; each reader peeks at the slot and releases it. ``layout.py`` draws the flags. The
+order of the stores is the whole protocol:
 
-* the writer clears the written flag, fills the slot and its chunk, if it needs one, clears the reader flags, then sets
-  the written flag;
-* a reader sets its flag only after it has finished with both;
-* then either one fences and looks whether the other is parked (`RingWriter.commit`, `RingReader.release`), while an
-  end that wants to park sets its parked flag, fences and looks at the slot once more: of two ends that do this at
-  once, at least one sees the other, so no wake-up is lost.
+* The writer clears the written flag, fills the slot and its chunk, clears the reader flags, then sets the written flag.
+* A reader sets its flag after it has finished with both.
+* Then either one fences and looks whether the other is parked (`RingWriter.commit`, `RingReader.release`). An end that
+  parks sets its parked flag, fences and looks at the slot once more. Of two ends that do this at the same time, at
+  least one sees the other, so no wake-up is lost.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from aioshm.arguments import check_int, shown
 from aioshm.config import DEFAULT_BACKING, Backing
 from aioshm.errors import AioshmError, HandleError, RoleError, SharedMemoryError
 from aioshm.ring import layout as at
-from aioshm.ring.atomics import memory_fence
+from aioshm.ring.cores import ReaderCore, memory_fence
 from aioshm.ring.cursors import RingReader, RingWriter
 from aioshm.ring.layout import Layout, chunk_at
-from aioshm.ring.reader_core import ReaderCore
 from aioshm.ring.segment import CAN_ALLOCATE, Segment
 
 __all__ = ["RingHandle", "RingReader", "RingWriter", "ShmRingBuffer", "memory_fence"]
@@ -97,41 +95,20 @@ class ShmRingBuffer:
 
     @classmethod
     def from_fd(cls, sizes: Layout, fd: int, queue_id: bytes, *, reads: bool = False) -> ShmRingBuffer:
-        """Map a ring from a descriptor, which this takes over.
-
-        Args:
-            sizes: The ring's layout.
-            fd: The descriptor.
-            queue_id: The ring's.
-            reads: Whether this process only reads: its slots are mapped read-only then.
+        """Map a ring from a descriptor, which this takes over; ``reads``: with read-only slots.
 
         Raises:
             HandleError: The descriptor holds no such ring.
             SharedMemoryError: This process has no memory, descriptor or mapping left.
         """
-        ring = cls.__new__(cls)
-        ring._adopt(sizes, Segment(fd, sizes.total_bytes, None), queue_id, reads=reads)
-        return ring
+        return cls.__new__(cls)._adopt(sizes, Segment(fd, sizes.total_bytes, None), queue_id, reads=reads)
 
     @classmethod
     def from_name(cls, sizes: Layout, name: str, queue_id: bytes, *, reads: bool = False) -> ShmRingBuffer:
-        """Map a ring in a named segment.
+        """Map a ring in a named segment; see `from_fd`."""
+        return cls.__new__(cls)._adopt(sizes, Segment.open(name, sizes.total_bytes), queue_id, reads=reads)
 
-        Args:
-            sizes: The ring's layout.
-            name: The segment's name.
-            queue_id: The ring's.
-            reads: As for `from_fd`.
-
-        Raises:
-            HandleError: There is no such segment, or it holds no such ring.
-            SharedMemoryError: This process has no memory, descriptor or mapping left.
-        """
-        ring = cls.__new__(cls)
-        ring._adopt(sizes, Segment.open(name, sizes.total_bytes), queue_id, reads=reads)
-        return ring
-
-    def _adopt(self, sizes: Layout, segment: Segment, queue_id: bytes | None, *, reads: bool = False) -> None:
+    def _adopt(self, sizes: Layout, segment: Segment, queue_id: bytes | None, *, reads: bool = False) -> Self:
         try:
             found = bytes(segment.view[: at.PREAMBLE.size])
             expected = sizes.preamble(found[-at.QUEUE_ID_BYTES :] if queue_id is None else queue_id)
@@ -147,6 +124,7 @@ class ShmRingBuffer:
         self.queue_id: bytes = found[-at.QUEUE_ID_BYTES :]
         self._segment: Segment | None = segment
         self._why = ""
+        return self
 
     # Cursors and views
 
@@ -201,10 +179,7 @@ class ShmRingBuffer:
         return self.view[start : start + self.layout.flag_bytes]
 
     def prefault(self, total: int, *, write: bool) -> None:
-        """Fault in the header, the flags, and ``total`` bytes of slots and chunks: of those that are used first.
-
-        The chunks of a named segment have no memory yet, so that touching them would be a SIGBUS on a full /dev/shm.
-        """
+        """Fault in the header, the flags, and ``total`` bytes of the slots and chunks that are used first."""
         segment, sizes = self._mapped(), self.layout
         if total <= 0:
             return
@@ -213,11 +188,9 @@ class ShmRingBuffer:
         # Half for the slots: a chunk's first page fault costs as much as a slot's, and large messages have many.
         share = min(total // 2, sizes.slots * sizes.slot_bytes)
         segment.prefault(sizes.slot(0), share, write=write)
-        if segment.name is not None:
-            return
-        left = total - share
-        largest = sizes.pools[0]
-        segment.prefault(largest.start, min(left, largest.chunks * largest.stride), write=write)
+        if segment.name is None:  # a named segment's chunks have no memory yet: a SIGBUS on a full /dev/shm
+            largest = sizes.pools[0]
+            segment.prefault(largest.start, min(total - share, largest.chunks * largest.stride), write=write)
 
     # Handles
 
@@ -234,18 +207,8 @@ class ShmRingBuffer:
     def handle(self) -> RingHandle:
         """Return the handle that reopens this ring; a memfd can be reopened while this process runs."""
         sizes, segment = self.layout, self._mapped()
-        return RingHandle(
-            sizes.n_reader,
-            sizes.max_chunk_bytes,
-            sizes.max_chunks,
-            sizes.slots,
-            sizes.inline_bytes,
-            self.queue_id,
-            segment.name,
-            os.getpid(),
-            segment.fd,
-            sizes.traced,
-        )
+        numbers = sizes.n_reader, sizes.max_chunk_bytes, sizes.max_chunks, sizes.slots, sizes.inline_bytes
+        return RingHandle(*numbers, self.queue_id, segment.name, os.getpid(), segment.fd, sizes.traced)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.handle(),)
@@ -274,14 +237,7 @@ class ShmRingBuffer:
 
 
 def _reopen(handle: RingHandle) -> ShmRingBuffer:
-    sizes = checked_layout(
-        handle.n_reader,
-        handle.max_chunk_bytes,
-        handle.max_chunks,
-        handle.slots,
-        handle.inline_bytes,
-        handle.traced,
-    )
+    sizes = checked_layout(*handle[:5], traced=handle.traced)
     ring = ShmRingBuffer.__new__(ShmRingBuffer)
     try:
         if handle.name is not None:
@@ -296,12 +252,7 @@ def _reopen(handle: RingHandle) -> ShmRingBuffer:
 
 
 def checked_layout(
-    n_reader: int,
-    max_chunk_bytes: int,
-    max_chunks: int,
-    slots: int | None,
-    inline_bytes: int | None,
-    traced: bool = False,
+    n_reader: int, max_chunk_bytes: int, max_chunks: int, slots: int | None, inline_bytes: int | None, traced: bool
 ) -> Layout:
     """Return the layout of a ring with the arguments of `ShmRingBuffer`, checked."""
     check_int("n_reader", n_reader, minimum=0)
@@ -315,17 +266,7 @@ def checked_layout(
 
 
 def _difference(found: bytes, expected: bytes) -> str:
-    names = (
-        "magic",
-        "layout version",
-        "n_reader",
-        "max_chunk_bytes",
-        "max_chunks",
-        "slots",
-        "inline_bytes",
-        "traced",
-        "queue id",
-    )
+    names = ["magic", "layout version", *RingHandle._fields[:5], "traced", "queue id"]
     for name, is_, should in zip(names, at.PREAMBLE.unpack(found), at.PREAMBLE.unpack(expected), strict=True):
         if is_ != should:
             return f"the segment is not this ring: {name} is {is_!r}, not {should!r}"

@@ -13,9 +13,8 @@ from typing import Any
 
 from aioshm.ring import layout as at
 from aioshm.ring import reference
-from aioshm.ring.atomics import EMPTY, SLOW_PATH, memory_fence
+from aioshm.ring.cores import EMPTY, SLOW_PATH, ReaderControl, memory_fence
 from aioshm.ring.layout import Layout
-from aioshm.ring.reader_core import ReaderControl
 from aioshm.ring.slot import Slot, Slots
 
 _SEQ = struct.Struct("<Q")
@@ -63,7 +62,7 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
 
     def peek(self) -> Slot | None:
         self.check_unused()
-        return self.slot if self._may_go_on() else None
+        return self.slot if self.ready() else None
 
     def release(self) -> bool:
         """Finish with the message; the writer never waits for it."""
@@ -83,7 +82,7 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
         super().close()
         self._written.release()
 
-    def _notify(self) -> None: ...
+    def _notify(self, parked: bool) -> None: ...
 
     def stage(self) -> None:
         """Copy trace context and size of the next message, before `intact` checks the copy."""
@@ -100,7 +99,7 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
         self.stage()
         return message if message is not None and self.intact() else None
 
-    def _may_go_on(self) -> bool:
+    def ready(self) -> bool:
         return self._written[0] > self.seq
 
     def _finish(self) -> None:

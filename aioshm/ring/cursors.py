@@ -7,17 +7,15 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from aioshm.ring import layout as at
-from aioshm.ring.atomics import memory_fence
+from aioshm.ring.cores import ReaderCore, WriterCore, memory_fence
 from aioshm.ring.layout import Layout
-from aioshm.ring.reader_core import ReaderCore
 from aioshm.ring.slot import Slot, Slots
-from aioshm.ring.writer_core import WriterCore
 
 if TYPE_CHECKING:
     from aioshm.ring.header import ReaderRow, RingHeader
 
 GIVE_WAY_NS = 5_000_000
-"""For how long ends hand their CPUs on for a newcomer's sake: some two times what it takes to its first message."""
+"""For how long ends yield their CPUs to a new reader: about twice the time to its first message."""
 
 _COSTS = (at.WRITER_LINE + at.COSTS) // 8  # the first of these words of the header
 
@@ -42,32 +40,32 @@ class _Cursor:
         return self._words[(self.layout.reader_line(reader) + at.COUNT) // 8]
 
     def gives_way(self) -> bool:
-        """Return whether a reader has just been admitted, which may need the CPU that this end keeps busy."""
+        """Return whether a reader has just been admitted that may need the CPU of this end."""
         until = self._words[at.GIVE_WAY_UNTIL // 8]
         return until != 0 and monotonic_ns() < until
 
     def snapshot(self) -> RingHeader:
-        """Return what the header says of both ends; what inspection from outside sees of this ring."""
-        from aioshm.ring.header import read_header  # what only few ask for costs no time to import
+        """Return the header as inspection shows it."""
+        from aioshm.ring.header import read_header  # imported when needed: few ask for it
 
         return read_header(self._header)
 
     def reader_row(self, reader: int) -> ReaderRow:
-        """Return what the header says of one reader."""
+        """Return one reader's part of the header as inspection shows it."""
         from aioshm.ring.header import read_reader  # as above
 
         return read_reader(self._header, self.layout, reader, self.messages_written())
 
     def bytes_written(self) -> int:
-        """Return how many bytes the bodies of the messages have that the writer has published."""
+        """Return the bytes in the bodies of all published messages."""
         return self._words[(at.WRITER_LINE + at.BYTES) // 8]
 
     def overflows_written(self) -> int:
-        """Return how many of the messages that the writer has published did not fit a chunk."""
+        """Return how many published messages did not fit a chunk."""
         return self._words[(at.WRITER_LINE + at.OVERFLOWS) // 8]
 
     def bytes_read(self, reader: int) -> int:
-        """Return how many bytes the bodies of the messages have that a reader has finished with."""
+        """Return the bytes in the bodies of the messages that a reader has finished with."""
         return self._words[(self.layout.reader_line(reader) + at.BYTES) // 8]
 
     def _unread_by(self, message: int) -> list[int]:
@@ -82,12 +80,7 @@ class _Cursor:
 
 
 class RingWriter(_Cursor):
-    """The writer's end: `claim` a slot, fill its header and body, `commit` it.
-
-    Attributes:
-        core: Does that, and more; see ``writer_core.py``.
-        parked: The writer's parked flag, one byte.
-    """
+    """The writer's end: `claim` a slot, fill its header and body, `commit` it."""
 
     def __init__(self, layout: Layout, view: memoryview, core: type[WriterCore] = WriterCore) -> None:
         super().__init__(layout, view, writes=True)
@@ -114,11 +107,7 @@ class RingWriter(_Cursor):
         return (nbytes,) if nbytes > self.layout.inline_bytes else ()
 
     def pass_over(self, reader: int, blocker: int) -> bool:
-        """Give back, for a reader that copies, what it has read, and every message up to one that is in the way.
-
-        Returns:
-            Whether it had not finished with one of those, which it loses.
-        """
+        """Release a copying reader's messages up to ``blocker``; return whether it loses one that it had not read."""
         seq, amount, read = self.seq, self.layout.slots, self.messages_read(reader)
         begin = max(self._passed.get(reader, 0), seq - amount)
         end = min(seq, max(read, blocker + 1))
@@ -129,17 +118,17 @@ class RingWriter(_Cursor):
         return read <= blocker
 
     def admit(self, reader: int, history: int = 0, gone: Callable[[int], object] | None = None) -> int:
-        """Admit a reader to the place of one that was evicted; the arguments and the answer are those of the core's."""
+        """Admit a reader to the place of an evicted one; see `WriterControl.admit`."""
         first = self.core.admit(reader, history, gone)
         self._passed[reader] = first
         self._words[(self.layout.reader_line(reader) + at.COUNT) // 8] = first
         return first
 
     def resume(self, reader: int, *, copies: bool = False) -> int:
-        """Admit a reader to the place of one that is gone; return the first message that this one had not taken.
+        """Admit a reader to the place of a dead one; return the first message that the dead one had not taken.
 
-        What it had taken and kept, as leases do, is given back. It may be gone between a message's flag and its count;
-        where both ``copies``, the flags are the writer's, and what it lost the next one is told.
+        The dead reader's leases are released. It may have died between setting a message's flag and counting the
+        message. If both ``copies``, the flags are the writer's, and the new reader reports what was lost.
         """
         seq, amount, flag = self.seq, self.layout.slots, 1 + reader
         first = kept = min(max(self.messages_read(reader), seq - amount, 0), seq)
@@ -153,13 +142,13 @@ class RingWriter(_Cursor):
         return first
 
     def give_way(self) -> None:
-        """Have every end hand its CPU on for a while, for the sake of a reader that is being admitted."""
+        """Make every end yield its CPU for a while to a reader that is being admitted."""
         self._words[at.GIVE_WAY_UNTIL // 8] = monotonic_ns() + GIVE_WAY_NS
 
     def finished(self, seq: int) -> bool:
         """Return whether every reader has released a message."""
         if seq + len(self.slots) < self.seq:
-            return True  # its slot has another message; one that is only claimed again still has its flags
+            return True  # its slot has another message; a slot that is only claimed again still has its flags
         return 0 not in self.slots[seq % len(self.slots)].flags[1:].tobytes()
 
     def viewed_segments(self) -> int:
@@ -179,7 +168,7 @@ class RingWriter(_Cursor):
         return viewed
 
     def set_reader_state(self, reader: int, state: int, pid: int) -> None:
-        """Write a reader's state to the header, where it can be inspected; one that has come begins a new histogram."""
+        """Write a reader's state to the header, for inspection; a newly attached reader gets a new histogram."""
         line = self.layout.reader_line(reader)
         if state == at.ATTACHED:
             self._words[(line + at.LATENCY_NS) // 8] = self._words[(line + at.BYTES) // 8] = 0
@@ -189,7 +178,7 @@ class RingWriter(_Cursor):
         self._header[line + at.PID : line + at.PID + 4] = pid.to_bytes(4, "little")
 
     def want(self, slots: int = 1, large: Sequence[int] = ()) -> None:
-        """Let spins, and the readers of a parked writer, wait for room for so many messages, as `free` has it."""
+        """Make spins, and the readers of a parked writer, wait for this much room; see `WriterControl.free`."""
         self._words[at.WRITER_WANTS // 8] = max(0, self.core.spin_for(slots, large))
         memory_fence()  # before the parked flag is seen
 
@@ -204,14 +193,7 @@ class RingWriter(_Cursor):
         self._header[line + at.STATE] = closed
 
     def describe(self, name: str | None, codec: int, ranks: Sequence[int], remote_readers: int) -> None:
-        """Write to the header what only who inspects the queue wants to know.
-
-        Args:
-            name: The queue's, of at most 120 bytes in UTF-8, if it has one.
-            codec: The code of its codec.
-            ranks: Of the places for readers, in the order of the flags.
-            remote_readers: How many it waits for that do not read the ring.
-        """
+        """Write what inspection shows to the header; ``name``: at most 120 bytes in UTF-8, ``codec``: its code."""
         begin, encoded = self.layout.name_at, (name or "").encode()
         self._header[begin + at.NAME : begin + at.NAME + len(encoded)] = encoded
         self._header[begin] = len(encoded)
@@ -223,7 +205,7 @@ class RingWriter(_Cursor):
         self._words[(at.WRITER_LINE + at.CREATED) // 8] = monotonic_ns()
 
     def set_costs(self, costs: Sequence[int]) -> None:
-        """Write what waiting costs on this machine to the header: `N_COSTS` figures, whose meaning is the caller's."""
+        """Write the costs of waiting on this machine to the header: `N_COSTS` figures."""
         for i, figure in enumerate(costs):
             self._words[_COSTS + i] = figure
 
@@ -234,19 +216,12 @@ class RingWriter(_Cursor):
 
 
 class RingReader(_Cursor):
-    """A reader's end: `peek` at the next message, `release` it when done with its slot.
-
-    Attributes:
-        core: Does that, and more; see ``reader_core.py``.
-        reader: Which of the ring's readers this is.
-        copies: Whether the writer does not wait for it; see ``copying.py``.
-        parked: Its parked flag, one byte.
-    """
+    """A reader's end: `peek` at the next message, `release` its slot when done."""
 
     def __init__(self, layout: Layout, view: memoryview, reader: int, core: type[ReaderCore] = ReaderCore) -> None:
         super().__init__(layout, view, writes=False)
         self.core: ReaderCore = core(layout, view, self.slots, reader)
-        self.copies: bool = getattr(self.core, "copies", False)
+        self.copies: bool = getattr(self.core, "copies", False)  # whether the writer does not wait for it
         self.parked: memoryview = self.readers_parked[reader : reader + 1]
         self.reader = reader
         self._state_at = layout.reader_line(reader) + at.STATE
@@ -265,7 +240,7 @@ class RingReader(_Cursor):
         self.core.start_at(seq)
 
     def writer_can_go_on(self) -> bool:
-        """Return whether the writer is parked although the message that it waits for has been read by all.
+        """Return whether the writer is parked although all have read the message that it waits for.
 
         Each reader asks this after its own release, so that the last one to read that message sees it read by all.
         """
@@ -285,7 +260,7 @@ class RingReader(_Cursor):
         return self._unread_by(self._words[at.WRITER_WANTS // 8])
 
     def reader_pids(self) -> list[int]:
-        """Return the readers' process ids as they saw themselves; 0 for one that was never attached."""
+        """Return the readers' process ids as they saw themselves; 0: never attached."""
         lines = [self.layout.reader_line(reader) + at.PID for reader in range(self.layout.n_reader)]
         return [int.from_bytes(self._header[line : line + 4], "little") for line in lines]
 
@@ -295,11 +270,11 @@ class RingReader(_Cursor):
         memory_fence()
 
     def evicted(self) -> bool:
-        """Return whether the writer goes on without this reader: because it was too slow, or was dismissed."""
+        """Return whether the writer continues without this reader, which was too slow, or dismissed."""
         return self._header[self._state_at] in (at.EVICTED, at.DISMISSED)
 
     def dismissed(self) -> bool:
-        """Return whether that is because it was dismissed."""
+        """Return whether this reader was dismissed."""
         return self._header[self._state_at] == at.DISMISSED
 
     def writer_closed(self) -> bool:
@@ -312,7 +287,7 @@ class RingReader(_Cursor):
         return int.from_bytes(self._header[line : line + 4], "little")
 
     def costs(self) -> tuple[int, ...]:
-        """Return what the writer has written of what waiting costs; zeros, if it has not. Not to be trusted."""
+        """Return the costs that the writer wrote; zeros: it did not. Not to be trusted."""
         return tuple(self._words[_COSTS : _COSTS + at.N_COSTS])
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
-"""The header of a ring as whoever inspects it sees it: bytes to structs, no I/O.
+"""The header of a ring for inspection: bytes to structs, no I/O.
 
-What is here was read while others were writing: each number is one that stood there, but two of them need not belong to
-the same moment. Nothing in it is trusted: where the sizes make no ring, that is an error; where a state is none, it is
-``"unknown"``.
+The header is read while others write: each number stood there, but two numbers need not belong to the same moment. The
+header is not trusted: impossible sizes are an error, and an unknown state is ``"unknown"``.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ State = Literal["absent", "attached", "left", "died", "evicted", "dismissed", "h
 STATES: tuple[State, ...] = ("absent", "attached", "left", "died", "evicted", "dismissed", "held")
 
 MAX_HEADER_BYTES = 64 * 1024 * 1024
-"""No ring has a larger header: it would be one of more readers than a queue may have."""
+"""A larger header would mean more readers than a queue may have."""
 
 
 class Latency(msgspec.Struct, frozen=True):
     """How long messages took from publishing until a reader had taken them.
 
-    A histogram over a sample: every message that came by itself, one in eight of those that were taken in batches or
-    less than 20 us after one another.
+    A histogram over a sample: every message that came alone, one in eight of those taken in batches or less than 20 us
+    after one another.
 
     Attributes:
-        counts: Of each bucket, see `BOUNDS_NS`.
-        sum_ns: The sum of all that were counted, in nanoseconds.
+        counts: Messages of each bucket, see `BOUNDS_NS`.
+        sum_ns: The sum of all counted latencies, in nanoseconds.
     """
 
     BOUNDS_NS: ClassVar[tuple[int, ...]] = tuple(1 << at.LATENCY_FIRST_BIT + n for n in range(at.LATENCY_BUCKETS - 1))
-    """The upper bound of each bucket but the last one, which has none."""
+    """The upper bound of each bucket but the last."""
 
     counts: tuple[int, ...] = (0,) * at.LATENCY_BUCKETS
     sum_ns: int = 0
@@ -47,13 +46,13 @@ class Latency(msgspec.Struct, frozen=True):
 
     @property
     def sum_s(self) -> float:
-        """The sum of all that were counted, in seconds."""
+        """The sum of all counted latencies, in seconds."""
         return self.sum_ns / 1e9
 
     def quantile(self, q: float) -> float | None:
-        """Return, in seconds, what this share of the messages stayed below; None if there was none.
+        """Return the latency in seconds that the share ``q`` of the messages stayed below; None: no messages.
 
-        Within a bucket, whose ends are a factor of two apart, messages are taken to be spread evenly.
+        The bounds of a bucket are a factor of two apart; messages count as spread evenly within it.
         """
         if not 0 <= q <= 1:
             raise ValueError(f"q must be 0 to 1, not {q!r}")
@@ -67,7 +66,7 @@ class Latency(msgspec.Struct, frozen=True):
         return None
 
     def since(self, before: Latency) -> Latency:
-        """Return what was counted since an earlier look; all of it, if another reader has come meanwhile."""
+        """Return the latencies counted since ``before``; all, if another reader has attached since."""
         if any(now < then for now, then in zip(self.counts, before.counts, strict=True)):
             return self
         counts = tuple(now - then for now, then in zip(self.counts, before.counts, strict=True))
@@ -78,15 +77,15 @@ class WriterRow(msgspec.Struct, frozen=True, kw_only=True):
     """The writer of a ring.
 
     Attributes:
-        pid: Its process, as it sees itself; 0: none yet.
-        closed: Whether it has closed the queue.
+        pid: The writer's process id as it sees itself; 0: none yet.
+        closed: Whether the writer has closed the queue.
         messages: Messages published.
-        bytes: In their bodies, those in overflow segments included.
-        overflows: How many of them did not fit a chunk.
-        parked: Whether it sleeps until there is room.
-        spinning: Whether it spins just now.
-        wants: The message that has to be read by all before a parked writer goes on.
-        remote_readers: How many readers it waits for that do not read the ring; what they do only its process knows.
+        bytes: Bytes in the bodies of these messages, overflow segments included.
+        overflows: Messages that did not fit a chunk.
+        parked: Whether the writer sleeps until there is room.
+        spinning: Whether the writer busy-waits now.
+        wants: The message that all must read before a parked writer continues.
+        remote_readers: Readers on other hosts; only the writer's process knows their state.
         age_s: Seconds since the queue was made.
     """
 
@@ -103,19 +102,19 @@ class WriterRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReaderRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A place for a reader of a ring, and who has it or had it last.
+    """A slot for a reader of a ring, and its present or last reader.
 
     Attributes:
-        place: Which of the places, in the order of the flags.
-        rank: Its rank.
-        pid: The reader's process, as it sees itself; 0: none came yet.
-        state: What the writer knows of it; ``"held"``: it died, and its unread messages are kept for a replacement.
-        read: The number of its next message: how many it has finished with, if it was there from the beginning.
-        bytes: In the bodies of the messages that it has finished with.
-        lag: Messages published that it has not finished with; 0 where nobody waits for it.
-        parked: Whether it sleeps until there is a message.
-        spinning: Whether it spins just now.
-        latency: How long messages took to be taken by it.
+        place: The number of the slot, in the order of the flags.
+        rank: The reader's rank.
+        pid: The reader's process id as it sees itself; 0: none yet.
+        state: The reader's state; ``"held"``: it died, and its unread messages are kept for a replacement.
+        read: The number of the reader's next message.
+        bytes: Bytes in the bodies of the messages that the reader has finished with.
+        lag: Published messages that the reader has not finished with; 0 if the writer does not wait for it.
+        parked: Whether the reader sleeps until there is a message.
+        spinning: Whether the reader busy-waits now.
+        latency: How long messages took from publishing to this reader.
     """
 
     place: int
@@ -131,21 +130,21 @@ class ReaderRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RingHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What the header of a ring says.
+    """The header of a ring.
 
     Attributes:
-        layout_version: Of the layout.
+        layout_version: Version of the layout.
         queue_id: The queue's id, in hex.
-        name: The queue's name; empty if it has none.
-        codec: The code of its codec.
-        n_reader: Places for readers in the ring.
-        max_chunk_bytes: Room for one message in a chunk.
+        name: The queue's name, or an empty string.
+        codec: The code of the queue's codec.
+        n_reader: Slots for readers in the ring.
+        max_chunk_bytes: Room for one message in a chunk, in bytes.
         max_chunks: Chunks of that size.
         slots: Messages that the ring holds.
-        inline_bytes: Room for a message in a slot.
-        traced: Whether messages come with trace contexts.
-        writer: Its writer.
-        readers: Its readers.
+        inline_bytes: Room for a message in a slot, in bytes.
+        traced: Whether messages carry trace contexts.
+        writer: The writer.
+        readers: The readers.
     """
 
     layout_version: int
@@ -163,12 +162,12 @@ class RingHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layout(self) -> Layout:
-        """Where everything is."""
+        """The layout of the segment."""
         return Layout(self.n_reader, self.max_chunk_bytes, self.max_chunks, self.slots, self.inline_bytes, self.traced)
 
     @property
     def label(self) -> str:
-        """What to call the queue: its name, or the first 8 digits of its id."""
+        """The queue's name, or the first 8 digits of its id."""
         return self.name or self.queue_id[:8]
 
     @property

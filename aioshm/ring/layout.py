@@ -14,35 +14,29 @@
                       count x [64-byte line: 1 + message number][room]
     metadata_offset   flags: slots x [written][read by 0][read by 1]...          writer and readers
 
-Message number n goes through slot n modulo ``slots``. What fits the slot's own room lies there. What does not takes a
-chunk from the pool, and the slot's header names that chunk (`CHUNK`). Which chunks are free is known to the writer
-alone and stands nowhere in the segment: a chunk is free again once the message in it has been read by all, which the
-flags of its slot say, and no reader writes to the pool. What is larger than ``max_chunk_bytes`` lies beside the ring,
-in an overflow segment; it takes a chunk all the same, which stays untouched, so that at most ``max_chunks`` of them are
-on their way.
+Message number n goes through slot n modulo ``slots``. A message that fits the slot's room lies there; a larger one has
+a chunk from the pool, and the slot's header names the chunk (`CHUNK`). Only the writer knows which chunks are free,
+outside of the segment: a chunk is free again once all have read its message, as the slot's flags show. A message larger
+than ``max_chunk_bytes`` lies in an overflow segment. It takes a chunk, too, which stays untouched, so that at most
+``max_chunks`` of these messages are in flight.
 
-The pool has ``max_chunks`` chunks of ``max_chunk_bytes``; where these are large, it has more and smaller ones besides
-(`SMALL_CHUNKS`), so that messages of middling size are not a few at a time. Of each size the writer takes the chunk
-that became free last, whose pages and cache lines are warm: memory is touched only for as many chunks as were ever in
-use at once.
+The pool has ``max_chunks`` chunks of ``max_chunk_bytes``; where these are large, it also has more and smaller ones
+(`SMALL_CHUNKS`). Of each size the writer takes the chunk that became free last, whose pages and cache lines are warm.
 
 The slots and the pool fill pages of their own, which readers map read-only: no reader can change what another one
-reads. The flags, and the header with the writer's line, stay writable for all: a reader that scribbles on them can hold
-the queue up or end it, but the message numbers, which are in the slots and with the chunks, let no wrong message pass.
+reads. The flags and the header stay writable for all. A reader that scribbles on them can block or end the queue, but
+the message numbers in the slots and chunks let no wrong message pass.
 
-What waiting costs on this machine, as the writer knows it, stands in its line for readers that have not measured it
-(`COSTS`). Zeros: the writer does not know either.
+The writer's line has the costs of waiting on this machine for readers that have not measured them (`COSTS`); zeros: the
+writer does not know them either. When the writer admits a reader, it sets `GIVE_WAY_UNTIL`: until then every end yields
+its CPU once in a while, because on a busy machine a new reader would wait milliseconds for one.
 
-Where every CPU is busy a reader that attaches would wait for one until a timer's tick, milliseconds: until the time in
-`GIVE_WAY_UNTIL`, which the writer sets when it admits one, every end hands its CPU on once in a turn (``Gate``).
+For inspection (``header.py``) each end counts bytes and overflows in its line, and each reader has a histogram of
+latencies (`LATENCY_BUCKETS`), over a sample: every message that comes alone, and one in `LATENCY_EVERY` of those taken
+in batches or less than 20 us after one another.
 
-Who inspects a queue from outside finds more (``header.py``), which each end keeps in lines that are its own anyway:
-bytes and overflows in the writer's, and in a reader's histogram (`LATENCY_BUCKETS`) how long messages took from
-publishing until they were taken. That is a sample: every message that comes by itself, and one in `LATENCY_EVERY` of
-those that are taken in batches or less than 20 us after one another.
-
-Every part begins on its own 64-byte cache line, and what one end writes for every message (its line) shares no line
-with what the other end reads for every message (the parked flags), so a hot stream moves no line that it need not.
+Every part begins on its own 64-byte cache line. A line that one end writes for every message shares no line with those
+that the other end reads for every message (the parked flags).
 
 The flags of one slot:
 
@@ -69,12 +63,12 @@ PAGE = resource.getpagesize()  # bytes; protection and mappings are set by the p
 SLOT_HEADER_BYTES = 64
 CHUNK = 32  # u64 in a slot's header: 0, or 1 + the number of the chunk that has the body
 SIZE = 40  # u64 in a slot's header: bytes of the body, if it is in the ring
-OVERFLOW_KIND = 2  # the first byte of the header of a message that lies elsewhere: OVERFLOW of codec/frames.py
-OVERFLOW_SIZE = 52  # u64 in a slot's header: the same, if it is not; see ``queue/local/overflow.py``
+OVERFLOW_KIND = 2  # the first byte of an overflow message's header: OVERFLOW of codec/frames.py
+OVERFLOW_SIZE = 52  # u64 in an overflow message's header: bytes of the body; see ``queue/local/overflow.py``
 CHUNK_HEADER_BYTES = 64
 TRACE = struct.Struct("<BB16s8s")  # 1, or 0: there is none; W3C's flags, trace id, span id
 TRACE_BYTES = TRACE.size
-TRAIL = 1024  # of the messages that it took last, a reader keeps the trace contexts; more than come in one batch
+TRAIL = 1024  # latest messages whose trace contexts a reader keeps; more than a batch has
 MAX_INLINE_BYTES = 2**32 - 1
 
 QUEUE_ID_BYTES = 16
@@ -93,7 +87,7 @@ STATE = 8  # u8: writer: 1 once closed; reader: one of the states below
 SPINNING = 9  # u8: 1 while this end spins
 CODEC = 10  # u8, of the writer: the codec's code
 PID = 12  # u32
-COSTS, N_COSTS = 16, 3  # u64 each, of the writer: a wake-up, a timer, a sched_yield; in nanoseconds, 0: not known
+COSTS, N_COSTS = 16, 3  # u64 each, of the writer: a wake-up, a timer, a sched_yield; in nanoseconds, 0: unknown
 BYTES = 40  # u64: in the bodies of all messages written or read
 OVERFLOWS = 48  # u64, of the writer: messages that were larger than a chunk
 CREATED = 56  # u64, of the writer: when the queue was made, by the same clock as the times of publishing
@@ -102,8 +96,8 @@ LATENCY_NS = 24  # u64, of a reader: the sum of what its histogram counts
 VIEWED = 48  # u64, of a reader: bit n % 64: arrays of this reader's program still lie in overflow segment n
 
 LATENCY_BUCKETS = 32
-"""Words of a reader's histogram: the first counts latencies below 2**8 ns, each further one those below twice the bound
-of the one before it, the last one all that are longer than 2**38 ns."""
+"""Words of a reader's histogram: the first counts latencies below 2**8 ns, each further one doubles the bound, the last
+counts all above 2**38 ns."""
 
 LATENCY_FIRST_BIT = 8
 LATENCY_EVERY = 8
@@ -113,15 +107,14 @@ REMOTE_READERS, NAME = 4, 8
 
 ABSENT, ATTACHED, LEFT, DIED, EVICTED, DISMISSED, HELD = range(7)
 
-# Measured with 1 to 4 readers on 2 CPUs. More slots mean fewer hand-overs of a CPU, until they do not fit a cache: each
-# is touched once in a lap. Together they are less than 5 MiB, so that is all the memory that small messages need.
+# Measured with 1 to 4 readers on 2 CPUs. More slots mean fewer switches of a CPU, until the slots, less than 5 MiB, do
+# not fit a cache.
 SLOTS = 4096
 INLINE_BYTES = 1024
 
 SMALL_CHUNKS = ((72 * 1024, 16), (4608, 256))
-"""Sizes of chunks that there are beside large ones, and how many: enough for 64 KiB and for 4 KiB of numbers, with what
-a codec puts around them. About 1 MiB of each: a writer that is ahead of its readers fills all there are, and copies are
-several times as fast while they stay in a core's own cache."""
+"""Sizes and numbers of smaller chunks: room for 64 KiB and for 4 KiB of numbers, with a codec's overhead. About 1 MiB
+of each size: a fast writer fills all of them, and copies are several times as fast within a core's own cache."""
 
 
 def round_up(value: int, unit: int) -> int:

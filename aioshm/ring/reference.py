@@ -1,12 +1,7 @@
-"""The hot calls of a ring's two ends in Python: the specification of the C code in ``core/``, and its stand-in.
+"""The hot calls of a ring's two ends in Python: the specification of the C code in ``core/``, and its substitute.
 
-Nothing here waits, and nothing is kept that is not the message itself. A message costs a few byte stores, two
-comparisons of a slice with constant bytes (whatever the number of readers), and one fence.
-
-**Who may use an end.** An end belongs to one thread and one event loop, which other tasks share. `send` and `receive`,
-the two calls that a message normally costs, pass only while the end is ``open`` and some of the ``budget`` is left, on
-the thread that called `belong`, while its ``runs()`` is true. An end whose calls block belongs to no thread: the
-threads that use it exclude each other. All other methods leave that to their caller.
+`WriterBase.send` and `ReaderBase.receive` pass only while the end is ``open`` and has some ``budget`` left, on the
+thread that called `belong`, while its ``runs()`` is true. All other methods leave that to their caller.
 """
 
 from __future__ import annotations
@@ -22,28 +17,21 @@ from time import monotonic_ns
 from typing import Any, Final
 
 from aioshm.ring import layout as at
-from aioshm.ring.book import NO_MESSAGE, ReaderBook, WriterBook
 from aioshm.ring.layout import Pool, Sizes, chunk_at
+from aioshm.ring.record import NO_MESSAGE, ReaderRecord, WriterRecord
 
-EMPTY: Final[Any] = object()
-"""There is no message, or the gate is shut."""
+EMPTY: Final[Any] = object()  # there is no message, or this thread may not receive now
+SLOW_PATH: Final[Any] = object()  # there is a message, but not an ordinary one: the caller has to look at the slot
 
-SLOW_PATH: Final[Any] = object()
-"""There is a message, but not an ordinary one: the caller has to look at the slot."""
-
-DECODINGS = 3
-"""A message that cannot be decoded so often is damaged."""
-
-COPY_MAX = 65536
-"""Larger messages are no ordinary ones: they are decoded in place."""
-
+DECODINGS = 3  # a message that fails to decode this often is damaged
+COPY_MAX = 65536  # larger messages are decoded where they lie
 BATCH_LOOKS = 8  # between two readings of the clock
 RUSH_NS = 20_000  # between two messages: they come in quick succession
-_ALL = (1 << 64) - 1
 HELD_SPIN_NS = 50_000  # a longer spin keeps the memory from being closed meanwhile, and its end from being used
-_WORDS = struct.Struct("<5Q")  # of a slot's header: what is in it, sequence number, time of publishing, bytes, chunk
-_pack = _WORDS.pack_into
-_unpack = _WORDS.unpack_from
+
+_ALL = (1 << 64) - 1
+_HEAD = struct.Struct("<4Q")  # of a slot's header: kind, sequence number, time of publishing, bytes
+_WORDS = struct.Struct("<5Q")  # then the chunk
 _WORD = struct.Struct("<Q")
 _SEQ_AT = 8
 
@@ -54,7 +42,7 @@ _lock = threading.Lock()
 
 
 def memory_fence() -> None:
-    """Full memory fence, by a lock (platform notes: memory ordering; `atomics.FULL_FENCE`)."""
+    """Full memory fence, by a lock (platform notes: memory ordering; `core.FULL_FENCE`)."""
     with _lock:
         pass
     if not STRONG_ORDER:
@@ -63,83 +51,53 @@ def memory_fence() -> None:
 
 
 class _End(ABC):
-    """The part that both ends share: gate, spinning, parked flags, memory.
+    """The part that both ends share: who may use it, spinning, memory."""
 
-    Attributes:
-        seq: Sequence number of the next message.
-        published_ns: When the latest message was published, by ``time.monotonic_ns()``.
-        open: Whether the gate is open.
-        budget: Messages that may still pass before the event loop runs.
-        budget_ends_ns: When the event loop runs at the latest.
-        spin_ns: How long `send` and `receive` spin where they cannot go on at once.
-        spin_yields: Whether a spin hands its CPU on between its looks.
-        in_use: How many calls run code of others with the memory in their hands.
-        kept: Whether a slot was skipped and has not been given back (of a reader).
-        damaged: Whether the message that could not be decoded was finished with (of a reader).
-        spins, hits, spun_ns: How often this end spun, with success, and for how long in all.
-        copied: Bytes that were copied into messages (of a writer), or out of those that were leased (of a reader).
-        claimed_bytes: Bytes of the message that the latest claimed slot is for (of a writer), which `commit` counts.
-        awaited: The message that all have to read before a spin ends; `NO_MESSAGE`: the next slot's (of a writer).
-        garbled: How many messages came with a trace context that is none (of a reader).
-    """
+    reorders = False  # whether the processor reorders loads and stores, so that they need fences between them
 
     def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], view: memoryview, line: int) -> None:
         if not sizes.slots or len(view) < sizes.total_bytes:
             raise ValueError("the memory is smaller than the layout says, or lies crooked")
         if view.readonly:
             raise BufferError("the memory is read-only")
-        self.seq: int = 0
-        self.published_ns: int = 0
-        self.open: bool = False
-        self.budget: int = 0
-        self.budget_ends_ns = 0
-        self.spin_ns = 0
-        self.spin_yields: bool = False
-        self.spins: int = 0
-        self.hits: int = 0
-        self.spun_ns: int = 0
-        self.copied: int = 0
+        self.open: bool = False  # whether `send` and `receive` pass
+        self.seq: int = 0  # of the next message
+        self.published_ns: int = 0  # when the latest message was published
+        self.budget: int = 0  # messages that may pass before the event loop runs
+        self.budget_ends_ns: int = 0  # when the event loop runs at the latest
+        self.in_use: int = 0  # calls that run code of others, which must not close the memory or call again
+        self.spin_ns: int = 0  # how long `send` and `receive` spin where they cannot continue
+        self.spin_yields: bool = False  # whether a spin yields its CPU between two polls
+        self.spins = self.hits = self.spun_ns = 0  # hits: those that ended with success
+        self.copied: int = 0  # bytes copied into messages, or out of leased ones
+        self.bind(bytes, 0, False, None)
+        self.bind_beside(None)
         self._thread = -1
         self._runs: Callable[[], object] | None = bool
         self._lock: Any = None
-        self._code: Callable[[Any], Any] = bytes
-        self._what = 0
-        self._raw = False
-        self._on_parked: Callable[[], object] | None = None
-        self._beside: Callable[..., Any] | None = None
-        self._measure: Callable[[Any], int] | None = None
-        self._amount = sizes.slots
+        self._sizes = sizes
+        self._trace_at = sizes.trace_at
+        self._pools = pools
         self._index = 0
         self._closed = False
         self._view = view[:]
         self._flags = view[sizes.metadata_offset : sizes.total_bytes]
         self._row_bytes = 1 + sizes.n_reader
-        self._first, self._stride, self._inline = sizes.header_bytes, sizes.slot_bytes, sizes.inline_bytes
-        self._trace_at = sizes.trace_at
-        self._pools = pools
-        # memory_fence() inline, at half of its cost. No other thread has this lock; it is not waited for because an
-        # exception that a signal handler raises between the two calls leaves it taken, and release() alone is a fence.
-        self._fence = threading.Lock()
-        with view[line : line + at.LINE].cast("Q") as words:
-            self._count = words[at.COUNT : at.COUNT + 1]
         self._own = view[line : line + at.LINE]
-        self.in_use: int = 0
+        self._count = self._own.cast("Q")  # and the other words of the line
+        self._fence = threading.Lock()
 
     def bind(self, code: Callable[[Any], Any], what: int, raw: bool, on_parked: Callable[[], object] | None, /) -> None:
-        """Set the codec and the callback for a parked peer, whose errors are only reported."""
+        """Set the codec, an ordinary message's first word, whether bytes stand for themselves, how to wake a peer."""
         if not 0 <= what < 1 << 64:
             raise OverflowError("what must fit a word of the header")
         self._code, self._what, self._raw, self._on_parked = code, what, raw, on_parked
 
     def bind_beside(self, beside: Callable[..., Any] | None, measure: Callable[[Any], int] | None = None, /) -> None:
-        """Say what handles messages that have buffers beside them, or None: nothing does.
+        """Set what handles messages with out-of-band buffers.
 
-        Args:
-            beside: Writer: is called with where a slot begins, what encoding has returned and its sequence number,
-                fills that slot with it and returns True, or returns False where it cannot. Reader: is called with where
-                the next message's slot begins, and decodes that, or returns `SLOW_PATH`. The core itself publishes and
-                releases.
-            measure: Writer: returns how many bytes what encoding has returned takes.
+        Writer: ``measure`` returns the bytes of an encoded message; ``beside`` gets the offset of a slot, the message
+        and its sequence number, and fills the slot, or returns False. Reader: ``beside`` gets the offset of the slot.
         """
         self._beside, self._measure = beside, measure
 
@@ -155,14 +113,12 @@ class _End(ABC):
 
     def _acquire(self) -> int | None:
         """Acquire the shared lock; return its owner before, or None: another thread holds it."""
-        lock = self._lock
-        if lock is None:
+        if self._lock is None:
             return 0
-        me = get_ident()
-        before: int = lock.owner
-        if before not in (0, me):
+        before: int = self._lock.owner
+        if before not in (0, get_ident()):
             return None
-        lock.owner = me
+        self._lock.owner = get_ident()
         return before
 
     def _release(self, before: int) -> None:
@@ -170,48 +126,33 @@ class _End(ABC):
             self._lock.owner = before or self._lock.next_owner
 
     def passes(self) -> bool:
-        """Return whether the gate (loop, thread, process of this end) lets this thread pass."""
-        return self._lets_pass(get_ident())
-
-    def _lets_pass(self, me: int) -> bool:
+        """Return whether this thread may send or receive now."""
         if not (self.open and self.budget > 0 and not self.in_use):
             return False
-        return self._runs is None or (me == self._thread and bool(self._runs()))
+        return self._runs is None or (get_ident() == self._thread and bool(self._runs()))
 
     def spin(self, budget_ns: int, /) -> bool:
-        """Spin for at most so many nanoseconds; return whether this end may go on. A long one releases the GIL."""
-        if self._may_go_on():
+        """Spin for at most so many nanoseconds; return whether this end may continue. A long spin releases the GIL."""
+        if self.ready():
             return True
-        if budget_ns <= HELD_SPIN_NS and not self.spin_yields:
-            return self._spin(budget_ns)
-        self.in_use += 1
-        try:
-            return self._spin(budget_ns)
-        finally:
-            self.in_use -= 1
-
-    def _spin(self, budget_ns: int) -> bool:
+        releases = budget_ns > HELD_SPIN_NS or self.spin_yields
+        self.in_use += releases
         self._own[at.SPINNING] = 1
+        self.spins += 1
+        hit = False
+        began = now = monotonic_ns()
         try:
-            return self._look_until(budget_ns)
+            while not hit and now - began < budget_ns:
+                hit = any(self.ready() for _ in range(BATCH_LOOKS))
+                if not hit and self.spin_yields:
+                    os.sched_yield()
+                now = monotonic_ns()
         finally:
             self._own[at.SPINNING] = 0
-
-    def _look_until(self, budget_ns: int) -> bool:
-        began = now = monotonic_ns()
-        self.spins += 1
-        may_go_on = self._may_go_on
-        while now - began < budget_ns:
-            for _ in range(BATCH_LOOKS):
-                if may_go_on():
-                    self.hits += 1
-                    self.spun_ns += monotonic_ns() - began
-                    return True
-            if self.spin_yields:
-                os.sched_yield()
-            now = monotonic_ns()
-        self.spun_ns += now - began
-        return False
+            self.in_use -= releases
+            self.hits += hit
+            self.spun_ns += now - began
+        return hit
 
     def close(self) -> None:
         """Release every view of the shared memory; `BufferError` inside of a batch. Idempotent."""
@@ -223,8 +164,18 @@ class _End(ABC):
             part.release()
 
     @abstractmethod
-    def _may_go_on(self) -> bool:
+    def ready(self) -> bool:
         """Return whether this end's message or free slot is there."""
+
+    def _order(self) -> None:
+        if self.reorders:
+            memory_fence()
+
+    def _fence_now(self) -> None:
+        # No other thread has this lock. It is not waited for: an exception that a signal handler raises between the
+        # two calls leaves it taken, and release() alone is a fence.
+        self._fence.acquire(False)
+        self._fence.release()
 
     def check_open(self) -> None:
         """Raise if the ring was closed."""
@@ -237,16 +188,24 @@ class _End(ABC):
         if self.in_use:
             raise RuntimeError("the ring is in use: this was called from inside of a batch")
 
+    def _slot(self) -> int:
+        """Return the offset of the next message's slot."""
+        return self._sizes.header_bytes + self._index * self._sizes.slot_bytes
+
+    def _add(self, offset: int, amount: int) -> None:
+        """Add to a word of this end's line."""
+        self._count[offset // 8] = (self._count[offset // 8] + amount) & _ALL
+
     def _advance(self) -> None:
         self.seq = self._count[0] = self.seq + 1
         index = self._index + 1
-        self._index = index if index < self._amount else 0
+        self._index = index if index < self._sizes.slots else 0
 
     def _spend(self, messages: int, now_ns: int) -> None:
         self.budget = self.budget - messages if now_ns < self.budget_ends_ns and messages < self.budget else 0
 
-    def _notify(self) -> None:
-        if self._on_parked is None:
+    def _notify(self, parked: bool) -> None:
+        if not parked or self._on_parked is None:
             return
         try:
             self._on_parked()
@@ -255,7 +214,7 @@ class _End(ABC):
 
 
 class _Unraisable:
-    """Lets Python report an error that cannot be raised, in the way in which it reports those of ``__del__``."""
+    """Lets Python report an error that cannot be raised, as it reports those of ``__del__``."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -265,100 +224,76 @@ class _Unraisable:
 
 
 class WriterBase(_End):
-    """The hot calls of a writer's end: claim a slot, publish it; or encode a message, and all of that, in one call."""
+    """The hot calls of a writer's end: claim a slot and publish it; or encode, claim and publish in one call."""
 
-    published_ns: int
-    copied: int
-    in_use: int
-
-    def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], view: memoryview, book: bytearray, /) -> None:
+    def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], view: memoryview, record: bytearray, /) -> None:
         super().__init__(sizes, pools, view, at.WRITER_LINE)
-        self._book = WriterBook(sizes, pools, book)
+        self._record = WriterRecord(sizes, pools, record)
         self._parked = view[at.READERS_PARKED : at.READERS_PARKED + sizes.n_reader]
-        self._ones, self._zeros = memoryview(bytes([1]) * (1 + sizes.n_reader)), bytes(sizes.n_reader)
-        self._room = sizes.max_chunk_bytes
-        self.claimed_bytes: int = 0
-        with view[at.WRITER_LINE : at.WRITER_LINE + at.LINE].cast("Q") as words:
-            self._totals = words[at.BYTES // 8 : at.OVERFLOWS // 8 + 1]
-        self.awaited: int = NO_MESSAGE
+        self._ones = memoryview(bytes([1]) * self._row_bytes)
+        self._zeros = bytes(sizes.n_reader)
+        self.claimed_bytes: int = 0  # of the message that the claimed slot is for
+        self.awaited: int = NO_MESSAGE  # the message that all read before a spin ends; NO_MESSAGE: the next slot's
 
     def finished(self, message: int, /) -> bool:
         """Return whether all have read a message, or its slot has another one."""
-        return message + self._amount < self.seq or self._is_free(message % self._amount)
+        return message + self._sizes.slots < self.seq or self._is_free(message % self._sizes.slots)
 
     def claim_slot(self, nbytes: int, /) -> bool:
-        """Claim the next slot for so many bytes; return False while a reader still has it, or every such chunk."""
-        if self.in_use or self._closed:
-            self.check_unused()
+        """Claim the next slot for so many bytes; return False while a reader has it, or every such chunk."""
+        self.check_unused()
         if nbytes < 0:
             raise OverflowError("no message has fewer than 0 bytes")
         return self._claim(nbytes)
 
     def commit(self) -> bool:
         """Publish the claimed slot; return whether a reader is parked and has to be woken."""
-        if self.in_use or self._closed:
-            self.check_unused()
+        self.check_unused()
         self._publish()
-        fence = self._fence
-        fence.acquire(False)
-        fence.release()
         return self._readers_parked()
 
     def put(self, message: Any, /) -> bool:
-        """Publish what encoding has returned; return False if it is no ordinary message, or while there is no room."""
-        if self.in_use or self._closed:
-            self.check_unused()
+        """Publish what encoding returned; return False if it is no ordinary message, or there is no room."""
+        self.check_unused()
         if type(message) is not bytes:
             if self._beside is None:
                 raise TypeError("put() takes bytes")
             return self._put_beside(message)
-        size = len(message)
-        if size > self._room or not (self._claim(size) or (self._spin_for_room(size) and self._claim(size))):
+        if not self._claim_spinning(len(message)):
             return False
         self.published_ns = now = monotonic_ns()
         self._fill(message, now)
-        self.budget: int = self.budget - 1 if now < self.budget_ends_ns and self.budget > 1 else 0
-        if self.commit():
-            self._notify()
+        self._publish()
+        self._spend(1, now)
+        self._notify(self._readers_parked())
         return True
 
     def put_many(self, messages: list[Any], start: int, /) -> int:
-        """Publish messages of a list, from one on, with one fence; return how many.
-
-        It ends at the first one that is not bytes or does not fit the ring, or where there is no room.
-        """
+        """Publish messages of a list from ``start`` on, while they are ordinary and find room; return how many."""
         if type(messages) is not list:
             raise TypeError("put_many() takes a list and where to begin")
         self.check_unused()
         if start < 0:
             raise ValueError("put_many() cannot begin before the list does")
         now = monotonic_ns()
-        number = start
-        while number < len(messages):
-            message = messages[number]
-            if type(message) is not bytes or len(message) > self._room or not self._claim(len(message)):
+        amount = 0
+        for message in messages[start:]:
+            if type(message) is not bytes or len(message) > self._sizes.max_chunk_bytes:
+                break
+            if not self._claim(len(message)):
                 break
             self._fill(message, now)
             self._publish()
-            number += 1
-        if number == start:
-            return 0
-        self.published_ns = now
-        self._spend(number - start, monotonic_ns())
-        memory_fence()
-        if self._readers_parked():
-            self._notify()
-        return number - start
+            amount += 1
+        if amount:
+            self.published_ns = now
+            self._spend(amount, monotonic_ns())
+            self._notify(self._readers_parked())
+        return amount
 
     def send(self, obj: Any, /) -> Any:
-        """Encode and publish an object, if the gate lets this thread pass.
-
-        Returns:
-            None: It was sent.
-            False: The gate is shut; nothing was done.
-            Anything else: What encoding it returned; there is no slot, or it is no ordinary message.
-        """
-        before = self._acquire() if self._lets_pass(get_ident()) else None
+        """Encode and publish an object; return None, False if this thread may not send now, or the unsent message."""
+        before = self._acquire() if self.passes() else None
         if before is None:
             return False
         try:
@@ -370,174 +305,151 @@ class WriterBase(_End):
             self._release(before)
 
     def _put_beside(self, message: Any) -> bool:
-        """Publish a message that is not bytes; return False if it is no ordinary one, or while no slot is free."""
+        """Publish a message that is not bytes; return False if it is no ordinary one, or no slot is free."""
         if self._beside is None or self._measure is None:
             return False
         nbytes = self._measure(message)
         if nbytes < 0:
             raise OverflowError("no message has fewer than 0 bytes")
         self.check_unused()
-        if nbytes > self._room or not (self._claim(nbytes) or (self._spin_for_room(nbytes) and self._claim(nbytes))):
+        if not self._claim_spinning(nbytes):
             return False
-        begin = self._first + self._index * self._stride
         self.in_use += 1
         try:
-            if self._beside(begin, message, self.seq) is not True:
+            if self._beside(self._slot(), message, self.seq) is not True:
                 return False
         finally:
             self.in_use -= 1
-        self.published_ns = _unpack(self._view, begin)[2]
+        self.published_ns = _WORDS.unpack_from(self._view, self._slot())[2]
         self.copied += nbytes
+        self._publish()
         self._spend(1, monotonic_ns())
-        if self.commit():
-            self._notify()
+        self._notify(self._readers_parked())
         return True
 
     def close(self) -> None:
         super().close()
-        self._totals.release()
         self._parked.release()
 
     def _readers_parked(self) -> bool:
-        places = self._book.places
+        self._fence_now()
+        places = self._record.places
         return self._parked[:places] != self._zeros[:places]
 
-    def _publish(self) -> None:
-        self._put_notes()
-        row = self._index * self._row_bytes
-        self._clear_flags(row)
-        self._announce(row)
-
-    def _clear_flags(self, row: int) -> None:
-        places = self._book.places
-        self._flags[row + 1 : row + 1 + places] = self._book.unread[:places]
-
-    def _put_notes(self) -> None:
-        """Note in the slot how large the message is, where its marker does not say so, and its trace context."""
-        start = self._first + self._index * self._stride
-        if self._view[start] != at.OVERFLOW_KIND:
-            _WORD.pack_into(self._view, start + at.SIZE, self.claimed_bytes)
-        if self._trace_at:
-            start += self._trace_at
-            self._view[start : start + at.TRACE_BYTES] = self._book.trace
-
-    def _announce(self, row: int) -> None:
-        chunks = self._book.claimed
-        if chunks is not None:
-            chunks.take(self.seq)
-            self._book.claimed = None
-        self._flags[row] = 1  # last: readers may look the moment this is visible
-        totals, nbytes = self._totals, self.claimed_bytes
-        totals[0] = (totals[0] + nbytes) & _ALL
-        if self._view[self._first + self._index * self._stride] == at.OVERFLOW_KIND:
-            totals[1] = (totals[1] + 1) & _ALL
-        self._advance()
+    # Claiming
 
     def _claim(self, nbytes: int) -> bool:
         """Take the next slot, and a chunk if need be; note in its header which."""
-        book = self._book
-        book.claimed = None
+        record, view, start = self._record, self._view, self._slot()
+        record.claimed = None
         if not self._is_free(self._index):
             return False
         number = 0
-        if nbytes > self._inline:
-            chunks = book.chunks_for(nbytes)
+        if nbytes > self._sizes.inline_bytes:
+            chunks = record.chunks_for(nbytes)
             chunks.reclaim(self.finished)
             if not chunks.n_usable:
                 return False  # `WriterCore.blocker` allocates memory for a chunk that has none
-            book.claimed = chunks
+            record.claimed = chunks
             number = 1 + chunks.top
+        place = chunk_at(self._pools, number - 1)
         self._flags[self._index * self._row_bytes] = 0
+        self._order()  # seen as not written before anything in it changes, which every reader has finished with
         self.claimed_bytes = nbytes
-        self._note(number)
-        return True
-
-    def _note(self, number: int) -> None:
-        view, start = self._view, self._first + self._index * self._stride
         _WORD.pack_into(view, start + _SEQ_AT, self.seq)
         _WORD.pack_into(view, start + at.CHUNK, number)
-        if number:
-            _WORD.pack_into(view, self._chunk_at(number)[0], self.seq + 1)
+        self._body = start + at.SLOT_HEADER_BYTES
+        if place is not None:
+            _WORD.pack_into(view, place[0], self.seq + 1)
+            self._body = place[0] + at.CHUNK_HEADER_BYTES
+        return True
 
-    def _fill(self, message: bytes, now_ns: int) -> None:
-        """Fill the claimed slot, or its chunk."""
-        view, start = self._view, self._first + self._index * self._stride
-        chunks = self._book.claimed
-        number = 0 if chunks is None else 1 + chunks.top
-        size = len(message)
-        _pack(view, start, self._what, self.seq, now_ns, size, number)
-        body = self._chunk_at(number)[0] + at.CHUNK_HEADER_BYTES if number else start + at.SLOT_HEADER_BYTES
-        view[body : body + size] = message
-        self.copied += size
-
-    def _chunk_at(self, number: int) -> tuple[int, int]:
-        place = chunk_at(self._pools, number - 1)
-        assert place is not None
-        return place
-
-    def _is_free(self, index: int) -> bool:
-        row, amount = index * self._row_bytes, 1 + self._book.places
-        return self._flags[row : row + amount] == self._ones[:amount] or not self._flags[row]
-
-    def _spin_for_room(self, nbytes: int) -> bool:
+    def _claim_spinning(self, nbytes: int) -> bool:
+        """Claim the next slot, after a spin if need be; return False if there is no room, now or ever."""
+        if nbytes > self._sizes.max_chunk_bytes:
+            return False
+        if self._claim(nbytes):
+            return True
         if self.spin_ns <= 0:
             return False
-        if nbytes > self._inline and not (chunks := self._book.chunks_for(nbytes)).n_free:
+        if nbytes > self._sizes.inline_bytes and not (chunks := self._record.chunks_for(nbytes)).n_free:
             self.awaited = chunks.message(0)  # the slot is free by then if it is not now: it is an older message's
         try:
-            return self.spin(self.spin_ns)
+            return self.spin(self.spin_ns) and self._claim(nbytes)
         finally:
             self.awaited = NO_MESSAGE
 
-    def _may_go_on(self) -> bool:
+    def _fill(self, message: bytes, now_ns: int) -> None:
+        """Fill the claimed slot, or its chunk."""
+        size = len(message)
+        _HEAD.pack_into(self._view, self._slot(), self._what, self.seq, now_ns, size)
+        self._view[self._body : self._body + size] = message
+        self.copied += size
+
+    def _is_free(self, index: int) -> bool:
+        row, amount = index * self._row_bytes, 1 + self._record.places
+        return self._flags[row : row + amount] == self._ones[:amount] or not self._flags[row]
+
+    def ready(self) -> bool:
+        """Return whether the slot that this end waits for is free."""
         return self._is_free(self._index) if self.awaited == NO_MESSAGE else self.finished(self.awaited)
+
+    def _publish(self) -> None:
+        record, start, row = self._record, self._slot(), self._index * self._row_bytes
+        overflows = self._view[start] == at.OVERFLOW_KIND
+        if not overflows:  # an overflow message's marker has its size
+            _WORD.pack_into(self._view, start + at.SIZE, self.claimed_bytes)
+        if self._trace_at:
+            trace = start + self._trace_at
+            self._view[trace : trace + at.TRACE_BYTES] = record.trace
+        self._order()
+        self._flags[row + 1 : row + 1 + record.places] = record.unread[: record.places]
+        self._order()  # the written flag becomes visible after what it announces, the cleared flags included
+        if record.claimed is not None:
+            record.claimed.take(self.seq)
+            record.claimed = None
+        self._flags[row] = 1  # last: readers may look the moment this is visible
+        self._add(at.BYTES, self.claimed_bytes)
+        if overflows:
+            self._add(at.OVERFLOWS, 1)
+        self._advance()
 
 
 class ReaderBase(_End):
     """The hot calls of a reader's end: decode the next message and finish with its slot; or both by hand."""
-
-    published_ns: int
-    copied: int
-    in_use: int
 
     def __init__(
         self,
         sizes: Sizes,
         pools: tuple[Pool, ...],
         view: memoryview,
-        book: bytearray,
+        record: bytearray,
         reader: int,
         line: int,
         histogram: int,
         /,
     ) -> None:
         super().__init__(sizes, pools, view, line)
-        self._book = ReaderBook(sizes, book)
+        self._record = ReaderRecord(sizes, record)
         self._flag = 1 + reader
-        self.kept: bool = False
-        self.garbled: int = 0
+        self.kept: bool = False  # whether a slot was skipped and has not been given back
+        self.garbled: int = 0  # messages whose trace context is none
+        self.damaged: bool = False  # whether the message that could not be decoded was finished with
         self._copy_max = min(COPY_MAX, sizes.max_chunk_bytes)
-        self.damaged: bool = False
-        self._rushes = False  # whether messages come in quick succession, so that not each one's latency is counted
+        self._rushes = False  # whether messages come in quick succession, so that only some latencies are counted
         self._finished_ns = 0
         with view[histogram : histogram + 8 * at.LATENCY_BUCKETS] as part:
             self._latencies = part.cast("Q")
-        with view[line : line + at.LINE].cast("Q") as words:
-            self._latency_ns = words[at.LATENCY_NS // 8 : at.LATENCY_NS // 8 + 1]
-            self._bytes_read = words[at.BYTES // 8 : at.BYTES // 8 + 1]
         self._parked = view[at.WRITER_PARKED : at.WRITER_PARKED + 1]
-
-    def ready(self) -> bool:
-        """Return whether a message waits."""
-        return self._may_go_on()
 
     def release(self) -> bool:
         """Finish with the slot; return whether the writer is parked and has to be woken."""
         self.check_unused()
         self._finish()
-        fence = self._fence
-        fence.acquire(False)
-        fence.release()
+        return self._writer_parked()
+
+    def _writer_parked(self) -> bool:
+        self._fence_now()
         return self._parked[0] != 0
 
     def start_at(self, seq: int, /) -> None:
@@ -546,7 +458,7 @@ class ReaderBase(_End):
         if not 0 <= seq < 1 << 64:
             raise OverflowError("no message has this number")
         self.seq = self._count[0] = seq
-        self._index = seq % self._amount
+        self._index = seq % self._sizes.slots
 
     def skip(self) -> None:
         """Continue with the next message, but keep the slot, until `ReaderCore.give_back`."""
@@ -556,104 +468,37 @@ class ReaderBase(_End):
         self.kept = True
 
     def take(self) -> Any:
-        """Return the next message, `EMPTY`, or `SLOW_PATH`.
+        """Return the next message, `EMPTY`, or `SLOW_PATH`; finish with the message, also if it cannot be decoded.
 
-        It is finished with once it is decoded, or cannot be: the next call returns the one behind it. But where
-        decoding was interrupted, by what is no `Exception` or does not come again, the next call returns it.
+        Where decoding was interrupted, by an error that is no `Exception` or does not recur, the next call returns the
+        same message.
         """
         self.check_unused()
-        if not self._may_go_on():
+        if not self.ready():
             return EMPTY
         try:
             obj = self._decode()
         except Exception:
-            self.damaged = False
-            if not self._fails_again():
+            self.damaged = self._fails_again()
+            if not self.damaged:
                 raise
             if self.was_evicted():
                 return EMPTY
-            self.damaged = True
-            self._finish_and_tell()
+            self._finish_and_wake(took=False)
             raise
         if obj is SLOW_PATH:
             return obj
         if self.was_evicted():
             return EMPTY
-        self._finish_and_tell(took=True)
+        self._finish_and_wake(took=True)
         return obj
-
-    def _fails_again(self) -> bool:
-        """Return whether the next message cannot be decoded: what a signal's handler raises does not come again."""
-        for _ in range(DECODINGS - 1):
-            try:
-                self._decode()
-            except Exception:
-                continue
-            return False
-        return True
-
-    def was_evicted(self) -> bool:
-        """Return whether the writer goes on without this reader: it may have filled the slot again that was read."""
-        memory_fence()  # after what was read
-        return bool(self._flags[self._index * self._row_bytes + self._flag])
-
-    def taken(self, published_ns: int, /) -> None:
-        """Note when the message was published that has just been taken, and how long that is ago."""
-        if not 0 <= published_ns < 1 << 64:
-            raise OverflowError("no clock shows this")
-        self.check_open()
-        self.published_ns = published_ns
-        self._note_latency(monotonic_ns())
-
-    def _counts(self) -> bool:
-        """Return whether the next message is one of those whose latency is counted."""
-        return not self._rushes or self.seq % at.LATENCY_EVERY == 0
-
-    def _note_latency(self, now_ns: int) -> None:
-        latency = (now_ns - self.published_ns) & _ALL
-        if latency > _ALL >> 1:  # published after now: damage
-            latency = 0
-        bucket = min(max(latency.bit_length() - at.LATENCY_FIRST_BIT, 0), at.LATENCY_BUCKETS - 1)
-        self._latencies[bucket] = (self._latencies[bucket] + 1) & _ALL
-        self._latency_ns[0] = (self._latency_ns[0] + latency) & _ALL
-
-    def _finish_and_tell(self, *, took: bool = False) -> None:
-        now = monotonic_ns()
-        self._rushes = now - self._finished_ns < RUSH_NS
-        self._finished_ns = now
-        if took and self._counts():
-            self._note_latency(now)
-        self.budget: int = self.budget - 1 if now < self.budget_ends_ns and self.budget > 1 else 0
-        if self.release():
-            self._notify()
-
-    def _decode(self) -> Any:
-        """Decode the next message, which is there and stays where it is; `SLOW_PATH` if it is no ordinary one."""
-        message: Any = self._copy_plain()
-        code, arg = self._code, message
-        if message is None:
-            if self._beside is None:
-                return SLOW_PATH
-            code, arg = self._beside, self._first + self._index * self._stride
-        elif self._raw:
-            return message
-        self.in_use += 1
-        try:
-            return code(arg)
-        finally:
-            self.in_use -= 1
 
     def receive(self) -> Any:
         """Take the next message, if this thread may receive now; else `EMPTY`."""
-        if not self._lets_pass(get_ident()):
-            return EMPTY
-        return self._take_if_there()
+        return self._take_if_there() if self.passes() else EMPTY
 
     def receive_into(self, messages: list[Any], /) -> Any:
-        """Append the next message to a list, whoever may receive; return None, `EMPTY` or `SLOW_PATH`.
-
-        The native one is a single call, in which no handler of a signal runs once the message is taken.
-        """
+        """Append the next message to a list, whoever may receive; return None, `EMPTY` or `SLOW_PATH`."""
         if type(messages) is not list:
             raise TypeError("receive_into() takes a list")
         self.check_unused()
@@ -664,7 +509,7 @@ class ReaderBase(_End):
         return None
 
     def receive_next(self, messages: list[Any], /) -> Any:
-        """As `receive_into`, where the end is open and no other thread holds the lock; else return `EMPTY`."""
+        """Do as `receive_into` where the end is open and no other thread holds the lock; else return `EMPTY`."""
         before = self._acquire() if self.open else None
         if before is None:
             return EMPTY
@@ -673,17 +518,10 @@ class ReaderBase(_End):
         finally:
             self._release(before)
 
-    def _take_if_there(self) -> Any:
-        # Slots go back in order.
-        if self.kept or (not self._may_go_on() and (self.spin_ns <= 0 or not self.spin(self.spin_ns))):
-            return EMPTY
-        return self.take()
-
     def take_many(self, most: int, /) -> list[Any]:
-        """Return the next messages with one fence: at most so many, at most for the rest of the turn.
+        """Return at most ``most`` of the next messages, with one fence, until the budget ends.
 
-        It ends before the first one that is not an ordinary one, and before one that cannot be decoded; if that is
-        the first, its error is raised and the next call returns the one behind it.
+        The batch ends before a message that is not ordinary, or cannot be decoded: if that is the first, as `take`.
         """
         self.check_unused()
         batch: list[Any] = []
@@ -698,12 +536,12 @@ class ReaderBase(_End):
                     obj = message if self._raw else self._code(message)
                 except BaseException as error:
                     if isinstance(error, Exception) and batch:
-                        break  # it is the next call's, which meets the same message again
+                        break  # the next call meets the same message again
                     self.damaged = isinstance(error, Exception) and self._fails_again()
-                    if self.damaged and self.was_evicted():
-                        break
-                    failure = error
-                    if self.damaged:
+                    if not self.damaged:
+                        failure = error
+                    elif not self.was_evicted():
+                        failure = error
                         self._finish()
                     break
                 if self.was_evicted():
@@ -720,61 +558,35 @@ class ReaderBase(_End):
         if len(batch) % BATCH_LOOKS:
             self._note_latency(now)
         self._spend(len(batch), now)
-        memory_fence()
-        if self._parked[0]:
-            self._notify()
+        self._notify(self._writer_parked())
         if failure is not None:
             raise failure
         return batch
 
-    def close(self) -> None:
-        super().close()
-        for part in (self._parked, self._latencies, self._latency_ns, self._bytes_read):
-            part.release()
+    def _take_if_there(self) -> Any:
+        # Slots go back in order.
+        if self.kept or (not self.ready() and (self.spin_ns <= 0 or not self.spin(self.spin_ns))):
+            return EMPTY
+        return self.take()
 
-    def _finish(self) -> None:
-        self._note_taken()
-        self._flags[self._index * self._row_bytes + self._flag] = 1
-        self._advance()
-
-    # Trace contexts
-
-    def note_trace(self) -> None:
-        """Note the trace context of the next message, which is there, as of one that a block has."""
-        self.check_unused()
-        self._note_trace()
-
-    def _note_trace(self) -> None:
-        if self._trace_at and not self._book.is_noted(self.seq):
-            self._book.note(self.seq, self._checked_trace(self._read_trace()))
-
-    def _note_taken(self) -> None:
-        """Count the bytes of the next message, and note its trace context: it is finished with, or nearly."""
-        self._bytes_read[0] = (self._bytes_read[0] + self._read_size()) & _ALL
-        self._note_trace()
-
-    def _read_size(self) -> int:
-        start = self._first + self._index * self._stride
-        overflows = self._view[start] == at.OVERFLOW_KIND
-        return int(_WORD.unpack_from(self._view, start + (at.OVERFLOW_SIZE if overflows else at.SIZE))[0])
-
-    def _read_trace(self) -> bytes:
-        start = self._first + self._index * self._stride + self._trace_at
-        return bytes(self._view[start : start + at.TRACE_BYTES])
-
-    def _checked_trace(self, trace: bytes) -> bytes:
-        is_there, _, trace_id, span_id = at.TRACE.unpack(trace)
-        if is_there == 1 and any(trace_id) and any(span_id):
-            return trace
-        self.garbled += is_there != 0
-        return bytes(at.TRACE_BYTES)
+    def _decode(self) -> Any:
+        """Decode the next message, which stays where it is; `SLOW_PATH` if it is no ordinary one."""
+        message: Any = self._copy_plain()
+        if message is not None and self._raw:
+            return message
+        if message is None and self._beside is None:
+            return SLOW_PATH
+        self.in_use += 1
+        try:
+            return self._code(message) if self._beside is None or message is not None else self._beside(self._slot())
+        finally:
+            self.in_use -= 1
 
     def _copy_plain(self) -> bytes | None:
-        view, start = self._view, self._first + self._index * self._stride
-        what, seq, at_ns, size, number = _unpack(view, start)
+        view, start, room = self._view, self._slot(), self._sizes.inline_bytes
+        what, seq, at_ns, size, number = _WORDS.unpack_from(view, start)
         if what != self._what or seq != self.seq or size > self._copy_max:
             return None
-        room = self._inline
         if number:
             place = chunk_at(self._pools, number - 1)
             if place is None or _WORD.unpack_from(view, place[0])[0] != seq + 1:
@@ -786,16 +598,107 @@ class ReaderBase(_End):
         start += at.SLOT_HEADER_BYTES  # as many as a chunk's header has
         return bytes(view[start : start + size])
 
-    def _may_go_on(self) -> bool:
-        # In this order: what is cleared already and written still, from the lap before, is just being published.
+    def _fails_again(self) -> bool:
+        """Return whether the next message cannot be decoded: an error of a signal handler does not recur."""
+        for _ in range(DECODINGS - 1):
+            try:
+                self._decode()
+            except Exception:
+                continue
+            return False
+        return True
+
+    def was_evicted(self) -> bool:
+        """Return whether the writer continues without this reader: it may have refilled the slot that was read."""
+        memory_fence()  # after what was read
+        return bool(self._flags[self._index * self._row_bytes + self._flag])
+
+    def ready(self) -> bool:
+        """Return whether a message waits."""
+        # In this order: a slot that is cleared already and still written, from the lap before, is being published.
         flags, row = self._flags, self._index * self._row_bytes
-        return not flags[row + self._flag] and flags[row] != 0
+        there = not flags[row + self._flag] and flags[row] != 0
+        self._order()  # the body is read only after the written flag was seen
+        return there
+
+    def _finish_and_wake(self, *, took: bool) -> None:
+        now = monotonic_ns()
+        self._rushes = now - self._finished_ns < RUSH_NS
+        self._finished_ns = now
+        if took and (not self._rushes or self.seq % at.LATENCY_EVERY == 0):
+            self._note_latency(now)
+        self._spend(1, now)
+        self._notify(self.release())
+
+    def _finish(self) -> None:
+        self._order()  # the slot is given back only after the body was read
+        self._note_taken()
+        self._flags[self._index * self._row_bytes + self._flag] = 1
+        self._advance()
+
+    def close(self) -> None:
+        super().close()
+        self._parked.release()
+        self._latencies.release()
+
+    # Latency, size, trace context
+
+    def taken(self, published_ns: int, /) -> None:
+        """Note when the message was published that has just been taken, and count its latency."""
+        if not 0 <= published_ns < 1 << 64:
+            raise OverflowError("no clock shows this")
+        self.check_open()
+        self.published_ns = published_ns
+        self._note_latency(monotonic_ns())
+
+    def _note_latency(self, now_ns: int) -> None:
+        latency = (now_ns - self.published_ns) & _ALL
+        if latency > _ALL >> 1:  # published after now: damage
+            latency = 0
+        bucket = min(max(latency.bit_length() - at.LATENCY_FIRST_BIT, 0), at.LATENCY_BUCKETS - 1)
+        self._latencies[bucket] = (self._latencies[bucket] + 1) & _ALL
+        self._add(at.LATENCY_NS, latency)
+
+    def note_trace(self) -> None:
+        """Note the trace context of the next message, once."""
+        if not self._trace_at or self._record.is_noted(self.seq):
+            return
+        trace = self._read_trace()
+        is_there, _, trace_id, span_id = at.TRACE.unpack(trace)
+        if not (is_there == 1 and any(trace_id) and any(span_id)):
+            self.garbled += is_there != 0
+            trace = bytes(at.TRACE_BYTES)
+        self._record.note(self.seq, trace)
+
+    def _note_taken(self) -> None:
+        """Count the bytes of the next message, and note its trace context: the reader is done with it, or nearly."""
+        self._add(at.BYTES, self._read_size())
+        self.note_trace()
+
+    def _read_size(self) -> int:
+        start = self._slot()
+        start += at.OVERFLOW_SIZE if self._view[start] == at.OVERFLOW_KIND else at.SIZE
+        return int(_WORD.unpack_from(self._view, start)[0])
+
+    def _read_trace(self) -> bytes:
+        start = self._slot() + self._trace_at
+        return bytes(self._view[start : start + at.TRACE_BYTES])
+
+
+class OrderedWriterBase(WriterBase):
+    """The writer's end where the processor reorders stores."""
+
+    reorders = True
+
+
+class OrderedReaderBase(ReaderBase):
+    """A reader's end where the processor reorders loads."""
+
+    reorders = True
 
 
 class Calls:
-    """The calls of an awaited queue, which ask a core first.
-
-    The native ones return a coroutine that takes no frame unless it has to wait.
+    """The calls of an awaited queue, which ask a core first; the native ones take no frame unless they have to wait.
 
     Args:
         slow_path: Makes the coroutine that continues where the core could not. Its arguments are the core's answer, its
@@ -806,7 +709,7 @@ class Calls:
     """
 
     def __init__(self, slow_path: Callable[..., Coroutine[Any, Any, Any]], /) -> None:
-        self._slow_path = slow_path
+        self._ask = slow_path
         self.core: WriterBase | ReaderBase | None = None
 
     async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
@@ -819,7 +722,7 @@ class Calls:
                 outcome = error
             if outcome is None:
                 return
-        await self._slow_path(outcome, obj, timeout)
+        await self._ask(outcome, obj, timeout)
 
     async def dequeue(self, timeout: float | None = None, cancel: Any = None, indefinite: bool = False) -> Any:
         """Receive the next message; see `aioshm.MessageQueue.dequeue`."""
@@ -828,38 +731,7 @@ class Calls:
             try:
                 obj = outcome = self.core.receive()
             except Exception as error:
-                obj = SLOW_PATH
-                outcome = error
+                obj, outcome = EMPTY, error
             if obj is not EMPTY and obj is not SLOW_PATH:
                 return obj
-        return await self._slow_path(outcome, timeout, cancel, indefinite)
-
-
-class OrderedWriterBase(WriterBase):
-    """The writer's end where the processor reorders stores: the same steps with fences between them."""
-
-    def _note(self, number: int) -> None:
-        memory_fence()  # seen as not written before anything in it changes, which every reader has finished with
-        super()._note(number)
-
-    def _clear_flags(self, row: int) -> None:
-        memory_fence()
-        super()._clear_flags(row)
-        memory_fence()  # the written flag becomes visible after what it announces, the cleared flags included
-
-
-class OrderedReaderBase(ReaderBase):
-    """A reader's end where the processor reorders loads: the same steps with fences between them."""
-
-    def ready(self) -> bool:
-        there = super().ready()
-        memory_fence()  # the body is read only after the written flag was seen
-        return there
-
-    def _copy_plain(self) -> bytes | None:
-        memory_fence()
-        return super()._copy_plain()
-
-    def _finish(self) -> None:
-        memory_fence()  # the slot is given back only after the body was read
-        super()._finish()
+        return await self._ask(outcome, timeout, cancel, indefinite)

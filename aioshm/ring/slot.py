@@ -26,7 +26,7 @@ class Slot:
 
     @property
     def header(self) -> memoryview:
-        """Its 64-byte header."""
+        """The 64-byte header."""
         return self._slots.header(self.begin)
 
     @property
@@ -36,12 +36,12 @@ class Slot:
 
     @property
     def chunk(self) -> int | None:
-        """Number of the chunk that its header names; None: the message lies in the slot itself."""
+        """The number of the chunk that the header names; None: the message lies in the slot itself."""
         return self._slots.chunk(self.begin)
 
     @property
     def body(self) -> memoryview:
-        """The room for a message, as `Slots.body`."""
+        """The room for a message; do not release this view."""
         return self._slots.body(self.begin)
 
 
@@ -75,7 +75,7 @@ class Slots:
         return self._first + index * self._stride
 
     def index(self, begin: int) -> int:
-        """Return which slot begins there."""
+        """Return which slot begins at an offset."""
         return (begin - self._first) // self._stride
 
     def flags(self, index: int) -> memoryview:
@@ -84,20 +84,20 @@ class Slots:
         return self.view[start : start + self.layout.flag_bytes]
 
     def chunk(self, begin: int) -> int | None:
-        """Return which chunk the header there names; None: the message lies in the slot itself."""
+        """Return which chunk the header at an offset names; None: the message lies in the slot itself."""
         number = self._words[(begin >> 3) + _CHUNK]
         return number - 1 if number else None
 
     def header(self, begin: int) -> memoryview:
-        """Return the header there."""
+        """Return the header at an offset."""
         return self.bodies[begin : begin + at.SLOT_HEADER_BYTES]
 
     def size(self, begin: int) -> int:
-        """Return how many bytes the body of a message has that did not overflow, as the header there says."""
+        """Return the bytes of a body that did not overflow, as the header at an offset says."""
         return self._words[(begin >> 3) + _SIZE]
 
     def body(self, begin: int) -> memoryview:
-        """Return the room of a slot, or of its chunk, which is not to be released."""
+        """Return the room of a slot, or of its chunk; do not release this view."""
         words, header = self._words, begin >> 3
         number = words[header + _CHUNK]
         if not number:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from aioshm.config import Wait
 from aioshm.errors import QueueCancelled
-from aioshm.ring.atomics import FULL_FENCE, RECHECK_S, memory_fence
+from aioshm.ring.cores import FULL_FENCE, RECHECK_S, memory_fence
 from aioshm.wait.alarm import Alarm
 from aioshm.wait.apart import move_away
 from aioshm.wait.calibration import SHORT_SLEEP_NS, calibration

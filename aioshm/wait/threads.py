@@ -20,7 +20,7 @@ from aioshm.config import Wait
 from aioshm.lifeline.bell import Bell
 from aioshm.process.limits import naming_limits
 from aioshm.process.loop_thread import process_lock
-from aioshm.ring.atomics import memory_fence
+from aioshm.ring.cores import memory_fence
 from aioshm.wait.poller import Flags, Poller, Waiting
 from aioshm.wait.predictor import NAPS, Predictor
 from aioshm.wait.stall import Stall

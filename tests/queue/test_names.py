@@ -33,7 +33,7 @@ from aioshm import (
 )
 from aioshm.process.state import process_state
 from aioshm.queue.names.registry import NamedWriters
-from aioshm.ring.atomics import native_core
+from aioshm.ring.cores import native_core
 
 NAMED = Path(__file__).with_name("named_child.py")
 

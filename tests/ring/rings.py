@@ -10,8 +10,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from aioshm.ring import RingReader, RingWriter, ShmRingBuffer, reference
-from aioshm.ring.reader_core import ReaderControl
-from aioshm.ring.writer_core import WriterControl
+from aioshm.ring.cores import ReaderControl, WriterControl
 
 try:
     from aioshm.ring import _native

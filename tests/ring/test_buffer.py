@@ -13,8 +13,7 @@ from rings import NewRing, fds, put
 from aioshm.errors import HandleError, SharedMemoryError
 from aioshm.ring import Layout, RingReader, RingWriter, ShmRingBuffer
 from aioshm.ring import layout as at
-from aioshm.ring.reader_core import ReaderCore
-from aioshm.ring.writer_core import WriterCore
+from aioshm.ring.cores import ReaderCore, WriterCore
 
 
 class TestAStrangeSegment:

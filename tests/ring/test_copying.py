@@ -8,8 +8,8 @@ import pytest
 from rings import CORES, Cores, NewRing
 
 from aioshm.ring import RingReader, RingWriter, ShmRingBuffer
-from aioshm.ring.atomics import EMPTY, SLOW_PATH
 from aioshm.ring.copying import CopyingCore
+from aioshm.ring.cores import EMPTY, SLOW_PATH
 
 CHUNKS = 4
 SIZE = 17

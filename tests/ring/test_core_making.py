@@ -20,8 +20,8 @@ from support import examples
 
 from aioshm.ring import Layout
 from aioshm.ring import layout as at
-from aioshm.ring.book import ReaderBook, WriterBook
 from aioshm.ring.layout import Sizes
+from aioshm.ring.record import ReaderRecord, WriterRecord
 
 GOOD = Layout.of(2, 100, 3, 3, 36)
 NUMBERS = [*Sizes._fields, "line", "histogram"]
@@ -77,7 +77,7 @@ def of_numbers(view: Any, **changes: Any) -> Iterator[Any]:
     assert NATIVE is not None
     sizes = tuple(changes.get(name, getattr(GOOD, name)) for name in Sizes._fields)
     pools = changes.get("pools", GOOD.pools)
-    books = WriterBook(GOOD.sizes, GOOD.pools).memory, ReaderBook(GOOD.sizes).memory
+    records = WriterRecord(GOOD.sizes, GOOD.pools).memory, ReaderRecord(GOOD.sizes).memory
     for reader in (None, 0, 1):
         make: Any = NATIVE.module.WriterBase if reader is None else NATIVE.module.ReaderBase
         ends: tuple[Any, ...] = ()
@@ -85,7 +85,7 @@ def of_numbers(view: Any, **changes: Any) -> Iterator[Any]:
             line, histogram = GOOD.reader_line(reader), GOOD.histogram(reader)
             ends = reader, changes.get("line", line), changes.get("histogram", histogram)
         try:
-            yield make(sizes, pools, view, changes.get("book", books[reader is not None]), *ends)
+            yield make(sizes, pools, view, changes.get("record", records[reader is not None]), *ends)
         except (ValueError, TypeError, OverflowError, MemoryError, IndexError, BufferError):
             continue
 

@@ -14,14 +14,14 @@ import pytest
 from hammering import check, hammer, park_and_read, park_and_write
 from rings import CORES, NewRing
 
-from aioshm.ring import ShmRingBuffer, atomics
+from aioshm.ring import ShmRingBuffer, cores
 
 LONG_S = float(os.environ.get("LITMUS_SECONDS", "0.7"))
 FOR_LONG = pytest.param(LONG_S, marks=[pytest.mark.slow, pytest.mark.timeout(LONG_S + 180)], id="for long")
 for_a_while_and_for_long = pytest.mark.parametrize("seconds", [pytest.param(0.2, id="for a while"), FOR_LONG])
 
 spawn = get_context("spawn")
-kinds = [kind for kind in CORES if kind != "ordered"] if atomics.STRONG_ORDER else [*CORES]
+kinds = [kind for kind in CORES if kind != "ordered"] if cores.STRONG_ORDER else [*CORES]
 
 
 def run(ring: ShmRingBuffer, processes: list[BaseProcess], seconds: float) -> None:
@@ -51,7 +51,7 @@ def test_every_byte_arrives(
 
 
 @for_a_while_and_for_long
-@pytest.mark.skipif(not atomics.FULL_FENCE, reason="without a full fence parked ends look again by the clock")
+@pytest.mark.skipif(not cores.FULL_FENCE, reason="without a full fence parked ends look again by the clock")
 @pytest.mark.parametrize(("writer", "reader"), [*itertools.product(kinds, kinds)])
 @pytest.mark.parametrize(("n_reader", "chunks"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 3)])
 def test_no_wake_up_is_lost(

@@ -14,19 +14,19 @@ import pytest
 from rings import NATIVE
 
 import aioshm
-from aioshm.ring import atomics
+from aioshm.ring import cores
 
 PASSES = """
 import aioshm, sys
-from aioshm.ring import ShmRingBuffer, atomics
+from aioshm.ring import ShmRingBuffer, cores
 ring = ShmRingBuffer(1, 100, 2)
 writer, reader = ring.writer(), ring.reader(0)
 writer.core.bind(bytes, 1, True, None)
 reader.core.bind(bytes, 1, True, None)
 assert writer.core.put(b"message") and reader.core.take() == b"message"
-atomics.memory_fence()
+cores.memory_fence()
 writer.close(), reader.close(), ring.close()
-print(aioshm.native_core, atomics.WriterBase.__module__, atomics.memory_fence.__module__)
+print(aioshm.native_core, cores.WriterBase.__module__, cores.memory_fence.__module__)
 """
 NOT_BUILT = """
 import sys
@@ -47,7 +47,7 @@ def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_this_process() -> None:
-    for part in (atomics.WriterBase, atomics.ReaderBase, atomics.memory_fence):
+    for part in (cores.WriterBase, cores.ReaderBase, cores.memory_fence):
         assert part.__module__ == ("aioshm.ring._native" if aioshm.native_core else "aioshm.ring.reference")
 
 

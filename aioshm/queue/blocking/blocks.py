@@ -18,7 +18,7 @@ from aioshm.queue.blocking.end import BlockingEnd, deadline_of
 from aioshm.queue.encoded import body_of
 from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.local.leases import VIEW_BYTES
-from aioshm.ring.reader_core import ReaderCore
+from aioshm.ring.cores import ReaderCore
 
 
 class Block(AbstractContextManager[Any]):

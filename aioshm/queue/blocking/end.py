@@ -27,8 +27,7 @@ from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
-from aioshm.ring.atomics import EMPTY, SLOW_PATH, native_core
-from aioshm.ring.reader_core import ReaderCore
+from aioshm.ring.cores import EMPTY, SLOW_PATH, ReaderCore, native_core
 from aioshm.wait.threads import CANCEL_POLL_S
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from aioshm.queue.ends.source import SourceBlock, Waker
 from aioshm.queue.handle import Handle
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import EMPTY
+from aioshm.ring.cores import EMPTY
 from aioshm.wait.stall import seconds
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")

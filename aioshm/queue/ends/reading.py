@@ -21,9 +21,8 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import Inquiry
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext, unpack_trace
-from aioshm.ring.atomics import EMPTY, SLOW_PATH, Calls
+from aioshm.ring.cores import EMPTY, SLOW_PATH, Calls, ReaderCore
 from aioshm.ring.layout import TRAIL
-from aioshm.ring.reader_core import ReaderCore
 from aioshm.wait.line import settle
 from aioshm.wait.stall import Stall
 

@@ -28,7 +28,7 @@ from aioshm.queue.names.files import OwnFile
 from aioshm.queue.names.registry import register
 from aioshm.queue.registry import ReaderRegistry
 from aioshm.queue.stats import QueueStats
-from aioshm.ring.atomics import Calls
+from aioshm.ring.cores import Calls
 from aioshm.ring.layout import VERSION
 from aioshm.wait.line import settle
 from aioshm.wait.stall import seconds

@@ -13,7 +13,7 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.local.overflow import PassedSegments
 from aioshm.ring import RingReader, ShmRingBuffer
 from aioshm.ring.copying import CopyingCore
-from aioshm.ring.reader_core import ReaderCore
+from aioshm.ring.cores import ReaderCore
 
 if TYPE_CHECKING:  # who has segments needs no ZeroMQ
     from aioshm.queue.local.overflow_sockets import OverflowSubscriber

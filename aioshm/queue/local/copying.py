@@ -13,9 +13,8 @@ from aioshm.errors import CodecError, CorruptSlot, MessagesLost, ReaderEvicted
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import SLOW_PATH
 from aioshm.ring.copying import CopyingCore
-from aioshm.ring.reader_core import ReaderCore
+from aioshm.ring.cores import SLOW_PATH, ReaderCore
 
 
 class Copied:

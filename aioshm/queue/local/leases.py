@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from aioshm.ring.cores import ReaderCore
 from aioshm.ring.layout import Layout
-from aioshm.ring.reader_core import ReaderCore
 from aioshm.ring.window import Windows
 
 RESPITE_S = 0.010

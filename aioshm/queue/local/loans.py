@@ -1,6 +1,6 @@
 """Memory that a writer lends: of a chunk, of an overflow segment, or, where a copy costs less, of its own.
 
-What is lent is seen through windows (``ring/lent.py``), one for each chunk and each segment, which are kept: a message
+Loans are seen through windows (``ring/window.py``), one for each chunk and each segment, which are kept: a message
 of the same size finds a segment that the readers know, and pages that were touched before.
 """
 
@@ -22,8 +22,8 @@ from aioshm.queue.encoded import parts_of
 from aioshm.queue.local.overflow import OverflowSegments
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, chunk_at, round_up
-from aioshm.ring.lent import LentWindow
 from aioshm.ring.slot import Slot
+from aioshm.ring.window import LentWindow
 
 Like: TypeAlias = Literal["numpy", "torch"]
 

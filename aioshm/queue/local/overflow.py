@@ -33,10 +33,9 @@ from aioshm.errors import AioshmError, CorruptSlot, OutOfDescriptors, SharedMemo
 from aioshm.lifeline.peer import Peer
 from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors, shortage
 from aioshm.ring import RingReader, RingWriter
-from aioshm.ring.atomics import FULL_FENCE
+from aioshm.ring.cores import FULL_FENCE
 from aioshm.ring.layout import round_up
-from aioshm.ring.mapping import address_of
-from aioshm.ring.pagemap import Pagemap
+from aioshm.ring.mapping import Pagemap, address_of
 from aioshm.ring.segment import OVERFLOW_LABEL, Segment
 from aioshm.ring.window import COPY_ON_WRITE, map_private
 

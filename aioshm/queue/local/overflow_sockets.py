@@ -38,7 +38,7 @@ from aioshm.queue.local.overflow import BY_ZEROMQ, pack_marker
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.outgoing import Outbox, Outgoing
 from aioshm.ring import RingWriter
-from aioshm.ring.refusals import check_memory
+from aioshm.ring.segment import check_memory
 from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Inbox, Pump

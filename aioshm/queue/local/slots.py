@@ -27,7 +27,7 @@ from aioshm.queue.local.leases import VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import EMPTY, SLOW_PATH, memory_fence
+from aioshm.ring.cores import EMPTY, SLOW_PATH, memory_fence
 
 Header: TypeAlias = tuple[int, int, int, int, int, int, int]
 """Kind, codec, way of placing, number of buffers, sequence number, time of publishing, bytes: see `unpack_header`."""

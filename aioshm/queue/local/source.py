@@ -32,8 +32,8 @@ from aioshm.queue.local.slots import SlotReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import EMPTY
 from aioshm.ring.copying import CopyingCore
+from aioshm.ring.cores import EMPTY
 from aioshm.ring.layout import VERSION
 from aioshm.wait.cpus import usable_cpus
 from aioshm.wait.stall import seconds

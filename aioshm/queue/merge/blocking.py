@@ -27,7 +27,7 @@ from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.merge.places import SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import EMPTY, SLOW_PATH
+from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.predictor import Predictor
 from aioshm.wait.stall import Stall
 from aioshm.wait.threads import ThreadPoller

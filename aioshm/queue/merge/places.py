@@ -12,7 +12,7 @@ from aioshm.errors import AioshmError, RoleError
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import EMPTY, SLOW_PATH
+from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.poller import Poller
 
 Q = TypeVar("Q")

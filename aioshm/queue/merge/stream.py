@@ -25,7 +25,7 @@ from aioshm.queue.ends.waiting import predictor_among
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
-from aioshm.ring.atomics import EMPTY, SLOW_PATH
+from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller
 from aioshm.wait.predictor import Predictor

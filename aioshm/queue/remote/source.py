@@ -24,7 +24,7 @@ from aioshm.queue.remote.window import Missing
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import NO_TRACE, is_trace
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import EMPTY
+from aioshm.ring.cores import EMPTY
 from aioshm.ring.layout import TRAIL
 
 COPY_BYTES = 16 * 1024

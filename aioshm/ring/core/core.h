@@ -31,7 +31,7 @@
 #define DECODINGS 3           /* a message that cannot be decoded so often is damaged */
 #define NONE UINT64_MAX       /* no message has this number */
 
-/* The chunks of one size, as the writer's book keeps them: the class Chunks of book.py says what the words mean. */
+/* The chunks of one size, as the writer's record keeps them: the class Chunks of record.py says what the words mean. */
 typedef struct {
     uint64_t given, taken, allocated;
     uint64_t lists[];         /* the numbers of the free chunks; the messages in the others; the numbers of the others */
@@ -42,28 +42,28 @@ typedef struct {
     Chunks *chunks;           /* NULL: this is a reader's */
 } Pool;
 
-/* The books are memory that Python code owns and reads and writes, too: book.py draws them. */
+/* The records are memory that Python code owns and reads and writes, too: record.py draws them. */
 typedef struct {
     uint64_t claimed;         /* 1 + the pool that the claimed slot has a chunk of, or 0; it is the last free one */
     uint64_t places;          /* readers but those behind the last one that was not evicted, whose flags stay 1 */
     uint8_t trace[32];        /* the trace context that the next message goes out with */
     uint8_t unread[];         /* what the writer sets the reader flags to: 1 for those that were evicted */
-} WriterBook;
+} WriterRecord;
 
 typedef struct {
     uint64_t n_traces;        /* how many trace contexts were noted */
     uint64_t noted;           /* the message whose context was noted last, or NONE */
     uint8_t trail[];          /* the contexts of the latest messages that were taken, in turn */
-} ReaderBook;
+} ReaderRecord;
 
-_Static_assert(offsetof(Chunks, lists) == CHUNK_LISTS, "Chunks differs from book.py");
-_Static_assert(offsetof(WriterBook, unread) == UNREAD, "WriterBook differs from book.py");
-_Static_assert(offsetof(ReaderBook, trail) == TRACES, "ReaderBook differs from book.py");
+_Static_assert(offsetof(Chunks, lists) == CHUNK_LISTS, "Chunks differs from record.py");
+_Static_assert(offsetof(WriterRecord, unread) == UNREAD, "WriterRecord differs from record.py");
+_Static_assert(offsetof(ReaderRecord, trail) == TRACES, "ReaderRecord differs from record.py");
 
 /* What both ends have. */
 typedef struct {
     PyObject_HEAD
-    Py_buffer buffer, book;
+    Py_buffer buffer, record;
     uint8_t *base;            /* NULL once closed */
     bool made;                /* whether __init__ was called, with success or not */
     size_t n_reader, room, n_slots, inline_bytes, slot_bytes, flag_bytes, slots_at, flags_at, n_pools;
@@ -94,14 +94,14 @@ typedef struct {
 
 typedef struct {
     End end;
-    WriterBook *notes;        /* in the book */
+    WriterRecord *record;     /* in the record */
     unsigned long long claimed_bytes;  /* of the message that the claimed slot is for */
     unsigned long long awaited;        /* the message that spins wait for until all have read it; NONE: the next slot's */
 } WriterEnd;
 
 typedef struct {
     End end;
-    ReaderBook *notes;        /* in the book */
+    ReaderRecord *record;     /* in the record */
     uint8_t *latencies;       /* this reader's histogram */
     bool rushes;              /* whether messages come in quick succession, so that not each one's latency is counted */
     uint64_t finished_ns;     /* when the latest message was finished with */
@@ -162,7 +162,7 @@ static inline bool is_free(const WriterEnd *self, size_t index)
     uint8_t *flags = flags_of(&self->end, index), written = load_acquire(flags);
     if (!written)
         return true;
-    bool all = written == 1 && all_are(flags + 1, self->notes->places, 1);
+    bool all = written == 1 && all_are(flags + 1, self->record->places, 1);
     atomic_thread_fence(memory_order_acquire);  /* the chunk is filled only after every reader's flag was seen */
     return all;
 }

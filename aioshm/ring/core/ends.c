@@ -34,26 +34,26 @@ static bool lies_straight(const End *end, size_t line, size_t total_bytes)
     return end->room <= end->pools[0].room && end->inline_bytes <= end->room;
 }
 
-/* Find the parts of the writer's book; whether it has room for all of them. */
-static bool open_writer_book(WriterEnd *self)
+/* Find the parts of the writer's record; whether it has room for all of them. */
+static bool open_writer_record(WriterEnd *self)
 {
     End *end = &self->end;
-    size_t at = UNREAD + (end->n_reader + 7) / 8 * 8, size = (size_t)end->book.len;
+    size_t at = UNREAD + (end->n_reader + 7) / 8 * 8, size = (size_t)end->record.len;
     for (size_t n = 0; n < end->n_pools; n++) {
         Pool *pool = &end->pools[n];
         if (!fit(at, 1, CHUNK_LISTS, size) || !fit(at + CHUNK_LISTS, pool->count, 3 * sizeof(uint64_t), size))
             return false;
-        pool->chunks = (Chunks *)((uint8_t *)end->book.buf + at);
+        pool->chunks = (Chunks *)((uint8_t *)end->record.buf + at);
         at += CHUNK_LISTS + pool->count * 3 * sizeof(uint64_t);
     }
-    self->notes = end->book.buf;
-    return at <= size && self->notes->places <= end->n_reader;
+    self->record = end->record.buf;
+    return at <= size && self->record->places <= end->n_reader;
 }
 
-static bool open_reader_book(ReaderEnd *self)
+static bool open_reader_record(ReaderEnd *self)
 {
-    self->notes = self->end.book.buf;
-    return fit(TRACES, self->end.trace_at ? TRAIL : 0, TRACE_BYTES, (size_t)self->end.book.len);
+    self->record = self->end.record.buf;
+    return fit(TRACES, self->end.trace_at ? TRAIL : 0, TRACE_BYTES, (size_t)self->end.record.len);
 }
 
 static int take_pools(End *end, PyObject *pools)
@@ -77,7 +77,7 @@ static int take_pools(End *end, PyObject *pools)
 }
 
 /* Take what both ends have; -1 with an error, and then nothing of the memory is kept. */
-static int end_init(End *end, PyObject *sizes, PyObject *pools, PyObject *view, PyObject *book, size_t line, size_t flag)
+static int end_init(End *end, PyObject *sizes, PyObject *pools, PyObject *view, PyObject *record, size_t line, size_t flag)
 {
     size_t total_bytes;
     if (end->made) {
@@ -94,14 +94,14 @@ static int end_init(End *end, PyObject *sizes, PyObject *pools, PyObject *view, 
     end->own = NULL;
     if (state == NULL || PyObject_GetBuffer(view, &end->buffer, PyBUF_WRITABLE) < 0)
         return -1;
-    if (PyObject_GetBuffer(book, &end->book, PyBUF_WRITABLE) < 0) {
+    if (PyObject_GetBuffer(record, &end->record, PyBUF_WRITABLE) < 0) {
         PyBuffer_Release(&end->buffer);
         return -1;
     }
-    if (flag > end->n_reader || !lies_straight(end, line, total_bytes) || (uintptr_t)end->book.buf % 8 != 0
-        || !(flag ? open_reader_book((ReaderEnd *)end) : open_writer_book((WriterEnd *)end))) {
+    if (flag > end->n_reader || !lies_straight(end, line, total_bytes) || (uintptr_t)end->record.buf % 8 != 0
+        || !(flag ? open_reader_record((ReaderEnd *)end) : open_writer_record((WriterEnd *)end))) {
         PyBuffer_Release(&end->buffer);
-        PyBuffer_Release(&end->book);
+        PyBuffer_Release(&end->record);
         PyErr_SetString(PyExc_ValueError, "the memory is smaller than the layout says, or lies crooked");
         return -1;
     }
@@ -127,29 +127,29 @@ int no_keywords(PyObject *kwargs)
 
 int writer_init(WriterEnd *self, PyObject *args, PyObject *kwargs)
 {
-    PyObject *sizes, *pools, *view, *book;
+    PyObject *sizes, *pools, *view, *record;
     PyTypeObject *tuple = &PyTuple_Type;
     if (no_keywords(kwargs) < 0
-        || !PyArg_ParseTuple(args, "O!O!OO:WriterBase", tuple, &sizes, tuple, &pools, &view, &book))
+        || !PyArg_ParseTuple(args, "O!O!OO:WriterBase", tuple, &sizes, tuple, &pools, &view, &record))
         return -1;
     self->awaited = NONE;
-    return end_init(&self->end, sizes, pools, view, book, WRITER_LINE, 0);
+    return end_init(&self->end, sizes, pools, view, record, WRITER_LINE, 0);
 }
 
 int reader_init(ReaderEnd *self, PyObject *args, PyObject *kwargs)
 {
-    PyObject *sizes, *pools, *view, *book;
+    PyObject *sizes, *pools, *view, *record;
     PyTypeObject *tuple = &PyTuple_Type;
     Py_ssize_t reader, line, histogram;
     if (no_keywords(kwargs) < 0
-        || !PyArg_ParseTuple(args, "O!O!OOnnn:ReaderBase", tuple, &sizes, tuple, &pools, &view, &book, &reader, &line,
+        || !PyArg_ParseTuple(args, "O!O!OOnnn:ReaderBase", tuple, &sizes, tuple, &pools, &view, &record, &reader, &line,
                              &histogram))
         return -1;
     if (reader < 0 || line < 0 || histogram < 0 || histogram % 8 != 0) {
         PyErr_SetString(PyExc_ValueError, "a reader's line and histogram lie in the memory");
         return -1;
     }
-    if (end_init(&self->end, sizes, pools, view, book, (size_t)line, 1 + (size_t)reader) < 0)
+    if (end_init(&self->end, sizes, pools, view, record, (size_t)line, 1 + (size_t)reader) < 0)
         return -1;
     if (!fit((size_t)histogram, LATENCY_BUCKETS, 8, self->end.slots_at)) {
         Py_XDECREF(end_close(&self->end, NULL));
@@ -207,7 +207,7 @@ void end_dealloc(End *end)
     Py_CLEAR(end->slow_path);
     if (end->base != NULL) {
         PyBuffer_Release(&end->buffer);
-        PyBuffer_Release(&end->book);
+        PyBuffer_Release(&end->record);
     }
     PyBuffer_Release(&end->lock);
     freefunc release = PyType_GetSlot(type, Py_tp_free);

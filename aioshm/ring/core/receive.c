@@ -8,10 +8,10 @@
 static void note_trace(ReaderEnd *self)
 {
     const End *end = &self->end;
-    if (self->notes->noted == end->seq)
+    if (self->record->noted == end->seq)
         return;  /* a block has it */
-    self->notes->noted = end->seq;
-    uint8_t *kept = self->notes->trail + TRACE_BYTES * (self->notes->n_traces++ % TRAIL);
+    self->record->noted = end->seq;
+    uint8_t *kept = self->record->trail + TRACE_BYTES * (self->record->n_traces++ % TRAIL);
     const uint8_t *slot = slot_of(end, end->index) + end->trace_at;
     for (size_t n = 0; n < TRACE_BYTES; n++)
         kept[n] = atomic_load_explicit((const _Atomic uint8_t *)slot + n, memory_order_relaxed);

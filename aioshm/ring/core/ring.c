@@ -144,7 +144,7 @@ PyObject *end_close(End *end, PyObject *Py_UNUSED(ignored))
     if (end->base != NULL) {
         end->base = NULL;
         PyBuffer_Release(&end->buffer);
-        PyBuffer_Release(&end->book);
+        PyBuffer_Release(&end->record);
     }
     Py_RETURN_NONE;
 }

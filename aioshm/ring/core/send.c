@@ -41,7 +41,7 @@ static void reclaim(WriterEnd *self, Pool *pool)
 static uint8_t *claim(WriterEnd *self, size_t nbytes)
 {
     End *end = &self->end;
-    self->notes->claimed = 0;
+    self->record->claimed = 0;
     if (!is_free(self, end->index))
         return NULL;
     uint8_t *slot = slot_of(end, end->index), *body = slot + SLOT_HEADER_BYTES;
@@ -61,7 +61,7 @@ static uint8_t *claim(WriterEnd *self, size_t nbytes)
         uint64_t stamp = end->seq + 1;
         memcpy(chunk, &stamp, sizeof stamp);
         body = chunk + CHUNK_HEADER_BYTES;
-        self->notes->claimed = 1 + (uint64_t)(pool - end->pools);
+        self->record->claimed = 1 + (uint64_t)(pool - end->pools);
     }
     memcpy(slot + 8, &words[0], sizeof words[0]);
     memcpy(slot + CHUNK, &words[1], sizeof words[1]);
@@ -107,23 +107,23 @@ static bool spin_for_room(WriterEnd *self, size_t size)
 static inline void publish(WriterEnd *self)
 {
     End *end = &self->end;
-    WriterBook *notes = self->notes;
+    WriterRecord *record = self->record;
     uint8_t *slot = slot_of(end, end->index), *flags = flags_of(end, end->index);
     bool overflow = overflows(slot);
     if (!overflow)  /* an overflow message's marker has its size */
         memcpy(slot + SIZE, &self->claimed_bytes, 8);
     if (end->trace_at)
-        memcpy(slot + end->trace_at, notes->trace, TRACE_BYTES);
-    if (notes->claimed) {
-        Pool *pool = &end->pools[notes->claimed - 1];
+        memcpy(slot + end->trace_at, record->trace, TRACE_BYTES);
+    if (record->claimed) {
+        Pool *pool = &end->pools[record->claimed - 1];
         uint64_t *taken = taken_at(pool, pool->chunks->taken);
         taken[0] = end->seq;
         taken[pool->count] = pool->chunks->lists[n_free(pool) - 1];
         pool->chunks->taken++;
-        notes->claimed = 0;
+        record->claimed = 0;
     }
     atomic_thread_fence(memory_order_release);  /* what is cleared already was filled before; see is_ready */
-    memcpy(flags + 1, notes->unread, notes->places);
+    memcpy(flags + 1, record->unread, record->places);
     store_release(flags, 1);  /* last: readers may look the moment this is visible */
     add_to_word(end->own + BYTES, self->claimed_bytes);
     if (overflow)
@@ -134,7 +134,7 @@ static inline void publish(WriterEnd *self)
 static inline bool readers_parked(const WriterEnd *self)
 {
     full_fence();
-    return !all_are(self->end.base + READERS_PARKED, self->notes->places, 0);
+    return !all_are(self->end.base + READERS_PARKED, self->record->places, 0);
 }
 
 static PyObject *writer_commit(WriterEnd *self, PyObject *Py_UNUSED(ignored))

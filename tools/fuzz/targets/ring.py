@@ -16,9 +16,8 @@ from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.errors import AioshmError, CodecError
 from aioshm.ring import Layout, reference
 from aioshm.ring import layout as at
-from aioshm.ring.reader_core import ReaderControl
+from aioshm.ring.cores import ReaderControl, WriterControl
 from aioshm.ring.slot import Slot, Slots
-from aioshm.ring.writer_core import WriterControl
 from tools.fuzz.target import Pieces, Target, attempt
 
 native: ModuleType | None

@@ -1,26 +1,78 @@
-"""The core of a ring's writer: the rare calls. Its base class has the hot calls, in C or in Python."""
+"""The cores of a ring's ends: the rare calls, on top of the hot calls in C where they were built, else in Python.
+
+For the memory order on x86 and Arm see docs/explanation/platform-notes.md, "Memory ordering".
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from aioshm.config import native_wanted
 from aioshm.ring import layout as at
-from aioshm.ring.atomics import WriterBase
-from aioshm.ring.book import NO_MESSAGE, Chunks, WriterBook
 from aioshm.ring.layout import Layout, chunk_at
+from aioshm.ring.record import NO_MESSAGE, Chunks, ReaderRecord, WriterRecord
+from aioshm.ring.reference import STRONG_ORDER
 from aioshm.ring.slot import Slot, Slots
 
-if TYPE_CHECKING:
-    from aioshm.ring.reference import WriterBase as _Base
-else:
-    _Base = object
+__all__ = [
+    "EMPTY",
+    "FULL_FENCE",
+    "RECHECK_S",
+    "SLOW_PATH",
+    "STRONG_ORDER",
+    "Calls",
+    "ReaderBase",
+    "ReaderCore",
+    "WriterBase",
+    "WriterCore",
+    "memory_fence",
+    "native_core",
+]
+
+RECHECK_S = 0.005
+"""How long a parked end sleeps at most where there is no `FULL_FENCE`."""
 
 _WORD = 8  # bytes
 _SEQ = 1  # the index of the sequence number in a slot's header, in words
 
 
-class WriterControl(_Base):
+def _load() -> bool:
+    if not native_wanted():
+        return False
+    try:
+        importlib.import_module("aioshm.ring._native")
+    except ImportError:  # it was not built: no compiler, or not for this machine
+        return False
+    return True
+
+
+native_core: bool = _load()
+"""Whether the native core runs."""
+
+FULL_FENCE = native_core or STRONG_ORDER
+"""Whether `memory_fence` is a full one, so that no wake-up can be lost."""
+
+if native_core:
+    from aioshm.ring._native import EMPTY, SLOW_PATH, Calls, ReaderBase, WriterBase, memory_fence
+else:
+    from aioshm.ring.reference import EMPTY, SLOW_PATH, Calls, memory_fence
+
+    if STRONG_ORDER:
+        from aioshm.ring.reference import ReaderBase, WriterBase
+    else:
+        from aioshm.ring.reference import OrderedReaderBase as ReaderBase
+        from aioshm.ring.reference import OrderedWriterBase as WriterBase
+
+if TYPE_CHECKING:
+    from aioshm.ring.reference import ReaderBase as _ReaderBase
+    from aioshm.ring.reference import WriterBase as _WriterBase
+else:
+    _ReaderBase = _WriterBase = object
+
+
+class WriterControl(_WriterBase):
     """The rare calls of a writer's core: room, memory for chunks, eviction and admission."""
 
     # A writer receives no trace contexts.
@@ -33,9 +85,9 @@ class WriterControl(_Base):
             raise TypeError("slots must be all slots, by index")
         self._slots = slots
         self._layout = layout
-        self._notes = WriterBook(layout.sizes, layout.pools)
+        self._record = WriterRecord(layout.sizes, layout.pools)
         self._allocate: Callable[[int, int], object] | None = None
-        super().__init__(layout.sizes, layout.pools, view, self._notes.memory)
+        super().__init__(layout.sizes, layout.pools, view, self._record.memory)
 
     # Slots and trace contexts
 
@@ -46,7 +98,7 @@ class WriterControl(_Base):
     @property
     def trace(self) -> bytes:
         """The trace context of the next message, where slots have room for one."""
-        return bytes(self._notes.trace)
+        return bytes(self._record.trace)
 
     @trace.setter
     def trace(self, trace: bytes) -> None:
@@ -54,7 +106,7 @@ class WriterControl(_Base):
             raise TypeError("a trace context is bytes")
         if len(trace) != at.TRACE_BYTES:
             raise ValueError(f"a trace context has {at.TRACE_BYTES} bytes")
-        self._notes.trace[:] = trace
+        self._record.trace[:] = trace
 
     # Room
 
@@ -66,7 +118,7 @@ class WriterControl(_Base):
         """Return the message that all readers must read before `free` is true; -1: there is room."""
         wanted: dict[Chunks, int] = {}
         for nbytes in large:
-            chunks = self._notes.chunks_for(nbytes)
+            chunks = self._record.chunks_for(nbytes)
             wanted[chunks] = wanted.get(chunks, 0) + 1
         amount = self._layout.slots
         if not 1 <= slots <= amount:
@@ -103,12 +155,12 @@ class WriterControl(_Base):
     def bind_allocate(self, allocate: Callable[[int, int], object], /) -> None:
         """Mark all chunks as unallocated; ``allocate`` gets an offset and a size in bytes, and allocates memory."""
         self._allocate = allocate
-        for chunks in self._notes.chunks:
+        for chunks in self._record.chunks:
             chunks.allocated = 0
 
     def _allocate_chunks(self, chunks: Chunks, wanted: int) -> None:
         """Allocate memory until ``wanted`` free chunks have memory."""
-        if self._notes.claimed is not chunks:
+        if self._record.claimed is not chunks:
             chunks.reclaim(self.finished)
         first = chunks.allocated
         last = first + wanted - chunks.n_usable
@@ -133,7 +185,7 @@ class WriterControl(_Base):
         begin, row = layout.flags(0), layout.flag_bytes
         flags = view[begin : begin + layout.slots * row]
         flags[1 + reader :: row] = bytes([1]) * layout.slots
-        self._notes.set_unread(reader, 1)
+        self._record.set_unread(reader, 1)
         view[at.READERS_PARKED + reader] = 0
 
     def admit(self, reader: int, history: int, gone: Callable[[int], object] | None, /) -> int:
@@ -151,7 +203,7 @@ class WriterControl(_Base):
         for seq in range(self.seq - 1, first - 1, -1):
             self._keep_again(seq)
             slots.flags(seq % amount)[1 + reader] = 0
-        self._notes.set_unread(reader, 0)
+        self._record.set_unread(reader, 0)
         slots.view[at.READERS_PARKED + reader] = 0
         return first
 
@@ -182,9 +234,9 @@ class WriterControl(_Base):
         kind, _, number = self._header(seq % self._layout.slots)
         if kind == at.OVERFLOW_KIND or not number:
             return
-        notes = self._notes
-        for chunks in notes.chunks:
-            chunks.keep_again(number - 1, seq, claimed=notes.claimed is chunks)
+        record = self._record
+        for chunks in record.chunks:
+            chunks.keep_again(number - 1, seq, claimed=record.claimed is chunks)
 
     def _header(self, index: int) -> tuple[int, int, int]:
         """Return a message's kind, its sequence number, and 1 + the number of its chunk (0: no chunk)."""
@@ -197,3 +249,45 @@ class WriterControl(_Base):
 
 class WriterCore(WriterControl, WriterBase):
     """The core of a writer: `claim` a slot, fill its header and body, `commit` it; or all of that in one call."""
+
+
+class ReaderControl(_ReaderBase):
+    """The rare calls of a reader's core: peeking at slots, releasing retained slots, trace contexts."""
+
+    def __init__(self, layout: Layout, view: memoryview, slots: Slots, reader: int, /) -> None:
+        if not 0 <= reader < layout.n_reader:
+            raise IndexError(f"there is no reader {reader}")
+        if len(slots) != layout.slots:
+            raise TypeError("slots must be all slots, by index")
+        self._slots = slots
+        self._amount = layout.slots
+        self._reader = reader
+        self._record = ReaderRecord(layout.sizes)
+        line, histogram = layout.reader_line(reader), layout.histogram(reader)
+        super().__init__(layout.sizes, layout.pools, view, self._record.memory, reader, line, histogram)
+
+    def peek(self) -> Slot | None:
+        """Return the slot of the next message; None: there is no message."""
+        self.check_unused()
+        return self._slots[self.seq % self._amount] if self.ready() else None
+
+    def give_back(self, index: int, /) -> bool:
+        """Release a slot that `skip` retained, in order; return whether the writer must be woken."""
+        self.check_unused()
+        if not 0 <= index < self._amount:
+            raise IndexError(f"there is no slot {index}")
+        memory_fence()  # the writer may reuse the chunk only after it was read
+        self._slots.flags(index)[1 + self._reader] = 1
+        self.kept = False
+        memory_fence()
+        return self._slots.view[at.WRITER_PARKED] != 0
+
+    def traces(self, most: int, /) -> list[bytes]:
+        """Return up to ``most`` of the latest trace contexts, the oldest first; zeros: a message without one."""
+        if most < 0:
+            raise OverflowError("there are no fewer than 0 messages")
+        return self._record.latest(most)
+
+
+class ReaderCore(ReaderControl, ReaderBase):
+    """The core of a reader: `peek` at the next message, `release` its slot when done; or both in one call."""

@@ -6,23 +6,23 @@ import threading
 import pytest
 from rings import python
 
-from aioshm.ring import atomics, reference
-from aioshm.ring.atomics import memory_fence
+from aioshm.ring import cores, reference
+from aioshm.ring.cores import memory_fence
 
 CORES_ON = """
 import os, platform, sys
 os.environ["AIOSHM_NATIVE"] = "0"
 platform.machine = lambda: sys.argv[1]
-from aioshm.ring import ShmRingBuffer, atomics
+from aioshm.ring import ShmRingBuffer, cores
 ring = ShmRingBuffer(1, 64, 1)
-print(atomics.STRONG_ORDER, atomics.WriterBase.__name__, atomics.ReaderBase.__name__, atomics.FULL_FENCE)
+print(cores.STRONG_ORDER, cores.WriterBase.__name__, cores.ReaderBase.__name__, cores.FULL_FENCE)
 ring.close()
 """
 
 
 def test_this_machine() -> None:
     x86 = platform.machine().lower() in {"x86_64", "amd64", "i686", "i386", "x86"}
-    assert atomics.STRONG_ORDER is x86
+    assert cores.STRONG_ORDER is x86
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64", "aarch64", "arm64", "riscv64", "ppc64le", ""])
@@ -74,4 +74,4 @@ def test_a_fence_of_the_twin_is_a_release_and_then_an_acquire_where_stores_are_r
 
 
 def test_the_recheck_bounds_a_wait_to_milliseconds() -> None:
-    assert 0 < atomics.RECHECK_S <= 0.05
+    assert 0 < cores.RECHECK_S <= 0.05

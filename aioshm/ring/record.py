@@ -1,4 +1,4 @@
-"""The books of a ring's writer and readers: private memory that the native core and Python both read and write.
+"""The records of a ring's writer and readers: private memory that the native core and Python both read and write.
 
 writer   0   claimed: 1 + the number of the claimed chunk's pool; 0: no chunk   u64
          8   places: 1 + the last reader that was not evicted                   u64
@@ -106,20 +106,17 @@ class Chunks:
         self._words[_GIVEN] -= 1
 
 
-class WriterBook:
-    """The book of a writer; ``memory``: that of an existing book."""
+class WriterRecord:
+    """The record of a writer; ``memory``: that of an existing record."""
 
     def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], memory: bytearray | None = None) -> None:
-        begin = UNREAD + round_up(sizes.n_reader, 8)
-        ends = [begin]
+        ends = [UNREAD + round_up(sizes.n_reader, 8)]
         for pool in pools:
             ends.append(ends[-1] + CHUNK_LISTS + 3 * 8 * pool.chunks)
         self.memory: bytearray = bytearray(ends[-1]) if memory is None else memory
         view = memoryview(self.memory)
         self._words = view.cast("Q")
-        # The trace context of the next message.
         self.trace: memoryview = view[_TRACE : _TRACE + TRACE_BYTES]
-        # The values of the reader flags of each new message.
         self.unread: memoryview = view[UNREAD : UNREAD + sizes.n_reader]
         self._pools = pools
         # In the order of the pools: by size, the largest first.
@@ -159,13 +156,12 @@ class WriterBook:
         return self.chunks[self._pools.index(pool_for(self._pools, nbytes))]
 
 
-class ReaderBook:
-    """The book of a reader: the trace contexts of the latest messages."""
+class ReaderRecord:
+    """The record of a reader: the trace contexts of the latest messages."""
 
     def __init__(self, sizes: Sizes, memory: bytearray | None = None) -> None:
-        self.memory: bytearray = bytearray(TRACES + (round_up(TRAIL * TRACE_BYTES, 8) if sizes.trace_at else 0))
-        if memory is not None:
-            self.memory = memory
+        trail = round_up(TRAIL * TRACE_BYTES, 8) if sizes.trace_at else 0
+        self.memory: bytearray = bytearray(TRACES + trail) if memory is None else memory
         view = memoryview(self.memory)
         self._words = view.cast("Q")
         self._trail = view[TRACES:]

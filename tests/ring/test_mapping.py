@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from aioshm.ring.mapping import MAP_NORESERVE, address_of, map_memory
-from aioshm.ring.pagemap import Pagemap
+from aioshm.ring.mapping import MAP_NORESERVE, Pagemap, address_of, map_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no pagemap elsewhere")
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from aioshm.errors import SharedMemoryError
-from aioshm.ring import lent, mapping
-from aioshm.ring.lent import LentWindow
+from aioshm.ring import mapping
+from aioshm.ring import window as windows
+from aioshm.ring.window import LentWindow
 
 START, ROOM = 4096 + 640, 100_000
 LARGE = 5 << 20
@@ -38,7 +39,7 @@ def window(fd: int) -> LentWindow:
 def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the kernel can move pages, as Linux from 5.13 on can."""
     if not request.param:
-        monkeypatch.setattr("aioshm.ring.lent.can_move_pages", bool)
+        monkeypatch.setattr("aioshm.ring.window.can_move_pages", bool)
     return bool(request.param)
 
 
@@ -121,7 +122,7 @@ def test_memory_that_cannot_be_exchanged_is_an_error(window: LentWindow, monkeyp
         raise OSError(errno.ENOMEM, "no memory")
 
     array = _array(window)
-    monkeypatch.setattr("aioshm.ring.lent.map_memory", refuse)
+    monkeypatch.setattr("aioshm.ring.window.map_memory", refuse)
     with pytest.raises(SharedMemoryError, match="drop it in the block"):
         window.take_back()
     del array
@@ -133,7 +134,7 @@ def test_a_move_that_fails_is_the_last_one_and_unmaps_nothing(
 ) -> None:
     monkeypatch.setattr(mapping, "_moves", True)
     monkeypatch.setattr(mapping._libc, "mremap", lambda *_: mapping._MAP_FAILED)
-    before = len(lent._abandoned)
+    before = len(windows._abandoned)
     for number in (1, 2):
         array = _array(window)
         array[:] = number
@@ -142,7 +143,7 @@ def test_a_move_that_fails_is_the_last_one_and_unmaps_nothing(
         assert os.pread(fd, 1000, START + 64) == bytes([number]) * 1000
         window = LentWindow(fd, START, ROOM)
     assert not mapping.can_move_pages()
-    assert len(lent._abandoned) == before + 1
+    assert len(windows._abandoned) == before + 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are moved on Linux")
