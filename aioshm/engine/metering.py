@@ -107,12 +107,15 @@ class StreamMeter:
     """Counts streams and their items; used in one thread, read in any."""
 
     def __init__(self) -> None:
-        self._streams, self._items, self._first = CallMeter(), 0, _Histogram()
+        self._streams = CallMeter()
+        self._items = 0
+        self._first = _Histogram()
 
     @contextmanager
     def stream(self) -> Iterator[Callable[[], None]]:
         """Count the stream in the block; the yielded function counts an item."""
-        began, first = monotonic_ns(), True
+        began = monotonic_ns()
+        first = True
 
         def item() -> None:
             nonlocal first

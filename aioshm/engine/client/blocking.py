@@ -63,7 +63,9 @@ class EngineClient(Closing):
     def around(cls, client: awaited.EngineClient, host: LoopThread) -> EngineClient:
         """Return a client around one that is open on the loop of a thread; both stay the caller's."""
         made = cls.__new__(cls)
-        made._host, made._owns_host, made._client = host, False, client
+        made._host = host
+        made._owns_host = False
+        made._client = client
         made._closing = threading.RLock()
         made._closed = False
         return made
@@ -175,7 +177,7 @@ class EngineClient(Closing):
         host = self._host
         if host is None or host.elsewhere:
             return
-        with self._closing:  # another thread that closes it waits for the first one
+        with self._closing:  # a second thread that closes waits for the first
             try:
                 if not host.ended:
                     host.run(self._client.aclose)

@@ -107,7 +107,8 @@ class EngineClient(AsyncClosing):
 
     def stats(self) -> EngineClientStats:
         """Return the counters of the client; from any thread."""
-        link, pending = self._link, self._link.pending
+        link = self._link
+        pending = self._link.pending
         return EngineClientStats(
             index=link.index,
             engines=len(link.engines.ranks),
@@ -286,7 +287,7 @@ class EngineClient(AsyncClosing):
             except EngineDead:
                 if engine is not None or not link.goes_on:
                     raise
-                position = link.engines.choose(None)  # another one: this one is none of the choices any more
+                position = link.engines.choose(None)  # another engine: `lost` has removed this one from the choices
         # Frames of arrays are views of the caller's memory, who may change it by the time that an engine dies.
         kept: list[Frame] | None = [bytes(frame) for frame in frames] if self._resubmits else None
         inbox = link.pending.add(request_id, position, generation, kept)
@@ -348,4 +349,4 @@ class EngineClient(AsyncClosing):
             if hasattr(request, "current_wave"):
                 request.current_wave = self._link.wave
         except AttributeError:
-            pass  # it cannot be changed, so its owner has set what is to be set
+            pass  # an immutable request: its owner has set the attributes

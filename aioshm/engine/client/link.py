@@ -67,7 +67,7 @@ class EngineLink:
         self.balance: LoadBalancer = self.engines.balance
         self.pending: Pending = self.engines.pending
         self.wave: int = 0  # the wave that the coordinator has told of
-        self.dead: EngineDead | None = None  # why nothing is sent any more, once that is so
+        self.dead: EngineDead | None = None  # why nothing is sent any more
         # Whether to log how an engine has died; a supervisor logs that itself.
         self.logs_deaths: bool = chosen.membership_address is None
         self._began = self._complete = False
@@ -109,7 +109,7 @@ class EngineLink:
             protection,
             max_bytes=self.options.max_message_bytes,
             silence_s=self.options.remote_timeout,
-            retry=address is not None,  # an engine may know that it is one before this client was told of it
+            retry=address is not None,  # an engine may connect before this client has its membership
         )
         self._opened = True
         self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
@@ -164,7 +164,7 @@ class EngineLink:
         if self.dead is not None:
             raise again(self.dead)
 
-    # What is sent
+    # Sending
 
     def send(self, position: int, kind: bytes, frames: list[Frame]) -> None:
         """Send a message to an engine; raises `EngineDead` if the engine is gone."""
@@ -195,7 +195,7 @@ class EngineLink:
         self.pending.abort(request_id)
         self.abort(inbox.position, [request_id])
 
-    # What comes
+    # Receiving
 
     def registered(self, sender_identity: bytes, frames: list[bytes], connection: int, sender: str, user: str) -> None:
         """Handle an engine's registration; ``sender`` describes the connection, ``user`` names the keys."""
@@ -217,7 +217,7 @@ class EngineLink:
         if self.dead is not None:  # of its predecessor, which was not known before
             return
         if self.engines.deaths.pop(rank, None) is not None:
-            # Its predecessor's death, if it was told now, has undone it.
+            # The death of its predecessor, if reported just now, has removed the registration.
             self.engines.register(sender_identity, frames)
             logger.info("engine %d is back: it is %s", rank, sender)
             self._tell_change(rank, None)
@@ -298,7 +298,7 @@ class EngineLink:
             self.say_progress()
             return
         self.engines.died += 1
-        # Waiting calls are told; where there are none, it is but an engine that was stopped.
+        # Waiting calls raise the error; without any, an engine was stopped.
         logger.debug(
             "%s; %d requests and %d calls were pending", error, len(self.pending.inboxes), len(self.pending.calls)
         )
@@ -352,13 +352,15 @@ class EngineLink:
         if self._chosen.membership_address is not None:
             raise RoleError("the process at membership_address says which engines there are: scale its supervisor")
 
-    # As another process tells
+    # Membership
 
     def follow(self, told: Membership) -> None:
         """Apply a published membership: more engines, fewer, leaving ones, and deaths."""
         if self.dead is not None or self._closed:
             return
-        engines, membership, sockets = self.engines, self._membership, self.sockets
+        engines = self.engines
+        membership = self._membership
+        sockets = self.sockets
         assert membership is not None
         for rank in sorted(told.engines.keys() - engines.ranks):
             self.add(rank)

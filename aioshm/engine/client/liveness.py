@@ -41,10 +41,10 @@ class Liveness:
         self._dismissed: set[int] = set()
         self._connections: dict[int, int] = {}  # engines' ranks
         self._senders: dict[int, str] = {}
-        self._losses: dict[int | None, _Loss] = {}  # None: an engine that has not said which one it is
-        self._told: set[int] = set()  # the dead, until they are back
-        self._told_first: set[int] = set()  # of these it was told before anything was known of their processes
-        self._told_until = 0.0  # until then an engine that says that it ends is the one that was told last
+        self._losses: dict[int | None, _Loss] = {}  # by rank; None: an engine whose rank is unknown
+        self._told: set[int] = set()  # reported deaths, until the engine is back
+        self._told_first: set[int] = set()  # reported before the exit of the process was known
+        self._told_until = 0.0  # until then a nameless report belongs to the last reported death
         self._stopped = False
 
     def watch(self, manager: WatchedManager | None, processes: Iterable[WatchedProcess]) -> None:
@@ -117,11 +117,11 @@ class Liveness:
         if engine is not None:
             self._link.lose(engine)
             nameless = self._losses.pop(None, None)
-            if nameless is not None:  # now it is known who it was
+            if nameless is not None:  # the nameless report was about this engine
                 nameless.timer.cancel()
                 said_dead = True
         former = self._losses.get(engine)
-        # Where it says so itself its connection ends next, or its process exits.
+        # After the engine's own report its connection ends next, or its process exits.
         when = self._loop.time() + (
             NAME_WITHIN_S
             if self._watch is not None or self._link.explained or (said_dead and former is None)
@@ -137,7 +137,7 @@ class Liveness:
         if self._stopped:
             return
         assert self._watch is not None
-        # Others may exit because of the one that was lost first.
+        # The first lost engine may be the cause of other exits.
         for each in sorted(self._watch.take(), key=lambda each: engine_of(each) not in self._losses):
             engine = engine_of(each)
             if engine in self._told_first:  # of other hosts it may be known late

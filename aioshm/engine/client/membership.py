@@ -39,7 +39,7 @@ class MembershipListener:
 
     def __init__(self, address: str, link: EngineLink, curve: CurveKeys | None) -> None:
         self._link = link
-        self.version: int = 0  # of the membership that this front end goes by; 0: of none yet
+        self.version: int = 0  # the applied version; 0: none yet
         self.early: dict[bytes, EarlyRegistration] = {}
         self._said = Progress()
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
@@ -89,7 +89,7 @@ class MembershipListener:
 
     def _send(self) -> None:
         self._dealer.send(encode(self._said), zmq.NOBLOCK)
-        self._pump.run_soon()  # sending may swallow the sign that there is something to read
+        self._pump.run_soon()  # sending may clear the sign that there is something to read
 
     def _look_at_connection(self) -> None:
         if self._monitor.read()[0]:  # a new connection, of which the other end knows nothing yet

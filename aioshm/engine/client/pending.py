@@ -50,7 +50,7 @@ class Pending:
         self._balance = balance
         self._ranks = ranks
         self.calls: dict[int, PendingCall] = {}  # that wait for their answers, by id
-        # Answers to the calls of a client that was here before this one shall not be taken for this one's.
+        # Answers to calls of a former client at this address must not match calls of this one.
         self._call_ids = count(secrets.randbits(48))
         self._generations = count(1 + secrets.randbits(48))
         self._sends_generations: dict[int, bool] = {}  # by rank, once it is known
@@ -150,7 +150,7 @@ class Pending:
         for call in calls:
             self.calls.pop(call.call_id, None)
             if call.answer.done() and not call.answer.cancelled():
-                call.answer.exception()  # if nobody looks at it, it shall not be reported
+                call.answer.exception()  # retrieved, so that asyncio does not report it
 
     def fail(self, error: Callable[[], Exception]) -> None:
         """Fail all requests and calls."""
@@ -207,7 +207,8 @@ class Pending:
         return unwanted
 
     def _finish_all(self, envelope: MarkedOutputs[Any]) -> None:
-        engine, generations = envelope.engine_index, envelope.generations
+        engine = envelope.engine_index
+        generations = envelope.generations
         for request_id in envelope.finished_requests or ():
             if generations is None:
                 self._aborted.pop((engine, request_id), None)
@@ -249,10 +250,12 @@ class Pending:
     def _salvage(self, frames: list[Frame], sender: int | None) -> list[tuple[int, str]]:
         """Dispatch the readable outputs of an envelope, and fail the requests of the others."""
         envelope, failures = self._decoder.salvage(frames)
-        finished, envelope.finished_requests = envelope.finished_requests or set(), None
+        finished = envelope.finished_requests or set()
+        envelope.finished_requests = None
         unwanted = self._deliver(envelope, sender)
         for failure in failures:
-            request_id, error = failure.request_id, failure.raising(envelope.engine_index)
+            request_id = failure.request_id
+            error = failure.raising(envelope.engine_index)
             if not self._has(envelope.engine_index, request_id, failure.generation):
                 continue
             if failure.finished or request_id in finished:

@@ -103,7 +103,7 @@ class ClientSockets:
         """Send a message to the coordinator, if there is one."""
         if self._coordinator is not None:
             self._coordinator.send(payload, zmq.NOBLOCK)
-            self._counts.run_soon()  # sending may swallow the sign that there is something to read
+            self._counts.run_soon()  # sending may clear the sign that there is something to read
 
     async def aclose(self) -> None:
         """Close the sockets once all messages have left. Idempotent."""
@@ -117,7 +117,7 @@ class ClientSockets:
         self._closed = True
         self._bound.close()
 
-    # What comes
+    # Receiving
 
     def _receive(self) -> tuple[str, list[Any]]:
         if self._send_by_keys or self._open_to_all:
@@ -135,7 +135,7 @@ class ClientSockets:
             return
         user = user_of(sender) if self.register_by_keys else ""
         self._link.registered(name, frames, connection, sender_of(sender), user)
-        if not self._connections.is_open(connection):  # it ended before this was read: nobody tells of that again
+        if not self._connections.is_open(connection):  # it ended before this was read, and its end was reported already
             self._link.disconnected(connection)
 
     def rank_of(self, frames: list[Frame], user: str) -> int | None:

@@ -53,7 +53,8 @@ class Inbox:
 
     def end(self, error: Callable[[], Exception] | None = None) -> None:
         """End the outputs."""
-        self.ended, self.error = True, error
+        self.ended = True
+        self.error = error
         self.resume()
         self._wake()
 
@@ -79,16 +80,13 @@ class Inbox:
 
 
 class OutputStream(AsyncIterator[Output], Generic[Output]):
-    """The outputs of one request: ``async for`` gets them; it ends after the last one.
+    """The outputs of one request: iterate over them with ``async for``.
 
-    Leaving it before that aborts the request: breaking off and forgetting it, `aclose`, or the end of a task that was
-    cancelled while it waited. Iterating on then raises `RequestAborted`; only a finished request ends without an error.
-
-    A timeout aborts nothing as long as the task goes on: ``await asyncio.wait_for(anext(stream), 1)`` may be tried
-    again, and loses no output.
+    Leaving the iteration early aborts the request: leaving the loop and dropping the stream, `aclose`, or the end of
+    the task after a cancelled wait. A timeout for one output aborts nothing while its task continues.
 
     Attributes:
-        request_id: Of the request.
+        request_id: The id of the request.
     """
 
     __slots__ = ("_inbox", "_leave", "request_id")

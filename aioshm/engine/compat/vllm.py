@@ -67,8 +67,8 @@ class Handle:
     def rank_of(self, rank: int) -> int:
         """Return a reader's rank in the queue.
 
-        vLLM lets remote readers have any rank (the only reader of a worker's answers says -1); here each has a place of
-        its own, so that is told apart only where there is one of them.
+        vLLM lets remote readers have any rank (the only reader of a worker's answers says -1). Here each has a rank of
+        its own, so any rank is accepted only for a single remote reader.
 
         Raises:
             ValueError: No reader has this rank.
@@ -97,7 +97,7 @@ class Handle:
 
 
 def as_queue_handle(handle: Any) -> Handle:
-    """Return what was passed as a handle."""
+    """Return the handle; raise `HandleError` for a handle of vLLM's own queue."""
     if isinstance(handle, Handle):
         return handle
     if isinstance(handle, QueueHandle):
@@ -142,7 +142,8 @@ class MessageQueue:
         connect_ip: str | None = None,
         enable_shm_tensor_arena: bool = False,
     ) -> None:
-        ranks, ip = local_reader_ranks, connect_ip or None
+        ranks = local_reader_ranks
+        ip = connect_ip or None
         self._own(
             blocking.MessageQueue(n_reader, n_local_reader, ranks, max_chunk_bytes, max_chunks, ip, options=_options())
         )
@@ -338,7 +339,7 @@ def _close(queue: blocking.MessageQueue, pid: int) -> None:
     if asyncio._get_running_loop() is None:
         queue.close()
         return
-    # This thread's loop may belong to other code; it waits no longer than it would without.
+    # This thread's loop may belong to other code; the wait is as long as without a loop.
     start_thread(queue.close, name="aioshm-shutdown", what="closing a queue apart from the event loop").join()
 
 

@@ -166,7 +166,8 @@ class EngineCore:
 
     async def run(self) -> None:
         """Serve until cancelled, or until a step fails."""
-        engine, mailbox = self._engine, self._mailbox
+        engine = self._engine
+        mailbox = self._mailbox
         while True:
             while mailbox.messages:
                 await self._handle(*mailbox.messages.popleft())
@@ -214,13 +215,14 @@ class EngineCore:
         outputs = await _awaited(self._engine.step())
         return bool(outputs) and await self._send_outputs(outputs)
 
-    # What comes
+    # Receiving
 
     async def _handle(self, client: int, frames: list[Frame]) -> None:
         if not frames:  # the client is gone
             await self._drop([each for each, owner in self._owners.items() if owner.client == client])
             return
-        kind, payload = frames[0], frames[1:]
+        kind = frames[0]
+        payload = frames[1:]
         try:
             if not payload:
                 raise CodecError(f"a message of {len(frames)} frames")
@@ -297,7 +299,7 @@ class EngineCore:
         if self._lockstep is not None:
             self._lockstep.start(start)
 
-    # What leaves
+    # Sending
 
     def _answer(self, client: int, answer: UtilityOutput) -> None:
         self._send(client, EngineCoreOutputs(self.index, utility_output=answer), counts=False)
@@ -373,7 +375,8 @@ class EngineCore:
             self._counts = found
             stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=used)
             if self._lockstep is not None:
-                stats.step_counter, stats.current_wave = self._lockstep.step, self._lockstep.wave
+                stats.step_counter = self._lockstep.step
+                stats.current_wave = self._lockstep.wave
             self._send(COORDINATOR, EngineCoreOutputs(self.index, scheduler_stats=stats))
 
     def _report_wave(self, *, start: int | None = None, complete: int | None = None) -> None:

@@ -24,13 +24,13 @@ async def run_engine_core(
     max_pending_bytes: int = MAX_PENDING_BYTES,
     handshake: HandshakeOptions | None = None,
 ) -> None:
-    """Shake hands with the front end, and serve requests until the process is told to end.
+    """Shake hands with the front end, and serve requests until the process ends.
 
     ``engine`` is the user's own object. Each of its methods may be async, and those marked * may be missing:
 
     * ``initialize(metadata) -> dict | None``: prepare; returns the fields of READY, such as ``num_gpu_blocks``.
-    * ``add_request(request)``: take a request; what it raises refuses that request.
-    * ``abort_requests(ids)``: drop requests; none of them is finished.
+    * ``add_request(request)``: accept a request; an exception refuses it.
+    * ``abort_requests(ids)``: drop unfinished requests.
     * ``step() -> outputs``: compute, while there are requests; returns an iterable of outputs, or None. An output has a
       ``request_id``; its request's last one has a ``finish_reason``, or is ``finished``.
     * ``has_work() -> bool``*: whether to step although no request is open; never async.
@@ -44,22 +44,20 @@ async def run_engine_core(
     * ``shutdown()``*: give back what it holds, at the end.
     * whatever a client may ``call``: any other method whose name does not begin with an underscore.
 
-    No two of them run at once, except for async methods that a client calls: these run beside everything else. So the
-    engine needs no locks. A step that is not async holds up the loop, and what has come waits until it is over;
-    ZeroMQ's own thread receives it meanwhile.
+    The methods run one after the other, except for async methods that a client calls, which run beside everything
+    else. So the engine needs no locks. A step that is not async blocks the loop; ZeroMQ's own thread receives messages
+    meanwhile.
 
-    When a step fails, or the process gets SIGTERM, or this is cancelled, every client is told that the engine is dead.
-    SIGTERM also ends an async ``initialize``, and ``shutdown`` is called: a `WorkerGroup` that it has entered, or is
-    entering, closes its workers. An ``initialize`` that is not async ends with the process. After SIGTERM this
-    returns; otherwise it raises, and if nobody catches that, the process exits with a code
-    other than 0.
+    After a failed step, SIGTERM, or a cancellation, every client is notified that the engine is dead. SIGTERM also ends
+    an async ``initialize``, and calls ``shutdown``: a `WorkerGroup` that the engine has entered closes its workers. An
+    ``initialize`` that is not async ends with the process. After SIGTERM this returns; otherwise it raises.
 
     Args:
         engine: The engine.
         handshake_address: Where the front end listens.
         index: The engine's rank.
-        request_type: What requests are decoded as, any type that msgspec knows; None for plain data.
-        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here; None: as the environment says.
+        request_type: The type that requests are decoded to: any type that msgspec knows; None for plain data.
+        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` apply; None: `Options.from_env`.
         max_pending_bytes: Bytes of outputs that may wait for one front end of this host, besides the last 8 messages,
             which ZeroMQ holds. With more than that the front end has stopped reading, and the engine drops it: it logs
             a warning that names the front end, and aborts its requests. A front end that runs again raises `EngineDead`
@@ -68,10 +66,10 @@ async def run_engine_core(
         handshake: See `HandshakeOptions`; None: the defaults.
 
     Raises:
-        HandshakeError: What the front end said is not understood.
+        HandshakeError: The front end's answer is invalid.
         RoleError: There are no keys for this engine.
-        TimeoutError: It did not answer.
-        Exception: Whatever the engine has raised in ``initialize`` or ``step``.
+        TimeoutError: The front end did not answer.
+        Exception: An exception of the engine in ``initialize`` or ``step``.
     """
     options = options or Options.from_env()
     chosen = handshake or HandshakeOptions()

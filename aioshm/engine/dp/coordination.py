@@ -132,7 +132,7 @@ class Coordination(Closing):
         self._sources.append((socket, partial(with_sender, socket), take))
         return self._bound.add(Pump(asyncio.get_running_loop(), socket, self._look))
 
-    # What comes
+    # Receiving
 
     def _look(self) -> bool:
         """Read a burst of messages; return whether to come back.
@@ -205,7 +205,7 @@ class Coordination(Closing):
             raise ValueError(f"the keys of engine {user.partition('.')[0]} are void: that incarnation is dead")
         return rank
 
-    # What its owner says
+    # Notices
 
     def told(self, notice: Notice) -> None:
         """Handle a notice of the launching process."""
@@ -218,7 +218,7 @@ class Coordination(Closing):
             self._waves.forget(notice.dead, now)
         self._pump.run()
 
-    # What goes out
+    # Publishing
 
     def _start(self, start: StartWave | None) -> None:
         if start is not None:
@@ -245,7 +245,7 @@ class Coordination(Closing):
         self._publishing = None
         self._pump.run()
 
-    # What is said
+    # Reports
 
     def _remind(self) -> None:
         logger.warning("waiting for engines to subscribe: %d of %d have", self._waves.subscribed, self._waves.n_engines)

@@ -97,7 +97,8 @@ class DPCoordinator(ProcessManager):
         )
         if not secure:
             warn_of_strangers(wanted)
-        self._secure, self._timeout = secure, timeout
+        self._secure = secure
+        self._timeout = timeout
         self._given_keys = keys_for_front_end(keys) if secure and over_tcp(wanted) else None
         self._waves = Waves(n_engines, lockstep=enable_wave_coordination, kv_cache_usage=kv_cache_usage)
         self._valid: dict[int, int] = {}  # the first incarnations whose keys are not void
@@ -173,7 +174,7 @@ class DPCoordinator(ProcessManager):
         if self._notices is not None:
             try:
                 self._notices.send(encode(notice))
-            except BlockingIOError:  # it is stuck, with a hundred of them unread; who starts it again tells it all
+            except BlockingIOError:  # it is stuck, with a hundred unread notices; its replacement gets the whole state
                 self.proc.kill()
             except OSError:
                 pass  # it has exited: the same
@@ -202,7 +203,8 @@ class DPCoordinator(ProcessManager):
                 told, tells = map(stack.enter_context, multiprocessing.Pipe(duplex=False))
                 notices, noticed = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
             notices.setblocking(False)
-            former, self._notices = self._notices, notices
+            former = self._notices
+            self._notices = notices
             if former is not None:
                 former.close()
             with tells, noticed:
@@ -230,7 +232,7 @@ class DPCoordinator(ProcessManager):
         super()._release()
         if self._notices is not None:
             self._notices.close()
-        for address in self._bound:  # of one that was killed, maybe before it said where it is bound
+        for address in self._bound:  # a killed process leaves its socket files, maybe without a report of its addresses
             BoundFile(address).remove()
 
 

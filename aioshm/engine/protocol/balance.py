@@ -34,7 +34,10 @@ class LoadBalancer:
 
     def choose(self, among: Sequence[int] | None = None) -> int:
         """Return the position of the engine for the next request; call `sent` afterwards."""
-        loads, usage, turn, n_clients = self.in_flight, self._usage, self._turn, self._n_clients
+        loads = self.in_flight
+        usage = self._usage
+        turn = self._turn
+        n_clients = self._n_clients
         published = self._published
         if published is None:
             return min(among or self.choices, key=lambda at: (loads[at], (at - turn) % len(loads)))
@@ -73,7 +76,9 @@ class LoadBalancer:
         """
         more = n_engines - len(self.in_flight)
         self.in_flight = self.in_flight[:n_engines] + [0] * more
-        self._published, self._usage, self._weights = None, [0] * n_engines, [1.0] * n_engines
+        self._published = None
+        self._usage = [0] * n_engines
+        self._weights = [1.0] * n_engines
         self.choices = [position for position in self.choices if position < n_engines]
         self._turn %= n_engines
 
@@ -91,8 +96,11 @@ class LoadBalancer:
                 weight = 1 + PRESSURE_WEIGHT * max(0.0, usage - PRESSURE_FROM)
                 loads.append(weight * waiting + running)
             else:
-                usage, weight = 0.0, 1.0
+                usage = 0.0
+                weight = 1.0
                 loads.append(WAITING_WEIGHT * waiting + running)
             usages.append(int(_USAGE_STEPS * usage))
             weights.append(weight)
-        self._published, self._usage, self._weights = loads, usages, weights
+        self._published = loads
+        self._usage = usages
+        self._weights = weights

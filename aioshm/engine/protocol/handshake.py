@@ -105,7 +105,7 @@ class FrontEndHandshake:
         self.hello: dict[int, dict[str, Any]] = {}
         self.ready: dict[int, dict[str, Any]] = {}
         self._by_identity = {engine.identity: engine for engine in self.engines.values()}
-        self._processes: dict[int, str] = {}  # their random names, of those that sent one, by rank
+        self._processes: dict[int, str] = {}  # the random names of processes that sent one, by rank
         self._inits: dict[int, bytes] = {}
         self._restarts = False
         self._early: dict[int, Sequence[bytes]] = {}  # of engines whose predecessors are not known to be dead
@@ -173,7 +173,8 @@ class FrontEndHandshake:
             return None
 
     def _receive(self, engine: CoreEngine, frames: Sequence[bytes]) -> list[bytes] | None:
-        identity, state = engine.identity, engine.state
+        identity = engine.identity
+        state = engine.state
         if len(frames) != 1:
             raise _refused(engine.index, state, f"a message of {len(frames)} payload frames", "one")
         fields, message = self._parse(engine, frames[0])
@@ -253,7 +254,8 @@ class FrontEndHandshake:
 
     def _check_place(self, engine: CoreEngine, message: _FromEngine) -> None:
         if message.local != engine.local:
-            found, expected = _place(message.local), f"a {_place(engine.local)} one"
+            found = _place(message.local)
+            expected = f"a {_place(engine.local)} one"
         elif engine.local or message.headless in (None, self._remote_headless):
             return
         else:
@@ -264,13 +266,16 @@ class FrontEndHandshake:
         raise _refused(engine.index, engine.state, f"its {message.status} says that it is {found}", expected)
 
     def _check_hash(self, engine: CoreEngine, message: _FromEngine) -> None:
-        found, expected, whose = message.parallel_config_hash, self._expected_hash, "the front end's"
+        found = message.parallel_config_hash
+        expected = self._expected_hash
+        whose = "the front end's"
         if found is None:
             return
         if expected is None:
             for index, ready in self.ready.items():
                 if ready.get("parallel_config_hash") is not None:
-                    expected, whose = ready["parallel_config_hash"], f"that of engine {index}"
+                    expected = ready["parallel_config_hash"]
+                    whose = f"that of engine {index}"
                     break
             else:
                 return
@@ -330,9 +335,11 @@ class EngineHandshake:
         self.metadata: EngineHandshakeMetadata | None = None
         self.init: dict[str, Any] = {}
         self._index = index
-        self._local, self._headless = bool(local), bool(headless)
+        self._local = bool(local)
+        self._headless = bool(headless)
         self._greeted = False
-        self._process, self._named = secrets.token_hex(8), named
+        self._process = secrets.token_hex(8)
+        self._named = named
         self.again: bytes = b""
 
     def hello(self) -> bytes:
@@ -364,7 +371,8 @@ class EngineHandshake:
         except ValueError as error:
             expected = "INIT, a MessagePack map with addresses and parallel_config"
             raise _refused(self._index, self.state, _cut(str(error)), expected) from None
-        self.init, self.metadata = fields, metadata
+        self.init = fields
+        self.metadata = metadata
         self.state = CoreEngineState.CONNECTED
         return metadata
 

@@ -19,7 +19,7 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
 class Death(msgspec.Struct, array_like=True, frozen=True):
     """How an engine has died that is not back."""
 
-    incarnation: int  # which of the processes of its rank it was, one after the other
+    incarnation: int  # the number of the rank's process, from 0 on
     pid: int | None
     text: str  # what is known of it, for people
 
@@ -39,15 +39,15 @@ class Membership(msgspec.Struct, array_like=True, frozen=True):
     engines: dict[_Rank, int]  # the first incarnations whose keys are not void, by rank
     leaving: list[_Rank] = []
     deaths: dict[_Rank, Death] = {}  # how engines have died that are not back, by rank
-    failure: Failure | None = None  # why none will come back, once that is so
+    failure: Failure | None = None  # why no engine will come back, if so
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):
     """The progress of a front end, sent first of all and after every change."""
 
-    version: int = 0  # the membership that it goes by; 0: none yet
+    version: int = 0  # the version of its membership; 0: none yet
     missing: list[_Rank] = []  # the ranks of engines that have not registered with it
-    busy: list[_Rank] = []  # the ranks of those that leave which have something of its to finish
+    busy: list[_Rank] = []  # the ranks of leaving engines with unfinished requests of this front end
 
 
 _membership = msgspec.msgpack.Decoder(Membership)

@@ -181,7 +181,7 @@ class Failure(NamedTuple):
     request_id: str  # whose output it is
     text: str  # why, for people; what the engine says, if it says that the request has failed
     finished: bool  # whether it is the last one
-    generation: int | None = None  # the generation of its request; None if the engine sends none
+    generation: int | None = None  # the generation of its request, if the engine sends one
 
     def raising(self, engine: int) -> Callable[[], RequestFailed]:
         """Return the factory of the error."""

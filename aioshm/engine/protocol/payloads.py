@@ -122,7 +122,8 @@ class PayloadDecoder:
         """Return the payload."""
         if len(frames) > MAX_FRAMES:
             raise CodecError(f"a message of {len(frames)} frames, more than {MAX_FRAMES}")
-        self._frames, self._saw_raw = frames, False
+        self._frames = frames
+        self._saw_raw = False
         self._taken.clear()
         try:
             payload = self._typed(frames[0])

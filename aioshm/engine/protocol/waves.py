@@ -43,7 +43,7 @@ class Waves:
         self._lockstep = lockstep
         self._kv_cache_usage = kv_cache_usage
         self._loads = [SchedulerStats()] * n_engines
-        self._most = n_engines  # engines that there have been at one time
+        self._most = n_engines  # the largest number of engines so far
         self.subscribed: int = 0  # engines that are
         self._known: set[int] = set()  # engines that have subscribed at some time
         self.ready: bool = False  # all engines have subscribed at some time: before, nothing would reach them
@@ -89,7 +89,7 @@ class Waves:
                 self._of_last_step[index] = self._loads[index]
             self._change(now)
 
-    # What engines report
+    # Reports of engines
 
     def load(self, index: int, load: SchedulerStats, now: float) -> None:
         """Note the load of an engine.
@@ -116,7 +116,8 @@ class Waves:
         self._check_wave(index, wave)
         if not self._lockstep or wave < self.wave:
             return False
-        self.wave, self.running = wave + 1, False
+        self.wave = wave + 1
+        self.running = False
         return True
 
     def start(self, index: int, wave: int) -> StartWave | None:
@@ -125,7 +126,8 @@ class Waves:
         self._check_wave(index, wave)
         if not self._lockstep or wave < self.wave or (wave == self.wave and self.running):
             return None
-        self.wave, self.running = wave, True
+        self.wave = wave
+        self.running = True
         return StartWave(wave, index)
 
     def wake(self, exclude: int | None, wave: int) -> StartWave | None:
@@ -145,7 +147,7 @@ class Waves:
         if wave > self.wave + MAX_WAVES_AHEAD:
             raise ValueError(f"engine {index} speaks of wave {wave}, and the current one is {self.wave}")
 
-    # What front ends are told
+    # Publications
 
     def greet(self, now: float) -> None:
         """Note a new front end, which knows nothing yet."""
@@ -167,10 +169,12 @@ class Waves:
         """Return the publication that is due now."""
         self._published_at = now
         if self._of_last_step is not None:
-            loads, self._of_last_step = self._of_last_step, None
+            loads = self._of_last_step
+            self._of_last_step = None
             self._changed_at = now  # the newer ones are still to come
         else:
-            loads, self._changed_at = self._loads, None
+            loads = self._loads
+            self._changed_at = None
         return self.state()._replace(counts=[self._counts(load) for load in loads])
 
     def state(self) -> Published:
@@ -216,6 +220,8 @@ class Lockstep:
         self.step += 1
         if unfinished:
             return None
-        complete, self.running, self.step = self.wave, False, 0
+        complete = self.wave
+        self.running = False
+        self.step = 0
         self.wave += 1
         return complete if self._index == 0 else None

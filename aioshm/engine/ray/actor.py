@@ -52,7 +52,7 @@ class EngineActor:
         self.node_id: str = ""
         self.pid: int = 0
         self.local_rank: int = 0
-        self.run_ref: Any = None  # Ray's reference to the result of its run; None before it runs
+        self.run_ref: Any = None  # Ray's reference to the result of the run; None before
         self.sentinel: int  # a descriptor that is readable when its run is over
         self.sentinel, self._open = os.pipe()
         self._ended = threading.Event()

@@ -108,7 +108,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         self._closed = True
         self._closing: asyncio.Task[None] | None = None
         self._lock = threading.Lock()
-        self._started: dict[int, int] = {}  # how often an engine was started
+        self._started: dict[int, int] = {}  # starts so far, by rank
         check_plain("target_fn", target_fn)
         check_int("engine_count", engine_count, minimum=1)
         check_int("local_engine_count", local_engine_count, minimum=0)
@@ -143,7 +143,8 @@ class CoreEngineActorManager(Closing, AsyncClosing):
                 self.actors.append(EngineActor(rank, rank < local_engine_count, actor_in(group, runtime_env)))
             self._await_actors(deadline)
             for actor, local_rank, node_id in zip(self.actors, local_ranks, nodes_of(groups), strict=True):
-                actor.local_rank, actor.node_id = local_rank, node_id
+                actor.local_rank = local_rank
+                actor.node_id = node_id
                 self._run(actor)
         except BaseException:
             self.close()
@@ -168,7 +169,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             lambda: cls(target_fn, engine_count, local_engine_count, **options), discard=lambda made: made.close()
         )
 
-    # Made again, and no more
+    # Single actors
 
     def start_engine(self, rank: int) -> EngineActor:
         """Create the actor of one more engine, or recreate a dead one, and return it; blocks.
@@ -215,7 +216,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         actor.run(target.function, target.args, dict(target.kwargs) | ranks, keys)
         self._started[rank] = self.next_incarnation(rank) + 1
 
-    # What there is
+    # State
 
     @property
     def created_placement_groups(self) -> list[Any]:
@@ -295,7 +296,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
     def __del__(self) -> None:
         if not self._closed:
             warn_not_closed(self)
-            self._close(wait=False)  # this may be a thread of Ray's, which would wait for itself
+            self._close(wait=False)  # a thread of Ray may run this, and would wait for itself
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {', '.join(actor.name for actor in self.actors)}>"

@@ -74,7 +74,7 @@ class Place(NamedTuple):
     """The node of an engine."""
 
     node: Node
-    local_rank: int  # which of that node's engines it is
+    local_rank: int  # its rank among the engines of that node
 
 
 def place_engines(nodes: Sequence[Node], engine_count: int, local_engine_count: int, needs: EngineNeeds) -> list[Place]:

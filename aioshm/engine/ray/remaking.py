@@ -38,7 +38,7 @@ class Remaking:
         timeout: float,
     ) -> None:
         self._actors = actors
-        self._groups = groups  # a new one takes the place of one that is lost
+        self._groups = groups  # a lost group is replaced
         self._needs = needs  # None: the groups were given, and Ray finds room for them again
         self._runtime_env = runtime_env
         self._timeout = timeout  # seconds until an actor must run

@@ -95,7 +95,7 @@ class Protection:
         rank = self.rank_of(user)
         if rank is None:
             return None
-        self.void(rank, int(user.partition(".")[2]))  # the keys of those that were before it
+        self.void(rank, int(user.partition(".")[2]))  # the keys of its earlier incarnations
         return user
 
     def rank_of(self, user: str) -> int | None:

@@ -222,7 +222,7 @@ AnyKeys: TypeAlias = EngineKeys | EngineCredentials
 
 def _incarnated(rank: int, incarnation: int) -> bytes:
     check_int("incarnation", incarnation, minimum=0)
-    # The first one's keys are those of files that were written before there were others.
+    # Files from before there were incarnations have the keys of incarnation 0.
     return identity(rank) + (incarnation.to_bytes(_INCARNATION_BYTES, "little") if incarnation else b"")
 
 
@@ -270,7 +270,7 @@ def own_keys() -> AnyKeys | None:
 def keys_to_hand_over(given: object, rank: int | None = None, incarnation: int = 0) -> AnyKeys | None:
     """Return the keys for a new process: an engine's own, or all for a front end; None without keys."""
     if given is None and (not can_encrypt() or isinstance(own_keys(), EngineCredentials)):
-        return None  # it can go without: where it cannot, it says so
+        return None  # the process can run without keys; if not, it raises
     if rank is not None and isinstance(given, EngineCredentials):
         return given.for_engine(rank)
     keys = keys_for_front_end(given)

@@ -94,7 +94,8 @@ class APIServerProcessManager(ProcessManager):
         self._watch: ProcessWatch | None = None
         self._failure: ProcessDied | None = None  # the last death of a crash loop
         self._over = asyncio.Event()  # all are done, or one is in a crash loop, or this is closed
-        jobs, attributes = [], as_attributes(keys_to_hand_over(keys))
+        jobs = []
+        attributes = as_attributes(keys_to_hand_over(keys))
         for index, addresses in enumerate(zip(input_addresses, output_addresses, strict=True)):
             config: dict[str, Any] = dict(zip(("input_address", "output_address"), addresses, strict=True))
             config |= {"client_count": num_servers, "client_index": index}
@@ -109,7 +110,8 @@ class APIServerProcessManager(ProcessManager):
         if restart is not None:
             for rank, process in enumerate(self.processes):
                 life = self._lives[process.name] = Life(rank, restart)
-                life.pid, life.state = process.pid, "running"
+                life.pid = process.pid
+                life.state = "running"
             self._watch = ProcessWatch(manager=self, on_exit=self._server_exited)
 
     @property

@@ -66,7 +66,7 @@ async def _until_done(servers: APIServerProcessManager, *others: Stoppable | Non
     with _ctrl_c() as pressed, ProcessWatch(processes) as watch:
         if servers.restarts:
             waiting = [servers.wait(), _all_exit(watch, [process.pid for process in processes])]
-        else:  # one watch for all, so that the first one that has failed is the one that is told of
+        else:  # one watch for all, so that the error names the first failure
             watch.add(servers.processes)
             waiting = [_all_exit(watch, [process.pid for process in servers.processes])]
         waiting += [other.join_first() for other in apart]
@@ -127,7 +127,8 @@ def _ctrl_c() -> Iterator[Callable[[], bool]]:
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
-    waiting, pressed = True, False
+    waiting = True
+    pressed = False
 
     def cancel() -> None:
         nonlocal pressed
@@ -149,6 +150,6 @@ def _ctrl_c() -> Iterator[Callable[[], bool]]:
 
 
 def _nobodys(handler: object) -> bool:
-    if isinstance(handler, functools.partial):  # what asyncio.Runner puts there: it would cancel the main task
+    if isinstance(handler, functools.partial):  # asyncio.Runner's handler, which would cancel the main task
         return isinstance(getattr(handler.func, "__self__", None), asyncio.Runner)
     return handler is signal.default_int_handler

@@ -262,7 +262,7 @@ class EngineStartupCoordinator(AsyncClosing):
         if not self._settled.is_set():
             if not self._clock.running:
                 self._clock.restart()
-            if self.handshake.complete:  # there are none
+            if self.handshake.complete:  # there are no engines
                 self._succeed()
         try:
             async with asyncio.timeout(timeout):
@@ -329,7 +329,7 @@ class EngineStartupCoordinator(AsyncClosing):
             warn_not_closed(self)
             self._close_sockets()
 
-    # What happens
+    # Messages
 
     def take(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
         """Handle a message; return whether to read more."""
@@ -415,7 +415,7 @@ class EngineStartupCoordinator(AsyncClosing):
 
     def _process_exited(self) -> None:
         assert self._router is not None
-        self._router.pump.run()  # what it said before it died may be the reason
+        self._router.pump.run()  # its last message may be the reason
         self._fail()
 
     def _fail(self, cause: str = "", refusal: HandshakeError | None = None) -> None:
@@ -438,7 +438,7 @@ class EngineStartupCoordinator(AsyncClosing):
         logger.info("%s", progress)
         self._announce(progress)
 
-    # What is said
+    # Reports
 
     def _progress(self, moved: int | None) -> StartupProgress:
         now = monotonic()

@@ -25,7 +25,7 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _LOG_INTERVAL_S = 10.0
 _MAX_PROGRESS_BYTES = 1 << 17
-_UNBOUNDED = 0  # one that is stopped for a while shall miss nothing; what it is told is small, and told rarely
+_UNBOUNDED = 0  # a stopped front end must miss nothing; memberships are small and rare
 
 
 class FrontEnds(Closing):
@@ -40,9 +40,9 @@ class FrontEnds(Closing):
         self, address: str, ranks: Iterable[int], *, keys: EngineKeys | None = None, secure: bool = True
     ) -> None:
         self._told = Membership(1, dict.fromkeys(ranks, 0))
-        self._valid: dict[int, int] = {}  # also of engines that there are not now
-        self._progress: dict[bytes, Progress] = {}  # by what ZeroMQ calls the connection
-        self._names: dict[int, bytes] = {}  # by the number of the connection
+        self._valid: dict[int, int] = {}  # also of removed engines
+        self._progress: dict[bytes, Progress] = {}  # by ZeroMQ identity
+        self._names: dict[int, bytes] = {}  # by connection number
         self._changed = asyncio.Event()
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
         protection = Protection.of_front_end([address], (), keys=keys, secure=secure)
@@ -56,7 +56,7 @@ class FrontEnds(Closing):
                 domain=FRONT_ENDS,
                 silence_s=SILENCE_S,
             )
-            # What is unread keeps coming from one that is stopped: a send that would wait is an error instead.
+            # A send to a gone front end is an error instead of a wait.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._connections = self._bound.watch(self._router, self._left)
             self.address: str = connectable(self._bound.bind(self._router, address))
@@ -78,7 +78,7 @@ class FrontEnds(Closing):
         self._progress.clear()
         self._changed.set()
 
-    # What they are told
+    # Published changes
 
     @property
     def ranks(self) -> list[int]:
@@ -150,7 +150,7 @@ class FrontEnds(Closing):
         if not self._pump.paused:
             for name in list(self._progress):
                 self._send(name)
-            self._pump.run_soon()  # sending may swallow the sign that there is something to read
+            self._pump.run_soon()  # sending may clear the sign that there is something to read
 
     def _send(self, name: bytes) -> None:
         try:
@@ -158,7 +158,7 @@ class FrontEnds(Closing):
         except zmq.ZMQError as error:  # it is gone, which is told soon
             logger.debug("a front end cannot be told of engines: %s", error)
 
-    # What they say
+    # Progress of front ends
 
     async def _all(self, condition: Callable[[Progress], bool]) -> None:
         """Wait until a condition holds for all front ends."""
@@ -178,9 +178,10 @@ class FrontEnds(Closing):
                 logger, "a message from %s, as if it were a front end, is ignored: %s", sender_of(sender), error
             )
             return
-        known, self._progress[name] = self._progress.get(name), progress
+        known = self._progress.get(name)
+        self._progress[name] = progress
         self._names[connection] = name
-        if not self._connections.is_open(connection):  # it ended before this was read: nobody tells of that again
+        if not self._connections.is_open(connection):  # it ended before this was read, and its end was reported already
             self._left(connection)
         elif known is None or not progress.version:
             self._send(name)

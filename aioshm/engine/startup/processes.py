@@ -51,9 +51,11 @@ class CoreEngineProcManager(ProcessManager):
         check_int("local_engine_count", local_engine_count, minimum=0)
         check_int("start_index", start_index, minimum=0)
         check_int("local_start_index", local_start_index, minimum=0)
-        self._args, self._kwargs, self._keys = args, kwargs, keys
+        self._args = args
+        self._kwargs = kwargs
+        self._keys = keys
         self._offset = local_start_index - start_index
-        self._started: dict[int, int] = {}  # how often an engine was started
+        self._started: dict[int, int] = {}  # starts so far, by rank
         jobs = [self._job(start_index + number) for number in range(local_engine_count)]
         super().__init__(target_fn, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
         self._started = dict.fromkeys(range(start_index, start_index + local_engine_count), 1)

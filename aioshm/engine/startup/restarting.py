@@ -66,13 +66,13 @@ class Restarting:
         self._members: EngineClient | FrontEnds | None = launch.members
         self._rules = rules
         self.lives: dict[int, EngineLife] = {}  # the engines of this host, by rank
-        self.failure: EngineDead | None = None  # why nothing is started any more, once that is so
+        self.failure: EngineDead | None = None  # why nothing is restarted any more
         self.failed: asyncio.Event = asyncio.Event()  # set then, and when this is closed
         self._tasks: set[asyncio.Task[None]] = set()
         self._of_all = RestartHistory(restart)
         self._of_coordinator = RestartHistory(restart)
         self._group: asyncio.Task[None] | None = None
-        self._relapse: tuple[Life, ProcessExit] | None = None  # who was ready and died while others of the group start
+        self._relapse: tuple[Life, ProcessExit] | None = None  # a ready engine died while others start
         for process in self._processes:
             rank = engine_index(process.name)
             assert rank is not None
@@ -110,7 +110,7 @@ class Restarting:
         if life.task is not None:
             life.task.cancel()
         self._startup.handshake.remove(rank)
-        with suppress(ValueError):  # it was about to be started for the first time
+        with suppress(ValueError):  # the first start has not begun
             await self._manager.stop_engine(rank)
         self._void_keys(rank)
 
@@ -118,7 +118,7 @@ class Restarting:
         """Admit the replacement of a dead engine of another host, which is restarted there."""
         self._startup.expect(rank)
 
-    # What happens to processes
+    # Exits
 
     def _process_exited(self) -> None:
         for each in self._watch.take():
@@ -195,7 +195,8 @@ class Restarting:
             self._relapse = None
             causes = await asyncio.gather(*(self._start_in_group(each) for each in self.lives.values()))
             if self._relapse is not None:
-                life, cause = self._relapse[0], self._died(*self._relapse)
+                life = self._relapse[0]
+                cause = self._died(*self._relapse)
                 continue
             cause = "; ".join(filter(None, causes))
             if not cause:
@@ -254,7 +255,8 @@ class Restarting:
         return self._died(life, found)
 
     async def _bring_back_coordinator(self, cause: str) -> None:
-        coordinator, history = self._launch.coordinator, self._of_coordinator
+        coordinator = self._launch.coordinator
+        history = self._of_coordinator
         assert coordinator is not None
         if self._group is not None and not self._group.done():
             return  # it starts it again
@@ -285,7 +287,7 @@ class Restarting:
             self._members.give_up(self.failure)
         self.failed.set()
 
-    # What is said
+    # Reports
 
     def _died(self, life: EngineLife, found: ProcessExit) -> str:
         """Note how an engine has died, and return it."""

@@ -42,7 +42,7 @@ class HandshakeRouter:
         if isinstance(place, str):
             self.protection: Protection = Protection.of_front_end([place], ranks, keys=keys, secure=secure, more=True)
             self._encrypts = self.protection.encrypts(place)
-            # Whether only those get in who are to be trusted: who has keys, or who is on this host.
+            # Whether all peers are trusted: they have keys, or are on this host.
             self.trusted: bool = self._encrypts or not over_tcp([place])
             self.address: str = place
         else:
@@ -50,7 +50,8 @@ class HandshakeRouter:
                 raise ValueError(f"the handshake needs a ROUTER socket, not {place!r}")
             self.address = bytes(place.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
             self.trusted = not over_tcp([self.address]) or place.getsockopt(zmq.MECHANISM) != zmq.NULL
-            self.protection, self._encrypts = Protection(None, None, (), secure=False), False
+            self.protection = Protection(None, None, (), secure=False)
+            self._encrypts = False
             if not self.trusted:
                 warn_of_strangers([self.address])
         self._bound = BoundSockets(self.protection, asks=self.trusted and isinstance(place, str))
@@ -64,7 +65,7 @@ class HandshakeRouter:
             if isinstance(place, str):
                 self.address = self._bound.bind(self._router, place)
             else:
-                # The socket's owner may watch its descriptor on this loop, too, which knows one watcher for each.
+                # The owner of the socket may watch its descriptor on this loop, too: one watcher per descriptor.
                 self._descriptor = os.dup(int(self._router.getsockopt(zmq.FD)))
             self.pump: Pump = self._bound.read(self._router, self._take, self._receive, self._descriptor)
         except BaseException:

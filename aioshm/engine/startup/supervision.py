@@ -50,7 +50,8 @@ class Supervision:
             self._watch = ProcessWatch(on_exit=self._on_exit)
         if manager is not None and manager is not self._manager:
             self._watch.add_manager(manager)
-        self._manager, self._coordinator = manager, coordinator
+        self._manager = manager
+        self._coordinator = coordinator
         self._watch.add(self._watched if coordinator is None else (*self._watched, coordinator))
 
     def engines(self) -> dict[int, WatchedProcess]:
@@ -66,7 +67,8 @@ class Supervision:
         self, cause: str, refusal: HandshakeError | None, progress: StartupProgress, engines: Mapping[int, CoreEngine]
     ) -> EngineStartupError:
         """Return the error of a failed startup."""
-        exits, processes = self.exited(), self.engines()
+        exits = self.exited()
+        processes = self.engines()
         said = []
         for each in exits:
             rank = engine_of(each)
@@ -121,7 +123,7 @@ async def _stop_manager(manager: Any) -> None:
     close = getattr(manager, "close", None)
     if isinstance(manager, ProcessManager):
         with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):  # which makes it kill what is left, and still wait for that
+            async with asyncio.timeout(STOP_S):  # a cancelled `aclose` kills and waits
                 await manager.aclose()
     elif aclose is not None:
         await aclose()

@@ -183,7 +183,8 @@ class EngineSupervisor(AsyncClosing):
     async def aclose(self) -> None:
         """Stop everything, the client first. Idempotent; finishes also when cancelled."""
         self._closed = True
-        stack, self._stack = self._stack, None
+        stack = self._stack
+        self._stack = None
         if stack is None:
             return
         await stack.aclose()

@@ -361,7 +361,7 @@ class Calls:
             self._spawn(channel.aclose())
         self.schedule.gone(rank)
         for call in [*self._calls.values()]:
-            of_all = call.slot is None  # fails even if this worker has answered: others may wait for it
+            of_all = call.slot is None  # fails even if this worker has answered: other workers may wait for it
             if not of_all and rank not in call.missing:
                 continue
             call.missing.discard(rank)
@@ -413,7 +413,8 @@ class Calls:
 
     async def aclose(self) -> None:
         """Close all queues, which makes the workers end their calls and exit. Idempotent."""
-        channels, self.channels = self.channels, {}
+        channels = self.channels
+        self.channels = {}
         for channel in channels.values():
             self._spawn(channel.aclose())
         try:

@@ -249,14 +249,16 @@ class CallServer:
         stream.task = self._spawn(self._send_items(number, stream, items))
 
     async def _send_items(self, call: int, stream: _Stream, items: Items) -> None:
-        kind, value = RESULT, None
+        kind = RESULT
+        value = None
         try:
             while (item := await stream.next_item(items)) is not None:
                 await self._queues.replies.enqueue((ITEM, call, 0, item[0]))
                 if isinstance(items, Iterator):
                     await asyncio.sleep(0)  # calls run between two items
         except (Exception, asyncio.CancelledError) as error:
-            kind, value = FAILURE, failure_of(error)
+            kind = FAILURE
+            value = failure_of(error)
         try:
             await _close(items)
         except (Exception, asyncio.CancelledError) as error:

@@ -90,7 +90,8 @@ async def _serve(driver: ControlSocket, sizes: tuple[int, int], options: Options
 
 
 async def _serve_calls(driver: ControlSocket, worker: Worker, assignment: Assignment, replies: MessageQueue) -> None:
-    rank, codec = assignment.rank, MessageCodec()
+    rank = assignment.rank
+    codec = MessageCodec()
     async with (
         MessageQueue.create_from_handle(assignment.broadcasts, rank, codec=codec) as broadcasts,
         MessageQueue.create_from_handle(assignment.requests, 0, codec=codec) as requests,
