@@ -20,7 +20,7 @@ CORE = (
     "ring/test_window*.py",
     "wait/test_alarm.py",
     "wait/test_poller.py",
-    "wait/test_predictor*.py",
+    "wait/test_policy*.py",
     "lifeline/test_attach.py",
     "lifeline/test_lifeline.py",
     "queue/**/test_overflow.py",

@@ -28,9 +28,9 @@ from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.ring.cores import FULL_FENCE, RECHECK_S, STRONG_ORDER, native_core
 from aioshm.ring.layout import Layout
 from aioshm.ring.segment import orphans, remove_orphan
-from aioshm.wait.calibration import measured
-from aioshm.wait.costs import Costs
 from aioshm.wait.cpus import usable_cpus
+from aioshm.wait.policy import WakeUpCost, bounded
+from aioshm.wait.timer import measure_wake_up
 
 Verdict: TypeAlias = Literal["good", "note", "bad"]
 
@@ -60,13 +60,12 @@ def _doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Check this machine for aioshm, and list shared memory that was left behind."""
-    costs = measured(timers=20, yields=50)
-    findings = [*examine(), _waiting(costs)]
+    wake_up_ns = measure_wake_up(timers=20)
+    findings = [*examine(), _waiting(wake_up_ns)]
     left = [_orphan(name, remove=clean) for name in orphans()]
     if as_json:
-        print_json(
-            {"aioshm": aioshm.__version__, "findings": findings, "costs": costs.within_bounds(), "orphans": left}
-        )
+        costs = {"wake_up_ns": bounded(wake_up_ns)}
+        print_json({"aioshm": aioshm.__version__, "findings": findings, "costs": costs, "orphans": left})
     else:
         console = Console(highlight=False)
         _show(console, findings)
@@ -160,24 +159,21 @@ def _memory_order() -> Finding:
     )
 
 
-def _waiting(costs: Costs) -> Finding:
-    used = costs.within_bounds()
-    found = (
-        f"wake-up {_us(costs.wake_up_ns)}, timer error {_us(costs.timer_ns)}, sched_yield {_us(costs.yield_ns)}; "
-        f"busy-waits while messages are less than {_us(used.hot_gap_ns)} apart"
-    )
-    if used == costs:
+def _waiting(wake_up_ns: int) -> Finding:
+    used = WakeUpCost(lambda: wake_up_ns)
+    found = f"wake-up {_us(wake_up_ns)}; busy-waits while messages are less than {_us(used.hot_gap_ns)} apart"
+    if used.ns == wake_up_ns:
         return Finding("waiting", "good", found)
     return Finding(
         "waiting",
         "note",
         found,
-        f"measured while the machine was busy: a wake-up counts as {_us(used.wake_up_ns)} until waiting ends have "
+        f"measured while the machine was busy: a wake-up counts as {_us(used.ns)} until waiting ends have "
         "measured it again; nothing to do",
     )
 
 
-def _us(ns: int) -> str:
+def _us(ns: float) -> str:
     return f"{ns / 1000:.1f} us" if ns < 10_000 else f"{ns / 1000:.0f} us"
 
 

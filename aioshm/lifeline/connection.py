@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aioshm.errors import HandleError, NoPlaceVacant
 from aioshm.lifeline import protocol
-from aioshm.lifeline.bell import Bell
+from aioshm.lifeline.doorbell import Doorbell
 from aioshm.lifeline.peer import TOO_MANY_UNDER_WAY, Host, Peer
 from aioshm.lifeline.protocol import BYE, PING, PONG, PROVEN, WAKE, Hello
 
@@ -43,7 +43,7 @@ class Connection:
         self._received = bytearray()
         self._hello: Hello | None = None
         self._said_goodbye = False
-        self._bell: Bell | None = None
+        self._doorbell: Doorbell | None = None
         self._watched = False  # whether the loop tells of what can be read
         self.peer: Peer | None = None
         self.since: float = loop.time()
@@ -95,8 +95,8 @@ class Connection:
                 self._loop.remove_writer(self._sock.fileno())
         self._listener.forget(self._sock)
         self._sock.close()
-        if self._bell is not None:
-            self._bell.close()
+        if self._doorbell is not None:
+            self._doorbell.close()
 
     def _watch(self) -> None:
         if not self._watched:
@@ -186,9 +186,9 @@ class Connection:
         self._listener.look_at_rank(self._hello.rank)
         if self._sock.fileno() < 0:  # what the host did of that has closed this connection, too
             return
-        if self._bell is None and self._listener.bell is not None:
+        if self._doorbell is None and self._listener.doorbell is not None:
             try:
-                self._bell = Bell.create()
+                self._doorbell = Doorbell.create()
             except OSError as error:  # nobody but this reader has to do without
                 self._refuse(self._listener.lack(self._pid, error))
                 return
@@ -208,18 +208,18 @@ class Connection:
             else:
                 self._turn_down(error)
             return
-        bell = None
+        doorbell = None
         if welcome.bells:
-            assert self._bell is not None
-            assert self._listener.bell is not None
-            bell = self._bell
-            fds = [*fds, bell.fd, self._listener.bell.fd]
+            assert self._doorbell is not None
+            assert self._listener.doorbell is not None
+            doorbell = self._doorbell
+            fds = [*fds, doorbell.fd, self._listener.doorbell.fd]
         if not self._send_all(protocol.pack(welcome), fds):  # first of all: signals that follow must come after it
             self._host.withdrawn(welcome)
             self._refuse("the system does not let its process pass on more descriptors now (unix(7), ETOOMANYREFS)")
             return
         self._waiting = None
-        self.peer = Peer(self._loop, self._sock, hello, self._pid, bell)
+        self.peer = Peer(self._loop, self._sock, hello, self._pid, doorbell)
         if welcome.rank != protocol.ANY_RANK:
             self.peer.rank = welcome.rank
         self._listener.lacking = None

@@ -12,8 +12,8 @@ from time import monotonic
 from aioshm.errors import HandleError, PeerDied, QueueGone
 from aioshm.lifeline import protocol
 from aioshm.lifeline.address import peer_credentials, sockaddr
-from aioshm.lifeline.bell import Bell
 from aioshm.lifeline.descriptors import has_hung_up, receive, receive_next
+from aioshm.lifeline.doorbell import Doorbell
 from aioshm.lifeline.protocol import BYE, EVICTED, GO, OVERFLOW, PING, PONG, PROVEN, SUBSCRIBE, WAKE, Hello, Welcome
 from aioshm.lifeline.quiet import QuietSocket
 from aioshm.process.limits import naming_limits, out_of_descriptors, shortage
@@ -46,8 +46,8 @@ class Lifeline:
         self._held_back: asyncio.TimerHandle | None = None
         fds = list(fds)
         self._segment_fd = fds.pop(0) if welcome.segment else None
-        self._own_bell = Bell(fds.pop(0)) if welcome.bells else None
-        self._writer_bell = Bell(fds.pop(0)) if welcome.bells else None
+        self._doorbell = Doorbell(fds.pop(0)) if welcome.bells else None
+        self._writer_doorbell = Doorbell(fds.pop(0)) if welcome.bells else None
 
     def start(
         self,
@@ -63,15 +63,15 @@ class Lifeline:
         self._on_go, self._on_wake, self._on_gone, self._on_descriptor = on_go, on_wake, on_gone, on_descriptor
         self._on_held_back, self._on_subscribe, self._on_evicted = on_held_back, on_subscribe, on_evicted
         self._loop.add_reader(self._sock.fileno(), self._readable)
-        if self._own_bell is not None:
-            self._loop.add_reader(self._own_bell.fd, self._rung)
+        if self._doorbell is not None:
+            self._doorbell.watch(self._loop, on_wake)
         if self._early:
             self._signals(self._early)
 
     @property
-    def bell(self) -> Bell | None:
+    def doorbell(self) -> Doorbell | None:
         """The eventfd that the writer writes to; None where it sends a byte over the lifeline."""
-        return self._own_bell
+        return self._doorbell
 
     def take_segment(self) -> int:
         """Return the segment's descriptor, which is the caller's from here on."""
@@ -92,8 +92,8 @@ class Lifeline:
 
     def ring(self) -> None:
         """Wake the writer."""
-        if self._writer_bell is not None:
-            self._writer_bell.ring()
+        if self._writer_doorbell is not None:
+            self._writer_doorbell.ring()
         else:
             self._send(WAKE)
 
@@ -126,11 +126,11 @@ class Lifeline:
         self._hang_up(goodbye=True)
         if self._segment_fd is not None:
             os.close(self.take_segment())
-        for bell in (self._own_bell, self._writer_bell):
-            if bell is not None:
-                if bell is self._own_bell and bell.fd >= 0 and not self._loop.is_closed():
-                    self._loop.remove_reader(bell.fd)
-                bell.close()
+        if self._doorbell is not None:
+            self._doorbell.unwatch(self._loop)
+            self._doorbell.close()
+        if self._writer_doorbell is not None:
+            self._writer_doorbell.close()
 
     def abandon(self) -> None:
         """Close the socket and nothing else: a forked child's copy would hide this process' death."""
@@ -155,11 +155,6 @@ class Lifeline:
         except OSError:
             return False  # the writer is gone, and its end of file says so
         return True
-
-    def _rung(self) -> None:
-        assert self._own_bell is not None
-        self._own_bell.drain()
-        self._on_wake()
 
     def look(self) -> None:
         """Report arrived signals without waiting for the loop."""

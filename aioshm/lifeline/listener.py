@@ -18,8 +18,8 @@ from contextlib import suppress
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline import protocol
 from aioshm.lifeline.address import peer_credentials, remove, sockaddr
-from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
 from aioshm.lifeline.connection import Connection
+from aioshm.lifeline.doorbell import HAVE_EVENTFD, Doorbell
 from aioshm.lifeline.peer import Host
 from aioshm.lifeline.protocol import Hello
 from aioshm.lifeline.quiet import QuietSocket
@@ -53,12 +53,12 @@ class LifelineListener:
         self.lacking: OutOfDescriptors | None = None
         # Called when there is a step to do in the loop's next turn.
         self.hurry: Callable[[], None] = _nothing
-        self.bell: Bell | None = None
+        self.doorbell: Doorbell | None = None
         with naming_limits(f"a writer that listens on {address}"):
             self._sock: socket.socket = QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 self._listen(backlog)
-                self.bell = Bell.create() if HAVE_EVENTFD else None
+                self.doorbell = Doorbell.create() if HAVE_EVENTFD else None
                 self._spare = os.dup(self._sock.fileno())
             except BaseException:
                 self.close()
@@ -77,8 +77,8 @@ class LifelineListener:
         """Begin to admit readers."""
         self._loop, self._host = loop, host
         loop.add_reader(self._sock.fileno(), self._accept)
-        if self.bell is not None:
-            loop.add_reader(self.bell.fd, self._rung)
+        if self.doorbell is not None:
+            self.doorbell.watch(loop, host.woken)
 
     def close(self) -> None:
         """Send a goodbye to every reader, stop listening. Idempotent."""
@@ -90,13 +90,13 @@ class LifelineListener:
         if self._sock.fileno() >= 0:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(self._sock.fileno())
-                if self.bell is not None:
-                    self._loop.remove_reader(self.bell.fd)
+                if self.doorbell is not None:
+                    self.doorbell.unwatch(self._loop)
             self._turn_away()
             self._sock.close()
             remove(self.address)
-        if self.bell is not None:
-            self.bell.close()
+        if self.doorbell is not None:
+            self.doorbell.close()
         self._close_spare()
 
     def _turn_away(self) -> None:
@@ -127,12 +127,6 @@ class LifelineListener:
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
-
-    def _rung(self) -> None:
-        assert self.bell is not None
-        assert self._host is not None
-        self.bell.drain()
-        self._host.woken()
 
     def _accept(self) -> bool:
         """Accept a connection; return whether there may be more."""

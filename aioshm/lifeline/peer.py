@@ -9,7 +9,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Protocol
 
-from aioshm.lifeline.bell import Bell
+from aioshm.lifeline.doorbell import Doorbell
 from aioshm.lifeline.protocol import EVICTED, GO, OVERFLOW, SUBSCRIBE, WAKE, Hello, Welcome
 
 TOO_MANY_UNDER_WAY = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
@@ -53,11 +53,16 @@ class Peer:
     """An admitted reader."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, hello: Hello, seen_pid: int, bell: Bell | None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        hello: Hello,
+        seen_pid: int,
+        doorbell: Doorbell | None,
     ) -> None:
         self._loop = loop
         self._sock = sock
-        self._bell = bell
+        self._doorbell = doorbell
         self._outbox: deque[int] = deque()
         self.rank: int = hello.rank
         self.pid: int = hello.pid
@@ -66,8 +71,8 @@ class Peer:
 
     def ring(self) -> None:
         """Wake the reader."""
-        if self._bell is not None:
-            self._bell.ring()
+        if self._doorbell is not None:
+            self._doorbell.ring()
         else:
             self.send(WAKE)
 

@@ -17,7 +17,6 @@ from aioshm.queue.ends.leasing import Leases
 from aioshm.queue.ends.lending import Message
 from aioshm.queue.ends.membership import Membership
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.handle import Handle, refuse_to_pickle
 from aioshm.queue.local.loans import ArraySpec, Like
@@ -25,6 +24,7 @@ from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext
 from aioshm.ring.cores import Calls
+from aioshm.wait.limits import deadline_after
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,11 +1,15 @@
-"""How many CPUs this process may really use."""
+"""How many CPUs this process may use, and the policy of ends that share them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic
+
+from aioshm.config import Options
+from aioshm.wait.policy import Policy
+from aioshm.wait.timer import wake_up_cost
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PLACES = Path("/proc/self/cgroup")
@@ -14,8 +18,30 @@ _MAX_BYTES = 65_536
 QUOTAS_LAST_S = 1.0
 """For so long quotas that were read are not read again: ends are made one after the other."""
 
+
+def _apart(peers: Sequence[int]) -> bool:
+    """Return whether no peer is in this process, where spinning would keep its loop, or its GIL, from it."""
+    return os.getpid() not in peers
+
+
 _latest: tuple[float, tuple[float, ...]] = (float("-inf"), ())
 """When this process' quotas were read, and what they were."""
+
+
+def policy_for(peers: Sequence[int], options: Options, *, in_threads: bool = False) -> Policy:
+    """Return the policy of an end on the loop, or of threads; ``peers``: the other ends' pids, 0 where unknown."""
+    apart = _apart(peers)
+    own = os.getpid() if in_threads else 0  # it is the program's threads that wait, not this one, the loop's
+    cpus = usable_cpus(own=own, pids=[pid for pid in peers if pid > 0])
+    crowded = apart and 1 + len(peers) > cpus
+    return Policy(
+        may_spin=apart and cpus > 1,
+        crowded=crowded,
+        in_threads=in_threads,
+        max_spin_cpu=options.max_spin_cpu,
+        mode=options.wait,
+        cost=wake_up_cost,
+    )
 
 
 def usable_cpus(cgroup: Path = _CGROUP, *, places: Path = _PLACES, own: int = 0, pids: Iterable[int] = ()) -> int:

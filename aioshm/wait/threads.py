@@ -1,8 +1,7 @@
-"""Waiting for a ring in the calling thread: the policy of `Poller`, with poll(2) to sleep.
+"""Waits in the calling thread, with the policy of `Poller` and poll(2) to sleep.
 
-A coroutine that awaits only a `ThreadPoller` never suspends: one ``send(None)`` runs it until it
-returns. The queue end belongs to the background loop, which holds `process_lock` while it
-runs callbacks; a waiting thread acquires that lock each time it polls the ring.
+The queue end belongs to the background loop, which holds `process_lock` while it runs callbacks. A waiting
+thread acquires that lock each time it looks at the ring.
 """
 
 from __future__ import annotations
@@ -15,61 +14,72 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import get_ident
 from time import monotonic, monotonic_ns
+from typing import Any
 
-from aioshm.config import Wait
-from aioshm.lifeline.bell import Bell
+from aioshm.lifeline.doorbell import Doorbell
 from aioshm.process.limits import naming_limits
 from aioshm.process.loop_thread import process_lock
 from aioshm.ring.cores import memory_fence
-from aioshm.wait.poller import Flags, Poller, Waiting
-from aioshm.wait.predictor import NAPS, Predictor
-from aioshm.wait.stall import Stall
-from aioshm.wait.timerfd import HAVE_TIMERFD, timerfd_create, timerfd_settime
+from aioshm.wait.limits import Limits, Stall
+from aioshm.wait.policy import How, Policy, Step
+from aioshm.wait.poller import INLINE_SPIN_NS, Flag, Poller, WaitStats
+from aioshm.wait.timer import open_timer, timerfd_settime
 
 CANCEL_POLL_S = 0.02
 """How often a wait polls a ``cancel`` event: setting the event wakes no descriptor."""
 
 
-class ThreadPoller(Poller):
-    """Waits for one ring end, or for several, in the calling thread or on the loop."""
+class ThreadPoller:
+    """Waits for one end of a ring, or for several, in the calling thread, or else on the loop.
+
+    Args:
+        loop, parked, policy, spin: As for `Poller`.
+        doorbells: The doorbells of the ends.
+    """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        parked: Flags,
-        predictor: Predictor,
-        mode: Wait,
+        parked: Flag,
+        policy: Policy,
         spin: Callable[[int], bool],
-        bells: Sequence[Bell],
-        wake_peers: Callable[[], object],
-        told: Callable[[], Sequence[int]] | None = None,
-        tell: Callable[[Sequence[int]], None] | None = None,
+        doorbells: Sequence[Doorbell],
     ) -> None:
-        super().__init__(loop, parked, predictor, mode, spin, told, tell, crowded=predictor.crowded)
-        self._bells = bells
-        self._wake_peers = wake_peers
-        self._here = False  # whether the wait is in a calling thread, not on the loop
+        self.policy: Policy = policy
+        self._on_loop = Poller(loop, parked, policy, spin)
+        self.stats: WaitStats = self._on_loop.stats
+        self._loop = loop
+        self._parked = parked
+        self._spin_natively = spin
+        self._doorbells = doorbells
         self._asleep = False
+        self._slept = False
         self._poll: select.poll | None = None
         self._stop = (-1, -1)  # a pipe: `wake` writes to it to wake the sleeping thread
         self._timer = -1
-        if self.crowded:
-            self._first_slice_ns = 0
-            self.inline_spin_ns = 0
+
+    @property
+    def inline_spin_ns(self) -> int:
+        """How long a call should spin before it comes to `wait`."""
+        return INLINE_SPIN_NS if self.policy.hot and not self.policy.crowded else 0
 
     def wake(self) -> None:
+        """Make the sleeping wait look again. Call this on the loop's thread, any number of times."""
         if self._asleep and self._stop[1] >= 0:
             with suppress(BlockingIOError):  # the pipe is full: the thread wakes anyway
                 os.write(self._stop[1], b"\0")
-        super().wake()
+        self._on_loop.wake()
 
     def close(self) -> None:
-        super().close()
+        """Close the descriptors. Idempotent; no wait may be in progress."""
+        self._on_loop.close()
+        self._parked = bytearray(1)
         self._poll = None
         for fd in (*self._stop, self._timer):
             if fd >= 0:
                 os.close(fd)
-        self._stop, self._timer = (-1, -1), -1
+        self._stop = (-1, -1)
+        self._timer = -1
 
     async def wait(
         self,
@@ -78,85 +88,90 @@ class ThreadPoller(Poller):
         at_ns: int,
         *,
         deadline: float | None = None,
-        cancel: asyncio.Event | None = None,
+        cancel: Any = None,
         stall: Stall | None = None,
     ) -> bool:
-        self._wake_peers()
-        me = get_ident()
-        if asyncio._get_running_loop() is not None:
-            return await self._wait_on_loop(look, count, at_ns, deadline, cancel, stall)
-        self._here = True
+        """Wait as `Poller.wait`; in a thread without a running loop the coroutine never suspends."""
+        if asyncio._get_running_loop() is None:
+            self._wait_in_thread(look, count, at_ns, Limits(deadline, cancel, stall))
+            return False
+        for doorbell in self._doorbells:
+            doorbell.watch(self._loop, self.wake)
         try:
+            return await self._on_loop.wait(look, count, at_ns, deadline=deadline, cancel=cancel, stall=stall)
+        finally:
+            for doorbell in self._doorbells:
+                doorbell.unwatch(self._loop)
+
+    def _wait_in_thread(self, look: Callable[[], object], count: int, at_ns: int, limits: Limits) -> None:
+        me = get_ident()
+        policy = self.policy
+        try:
+            if look():
+                return
             process_lock.owner = process_lock.next_owner
             if process_lock.waiting:
                 process_lock.wake()
-            return await super().wait(
-                lambda: _looked(look, me), count, at_ns, deadline=deadline, cancel=cancel, stall=stall
-            )
+            step = policy.begin(count, at_ns, monotonic_ns())
+            try:
+                while not self._do(step, look, limits):
+                    step = policy.missed(monotonic_ns())
+            except BaseException:
+                policy.stopped(monotonic_ns())
+                raise
+            policy.hit(monotonic_ns(), self._slept)
         finally:
-            self._here = False
             process_lock.acquire(me)
 
-    async def _wait_on_loop(
-        self,
-        look: Callable[[], object],
-        count: int,
-        at_ns: int,
-        deadline: float | None,
-        cancel: asyncio.Event | None,
-        stall: Stall | None,
-    ) -> bool:
-        for bell in self._bells:
-            self._loop.add_reader(bell.fd, self._rung, bell)
-        try:
-            return await super().wait(look, count, at_ns, deadline=deadline, cancel=cancel, stall=stall)
-        finally:
-            for bell in self._bells:
-                self._loop.remove_reader(bell.fd)
-
-    def _rung(self, bell: Bell) -> None:
-        bell.drain()
-        self.wake()
-
-    async def _between_slices(self, now_ns: int) -> int:
-        return self._first_slice_ns if self._here else await super()._between_slices(now_ns)
-
-    async def _nap(self, wait: Waiting, nap_ns: int) -> bool:
-        if not self._here:
-            return await super()._nap(wait, nap_ns)
-        for _ in range(NAPS):
+    def _do(self, step: Step, look: Callable[[], object], limits: Limits) -> bool:
+        """Wait as a step says; return whether ``look()`` was true before its end."""
+        self._slept = False
+        if step.how is How.SPIN or step.how is How.WINDOW:
+            self.stats.spins += 1
+            self.stats.windows += step.how is How.WINDOW
+            return self._spin(look, limits, step.until_ns)
+        if step.how is How.NAP:
             self.stats.naps += 1
-            time.sleep(nap_ns / 1e9)  # noqa: ASYNC251 - there is no loop in this thread
-            if wait.look():
+            time.sleep(max(0, step.until_ns - monotonic_ns()) / 1e9)
+            if _looked(look):
                 return True
-            wait.check(monotonic())
-            nap_ns *= 2
-        return False
+            limits.check(monotonic())
+            return False
+        return self._sleep(look, limits, step.until_ns)
 
-    async def _sleep(self, wait: Waiting, until_ns: int = 0) -> bool:
-        if not self._here:
-            return await super()._sleep(wait, until_ns)
+    def _spin(self, look: Callable[[], object], limits: Limits, until_ns: int) -> bool:
+        spin = self._spin_natively
+        slice_ns = 0 if self.policy.crowded else INLINE_SPIN_NS
+        now_ns = monotonic_ns()
+        while True:
+            if _looked(look) or (slice_ns and now_ns < until_ns and spin(min(slice_ns, until_ns - now_ns))):
+                return True
+            now_ns = monotonic_ns()
+            limits.check(now_ns / 1e9)
+            if now_ns >= until_ns:
+                return False
+            os.sched_yield()  # the other end may be waiting for this very CPU
+            now_ns = monotonic_ns()
+
+    def _sleep(self, look: Callable[[], object], limits: Limits, until_ns: int) -> bool:
+        """Sleep until a wake-up, or until a time if that is not 0."""
         poll = self._poll or self._new_poll()
         if until_ns and self._timer >= 0:
             timerfd_settime(self._timer, until_ns)
-        slept = 0.0
         try:
-            while True:
-                if until_ns and monotonic_ns() >= until_ns:
-                    return False
+            while not until_ns or monotonic_ns() < until_ns:
                 self._asleep = True
                 self._parked[0] = 1
                 memory_fence()
-                if wait.look():
-                    if slept:
-                        self._slept = int(slept * 1e9), monotonic_ns()
+                if _looked(look):
                     return True
                 now = monotonic()
-                wait.check(now)
+                limits.check(now)
                 self.stats.parks += 1
-                slept = now
-                for fd, _ in poll.poll(self._timeout_ms(wait, now, until_ns)):
+                self._slept = True
+                for fd, _ in poll.poll(self._timeout_ms(limits, now, until_ns)):
                     self._drain(fd)
+            return False
         finally:
             self._parked[0] = 0
             self._asleep = False
@@ -167,23 +182,22 @@ class ThreadPoller(Poller):
                 self._stop = os.pipe()
                 for fd in self._stop:
                     os.set_blocking(fd, False)
-            if self._timer < 0 and HAVE_TIMERFD:
-                with suppress(OSError):  # poll's own timeout replaces it, precise to a millisecond
-                    self._timer = timerfd_create()
+            if self._timer < 0:
+                self._timer = open_timer()  # else poll's own timeout, precise to a millisecond
         poll = select.poll()
-        for fd in (self._stop[0], self._timer, *(bell.fd for bell in self._bells)):
+        for fd in (self._stop[0], self._timer, *(doorbell.fd for doorbell in self._doorbells)):
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
         self._poll = poll
         return poll
 
-    def _timeout_ms(self, wait: Waiting, now: float, until_ns: int) -> float | None:
-        due = wait.due(now)
-        if wait.cancel is not None:
-            due = now + CANCEL_POLL_S if due is None else min(due, now + CANCEL_POLL_S)
+    def _timeout_ms(self, limits: Limits, now: float, until_ns: int) -> float | None:
+        at = limits.due_asleep(now)
+        if limits.cancel is not None:
+            at = now + CANCEL_POLL_S if at is None else min(at, now + CANCEL_POLL_S)
         if until_ns and self._timer < 0:
-            due = until_ns / 1e9 if due is None else min(due, until_ns / 1e9)
-        return None if due is None else max(0.0, due - now) * 1000
+            at = until_ns / 1e9 if at is None else min(at, until_ns / 1e9)
+        return None if at is None else max(0.0, at - now) * 1000
 
     def _drain(self, fd: int) -> None:
         if fd == self._stop[0]:
@@ -192,13 +206,14 @@ class ThreadPoller(Poller):
         elif fd == self._timer:
             timerfd_settime(fd, 0)
         else:
-            for bell in self._bells:
-                if bell.fd == fd:
-                    bell.drain()
+            for doorbell in self._doorbells:
+                if doorbell.fd == fd:
+                    doorbell.drain()
 
 
-def _looked(look: Callable[[], object], me: int) -> object:
-    process_lock.acquire(me)
+def _looked(look: Callable[[], object]) -> object:
+    """Look while this thread holds the process lock."""
+    process_lock.acquire(get_ident())
     try:
         return look()
     finally:

@@ -62,7 +62,7 @@ class Door:
         if greeting.rank not in RANKS:
             raise HandleError(f"no local reader has rank {greeting.rank}")
         fds = [self.segment] if self.segment >= 0 else []
-        bells = self.listener.bell is not None
+        bells = self.listener.doorbell is not None
         return Welcome(pid=4711, secret=b"secret", segment=bool(fds), bells=bells), fds
 
     def awaits_end(self, hello: Hello) -> bool:

@@ -38,7 +38,7 @@ class TestAdmission:
     async def test_passes_what_a_reader_needs(self, any_address: str, bells: bool) -> None:
         before = open_fds()
         async with opened(any_address) as door:
-            assert (door.listener.bell is not None) is bells
+            assert (door.listener.doorbell is not None) is bells
             reader = await Reader.admitted(any_address, 3)
             lifeline = reader.lifeline
             assert lifeline.welcome == door.admit(hello(3))[0]

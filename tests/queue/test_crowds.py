@@ -9,15 +9,17 @@ import pytest
 from pairs import attached
 
 from aioshm import Options, merge
-from aioshm.queue.ends import waiting
+from aioshm.wait import cpus as cpus_module
+from aioshm.wait.cpus import policy_for
+from aioshm.wait.policy import How
 
 
 @pytest.fixture(params=[(2, True), (3, False)], ids=["more ends than CPUs", "as many"])
 def crowded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Let the ends of this process seem to be in three, which have two CPUs, or three."""
     cpus, crowded = request.param
-    monkeypatch.setattr(waiting, "_apart", lambda _: True)
-    monkeypatch.setattr(waiting, "usable_cpus", lambda **_: cpus)
+    monkeypatch.setattr(cpus_module, "_apart", lambda _: True)
+    monkeypatch.setattr(cpus_module, "usable_cpus", lambda **_: cpus)
     return bool(crowded)
 
 
@@ -26,13 +28,13 @@ async def test_a_spin_of_either_end_hands_its_cpu_on(crowded: bool) -> None:
         for mq in (writer, *readers):
             assert mq.end.gate.core.spin_yields is crowded
             assert mq.end.gate.poller is not None
-            assert mq.end.gate.poller.crowded is crowded
+            assert mq.end.gate.poller.policy.crowded is crowded
         await writer.enqueue("x")
         assert [await reader.dequeue() for reader in readers] == ["x", "x"]
 
 
 async def test_so_does_that_of_a_merge(crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "usable_cpus", lambda **_: 1 if crowded else 2)  # both writers are one process
+    monkeypatch.setattr(cpus_module, "usable_cpus", lambda **_: 1 if crowded else 2)  # both writers are one process
     async with AsyncExitStack() as stack:
         pairs = [await stack.enter_async_context(attached(1, wait="park")) for _ in range(2)]
         merged = await stack.enter_async_context(merge({rank: readers[0] for rank, (_, readers) in enumerate(pairs)}))
@@ -43,11 +45,12 @@ async def test_so_does_that_of_a_merge(crowded: bool, monkeypatch: pytest.Monkey
         await pairs[1][0].enqueue("x")
         assert await waiting_for_it == (1, "x")
         assert merged._shared.yields is crowded
-        assert poller.crowded is crowded
+        assert poller.policy.crowded is crowded
 
 
-def test_a_crowd_is_known_to_the_predictor(crowded: bool) -> None:
-    crowd = waiting.predictor_among([1, 2], Options())
-    crowd.weighs = False
-    assert crowd.crowded is crowded
-    assert (crowd._crowd == 3) is crowded
+def test_a_crowd_naps_in_a_stream(crowded: bool) -> None:
+    policy, at_ns = policy_for([1, 2], Options()), 1_000_000_000
+    for count in range(1, 30):
+        at_ns += 5_000
+        step = policy.begin(count, at_ns, at_ns)
+    assert (step.how is How.NAP) is crowded

@@ -84,7 +84,7 @@ class TestGivingUp:
                 await writers[number % 3].enqueue(number)
                 async for item in merged:
                     assert item == (number % 3, number)
-                    poller_of(merged)._alarm.arm(1 << 62)  # as a wait does that follows a rhythm
+                    poller_of(merged)._timer.arm(1 << 62)  # as a wait before a window does
                     break
                 gone = weakref.ref(merged)
                 del merged
@@ -182,7 +182,7 @@ class TestRefusals:
         async with queues(2) as (writers, readers):
             merged = merge(readers)
             waiting = await asleep(merged)
-            poller_of(merged)._alarm.arm(1 << 62)
+            poller_of(merged)._timer.arm(1 << 62)
             told, tell = os.pipe()
             pid = os.fork()
             if pid == 0:

@@ -1,4 +1,4 @@
-"""Series of arrivals, and an end without a loop that waits for them as its predictor says."""
+"""Series of arrivals, and an end without a loop that waits for them as its policy decides."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from aioshm.wait.costs import TYPICAL, Costs
-from aioshm.wait.predictor import NAPS, Predictor
-from aioshm.wait.rhythm import PARK
+from aioshm.wait.policy import TYPICAL_WAKE_UP_NS, How, Policy, WakeUpCost
 
 US = 1_000
 MS = 1_000_000
@@ -21,16 +19,32 @@ HANDLING_NS = 3 * US
 """What one message keeps the end from waiting for the next."""
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What waking costs on a machine, in nanoseconds."""
+
+    wake_up_ns: int
+    timer_late_ns: int
+
+    @property
+    def cost(self) -> WakeUpCost:
+        return WakeUpCost(lambda: self.wake_up_ns)
+
+    def policy(self, *, may_spin: bool = True, **options: Any) -> Policy:
+        return Policy(may_spin=may_spin, cost=self.cost, **options)
+
+
 CROWDED = "crowded container"
 BETWEEN = "quick virtual machine"
 """What is true of the machines on either side of it is tried for this one in the slow lane."""
 
 MACHINES = {
-    "bare metal": Costs(wake_up_ns=5_000, timer_ns=3_000, yield_ns=300),
-    BETWEEN: Costs(wake_up_ns=30_000, timer_ns=20_000, yield_ns=800),
-    "virtual machine": TYPICAL,
-    CROWDED: Costs(wake_up_ns=200_000, timer_ns=150_000, yield_ns=5_000),
+    "bare metal": Machine(wake_up_ns=5_000, timer_late_ns=46_000),
+    BETWEEN: Machine(wake_up_ns=30_000, timer_late_ns=80_000),
+    "virtual machine": Machine(wake_up_ns=TYPICAL_WAKE_UP_NS, timer_late_ns=100_000),
+    CROWDED: Machine(wake_up_ns=200_000, timer_late_ns=340_000),
 }
+TYPICAL = MACHINES["virtual machine"]
 
 
 def times(gaps: Iterable[float]) -> list[int]:
@@ -50,16 +64,10 @@ def repeated(pattern_ns: Iterable[float], jitter: float, amount: int, seed: int 
     return [max(1.0, gap * rng.gauss(1, jitter)) for gap in islice(cycle(pattern_ns), amount)]
 
 
-def scheduled(period_ns: float, jitter_ns: float, amount: int, seed: int = 1) -> list[int]:
-    """Return the times of a sender that keeps to a schedule: its delays do not add up."""
-    rng = random.Random(seed)
-    return sorted(START + int(number * period_ns + rng.gauss(0, jitter_ns)) for number in range(1, amount + 1))
-
-
-def timers(costs: Costs = TYPICAL, seed: int = 2) -> Iterator[int]:
+def timers(machine: Machine = TYPICAL, seed: int = 2) -> Iterator[int]:
     """Yield how late timers fire on a machine: on a virtual one 60 to 150 microseconds, now and then much more."""
     rng = random.Random(seed)
-    unit = costs.timer_late_ns / 100
+    unit = machine.timer_late_ns / 100
     while True:
         yield int(rng.uniform(60 * unit, 110 * unit) + rng.expovariate(1 / (15 * unit)))
 
@@ -101,15 +109,15 @@ class Record:
         return highest / over_ns
 
 
-def follow(predictor: Predictor, arrivals: list[int], late: Iterator[int] | None = None) -> Record:
-    """Let one end wait for every message in turn; a wake-up by the other end takes as long as the predictor thinks."""
-    late = late or timers(predictor.costs)
+def follow(machine: Machine, policy: Policy, arrivals: list[int], late: Iterator[int] | None = None) -> Record:
+    """Let one end wait for every message in turn."""
+    late = late or timers(machine)
     record = Record(elapsed=arrivals[-1] - arrivals[0])
     now, taken, total = arrivals[0], 0, len(arrivals)
     while taken < total:
         if arrivals[taken] > now:
             tried = len(record.spent)
-            now, caught = _wait(predictor, record, late, arrivals, taken, now)
+            now, caught = _wait(machine, policy, record, late, arrivals, taken, now)
             record.windows.append(len(record.spent) > tried)
             record.caught.append(caught)
         else:
@@ -122,50 +130,47 @@ def follow(predictor: Predictor, arrivals: list[int], late: Iterator[int] | None
 
 
 def _wait(
-    predictor: Predictor, record: Record, late: Iterator[int], arrivals: list[int], taken: int, now: int
+    machine: Machine, policy: Policy, record: Record, late: Iterator[int], arrivals: list[int], taken: int, now: int
 ) -> tuple[int, bool]:
     """Return when the end has the next message, and whether it was looking when it came."""
     at = arrivals[taken]
-    plan = predictor.plan(taken, arrivals[taken - 1] if taken else 0, now)
-    if plan.spin_ns:
-        hit = at <= now + plan.spin_ns
-        spent = min(plan.spin_ns, at - now)
-        now += spent
-        record.spent.append((now, spent))
-        predictor.spun(hit)
-        if hit:
-            return now + US, True
-    nap_ns = plan.nap_ns
-    for _ in range(NAPS if nap_ns else 0):
-        now += nap_ns + next(late)
-        record.naps += 1
-        record.wake_ups += 1
-        if at <= now:
-            predictor.spun(True)
-            return now, False
-        nap_ns *= 2
-    if plan.nap_ns:
-        predictor.spun(False)
-    while plan is not PARK and plan.wake_at_ns:
-        if plan.wake_at_ns > now:
-            fired = plan.wake_at_ns + next(late)
-            now = min(fired, at + predictor.costs.wake_up_ns)
+    step = policy.begin(taken, arrivals[taken - 1] if taken else 0, now)
+    while True:
+        if step.how in (How.SPIN, How.WINDOW):
+            hit = at <= step.until_ns
+            spent = max(0, min(at, step.until_ns) - now)
+            now += spent
+            record.spent.append((now, spent))
+            if step.how is How.WINDOW:
+                record.watched.append((now, spent))
+            if hit:
+                policy.hit(now, woken=False)
+                return now + US, True
+        elif step.how is How.NAP:
+            now = step.until_ns + next(late)
+            record.naps += 1
             record.wake_ups += 1
-            if now > plan.wake_at_ns:
-                predictor.woke(now - plan.wake_at_ns)
-            if at < fired:
+            if at <= now:
+                policy.hit(now, woken=False)
                 return now, False
-        hit = at <= plan.until_ns
-        spent = max(0, min(at, plan.until_ns) - now)
-        now += spent
-        record.spent.append((now, spent))
-        record.watched.append((now, spent))
-        predictor.watched(hit, spent)
-        if hit:
-            return now + US, True
-        plan = predictor.after_miss(now)
-    record.wake_ups += 1
-    return max(now, at) + predictor.costs.wake_up_ns, False
+        elif step.how is How.SLEEP:
+            fired = step.until_ns + next(late)
+            record.wake_ups += 1
+            woken_at = max(now, at) + machine.wake_up_ns
+            now = min(fired, woken_at)
+            if woken_at <= step.until_ns:
+                policy.hit(now, woken=True)
+                return now, False
+            if at < fired:  # too late for the window, which the step then begins with the message there
+                policy.missed(now)
+                policy.hit(now, woken=True)
+                return now, False
+        else:
+            record.wake_ups += 1
+            now = max(now, at) + machine.wake_up_ns
+            policy.hit(now, woken=True)
+            return now, False
+        step = policy.missed(now)
 
 
 def _each(names: Iterable[str]) -> list[Any]:
@@ -173,12 +178,12 @@ def _each(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.fixture(params=_each(MACHINES))
-def machine(request: pytest.FixtureRequest) -> Costs:
+def machine(request: pytest.FixtureRequest) -> Machine:
     """Give each machine to the test in turn."""
     return MACHINES[request.param]
 
 
 @pytest.fixture(params=_each(name for name in MACHINES if name != CROWDED))
-def quick_machine(request: pytest.FixtureRequest) -> Costs:
+def quick_machine(request: pytest.FixtureRequest) -> Machine:
     """Give each machine to the test in turn whose timers are of use for periods of a millisecond."""
     return MACHINES[request.param]

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from aioshm.config import Options
-from aioshm.queue.ends import waiting
-from aioshm.queue.ends.waiting import predictor_among
 from aioshm.wait import cpus
-from aioshm.wait.cpus import usable_cpus
+from aioshm.wait.cpus import policy_for, usable_cpus
+from aioshm.wait.policy import How
 
 
 @pytest.fixture(autouse=True)
@@ -188,10 +187,10 @@ def test_more_ends_than_the_quota_are_crowded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: int, others: int, crowded: bool
 ) -> None:
     fake = partial(usable_cpus, v2(tmp_path, f"{quota}00000 100000"), places=tmp_path / "nothing")
-    monkeypatch.setattr(waiting, "usable_cpus", fake)
-    predictor = predictor_among(range(1, 1 + others), Options())
+    monkeypatch.setattr(cpus, "usable_cpus", fake)
+    policy = policy_for(range(1, 1 + others), Options())
     at_ns, naps = 1_000_000_000, []
     for count in range(1, 30):
         at_ns += 5_000
-        naps.append(predictor.plan(count, at_ns, at_ns).nap_ns)
+        naps.append(policy.begin(count, at_ns, at_ns).how is How.NAP)
     assert any(naps) is crowded

@@ -15,7 +15,7 @@ from waiters import MODES, End, pollers
 from aioshm.config import Wait
 from aioshm.errors import QueueCancelled
 from aioshm.ring import memory_fence
-from aioshm.wait import poller as poller_module
+from aioshm.wait import limits as limits_module
 
 __all__ = ["pollers"]  # a fixture
 
@@ -123,7 +123,7 @@ class TestParking:
         assert (end.parked[0], end.loop.pending()) == (0, [])
 
     async def test_an_idle_end_sets_no_timer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(poller_module, "FULL_FENCE", True)
+        monkeypatch.setattr(limits_module, "FULL_FENCE", True)
         end = End()
         task = await end.asleep()
         for _ in range(5):
@@ -148,7 +148,7 @@ class TestParking:
         assert end.loop.pending() == []
 
     async def test_where_the_fence_is_weak_it_looks_again_unasked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(poller_module, "FULL_FENCE", False)
+        monkeypatch.setattr(limits_module, "FULL_FENCE", False)
         end = End()
         task = await end.asleep()
         end.ready = True  # and nobody wakes it
@@ -251,4 +251,4 @@ class TestNoWakeUpIsLost:
         finally:
             go.release(1000)
             thread.join()
-        assert end.poller.stats.parks + end.poller.stats.hits > 0
+        assert end.poller.stats.parks + end.poller.stats.spins > 0

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, monotonic_ns
 
 import pytest
 from loops import turns
@@ -14,9 +14,8 @@ from support import bystander, until
 from waiters import MODES, End, Told, pollers
 
 from aioshm.config import Wait
-from aioshm.wait import poller as poller_module
-from aioshm.wait.rhythm import Plan
-from aioshm.wait.stall import Stall
+from aioshm.wait.limits import Stall
+from aioshm.wait.policy import How, Step
 
 __all__ = ["pollers"]  # a fixture
 
@@ -42,7 +41,7 @@ class TestSpinning:
         assert end.parked[0] == 0
         end.ready = True
         await asyncio.wait_for(task, 10)
-        assert (end.poller.stats.parks, end.poller.stats.hits) == (0, 1)
+        assert (end.poller.stats.parks, end.poller.stats.spins) == (0, 1)
 
     async def test_mode_park_never_does(self) -> None:
         end = End("park")
@@ -53,24 +52,25 @@ class TestSpinning:
             await task
         assert (end.poller.stats.spins, end.poller.stats.parks) == (0, 5)
 
-    async def test_mode_adaptive_asks_the_predictor(self) -> None:
+    async def test_mode_adaptive_asks_the_policy(self) -> None:
         end = End(mode="adaptive")
-        told = end.poller._predictor = Told(Plan(spin_ns=5_000_000_000), Plan(spin_ns=200_000))
+        now = monotonic_ns()
+        first, second = [Step(How.SPIN, now + 5_000_000_000)], [Step(How.SPIN, now)]
+        told = end.poller.policy = Told(first, second)
         task = asyncio.ensure_future(end.poller.wait(end.look, 3, 4))
         await turns(5)
         end.ready = True
         await asyncio.wait_for(task, 10)
-        assert told.learnt == [("plan", 3, 4), ("spun", True)]
+        assert told.learnt == [("begin", 3, 4), ("hit", False)]
         end.ready = False
         task = await end.asleep()
-        assert told.learnt[2:] == [("plan", 0, 0), ("spun", False)]
+        assert told.learnt[2:] == [("begin", 0, 0), ("missed",)]
         end.publish()
         await task
-        stats = end.poller.stats
-        assert (stats.spins, stats.hits, stats.parks) == (2, 1, 1)
-        assert stats.spin_ns >= 200_000
+        assert told.learnt[4:] == [("hit", True)]
+        assert (end.poller.stats.spins, end.poller.stats.parks) == (2, 1)
 
-    async def test_not_where_the_predictor_forbids_it(self) -> None:
+    async def test_not_where_the_policy_forbids_it(self) -> None:
         end = End("adaptive", may_spin=False)
         task = await end.asleep()
         end.publish()
@@ -99,14 +99,13 @@ class TestStalls:
         await asyncio.wait_for(task, 10)
         assert (len(reports), end.loop.pending()) == (3, [])
 
-    async def test_are_reported_by_a_spinning_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(poller_module, "SPIN_ROUND_NS", 1_000_000)
+    async def test_are_reported_by_a_spinning_end(self) -> None:
         end = End("spin")
         reports: list[bool] = []
         task = asyncio.ensure_future(end.wait(stall=Stall(0.01, lambda _: reports.append(True))))
         await until(lambda: reports, "the report")
-        spins = end.poller.stats.spins
-        await until(lambda: end.poller.stats.spins > spins + 3, "spinning on")
+        looks = end.looks
+        await until(lambda: end.looks > looks + 3, "spinning on")
         end.ready = True
         await asyncio.wait_for(task, 10)
         assert reports

@@ -10,7 +10,7 @@ from time import monotonic_ns
 
 import pytest
 
-from aioshm.wait.timerfd import HAVE_TIMERFD, timerfd_create, timerfd_settime
+from aioshm.wait.timer import HAVE_TIMERFD, timerfd_create, timerfd_settime
 
 MS = 1_000_000
 

@@ -13,9 +13,8 @@ from support import until
 
 from aioshm.config import Wait
 from aioshm.ring import memory_fence
+from aioshm.wait.policy import PARK, Policy, Step
 from aioshm.wait.poller import Poller
-from aioshm.wait.predictor import Predictor
-from aioshm.wait.rhythm import PARK, Plan
 
 MODES: list[Wait] = ["adaptive", "spin", "park"]
 
@@ -28,8 +27,8 @@ class End:
         self.looks = 0
         self.parked = bytearray(1)
         self.loop = WatchedLoop()
-        self.predictor = Predictor(may_spin=may_spin)
-        self.poller = Poller(self.loop, memoryview(self.parked), self.predictor, mode, self.spin)  # type: ignore[arg-type]
+        self.policy = Policy(may_spin=may_spin, mode=mode)
+        self.poller = Poller(self.loop, memoryview(self.parked), self.policy, self.spin)  # type: ignore[arg-type]
 
     def look(self) -> bool:
         self.looks += 1
@@ -87,31 +86,30 @@ def _timers() -> set[str]:
     return {fd for fd, what in open_fds().items() if "timerfd" in what}
 
 
-class Told(Predictor):
-    """Plans what it is told to, and notes in ``learnt`` what it is told of the outcome."""
+class Told(Policy):
+    """Answers with the steps that it was given, and notes in ``learnt`` what it is told of the outcome.
 
-    def __init__(self, *plans: Plan, after_miss: tuple[Plan, ...] = ()) -> None:
+    Each wait has its list of steps; behind the last step it parks.
+    """
+
+    def __init__(self, *waits: list[Step]) -> None:
         super().__init__(may_spin=True)
-        self.plans = list(plans)
-        self.more = list(after_miss)
+        self.waits = list(waits)
+        self.steps: list[Step] = []
         self.learnt: list[tuple[Any, ...]] = []
-        self.late: list[int] = []
 
-    def plan(self, count: int, at_ns: int, now_ns: int) -> Plan:
+    def begin(self, count: int, at_ns: int, now_ns: int) -> Step:
         assert abs(now_ns - monotonic_ns()) < 10**9
-        self.learnt.append(("plan", count, at_ns))
-        return self.plans.pop(0) if self.plans else PARK
+        self.learnt.append(("begin", count, at_ns))
+        self.steps = self.waits.pop(0) if self.waits else []
+        return self.steps.pop(0) if self.steps else PARK
 
-    def spun(self, hit: bool) -> None:
-        self.learnt.append(("spun", hit))
+    def missed(self, now_ns: int) -> Step:
+        self.learnt.append(("missed",))
+        return self.steps.pop(0) if self.steps else PARK
 
-    def woke(self, late_ns: int) -> None:
-        self.late.append(late_ns)
+    def hit(self, now_ns: int, woken: bool) -> None:
+        self.learnt.append(("hit", woken))
 
-    def watched(self, hit: bool, spent_ns: int) -> None:
-        assert spent_ns >= 0
-        self.learnt.append(("watched", hit))
-
-    def after_miss(self, now_ns: int) -> Plan:
-        self.learnt.append(("after miss",))
-        return self.more.pop(0) if self.more else PARK
+    def stopped(self, now_ns: int) -> None:
+        self.learnt.append(("stopped",))

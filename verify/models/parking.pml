@@ -15,7 +15,7 @@
  *
  *     step here       C (ring/core/*.c)                  Python
  *     publish, tell   publish, readers_parked             ring/reference.py WriterBase.commit, put_many; memory_fence
- *     ring_reader     -                                   queue/local/readers.py LocalReaders.wake_readers; lifeline/bell.py Bell
+ *     ring_reader     -                                   queue/local/readers.py LocalReaders.wake_readers; lifeline/doorbell.py Doorbell
  *     park            -                                   wait/poller.py Poller._sleep;
  *                                                         wait/threads.py ThreadPoller._sleep
  *     release         finish, writer_parked               ReaderBase.release, take_many, ReaderControl.give_back

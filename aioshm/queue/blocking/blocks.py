@@ -14,11 +14,12 @@ from typing import Any, Self
 
 from aioshm.errors import QueueClosed
 from aioshm.process.loop_thread import process_lock
-from aioshm.queue.blocking.end import BlockingEnd, deadline_of
+from aioshm.queue.blocking.end import BlockingEnd
 from aioshm.queue.encoded import body_of
 from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.local.leases import VIEW_BYTES
 from aioshm.ring.cores import ReaderCore
+from aioshm.wait.limits import thread_deadline_after
 
 
 class Block(AbstractContextManager[Any]):
@@ -38,7 +39,7 @@ class Block(AbstractContextManager[Any]):
 
     def __enter__(self) -> Any:
         end = self._end
-        deadline = deadline_of(self._timeout)
+        deadline = thread_deadline_after(self._timeout)
         end.begin(deadline)
         entered = False
         try:
@@ -127,7 +128,7 @@ class LeaseBlock(Block):
         decoded: bool,
     ) -> None:
         super().__init__(end, timeout)
-        deadline_of(timeout, cancel, indefinite)
+        thread_deadline_after(timeout, cancel, indefinite)
         self._cancel = cancel
         self._indefinite = indefinite
         self._decoded = decoded

@@ -19,7 +19,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioshm.closing import warn_not_closed
-from aioshm.config import check_bool, check_timeout, shown
 from aioshm.errors import AioshmError, QueueClosed, QueueRestarted, RoleError
 from aioshm.process.lock import ProcessLock
 from aioshm.process.loop_thread import LoopThread, process_lock, shared_loop
@@ -147,7 +146,7 @@ class BlockingEnd:
             TimeoutError: The deadline has passed.
             AioshmError: The end is closed or has failed, and refuses every call.
         """
-        if self._loop is not None and self._loop.elsewhere:
+        if self.gate.refusal is not None and self._loop is not None and self._loop.elsewhere:
             self.gate.check_refusal()
         self.loop()
         me, mine = get_ident(), self.lock
@@ -516,19 +515,6 @@ def _send_nothing(_obj: Any) -> bool:
 
 def _receive_nothing(_messages: list[Any]) -> Any:
     return EMPTY
-
-
-def deadline_of(timeout: float | None, cancel: object = None, indefinite: bool = False) -> float | None:
-    """Check the arguments of a wait, and return its deadline by ``time.monotonic()``.
-
-    Raises:
-        TypeError, ValueError: An argument is wrong; the text names it.
-    """
-    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
-        raise TypeError(f"cancel must be a threading.Event or None, not {shown(cancel)}")
-    check_bool("indefinite", indefinite)
-    seconds = check_timeout("timeout", timeout)
-    return None if seconds is None else monotonic() + seconds
 
 
 def made(make: Callable[[], Coroutine[Any, Any, T]], end_of: Callable[[T], WritingEnd | ReadingEnd]) -> T:

@@ -17,7 +17,7 @@ from aioshm.errors import QueueClosed, QueueEmpty, QueueFull, RoleError
 from aioshm.process.loop_thread import process_lock
 from aioshm.queue.base import QueueBase
 from aioshm.queue.blocking.blocks import EachLeased, LeaseBlock, WriteBlock
-from aioshm.queue.blocking.end import BlockingEnd, deadline_of, made
+from aioshm.queue.blocking.end import BlockingEnd, made
 from aioshm.queue.ends.lending import Message
 from aioshm.queue.ends.membership import Membership
 from aioshm.queue.ends.reading import ReadingEnd
@@ -28,6 +28,7 @@ from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import Change, ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext
+from aioshm.wait.limits import thread_deadline_after
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -246,7 +247,7 @@ class MessageQueue(QueueBase[T], Closing):
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every reader is attached; every end calls this."""
         held, end = self.held, self.held.end
-        deadline = deadline_of(timeout)
+        deadline = thread_deadline_after(timeout)
         held.begin(deadline)
         try:
             held.run(lambda: end.wait_until_ready(deadline))
@@ -267,12 +268,12 @@ class MessageQueue(QueueBase[T], Closing):
             held.interrupted(error)
         if message is not None:
             self._writer_of("enqueue")
-            held.send(obj, message, deadline_of(timeout))
+            held.send(obj, message, thread_deadline_after(timeout))
 
     def enqueue_many(self, objs: Iterable[T], timeout: float | None = None) -> None:
         """Send objects, in order and one right after the other: all or none."""
         writer, held = self._writer_of("enqueue_many"), self.held
-        deadline = deadline_of(timeout)
+        deadline = thread_deadline_after(timeout)
         held.begin(deadline)
         try:
             held.run(lambda: writer.prepare(deadline))
@@ -354,7 +355,7 @@ class MessageQueue(QueueBase[T], Closing):
             del undelivered[0]
             return obj  # type: ignore[no-any-return]  # what the codec has decoded
         self._reader_of("dequeue")
-        deadline = deadline_of(timeout, cancel, indefinite)
+        deadline = thread_deadline_after(timeout, cancel, indefinite)
         while True:
             held.receive(deadline, cancel, indefinite)
             if undelivered:
@@ -374,7 +375,7 @@ class MessageQueue(QueueBase[T], Closing):
         check_int("max_items", max_items, minimum=1)
         held = self.held
         undelivered = held.undelivered
-        deadline = deadline_of(timeout, cancel, indefinite)
+        deadline = thread_deadline_after(timeout, cancel, indefinite)
         held.loop()  # or this would block an event loop
         held.receive_now(max_items)
         while True:

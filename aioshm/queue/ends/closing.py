@@ -10,6 +10,7 @@ from aioshm.closing import warn_not_closed
 from aioshm.process.limits import abandon_when_forked
 from aioshm.queue.stats import QueueStats
 from aioshm.wait.poller import Poller
+from aioshm.wait.threads import ThreadPoller
 
 LOOP_POLL_S = 0.05
 """How often closing from another thread looks whether the loop that is to do it still runs."""
@@ -55,7 +56,7 @@ class Door(Protocol):
 
     loop: asyncio.AbstractEventLoop | None
     in_line: int
-    poller: Poller | None
+    poller: Poller | ThreadPoller | None
 
     def refuse_closed(self) -> None: ...
 

@@ -18,17 +18,18 @@ import msgspec
 
 from aioshm.config import Options
 from aioshm.errors import AioshmError, EndClosed, RoleError
-from aioshm.lifeline.bell import Bell
+from aioshm.lifeline.doorbell import Doorbell
 from aioshm.process.loop_thread import process_lock
+from aioshm.queue.ends.call_lock import CallLock
 from aioshm.queue.ends.closing import ClosingOrder, Whole
 from aioshm.queue.ends.core import Core, NoRing
-from aioshm.queue.ends.waiting import new_poller
 from aioshm.queue.stats import QueueStats, Rates, ReaderStats
 from aioshm.ring import RingReader, RingWriter
 from aioshm.ring.header import Latency
-from aioshm.wait.line import Line
+from aioshm.wait.cpus import policy_for
+from aioshm.wait.limits import Stall
 from aioshm.wait.poller import Poller, WaitStats
-from aioshm.wait.stall import Stall
+from aioshm.wait.threads import ThreadPoller
 
 TURN_MESSAGES = 256
 TURN_NS = 1_000_000
@@ -65,7 +66,7 @@ class Gate:
         self._yielding = 0  # calls that let the other tasks run before they enter
         self._hurried = False
         self._gives_way: Callable[[], bool] = bool  # False, until there is a ring
-        self.poller: Poller | None = None
+        self.poller: Poller | ThreadPoller | None = None
         # Keeps the fast path shut while it returns true.
         self.shut_while: Callable[[], object] | None = None
         self.on_interrupt: Callable[[], object] | None = None
@@ -73,7 +74,7 @@ class Gate:
         self._closing = ClosingOrder(self)
         self._thread = -1
         self._loop_runs: Callable[[], bool] = bool  # False, until there is a loop
-        self._line = Line()
+        self._lock = CallLock()
         self._holder: object = None  # whose block has a slot
         # Called whenever a waiting call would look again; a merge's.
         self.watcher: Callable[[], object] | None = None
@@ -223,7 +224,7 @@ class Gate:
         self.in_line += 1
         self.core.open = False
         try:
-            await self._line.join(deadline, cancel)
+            await self._lock.acquire(deadline, cancel)
         except BaseException:
             self._left()
             raise
@@ -232,7 +233,7 @@ class Gate:
         """Enter after the core let the caller pass, so that nobody waits."""
         self.in_line += 1
         self.core.open = False
-        self._line.take()
+        self._lock.acquire_free()
 
     def hold(self) -> None:
         """Note that this task's block has the slot until `leave`."""
@@ -251,7 +252,7 @@ class Gate:
     def leave(self) -> None:
         """End this task's turn."""
         self._holder = None
-        self._line.leave()
+        self._lock.release()
         self._left()
 
     def watch(self, watcher: Callable[[], None]) -> None:
@@ -282,15 +283,20 @@ class Gate:
 
     # Waiting
 
-    def new_poller(self, cursor: RingWriter | RingReader, others: Sequence[int], bell: Bell | None) -> None:
-        """Make the calls' poller; the arguments are those of `waiting.new_poller`."""
+    def new_poller(self, ring: RingWriter | RingReader, peers: Sequence[int], doorbell: Doorbell | None) -> None:
+        """Make the poller of the calls; ``peers``: the other ends' pids, 0 where unknown."""
         assert self.loop is not None
-        wake_peers = self.wake_peers if self.blocks else None
-        self.poller = new_poller(self.loop, self.options, cursor, others, self.core.spin, bell, wake_peers)
-        self.core.spin_yields = self.poller.crowded and not self.blocks
+        policy = policy_for(peers, self.options, in_threads=self.blocks)
         if self.blocks:
+            if doorbell is not None:
+                doorbell.unwatch(self.loop)  # the thread that waits polls it
+            doorbells = [] if doorbell is None else [doorbell]
+            self.poller = ThreadPoller(self.loop, ring.parked, policy, self.core.spin, doorbells)
             self.new_turn()
-        self._gives_way = cursor.gives_way
+        else:
+            self.poller = Poller(self.loop, ring.parked, policy, self.core.spin)
+            self.core.spin_yields = policy.crowded
+        self._gives_way = ring.gives_way
 
     def wake(self) -> None:
         """Make a call that waits for messages, or slots, look again."""

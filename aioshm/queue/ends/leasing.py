@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from aioshm.errors import QueueClosed
 from aioshm.queue.ends.source import SourceBlock, TakenMessage
-from aioshm.queue.ends.waiting import deadline_after
+from aioshm.wait.limits import deadline_after
 
 if TYPE_CHECKING:
     from aioshm.queue.ends.reading import ReadingEnd

@@ -15,10 +15,10 @@ from aioshm.codec.frames import ALIGNMENT
 from aioshm.errors import MessageTooLarge, RoleError, SharedMemoryError
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.sending import Sender
-from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.local.loans import IN_PLACE_BYTES, MAIN_BYTES, ArraySpec, Extent, Like, Placed
 from aioshm.queue.local.readers import LocalReaders
 from aioshm.ring.slot import Slot
+from aioshm.wait.limits import deadline_after
 
 T = TypeVar("T")
 KNOWN_SPECS = 64

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Self
 
-from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.membership import Change
-from aioshm.wait.line import settle
+from aioshm.wait.limits import deadline_after, settle
 
 
 class Membership:

@@ -16,7 +16,7 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY
-from aioshm.wait.stall import seconds
+from aioshm.wait.limits import seconds
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
@@ -140,7 +140,7 @@ class NoWriter:
         return False
 
     @property
-    def bell(self) -> None:
+    def doorbell(self) -> None:
         """There is none."""
         return None
 

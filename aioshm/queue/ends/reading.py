@@ -16,15 +16,12 @@ from aioshm.queue.ends.following import Following
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.leasing import AwaitedReadBlock, LeasedMessages, Leases
 from aioshm.queue.ends.source import Source
-from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle
-from aioshm.queue.inquiry import Inquiry
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext, unpack_trace
 from aioshm.ring.cores import EMPTY, SLOW_PATH, Calls, ReaderCore
 from aioshm.ring.layout import TRAIL
-from aioshm.wait.line import settle
-from aioshm.wait.stall import Stall
+from aioshm.wait.limits import Inquiry, Stall, deadline_after, settle
 
 
 class ReadingEnd:
@@ -271,9 +268,10 @@ class ReadingEnd:
                     return False  # the loop leaves the writer: a signal handler may raise here
                 self.go_on_after(gone())
                 continue
-            progress = source.progress
+            progress = source.progress if source.ring is None else source.ring.core.seq
             stall = None if indefinite else self._stall_of_reading(progress)
             there = False
+            gate.wake_peers()
             try:
                 if await poller.wait(
                     self.may_go_on, progress, core.published_ns, deadline=deadline, cancel=cancel, stall=stall

@@ -20,8 +20,7 @@ from aioshm.queue.local.readers import LocalReaders
 from aioshm.queue.tracing import NO_TRACE, current_trace
 from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot, Slots
-from aioshm.wait.line import settle
-from aioshm.wait.stall import Stall
+from aioshm.wait.limits import Stall, settle
 
 if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
     from aioshm.queue.remote.outgoing import Outgoing
@@ -312,6 +311,7 @@ class Sender:
         stall = self._stall_of_writing(need)
         began = monotonic()
         slowest = self._lag.slowest(began, self._ring.slowest, need)
+        gate.wake_peers()
         try:
             if await poller.wait(
                 lambda: gate.refusal is not None or free(*need),

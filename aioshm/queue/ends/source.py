@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from aioshm.errors import AioshmError
-from aioshm.lifeline.bell import Bell
+from aioshm.lifeline.doorbell import Doorbell
 from aioshm.queue.ends.closing import Inside
 from aioshm.ring import RingReader
 
@@ -115,7 +115,7 @@ class Source(Inside, Protocol):
         """Log how long a reader has waited, and the state of the writer."""
 
     @property
-    def bell(self) -> Bell | None:
+    def doorbell(self) -> Doorbell | None:
         """The eventfd that the writer writes to, where there is one."""
 
     def other_ends(self) -> list[int]:

@@ -20,7 +20,6 @@ from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.lag import LagWatch
 from aioshm.queue.ends.lending import Lender
 from aioshm.queue.ends.sending import Sender
-from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle, host_id
 from aioshm.queue.local.readers import LocalReaders
 from aioshm.queue.membership import ReaderInfo
@@ -30,8 +29,7 @@ from aioshm.queue.registry import ReaderRegistry
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.cores import Calls
 from aioshm.ring.layout import VERSION
-from aioshm.wait.line import settle
-from aioshm.wait.stall import seconds
+from aioshm.wait.limits import deadline_after, seconds, settle
 
 if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
     from aioshm.queue.remote.readers import RemoteReaders
@@ -132,7 +130,7 @@ class WritingEnd:
             raise self.ring.listener.lacking or shortage(missing) or TimeoutError(missing) from None
         if not gate.ready:
             gate.ready = True
-            gate.new_poller(self.ring.ring, self.ring.pids(), self.ring.listener.bell)
+            gate.new_poller(self.ring.ring, self.ring.pids(), self.ring.listener.doorbell)
             self.registry.going = True
             for transport in self._transports:
                 transport.go()

@@ -230,7 +230,7 @@ class LocalReaders:
             os.getpid(),
             self.secret,
             by_descriptor,
-            self.listener.bell is not None,
+            self.listener.doorbell is not None,
             slow=True,
             rank=slot.rank,
             first=self._first,

@@ -16,8 +16,8 @@ from aioshm.codec import Codec
 from aioshm.config import SlowReader
 from aioshm.errors import AioshmError, HandleError, LimitReached, MessagesLost, PeerClosed, PeerDied, SharedMemoryError
 from aioshm.lifeline.address import peer_credentials, socket_file
-from aioshm.lifeline.bell import Bell
 from aioshm.lifeline.dialer import Lifeline, dial, hang_up
+from aioshm.lifeline.doorbell import Doorbell
 from aioshm.lifeline.protocol import Hello
 from aioshm.process.limits import naming_limits
 from aioshm.process.state import SUSPECT_STATES, process_state
@@ -36,7 +36,7 @@ from aioshm.ring.copying import CopyingCore
 from aioshm.ring.cores import EMPTY
 from aioshm.ring.layout import VERSION
 from aioshm.wait.cpus import usable_cpus
-from aioshm.wait.stall import seconds
+from aioshm.wait.limits import seconds
 
 if TYPE_CHECKING:  # who has segments needs no ZeroMQ
     from aioshm.queue.local.overflow_sockets import OverflowSubscriber
@@ -157,7 +157,7 @@ class RingSource:
     def _on_go(self) -> None:
         gate = self._gate
         if gate.poller is None:
-            gate.new_poller(self._cursor, self.other_ends(), self._lifeline.bell)
+            gate.new_poller(self._cursor, self.other_ends(), self._lifeline.doorbell)
         gate.ready = True
         gate.reopen()
         gate.interrupt()
@@ -200,8 +200,8 @@ class RingSource:
         return cursor.core.ready() or not cursor.writer_parked[0] or cursor.messages_wanted() > 1
 
     @property
-    def bell(self) -> Bell | None:
-        return None if self.attachment is None else self._lifeline.bell
+    def doorbell(self) -> Doorbell | None:
+        return None if self.attachment is None else self._lifeline.doorbell
 
     def other_ends(self) -> list[int]:
         others = self._cursor.reader_pids()

@@ -22,14 +22,14 @@ from aioshm.process.loop_thread import process_lock, shared_loop
 from aioshm.queue.blocking.end import BlockingEnd
 from aioshm.queue.blocking.queue import MessageQueue
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.waiting import predictor_among
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.merge.places import SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY, SLOW_PATH
-from aioshm.wait.predictor import Predictor
-from aioshm.wait.stall import Stall
+from aioshm.wait.cpus import policy_for
+from aioshm.wait.limits import Stall
+from aioshm.wait.policy import Policy
 from aioshm.wait.threads import ThreadPoller
 
 TAKEN_S = 0.01
@@ -325,6 +325,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         newest_ns = max((ring.core.published_ns for ring in rings), default=0)
         try:
             if not may_go_on():
+                self._wake_peers()
                 poller.wait(may_go_on, count, newest_ns, deadline=deadline, stall=stall).send(None)
         except StopIteration:
             pass
@@ -338,20 +339,10 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
             self._poller.close()
         places = [place for place in taken if place.running and place.ring is not None]
         others = [pid for place in places for pid in place.reader.source.other_ends()]
-        bells = [bell for place in places if (bell := place.reader.source.bell) is not None]
-        loop = shared_loop().loop
-        predictor = predictor_among(others, self._options, yields=True) if others else Predictor(may_spin=False)
-        self._shared.yields = predictor.crowded
-        self._poller = ThreadPoller(
-            loop,
-            self._shared,
-            predictor,
-            self._options.wait if others else "park",
-            self._shared.spin,
-            bells,
-            self._wake_peers,
-            self._shared.told,
-        )
+        doorbells = [doorbell for place in places if (doorbell := place.reader.source.doorbell) is not None]
+        policy = policy_for(others, self._options, in_threads=True) if others else Policy(may_spin=False)
+        self._shared.yields = policy.crowded
+        self._poller = ThreadPoller(shared_loop().loop, self._shared, policy, self._shared.spin, doorbells)
         self._slept_for = rings
         return self._poller
 

@@ -47,10 +47,6 @@ class SharedSleep:
             if monotonic_ns() >= until:
                 return False
 
-    def told(self) -> tuple[int, ...]:
-        """Return a writer's figures for the costs of waiting."""
-        return next((told for ring in self.rings if any(told := ring.costs())), ())
-
     def forget(self, ring: RingReader) -> None:
         """Sleep for a ring no longer, in a wait that goes on too: its flag is its reader's again."""
         if ring in self.rings:

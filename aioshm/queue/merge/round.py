@@ -9,8 +9,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from aioshm.errors import AioshmError, EndClosed
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.inquiry import answer_within
-from aioshm.wait.stall import MIN_PAUSE_S
+from aioshm.wait.limits import MIN_PAUSE_S, answer_within
 
 
 class Place(Protocol):

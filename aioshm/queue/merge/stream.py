@@ -19,17 +19,17 @@ from aioshm.codec import T
 from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, QueueClosed, RoleError
 from aioshm.queue.api import MessageQueue
+from aioshm.queue.ends.call_lock import CallLock
 from aioshm.queue.ends.gate import TURN_MESSAGES, TURN_NS
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.waiting import predictor_among
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
 from aioshm.ring.cores import EMPTY, SLOW_PATH
-from aioshm.wait.line import Line
+from aioshm.wait.cpus import policy_for
+from aioshm.wait.limits import Stall
+from aioshm.wait.policy import Policy
 from aioshm.wait.poller import Poller
-from aioshm.wait.predictor import Predictor
-from aioshm.wait.stall import Stall
 
 
 def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -> Merged[T]:
@@ -90,7 +90,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._turn_ends_ns = 0
         self._spin_ns = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._line = Line()
+        self._lock = CallLock()
         self._past = 0  # messages of the rings that have dropped out
         self._newest_ns = 0
         self._changed = False  # whether a queue was added or removed since the lines were joined
@@ -198,7 +198,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     async def _next(self) -> tuple[int, Any]:
         loop = asyncio.get_running_loop()
         self._check_here()
-        await self._line.join(None, None)
+        await self._lock.acquire(None, None)
         try:
             if self._loop is None:
                 self._start(loop)
@@ -208,7 +208,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 if item is not None:
                     return item
         finally:
-            self._line.leave()
+            self._lock.release()
             if not self._round.running:
                 self._shared.close()
         raise StopAsyncIteration
@@ -290,17 +290,16 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             self._spin_ns = poller.inline_spin_ns
 
     def _new_poller(self, loop: asyncio.AbstractEventLoop) -> Poller:
-        options = self._options
         others: list[int] = []
         for place in self._round.running:
             if place.ring is not None:
                 others += place.reader.source.other_ends()
         if not others:  # what comes through sockets cannot be spun for
-            return Poller(loop, self._shared, Predictor(may_spin=False), "park", self._shared.spin)
+            return Poller(loop, self._shared, Policy(may_spin=False), self._shared.spin)
         processes = [*{pid for pid in others if pid}, *(pid for pid in others if not pid)]
-        predictor, shared = predictor_among(processes, options), self._shared
-        shared.yields = predictor.crowded
-        return Poller(loop, shared, predictor, options.wait, shared.spin, shared.told, crowded=shared.yields)
+        policy = policy_for(processes, self._options)
+        self._shared.yields = policy.crowded
+        return Poller(loop, self._shared, policy, self._shared.spin)
 
     def _may_go_on(self) -> bool:
         for place in self._round.running:

@@ -13,7 +13,7 @@ from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.inquiry import findings
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.reader_sockets import ReaderSockets
-from aioshm.wait.stall import seconds
+from aioshm.wait.limits import seconds
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 

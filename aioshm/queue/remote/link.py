@@ -28,9 +28,9 @@ from aioshm.queue.remote.known_writer import KnownWriter
 from aioshm.queue.remote.reader_sockets import Assembly, ReaderSockets
 from aioshm.queue.remote.window import ReceiveWindow
 from aioshm.ring.layout import VERSION
-from aioshm.wait.line import settle
+from aioshm.wait.limits import settle
+from aioshm.wait.policy import Policy
 from aioshm.wait.poller import Poller
-from aioshm.wait.predictor import Predictor
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
@@ -122,9 +122,8 @@ class WriterLink:
             raise
         except OSError as error:
             raise HandleError(f"not a handle: {error}") from None
-        predictor = Predictor(may_spin=False, crowded=False, max_spin_cpu=0.0)
         flag = memoryview(bytearray(1))  # its parked flag, at which nobody else looks
-        gate.poller = Poller(loop, flag, predictor, "park", gate.core.spin)
+        gate.poller = Poller(loop, flag, Policy(may_spin=False), gate.core.spin)
         self._check_connections()
 
     def _introduce(self) -> None:

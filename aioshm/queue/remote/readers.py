@@ -22,7 +22,7 @@ from aioshm.queue.remote import wire
 from aioshm.queue.remote.admission import Admission
 from aioshm.queue.remote.outgoing import Flow
 from aioshm.queue.remote.writer_sockets import WriterSockets
-from aioshm.wait.stall import seconds
+from aioshm.wait.limits import seconds
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 

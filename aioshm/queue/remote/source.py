@@ -229,7 +229,7 @@ class NetworkSource:
         self.link.writer.report_waiting(waited_s, self.progress)
 
     @property
-    def bell(self) -> None:
+    def doorbell(self) -> None:
         """There is none."""
         return None
 

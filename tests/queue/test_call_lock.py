@@ -1,4 +1,4 @@
-"""Waiting for futures and for turns: in order, until a deadline, until called off; and no turn is ever lost."""
+"""Waiting for the lock of an end: in order, until a deadline, until called off; and no turn is ever lost."""
 
 from __future__ import annotations
 
@@ -15,131 +15,49 @@ from loops import turns
 from support import examples, until
 
 from aioshm.errors import QueueCancelled
-from aioshm.wait.line import Line, settle
-from aioshm.wait.stall import Stall
+from aioshm.queue.ends.call_lock import CallLock
 
 
-def new_future() -> asyncio.Future[int]:
-    return asyncio.get_running_loop().create_future()
-
-
-class TestSettle:
-    async def test_what_is_done_needs_no_turn_of_the_loop(self) -> None:
-        done = new_future()
-        done.set_result(1)
-        with pytest.raises(StopIteration):
-            settle(new_future(), done, deadline=0.0).send(None)
-
-    async def test_any_of_several(self) -> None:
-        futures = [new_future() for _ in range(3)]
-        task = asyncio.ensure_future(settle(*futures))
-        await turns(5)
-        assert not task.done()
-        futures[1].set_result(1)
-        await asyncio.wait_for(task, 10)
-        assert [future.done() for future in futures] == [False, True, False]
-
-    async def test_a_failure_is_done_too_and_is_the_callers(self) -> None:
-        failed = new_future()
-        task = asyncio.ensure_future(settle(failed))
-        await turns(2)
-        failed.set_exception(ValueError("theirs"))
-        await asyncio.wait_for(task, 10)
-        with pytest.raises(ValueError, match="theirs"):
-            failed.result()
-
-    @pytest.mark.parametrize("seconds", [-1.0, 0.0, 0.02])
-    async def test_the_deadline(self, seconds: float) -> None:
-        future = new_future()
-        deadline = monotonic() + seconds
-        with pytest.raises(TimeoutError):
-            await settle(future, deadline=deadline)
-        assert monotonic() >= deadline
-        assert not future.done(), "what was waited for goes on"
-
-    async def test_the_cancel_event(self) -> None:
-        future, cancel = new_future(), asyncio.Event()
-        task = asyncio.ensure_future(settle(future, cancel=cancel))
-        await turns(5)
-        assert not task.done()
-        cancel.set()
-        with pytest.raises(QueueCancelled):
-            await asyncio.wait_for(task, 10)
-        with pytest.raises(QueueCancelled):
-            await settle(future, cancel=cancel)
-        assert not future.done()
-
-    async def test_a_cancel_event_that_was_set_for_a_moment(self) -> None:
-        cancel = asyncio.Event()
-        task = asyncio.ensure_future(settle(new_future(), cancel=cancel))
-        await turns(5)
-        cancel.set()
-        cancel.clear()
-        with pytest.raises(QueueCancelled):
-            await asyncio.wait_for(task, 2)
-
-    async def test_cancelling_it_leaves_the_futures_alone(self) -> None:
-        future = new_future()
-        task = asyncio.ensure_future(settle(future, cancel=asyncio.Event(), deadline=monotonic() + 60))
-        await turns(5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not future.cancelled()
-
-    async def test_a_stall_is_reported_once(self) -> None:
-        future = new_future()
-        reports: list[bool] = []
-        stall = Stall(0.005, lambda _: reports.append(True))
-        with pytest.raises(TimeoutError):
-            await settle(future, deadline=monotonic() + 0.05, stall=stall)
-        task = asyncio.ensure_future(settle(future, stall=stall))
-        await turns(5)
-        future.set_result(1)
-        await asyncio.wait_for(task, 10)
-        assert reports == [True]
-
-
-class TestLine:
+class TestCallLock:
     async def test_an_empty_one_needs_no_turn_of_the_loop(self) -> None:
-        line = Line()
+        lock = CallLock()
         for _ in range(3):
             with pytest.raises(StopIteration):
-                line.join(None, None).send(None)
-            line.leave()
+                lock.acquire(None, None).send(None)
+            lock.release()
 
     async def test_first_come_first_served(self) -> None:
-        line, order = Line(), []
+        lock, order = CallLock(), []
 
         async def use(number: int) -> None:
-            await line.join(None, None)
+            await lock.acquire(None, None)
             order.append(number)
             await turns(number % 3)
             assert order[-1] == number, "nobody else has the turn meanwhile"
-            line.leave()
+            lock.release()
 
         await asyncio.wait_for(asyncio.gather(*(use(number) for number in range(50))), 30)
         assert order == list(range(50))
 
     async def test_who_joins_while_a_turn_is_handed_over_waits(self) -> None:
-        line = Line()
-        await line.join(None, None)
-        second = asyncio.ensure_future(line.join(None, None))
+        lock = CallLock()
+        await lock.acquire(None, None)
+        second = asyncio.ensure_future(lock.acquire(None, None))
         await turns(2)
-        line.leave()  # the second has the turn, and has not noticed
-        third = asyncio.ensure_future(line.join(None, None))
+        lock.release()  # the second has the turn, and has not noticed
+        third = asyncio.ensure_future(lock.acquire(None, None))
         await asyncio.wait_for(second, 10)
         await turns(5)
         assert not third.done()
-        line.leave()
+        lock.release()
         await asyncio.wait_for(third, 10)
 
     async def test_the_deadline_and_the_event_leave_the_others_in_line(self) -> None:
-        line, cancel = Line(), asyncio.Event()
-        await line.join(None, None)
-        late = asyncio.ensure_future(line.join(monotonic() + 0.01, None))
-        off = asyncio.ensure_future(line.join(None, cancel))
-        patient = asyncio.ensure_future(line.join(None, None))
+        lock, cancel = CallLock(), asyncio.Event()
+        await lock.acquire(None, None)
+        late = asyncio.ensure_future(lock.acquire(monotonic() + 0.01, None))
+        off = asyncio.ensure_future(lock.acquire(None, cancel))
+        patient = asyncio.ensure_future(lock.acquire(None, None))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(late, 10)
         await turns(2)
@@ -147,42 +65,42 @@ class TestLine:
         with pytest.raises(QueueCancelled):
             await asyncio.wait_for(off, 10)
         assert not patient.done()
-        line.leave()
+        lock.release()
         await asyncio.wait_for(patient, 10)
 
     @pytest.mark.parametrize("after", range(6))
     async def test_cancelled_right_after_the_hand_over(self, after: int) -> None:
         """Whoever is handed the turn and is cancelled before noticing hands it on."""
-        line = Line()
-        await line.join(None, None)
-        unlucky = asyncio.ensure_future(line.join(None, None))
-        next_one = asyncio.ensure_future(line.join(None, None))
+        lock = CallLock()
+        await lock.acquire(None, None)
+        unlucky = asyncio.ensure_future(lock.acquire(None, None))
+        next_one = asyncio.ensure_future(lock.acquire(None, None))
         await turns(3)
-        line.leave()
+        lock.release()
         await turns(after)
         if not unlucky.done():
             unlucky.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await unlucky
         else:
-            line.leave()
+            lock.release()
         await asyncio.wait_for(next_one, 10)
 
     async def test_the_turn_comes_together_with_the_cancel_event(self) -> None:
-        line, cancel = Line(), asyncio.Event()
-        await line.join(None, None)
-        both = asyncio.ensure_future(line.join(None, cancel))
-        last = asyncio.ensure_future(line.join(None, None))
+        lock, cancel = CallLock(), asyncio.Event()
+        await lock.acquire(None, None)
+        both = asyncio.ensure_future(lock.acquire(None, cancel))
+        last = asyncio.ensure_future(lock.acquire(None, None))
         await turns(3)
         cancel.set()
-        line.leave()
+        lock.release()
         await asyncio.wait_for(both, 10)  # the turn counts
-        line.leave()
+        lock.release()
         await asyncio.wait_for(last, 10)
 
     async def test_random_comings_and_goings(self) -> None:
         rng = random.Random(6)
-        line = Line()
+        lock = CallLock()
         inside: list[int] = []
         served = 0
 
@@ -193,7 +111,7 @@ class TestLine:
                 asyncio.get_running_loop().call_later(rng.random() * 0.01, cancel.set)
             deadline = monotonic() + rng.random() * 0.01 if rng.random() < 0.2 else None
             try:
-                await line.join(deadline, cancel if rng.random() < 0.5 else None)
+                await lock.acquire(deadline, cancel if rng.random() < 0.5 else None)
             except (TimeoutError, QueueCancelled):
                 return
             try:
@@ -203,7 +121,7 @@ class TestLine:
                 served += 1
             finally:
                 inside.clear()
-                line.leave()
+                lock.release()
 
         tasks = []
         for number in range(1000):
@@ -216,7 +134,7 @@ class TestLine:
         for task in tasks:
             assert task.cancelled() or task.exception() is None
         assert served > 100
-        await asyncio.wait_for(line.join(None, None), 10)
+        await asyncio.wait_for(lock.acquire(None, None), 10)
 
 
 actions = st.one_of(
@@ -236,14 +154,14 @@ def test_whatever_happens_in_whatever_order(new_loop: object, script: list[tuple
     """At most one has the turn, those who get it get it in the order of their coming, and it is free in the end."""
 
     async def run() -> None:
-        line = Line()
+        lock = CallLock()
         tasks: list[asyncio.Task[None]] = []
         events: list[asyncio.Event] = []
         has_turn: list[int] = []
         served: list[int] = []
 
         async def join(number: int, cancel: asyncio.Event) -> None:
-            await line.join(None, cancel)
+            await lock.acquire(None, cancel)
             assert has_turn == []
             has_turn.append(number)
             served.append(number)
@@ -254,7 +172,7 @@ def test_whatever_happens_in_whatever_order(new_loop: object, script: list[tuple
                 tasks.append(asyncio.ensure_future(join(len(tasks), events[-1])))
             elif action == "leave" and has_turn:
                 has_turn.clear()
-                line.leave()
+                lock.release()
             elif action == "cancel" and tasks:
                 tasks[argument % len(tasks)].cancel()
             elif action == "call off" and events:
@@ -265,14 +183,14 @@ def test_whatever_happens_in_whatever_order(new_loop: object, script: list[tuple
             await until(lambda: has_turn or all(task.done() for task in tasks), "somebody's turn")
             if has_turn:
                 has_turn.clear()
-                line.leave()
+                lock.release()
         for task in tasks:
             with suppress(asyncio.CancelledError, QueueCancelled):
                 task.result()
         assert served == sorted(served)
         if has_turn:
-            line.leave()
-        await asyncio.wait_for(line.join(None, None), 10)
+            lock.release()
+        await asyncio.wait_for(lock.acquire(None, None), 10)
 
     with asyncio.Runner(loop_factory=new_loop) as runner:  # type: ignore[arg-type]
         runner.run(run())

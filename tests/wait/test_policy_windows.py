@@ -9,23 +9,22 @@ from arrivals import (
     MACHINES,
     MS,
     START,
+    TYPICAL,
     US,
+    Machine,
     Record,
     follow,
     jittered,
     machine,
     quick_machine,
     repeated,
-    scheduled,
     times,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import RECORDED
 
-from aioshm.wait.costs import TYPICAL, Costs
-from aioshm.wait.predictor import Predictor
-from aioshm.wait.rhythm import MAX_PERIOD_NS, MISSES, PARK
+from aioshm.wait.policy import MAX_PERIOD_NS, MISSES, PARK, How
 
 __all__ = ["machine", "quick_machine"]  # fixtures
 
@@ -41,113 +40,97 @@ def nothing_left_behind() -> None:
     """Replace the check of the other tests: this is arithmetic."""
 
 
-def followed(machine: Costs, arrivals: list[int], **kwargs: float) -> Record:
-    return follow(Predictor(may_spin=True, costs=machine, **kwargs), arrivals)
+def followed(machine: Machine, arrivals: list[int], **options: float) -> Record:
+    return follow(machine, machine.policy(**options), arrivals)
 
 
 class TestSteady:
     @pytest.mark.parametrize("period", [0.5 * MS, MS, 5 * MS, 20 * MS, 100 * MS, 1000 * MS])
-    def test_one_that_keeps_time_is_caught_for_next_to_nothing(self, quick_machine: Costs, period: float) -> None:
+    def test_one_that_keeps_time_is_caught_for_next_to_nothing(self, quick_machine: Machine, period: float) -> None:
         record = followed(quick_machine, times(jittered(period, 0, 500)))
         assert record.hit_ratio(LEARNING) > 0.9
         assert record.spin_share < 0.005 + 40 * US / period
 
     @pytest.mark.parametrize("period", [MS, 2 * MS, 5 * MS, 20 * MS, 50 * MS])
     @pytest.mark.parametrize("seed", range(3))
-    def test_a_little_jitter_costs_little(self, quick_machine: Costs, period: float, seed: int) -> None:
+    def test_a_little_jitter_costs_little(self, quick_machine: Machine, period: float, seed: int) -> None:
         record = followed(quick_machine, times(jittered(period, 0.02, 1000, seed)))
         assert record.hit_ratio(LEARNING) > CAUGHT
         assert record.spin_share < 0.031 + 20 * US / period
 
     @pytest.mark.parametrize("period", [2 * MS, 5 * MS, 20 * MS])
-    def test_more_jitter_costs_more(self, quick_machine: Costs, period: float) -> None:
+    def test_more_jitter_costs_more(self, quick_machine: Machine, period: float) -> None:
         record = followed(quick_machine, times(jittered(period, 0.05, 1000)))
         assert record.hit_ratio(LEARNING) > 0.85
         assert record.spin_share < 0.1
 
     @pytest.mark.parametrize("jitter", [0.2, 0.5])
-    def test_too_much_jitter_is_not_spun_for(self, quick_machine: Costs, jitter: float) -> None:
+    def test_too_much_jitter_is_not_spun_for(self, quick_machine: Machine, jitter: float) -> None:
         record = followed(quick_machine, times(jittered(5 * MS, jitter, 1000)))
         assert record.spin_share < 0.005
         assert record.windows_tried(LEARNING) < 50
 
-    @pytest.mark.parametrize("period", [5 * MS, 20 * MS])
-    @pytest.mark.parametrize("jitter", [60 * US, 0.02])
-    def test_a_schedule_is_recognized(self, quick_machine: Costs, period: float, jitter: float) -> None:
-        """Being late once makes the next gap shorter, so the gaps jitter more than need be waited for."""
-        jitter_ns = jitter if jitter > 1 else jitter * period
-        record = followed(quick_machine, scheduled(period, jitter_ns, 2000))
-        assert record.hit_ratio(LEARNING) > CAUGHT
-        gaps_ns = 2**0.5 * jitter_ns
-        assert record.spin_share < 1.4 * gaps_ns / period + 20 * US / period
-
-    def test_the_recorded_one_is_caught(self, quick_machine: Costs) -> None:
+    def test_the_recorded_one_is_caught(self, quick_machine: Machine) -> None:
         record = followed(quick_machine, [START + at * US for at in RECORDED])
         assert record.hit_ratio(LEARNING) > 0.85
         assert record.spin_share < 0.05
 
-    def test_nothing_but_a_timer_wakes_the_end(self, quick_machine: Costs) -> None:
+    def test_nothing_but_a_timer_wakes_the_end(self, quick_machine: Machine) -> None:
         record = followed(quick_machine, times(jittered(5 * MS, 0.02, 1000)))
         assert record.wake_ups < 1.1 * 1000
 
-    def test_late_timers_are_reckoned_with(self, quick_machine: Costs) -> None:
+    def test_late_timers_are_reckoned_with(self, quick_machine: Machine) -> None:
         """On a quick_machine whose timers are ten times as late, messages are caught as often and for as little."""
         rng = random.Random(3)
         late = iter(lambda: int(rng.gauss(900 * US, 20 * US)), None)
-        record = follow(Predictor(may_spin=True, costs=quick_machine), times(jittered(4 * MS, 0.01, 1000)), late)
+        record = follow(quick_machine, quick_machine.policy(), times(jittered(4 * MS, 0.01, 1000)), late)
         assert record.hit_ratio(100) > CAUGHT
         assert record.spin_share < 0.04
 
-    def test_timers_that_are_late_at_random_are_reckoned_with(self, quick_machine: Costs) -> None:
+    def test_timers_that_are_late_at_random_are_reckoned_with(self, quick_machine: Machine) -> None:
         rng = random.Random(3)
         late = iter(lambda: int(rng.uniform(50 * US, 450 * US)), None)
-        record = follow(Predictor(may_spin=True, costs=quick_machine), times(jittered(10 * MS, 0.0, 1000)), late)
+        record = follow(quick_machine, quick_machine.policy(), times(jittered(10 * MS, 0.0, 1000)), late)
         assert record.hit_ratio(100) > 0.85
 
 
-class TestPatterns:
-    @pytest.mark.parametrize("pattern", [[2, 8], [2, 2, 8], [2, 3, 8, 5], [1, 30], [4.5, 5.5]])
-    @pytest.mark.parametrize("jitter", [0.0, 0.02])
-    def test_alternating_periods_are_caught(self, quick_machine: Costs, pattern: list[float], jitter: float) -> None:
-        record = followed(quick_machine, times(repeated([gap * MS for gap in pattern], jitter, 1000)))
-        assert record.hit_ratio(2 * LEARNING) > (CAUGHT if jitter else 0.9)
-        assert record.spin_share < 0.06
-
-    def test_periods_at_random_are_not_spun_for_beyond_the_bound(self, quick_machine: Costs) -> None:
+class TestBursts:
+    def test_periods_at_random_are_not_spun_for_beyond_the_bound(self, quick_machine: Machine) -> None:
         rng = random.Random(5)
         record = followed(quick_machine, times([rng.choice([2, 8]) * MS for _ in range(2000)]))
         assert record.spin_share < 0.06
 
-    def test_arrivals_at_random_are_not_spun_for(self, quick_machine: Costs) -> None:
+    def test_arrivals_at_random_are_not_spun_for(self, quick_machine: Machine) -> None:
         rng = random.Random(6)
         record = followed(quick_machine, times([rng.expovariate(1 / (5 * MS)) for _ in range(2000)]))
         assert record.spin_share < 0.005
 
-    def test_bursts_are_met_at_their_beginning(self, quick_machine: Costs) -> None:
-        arrivals = times(repeated([20 * MS, *[quick_machine.hot_gap_ns / 3.2] * 4], 0.02, 1000))
+    def test_bursts_are_met_at_their_beginning(self, quick_machine: Machine) -> None:
+        arrivals = times(repeated([20 * MS, *[quick_machine.cost.hot_gap_ns / 3.2] * 4], 0.02, 1000))
         record = followed(quick_machine, arrivals)
         assert record.hit_ratio(10 * LEARNING) > 0.9
         assert record.spin_share < 0.06
 
-    def test_bursts_that_are_too_quick_to_be_seen_one_by_one_too(self, quick_machine: Costs) -> None:
+    def test_bursts_that_are_too_quick_to_be_seen_one_by_one_too(self, quick_machine: Machine) -> None:
         record = followed(quick_machine, times(repeated([20 * MS, *[2 * US] * 4], 0.02, 1000)))
         assert sorted(record.latency)[500] < 40 * US
         assert record.spin_share < 0.06
 
-    def test_several_beats_while_the_end_was_away_are_no_new_rhythm(self, quick_machine: Costs) -> None:
+    def test_several_beats_while_the_end_was_away_are_no_new_rhythm(self, quick_machine: Machine) -> None:
         arrivals = times(jittered(5 * MS, 0.0, 301))
-        predictor = Predictor(may_spin=True, costs=quick_machine)
-        follow(predictor, arrivals[:200])
+        policy = quick_machine.policy()
+        follow(quick_machine, policy, arrivals[:200])
         count = 203
-        assert predictor.plan(count, arrivals[count - 1], arrivals[count - 1] + 30 * US).wake_at_ns
-        plan = predictor.plan(count + 1, arrivals[count], arrivals[count] + 30 * US)
-        assert plan.wake_at_ns < arrivals[count + 1] < plan.until_ns
+        assert policy.begin(count, arrivals[count - 1], arrivals[count - 1] + 30 * US).how is How.SLEEP
+        step = policy.begin(count + 1, arrivals[count], arrivals[count] + 30 * US)
+        window = policy.missed(step.until_ns)
+        assert step.until_ns < arrivals[count + 1] < window.until_ns
 
 
 class TestChange:
     @pytest.mark.parametrize(("before", "after"), [(5, 10), (10, 5), (5, 6), (20, 5), (2, 100)])
     def test_of_period_is_followed_within_a_few_messages(
-        self, quick_machine: Costs, before: float, after: float
+        self, quick_machine: Machine, before: float, after: float
     ) -> None:
         gaps = [*jittered(before * MS, 0.01, 200), *jittered(after * MS, 0.01, 60)]
         record = followed(quick_machine, times(gaps))
@@ -155,31 +138,26 @@ class TestChange:
         assert record.windows_tried(200 + 8, 260) > 0.85 * 52
         assert record.hit_ratio(200 + 8, 260) > 0.8
 
-    def test_a_drifting_period_is_followed(self, quick_machine: Costs) -> None:
+    def test_a_drifting_period_is_followed(self, quick_machine: Machine) -> None:
         record = followed(quick_machine, times([5 * MS + number * 1500 for number in range(2000)]))
         assert record.hit_ratio(LEARNING) > 0.9
         assert record.spin_share < 0.03
 
-    def test_of_pattern_is_followed(self, quick_machine: Costs) -> None:
-        gaps = [*jittered(5 * MS, 0.01, 300), *repeated([2 * MS, 8 * MS], 0.01, 300)]
-        record = followed(quick_machine, times(gaps))
-        assert record.hit_ratio(330) > 0.9
-
-    def test_a_hiccup_does_not_end_a_rhythm(self, quick_machine: Costs) -> None:
+    def test_a_hiccup_does_not_end_a_rhythm(self, quick_machine: Machine) -> None:
         gaps = jittered(5 * MS, 0.01, 400)
         gaps[200] = 23 * MS
         record = followed(quick_machine, times(gaps))
         assert record.hit_ratio(202, 260) > 0.85
 
-    def test_a_stream_that_begins_in_a_rhythm_is_hot_at_once(self, quick_machine: Costs) -> None:
-        predictor = Predictor(may_spin=True, costs=quick_machine)
+    def test_a_stream_that_begins_in_a_rhythm_is_hot_at_once(self, quick_machine: Machine) -> None:
+        policy = quick_machine.policy()
         arrivals = times(jittered(5 * MS, 0.01, 100))
-        follow(predictor, arrivals)
-        now, plans = arrivals[-1], []
+        follow(quick_machine, policy, arrivals)
+        now, hot = arrivals[-1], []
         for count in range(101, 130):
             now += 5 * US
-            plans.append(predictor.plan(count, now, now))
-        assert all(plan.spin_ns and predictor.hot for plan in plans[3:])
+            hot.append(policy.begin(count, now, now).how is How.SPIN and policy.hot)
+        assert all(hot[3:])
 
 
 class TestCrowdedContainer:
@@ -199,33 +177,34 @@ class TestCrowdedContainer:
 
 class TestSilence:
     @pytest.mark.parametrize("silence", [50 * MS, 1000 * MS, 60_000 * MS])
-    def test_costs_a_window_or_two(self, machine: Costs, silence: float) -> None:
+    def test_costs_a_window_or_two(self, machine: Machine, silence: float) -> None:
         steady = jittered(5 * MS, 0.02, 100)
-        quiet = follow(Predictor(may_spin=True, costs=machine), times([*steady, silence]))
-        until_then = follow(Predictor(may_spin=True, costs=machine), times(steady))
+        quiet = follow(machine, machine.policy(), times([*steady, silence]))
+        until_then = follow(machine, machine.policy(), times(steady))
         assert len(quiet.spent) - len(until_then.spent) <= MISSES
         more = sum(ns for _, ns in quiet.spent) - sum(ns for _, ns in until_then.spent)
         assert 0 < more < 0.4 * 5 * MS
 
     @pytest.mark.parametrize("silence", [50 * MS, 1000 * MS, 60_000 * MS])
-    def test_is_over_when_messages_are_back(self, machine: Costs, silence: float) -> None:
+    def test_is_over_when_messages_are_back(self, machine: Machine, silence: float) -> None:
         before, after = jittered(5 * MS, 0.02, 100), jittered(5 * MS, 0.02, 1000)
         record = followed(machine, times([*before, silence, *after]))
         assert record.hit_ratio(100 + LEARNING) > 0.85
 
-    def test_after_silence_the_end_parks_for_good(self, machine: Costs) -> None:
-        predictor = Predictor(may_spin=True, costs=machine)
+    def test_after_silence_the_end_parks_for_good(self, machine: Machine) -> None:
+        policy = machine.policy()
         arrivals = times(jittered(5 * MS, 0.0, 100))
-        follow(predictor, arrivals)
-        plan = predictor.plan(100, arrivals[-1], arrivals[-1] + 30 * US)
+        follow(machine, policy, arrivals)
+        step = policy.begin(100, arrivals[-1], arrivals[-1] + 30 * US)
         for _ in range(MISSES):
-            assert plan.wake_at_ns
-            predictor.watched(False, 100 * US)
-            plan = predictor.after_miss(plan.until_ns)
-        assert plan is PARK
-        assert predictor.plan(100, arrivals[-1], arrivals[-1] + 100 * MS) is PARK
+            if step.how is How.SLEEP:
+                step = policy.missed(step.until_ns)
+            assert step.how is How.WINDOW
+            step = policy.missed(step.until_ns)
+        assert step is PARK
+        assert policy.begin(100, arrivals[-1], arrivals[-1] + 100 * MS) is PARK
 
-    def test_longer_gaps_than_a_period_are_not_waited_for(self, machine: Costs) -> None:
+    def test_longer_gaps_than_a_period_are_not_waited_for(self, machine: Machine) -> None:
         record = followed(machine, times(jittered(1.5 * MAX_PERIOD_NS, 0.0, 300)))
         assert record.windows_tried(LEARNING) <= 300 / 50
 
@@ -236,9 +215,9 @@ class TestBudget:
         "jitter", [0.0, 0.1, *(pytest.param(jitter, marks=pytest.mark.slow) for jitter in (0.02, 0.05, 0.2))]
     )
     @pytest.mark.parametrize("period", [0.4 * MS, MS, 5 * MS, 20 * MS])
-    def test_bounds_what_rhythms_cost(self, machine: Costs, share: float, jitter: float, period: float) -> None:
+    def test_bounds_what_rhythms_cost(self, machine: Machine, share: float, jitter: float, period: float) -> None:
         arrivals = times(jittered(period, jitter, 1500))
-        record = follow(Predictor(may_spin=True, costs=machine, max_spin_cpu=share), arrivals)
+        record = follow(machine, machine.policy(max_spin_cpu=share), arrivals)
         assert record.highest_share(int(200 * period)) <= share * (200 + 8) / 200
 
     @given(
@@ -248,29 +227,30 @@ class TestBudget:
     )
     def test_bounds_what_any_series_costs(self, parts: list[tuple[int, int]], share: float, seed: int) -> None:
         rng = random.Random(seed)
-        gaps = [max(TYPICAL.hot_gap_ns + 1, rng.gauss(gap, 0.05 * gap)) for gap, times_ in parts for _ in range(times_)]
+        gaps = [
+            max(TYPICAL.cost.hot_gap_ns + 1, rng.gauss(gap, 0.05 * gap)) for gap, times_ in parts for _ in range(times_)
+        ]
         arrivals = times([*gaps, 1])
-        predictor = Predictor(may_spin=True, max_spin_cpu=share)
-        record = follow(predictor, arrivals)
+        record = follow(TYPICAL, TYPICAL.policy(max_spin_cpu=share), arrivals)
         assert sum(ns for _, ns in record.watched) <= share * (record.elapsed + 5 * max(gaps))
 
-    def test_that_is_too_small_for_all_catches_the_likeliest(self, machine: Costs) -> None:
+    def test_that_is_too_small_for_all_catches_the_likeliest(self, machine: Machine) -> None:
         record = followed(machine, times(jittered(5 * MS, 0.1, 1000)))
         assert record.hit_ratio(LEARNING) > 0.58
         assert record.windows_tried(LEARNING) > 0.78 * 1000
 
-    def test_of_nothing_buys_nothing(self, machine: Costs) -> None:
+    def test_of_nothing_buys_nothing(self, machine: Machine) -> None:
         record = followed(machine, times(jittered(5 * MS, 0.0, 500)), max_spin_cpu=0.0)
         assert record.windows_tried(LEARNING) <= 500 / 50
 
-    def test_a_higher_one_catches_more(self, machine: Costs) -> None:
+    def test_a_higher_one_catches_more(self, machine: Machine) -> None:
         arrivals = times(jittered(5 * MS, 0.1, 1000))
         assert followed(machine, arrivals, max_spin_cpu=0.3).hit_ratio() > followed(machine, arrivals).hit_ratio() + 0.2
 
 
 class TestWhereNothingMaySpin:
-    def test_nothing_spins_and_no_timer_is_set(self, machine: Costs) -> None:
+    def test_nothing_spins_and_no_timer_is_set(self, machine: Machine) -> None:
         for arrivals in (times(jittered(5 * MS, 0.0, 300)), times([5 * US] * 300)):
-            record = follow(Predictor(may_spin=False, costs=machine), arrivals)
+            record = follow(machine, machine.policy(may_spin=False), arrivals)
             assert (record.spent, record.naps) == ([], 0)
             assert record.wake_ups <= len(arrivals)

@@ -1,0 +1,200 @@
+"""The limits of a wait: a deadline, a cancel event, and reports of waits that last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from aioshm.arguments import check_bool, check_timeout, shown
+from aioshm.errors import QueueCancelled
+from aioshm.ring.cores import FULL_FENCE, RECHECK_S
+
+MIN_PAUSE_S = 0.1
+"""Between two reports, whatever interval the options ask for."""
+
+ANSWER_S, MIN_ANSWER_S = 1.0, 0.25
+"""How long a peer may take to answer an `Inquiry`; less only where reports are wanted sooner."""
+
+
+def deadline_after(timeout: float | None, cancel: Any = None, indefinite: bool = False) -> float | None:
+    """Check the arguments of a wait on an event loop; return its deadline by ``time.monotonic()``."""
+    if timeout is None and cancel is None and indefinite is False:
+        return None
+    timeout_s = check_timeout("timeout", timeout)
+    if cancel is not None and not isinstance(cancel, asyncio.Event):
+        raise TypeError(f"cancel must be an asyncio.Event or None, not {shown(cancel)}")
+    check_bool("indefinite", indefinite)
+    return None if timeout_s is None else monotonic() + timeout_s
+
+
+def thread_deadline_after(timeout: float | None, cancel: Any = None, indefinite: bool = False) -> float | None:
+    """Check the arguments of a wait in a thread; return its deadline by ``time.monotonic()``."""
+    if timeout is None and cancel is None and indefinite is False:
+        return None
+    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
+        raise TypeError(f"cancel must be a threading.Event or None, not {shown(cancel)}")
+    check_bool("indefinite", indefinite)
+    timeout_s = check_timeout("timeout", timeout)
+    return None if timeout_s is None else monotonic() + timeout_s
+
+
+class Stall:
+    """Reports a long wait, again and again; consecutive waits for the same thing count as one.
+
+    Args:
+        after_s: Seconds until the first report, and from one report to the next.
+        report: Gets the seconds waited; returns the seconds until the next report, or None for ``after_s``.
+    """
+
+    def __init__(self, after_s: float, report: Callable[[float], float | None]) -> None:
+        self._after_s = after_s
+        self._report = report
+        self._began = self._paused = monotonic()
+        self.at: float = self._began + after_s
+        self.reported: bool = False
+
+    def restart(self) -> None:
+        """Count from now, for a wait for another thing."""
+        self._began = monotonic()
+        self.at = self._began + self._after_s
+
+    def pause(self) -> None:
+        """Note that nothing waits any more, for now."""
+        self._paused = monotonic()
+
+    def resume(self) -> None:
+        """Continue counting where the pause began."""
+        gap = monotonic() - self._paused
+        self._began += gap
+        self.at += gap
+
+    def check(self, now: float) -> None:
+        """Report if a report is due."""
+        if now >= self.at:
+            self.reported = True
+            again_s = self._report(now - self._began)
+            self.at = now + max(MIN_PAUSE_S, self._after_s if again_s is None else again_s)
+
+
+class Inquiry:
+    """A report in two steps: ask the peer for a sign of life, and a little later report the outcome.
+
+    Args:
+        after_s: The interval of reports.
+        ask: Asks the peer; returns whether to wait for an answer.
+        report: Reports, given the seconds waited.
+    """
+
+    def __init__(self, after_s: float, ask: Callable[[], bool], report: Callable[[float], None]) -> None:
+        self._after_s = after_s
+        self._ask = ask
+        self._report = report
+        self._asked = False
+
+    def __call__(self, waited_s: float) -> float | None:
+        """Take the next step; return the seconds until the following step."""
+        answer_s = answer_within(self._after_s)
+        if not self._asked and self._ask():
+            self._asked = True
+            return answer_s
+        self._report(waited_s)
+        if not self._asked:
+            return None
+        self._asked = False
+        return self._after_s - answer_s
+
+
+def answer_within(after_s: float) -> float:
+    """Return how many seconds to wait for an answer where reports come after ``after_s``."""
+    return min(ANSWER_S, max(MIN_ANSWER_S, after_s))
+
+
+class Limits:
+    """The limits of one wait."""
+
+    __slots__ = ("_stall", "_watcher", "cancel", "deadline")
+
+    def __init__(self, deadline: float | None, cancel: Any, stall: Stall | None) -> None:
+        self.deadline: float | None = deadline
+        self.cancel: Any = cancel  # an asyncio.Event, or in threads a threading.Event
+        self._stall = stall
+        self._watcher: asyncio.Task[bool] | None = None
+
+    def check(self, now: float) -> None:
+        """Raise if the wait is over; report if a report is due."""
+        if self.cancel is not None and (
+            self.cancel.is_set() or (self._watcher is not None and self._watcher.done())  # however soon it was cleared
+        ):
+            raise QueueCancelled("the cancel event is set")
+        if self.deadline is not None and now >= self.deadline:
+            raise TimeoutError
+        if self._stall is not None and now >= self._stall.at:
+            self._stall.check(now)
+
+    def due(self) -> float | None:
+        """Return when to call `check` next; None: only when the cancel event is set."""
+        if self._stall is None:
+            return self.deadline
+        return self._stall.at if self.deadline is None else min(self.deadline, self._stall.at)
+
+    def due_asleep(self, now: float) -> float | None:
+        """Return when a parked end looks again without a wake-up; None: never."""
+        at = self.due()
+        if not FULL_FENCE:
+            at = now + RECHECK_S if at is None else min(at, now + RECHECK_S)
+        return at
+
+    def watch(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], object]) -> None:
+        """Call ``wake`` when the cancel event is set; `close` ends that."""
+        if self.cancel is not None and self._watcher is None:
+            self._watcher = loop.create_task(self.cancel.wait())
+            self._watcher.add_done_callback(lambda _: wake())
+
+    def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+
+async def settle(
+    future: asyncio.Future[Any],
+    *,
+    deadline: float | None = None,
+    cancel: asyncio.Event | None = None,
+    stall: Stall | None = None,
+) -> None:
+    """Wait until a future is done; raise `TimeoutError` or `QueueCancelled` if a limit comes first.
+
+    The future is not cancelled.
+    """
+    limits = Limits(deadline, cancel, stall)
+    sleeper: asyncio.Future[None] | None = None
+
+    def wake(_done: object = None) -> None:
+        if sleeper is not None and not sleeper.done():
+            sleeper.set_result(None)
+
+    loop = asyncio.get_running_loop()
+    try:
+        while not future.done():
+            now = monotonic()
+            limits.check(now)
+            limits.watch(loop, wake)
+            due = limits.due()
+            sleeper = loop.create_future()
+            future.add_done_callback(wake)
+            timer = None if due is None else loop.call_later(max(0.0, due - now), wake)
+            try:
+                await sleeper
+            finally:
+                future.remove_done_callback(wake)
+                if timer is not None:
+                    timer.cancel()
+    finally:
+        limits.close()
+
+
+def seconds(duration_s: float) -> str:
+    """Return a duration for people: with a decimal only where it matters."""
+    return f"{duration_s:.0f} s" if duration_s >= 10 else f"{duration_s:.1f} s"

@@ -1,0 +1,160 @@
+"""Limits of waits: deadlines, cancel events, reports of waits that last."""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+
+import pytest
+from loops import turns
+
+from aioshm.errors import QueueCancelled
+from aioshm.wait import limits as module
+from aioshm.wait.limits import MIN_PAUSE_S, Stall, seconds, settle
+
+
+class Clock:
+    """A monotonic clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "monotonic", clock)
+    return clock
+
+
+class TestStall:
+    def test_reports_after_every_interval(self, clock: Clock) -> None:
+        reports: list[float] = []
+        stall = Stall(60, reports.append)
+        for now in range(1000, 1200, 5):
+            stall.check(now)
+        assert reports == [60, 120, 180]
+        assert stall.at == 1240
+
+    def test_comes_again_when_the_report_says_so(self, clock: Clock) -> None:
+        reports: list[float] = []
+
+        def report(waited: float) -> float | None:
+            reports.append(waited)
+            return 1.0 if len(reports) % 2 else 59.0
+
+        stall = Stall(60, report)
+        for tenths in range(10_000, 12_000):
+            stall.check(tenths / 10)
+        assert reports == [60, 61, 120, 121, 180, 181]
+
+    def test_counts_waits_that_follow_each_other_as_one(self, clock: Clock) -> None:
+        reports: list[float] = []
+        stall = Stall(60, reports.append)
+        for _ in range(5):  # 25 s of waiting, and 100 s of something else
+            clock.now += 25
+            stall.check(clock.now)
+            stall.pause()
+            clock.now += 100
+            stall.resume()
+        assert reports == [75]
+        assert stall.at - clock.now == 60 - 50
+
+    def test_begins_anew_for_another_wait(self, clock: Clock) -> None:
+        reports: list[float] = []
+        stall = Stall(60, reports.append)
+        clock.now += 50
+        stall.restart()
+        stall.check(clock.now + 59)
+        assert (reports, stall.reported) == ([], False)
+        stall.check(clock.now + 61)
+        assert (reports, stall.reported) == ([61], True)
+
+    def test_floods_no_log(self, clock: Clock) -> None:
+        reports: list[float] = []
+        stall = Stall(1e-9, reports.append)
+        for thousandths in range(1_000_000, 1_001_000):
+            stall.check(thousandths / 1000)
+        assert len(reports) <= 1 / MIN_PAUSE_S
+
+
+def new_future() -> asyncio.Future[int]:
+    return asyncio.get_running_loop().create_future()
+
+
+class TestSettle:
+    async def test_what_is_done_needs_no_turn_of_the_loop(self) -> None:
+        done = new_future()
+        done.set_result(1)
+        with pytest.raises(StopIteration):
+            settle(done, deadline=0.0).send(None)
+
+    async def test_a_failure_is_done_too_and_is_the_callers(self) -> None:
+        failed = new_future()
+        task = asyncio.ensure_future(settle(failed))
+        await turns(2)
+        failed.set_exception(ValueError("theirs"))
+        await asyncio.wait_for(task, 10)
+        with pytest.raises(ValueError, match="theirs"):
+            failed.result()
+
+    @pytest.mark.parametrize("seconds", [-1.0, 0.0, 0.02])
+    async def test_the_deadline(self, seconds: float) -> None:
+        future = new_future()
+        deadline = monotonic() + seconds
+        with pytest.raises(TimeoutError):
+            await settle(future, deadline=deadline)
+        assert monotonic() >= deadline
+        assert not future.done(), "what was waited for goes on"
+
+    async def test_the_cancel_event(self) -> None:
+        future, cancel = new_future(), asyncio.Event()
+        task = asyncio.ensure_future(settle(future, cancel=cancel))
+        await turns(5)
+        assert not task.done()
+        cancel.set()
+        with pytest.raises(QueueCancelled):
+            await asyncio.wait_for(task, 10)
+        with pytest.raises(QueueCancelled):
+            await settle(future, cancel=cancel)
+        assert not future.done()
+
+    async def test_a_cancel_event_that_was_set_for_a_moment(self) -> None:
+        cancel = asyncio.Event()
+        task = asyncio.ensure_future(settle(new_future(), cancel=cancel))
+        await turns(5)
+        cancel.set()
+        cancel.clear()
+        with pytest.raises(QueueCancelled):
+            await asyncio.wait_for(task, 2)
+
+    async def test_cancelling_it_leaves_the_futures_alone(self) -> None:
+        future = new_future()
+        task = asyncio.ensure_future(settle(future, cancel=asyncio.Event(), deadline=monotonic() + 60))
+        await turns(5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not future.cancelled()
+
+    async def test_a_stall_is_reported_once(self) -> None:
+        future = new_future()
+        reports: list[bool] = []
+        stall = Stall(0.005, lambda _: reports.append(True))
+        with pytest.raises(TimeoutError):
+            await settle(future, deadline=monotonic() + 0.05, stall=stall)
+        task = asyncio.ensure_future(settle(future, stall=stall))
+        await turns(5)
+        future.set_result(1)
+        await asyncio.wait_for(task, 10)
+        assert reports == [True]
+
+
+@pytest.mark.parametrize(
+    ("duration", "text"), [(0.2, "0.2 s"), (0.26, "0.3 s"), (9.94, "9.9 s"), (10, "10 s"), (3600.4, "3600 s")]
+)
+def test_durations_are_for_people(duration: float, text: str) -> None:
+    assert seconds(duration) == text

@@ -1,0 +1,351 @@
+"""Synthetic arrivals without a period: when an end should spin at once or nap, and when it should not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+from arrivals import TYPICAL, US, Machine, follow, machine, times
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshm.wait.policy import FAILURES, HOT_GAP_NS, MAX_PERIOD_NS, MISSES, NAPS, PARK, PROBE, How, Policy
+
+__all__ = ["machine"]  # a fixture
+
+MS = 1_000_000
+START = 1_000_000_000
+LONGEST = 5 * MS
+"""No single spin may cost more than this."""
+FEW = 12
+"""So many messages are enough to learn that the stream has changed."""
+
+
+def budget_ns(policy: Policy, count: int, at_ns: int) -> int:
+    """Return how long the next wait spins at once; it begins soon after the latest message."""
+    now_ns = at_ns + 30_000
+    step = policy.begin(count, at_ns, now_ns)
+    return step.until_ns - now_ns if step.how is How.SPIN else 0
+
+
+def spun_for(policy: Policy, hit: bool, at_ns: int = START) -> None:
+    """End the spin that the policy has asked for."""
+    if hit:
+        policy.hit(at_ns, woken=False)
+    else:
+        policy.missed(at_ns)
+
+
+def waits(policy: Policy, gaps: Iterable[int]) -> list[bool]:
+    """Let one message after the other arrive, one wait for each; return which waits spun.
+
+    A spin hits if the next message comes while it lasts.
+    """
+    spun = []
+    at_ns = START
+    for count, gap in enumerate(gaps, 1):
+        budget = budget_ns(policy, count, at_ns)
+        spun.append(budget > 0)
+        if budget:
+            spun_for(policy, gap <= budget)
+        at_ns += gap
+    return spun
+
+
+def parks(spun: list[bool]) -> bool:
+    """Return whether none of these waits spins, but for the probes."""
+    return sum(spun) <= 1 + len(spun) // PROBE
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> None:
+    """Replace the check of the other tests: this is arithmetic."""
+
+
+class TestStreams:
+    @pytest.mark.parametrize("wake_ups", [0.01, 0.25, 1, 2])
+    def test_a_hot_one_is_spun_for(self, machine: Machine, wake_ups: float) -> None:
+        assert all(waits(machine.policy(), [int(wake_ups * machine.wake_up_ns)] * 200))
+
+    @pytest.mark.parametrize("gap", [2 * MS, 5 * MS, 50 * MS, 10_000 * MS])
+    def test_a_slow_one_is_not(self, machine: Machine, gap: int) -> None:
+        assert parks(waits(machine.policy(), [gap] * 1000)[FEW:])
+
+    def test_a_slow_one_with_jitter_is_not(self, machine: Machine) -> None:
+        rng = random.Random(1)
+        gaps = [int(rng.gauss(5 * MS, MS)) for _ in range(1000)]
+        assert parks(waits(machine.policy(), gaps)[FEW:])
+
+    def test_a_hot_one_is_still_spun_for_after_a_hiccup(self, machine: Machine) -> None:
+        spun = waits(machine.policy(), [5_000] * 50 + [3 * MS] + [5_000] * 50)
+        assert all(spun[:51])
+        assert all(spun[53:]), "the wait that follows a late message may park, the next ones spin"
+
+    def test_a_slow_one_after_a_hot_one_is_no_longer_spun_for(self, machine: Machine) -> None:
+        spun = waits(machine.policy(), [5_000] * 50 + [5 * MS] * 200)
+        assert parks(spun[50 + FEW :])
+
+    def test_batches_count_message_by_message(self, machine: Machine) -> None:
+        """Twenty messages that one wake-up drains are twenty short gaps, not one long one."""
+        policy, gap = machine.policy(), machine.wake_up_ns // 8
+        budgets = [budget_ns(policy, 1 + 20 * turn, START + 20 * gap * turn) for turn in range(50)]
+        assert all(budgets)
+
+
+class TestBursts:
+    def test_idle_after_a_burst_is_one_spin_and_then_sleep(self, machine: Machine) -> None:
+        policy = machine.policy()
+        waits(policy, [2_000] * 100)
+        assert 0 < budget_ns(policy, 101, START + 200_000) <= LONGEST, "one budget for the whole wait"
+        spun_for(policy, False)
+        spun = waits(policy, [60_000 * MS] * 20)
+        assert sum(spun) <= FAILURES + 1
+
+    def test_one_after_a_long_silence_is_hot_at_once(self, machine: Machine) -> None:
+        spun = waits(machine.policy(), [60_000 * MS] * 20 + [2_000] * 20)
+        assert parks(spun[FEW:21])
+        assert all(spun[22:])
+
+    @pytest.mark.parametrize("silence", [10 * MS, 1_000 * MS, 3_600_000 * MS])
+    def test_ping_pong_after_a_silence_is_hot_after_a_few_messages(self, machine: Machine, silence: int) -> None:
+        assert all(waits(machine.policy(), [silence, *[2 * machine.wake_up_ns] * 100])[FEW:])
+
+    def test_ping_pong_after_a_slow_stream_is_found_out(self, machine: Machine) -> None:
+        """Spins have failed often by then, so it may take until the next probe."""
+        spun = waits(machine.policy(), [5 * MS] * 100 + [2 * machine.wake_up_ns] * 200)
+        assert all(spun[100 + PROBE + FEW :])
+
+
+class TestPingPong:
+    def test_two_parking_ends_find_to_each_other(self, machine: Machine) -> None:
+        """Each answers as soon as it has the other's message, which takes a wake-up for one that is parked."""
+        ends = [machine.policy(), machine.policy()]
+        now, latest, hits = START, [START, START], []
+        for turn in range(400):
+            me = ends[turn % 2]
+            budget = budget_ns(me, 1 + turn // 2, latest[turn % 2])
+            other_wakes = 0 if turn > 1 and hits[-1] else machine.wake_up_ns
+            arrives_in = 5_000 + other_wakes
+            hit = budget >= arrives_in
+            if budget:
+                spun_for(me, hit)
+            hits.append(hit)
+            now += arrives_in + (0 if hit else machine.wake_up_ns)
+            latest[turn % 2] = now
+        assert all(hits[2 * FEW :])
+
+
+class TestFailures:
+    def failing(self, machine: Machine, amount: int) -> list[bool]:
+        """Return which of so many waits spin where every gap promises a hit and every spin is in vain."""
+        policy = machine.policy()
+        spun = []
+        for number in range(1, amount + 1):
+            budget = budget_ns(policy, number, START + number * (machine.cost.spin_ns + machine.cost.hot_gap_ns) // 2)
+            spun.append(budget > 0)
+            if budget:
+                spun_for(policy, False)
+        return spun
+
+    def test_switch_spinning_off_but_for_probes(self, machine: Machine) -> None:
+        spun = self.failing(machine, PROBE * 10)
+        assert spun[:FAILURES] == [True] * FAILURES
+        assert sum(spun[FAILURES:]) == 10
+        probes = [number for number, did in enumerate(spun, 1) if did][FAILURES:]
+        assert [number % PROBE for number in probes] == [0] * 10
+
+    def test_a_hit_switches_it_on_again(self, machine: Machine) -> None:
+        policy = machine.policy()
+        for _ in range(FAILURES):
+            assert budget_ns(policy, 0, 0)
+            spun_for(policy, False)
+        spun = waits(policy, [machine.cost.hot_gap_ns // 2] * (PROBE + 50))
+        probe = PROBE - FAILURES - 1
+        assert not any(spun[:probe])
+        assert all(spun[probe:]), "the probe hit"
+
+    def test_a_burst_switches_it_on_again(self, machine: Machine) -> None:
+        policy = machine.policy()
+        for _ in range(FAILURES):
+            assert budget_ns(policy, 0, 0)
+            spun_for(policy, False)
+        assert all(waits(policy, [1_000] * 20)[1:])
+
+    def test_waits_in_vain_without_any_message_park(self, machine: Machine) -> None:
+        policy = machine.policy()
+        spun = []
+        for _ in range(PROBE * 3):
+            budget = budget_ns(policy, 7, START)
+            spun.append(budget > 0)
+            if budget:
+                spun_for(policy, False)
+        assert sum(spun) <= FAILURES + 3
+
+
+class TestWhereNothingMaySpin:
+    @given(st.lists(st.integers(0, 10**10), max_size=3 * PROBE))
+    def test_nothing_spins(self, gaps: list[int]) -> None:
+        assert not any(waits(TYPICAL.policy(may_spin=False), gaps))
+
+    def test_not_even_a_probe(self, machine: Machine) -> None:
+        assert not any(waits(machine.policy(may_spin=False), [1_000] * PROBE * 3))
+
+
+class TestAnything:
+    @given(st.lists(st.tuples(st.integers(0, 50), st.integers(-(10**9), 10**12), st.booleans()), max_size=200))
+    def test_a_budget_is_nothing_or_one_spin_that_ends_soon(self, series: list[tuple[int, int, bool]]) -> None:
+        """Also for clocks that seem to go backwards, and counts that stand still."""
+        policy = TYPICAL.policy(may_spin=True)
+        count, at_ns = 0, START
+        for passed, gap, hit in series:
+            count += passed
+            at_ns += gap
+            budget = budget_ns(policy, count, at_ns)
+            assert budget == 0 or int(TYPICAL.cost.spin_ns) <= budget <= LONGEST
+            if budget:
+                spun_for(policy, hit)
+
+    def test_an_end_of_a_fresh_queue_spins_first(self, machine: Machine) -> None:
+        assert machine.cost.spin_ns <= budget_ns(machine.policy(), 0, 0) <= LONGEST
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 50), st.integers(-(10**9), 10**12), st.integers(0, 3)), max_size=200),
+        st.booleans(),
+        st.sampled_from([0.0, 0.1, 1.0]),
+    )
+    def test_a_plan_lies_ahead_and_ends(self, series: list[tuple[int, int, int]], crowded: bool, share: float) -> None:
+        policy = TYPICAL.policy(crowded=crowded, max_spin_cpu=share)
+        count, at_ns = 0, START
+        for passed, gap, outcome in series:
+            count += passed
+            at_ns += gap
+            now_ns = at_ns + 30_000
+            step = policy.begin(count, at_ns, now_ns)
+            assert step.how is not How.NAP or crowded
+            for _ in range(2 + NAPS + 2 * MISSES):
+                if step is PARK:
+                    break
+                assert not (crowded and step.how in (How.SLEEP, How.WINDOW))
+                assert now_ns < step.until_ns < now_ns + 8 * MAX_PERIOD_NS
+                if outcome == 0:
+                    policy.stopped(now_ns)
+                    break
+                if outcome == 1:
+                    policy.hit(now_ns, woken=False)
+                    break
+                now_ns = step.until_ns + 50_000 * (outcome - 2)
+                step = policy.missed(now_ns)
+            else:
+                raise AssertionError("a wait that never parks")
+
+
+class TestHot:
+    def test_is_a_stream_and_nothing_else(self, machine: Machine) -> None:
+        policy = machine.policy()
+        assert not policy.hot
+        waits(policy, [5_000] * 20)
+        assert policy.hot
+        waits(policy, [5 * MS] * 200)
+        assert not policy.hot
+
+    @pytest.mark.parametrize("crowded", [False, True])
+    def test_is_nothing_where_nothing_may_spin(self, crowded: bool) -> None:
+        policy = TYPICAL.policy(may_spin=False, crowded=crowded)
+        waits(policy, [5_000] * 20)
+        assert not policy.hot
+
+
+class TestModes:
+    @given(st.lists(st.integers(0, 10**10), max_size=3 * PROBE))
+    def test_spin_never_sleeps(self, gaps: list[int]) -> None:
+        policy, at_ns = TYPICAL.policy(mode="spin"), START
+        assert policy.hot
+        for count, gap in enumerate(gaps):
+            at_ns += gap
+            step = policy.begin(count, at_ns, at_ns)
+            assert step.how is How.SPIN
+            assert step.until_ns > at_ns + 10**15
+
+    @given(st.lists(st.integers(0, 10**10), max_size=3 * PROBE))
+    def test_park_always_does(self, gaps: list[int]) -> None:
+        policy = TYPICAL.policy(mode="park")
+        assert not any(waits(policy, gaps))
+        assert not policy.cost.known, "and nothing is measured for it"
+
+
+class TestMoreEndsThanCpus:
+    """Spins yield the CPU there, but keep the event loop."""
+
+    def crowded(self, machine: Machine, may_spin: bool = True) -> Policy:
+        return machine.policy(may_spin=may_spin, crowded=True)
+
+    @pytest.mark.parametrize("may_spin", [True, False])
+    def test_a_stream_is_drained_by_naps(self, machine: Machine, may_spin: bool) -> None:
+        record = follow(machine, self.crowded(machine, may_spin), times([5 * US] * 2000))
+        assert record.wake_ups < 2000 / 8, "one wake-up finds a batch"
+        assert record.naps > 0.9 * record.wake_ups, "and the other end need not signal"
+
+    def test_a_stream_that_ends_is_parked_for(self, machine: Machine) -> None:
+        record = follow(machine, self.crowded(machine), times([*[5 * US] * 500, 10_000 * MS]))
+        before = follow(machine, self.crowded(machine), times([5 * US] * 500))
+        assert record.naps - before.naps <= NAPS
+
+    @pytest.mark.parametrize("gap", [MS, 5 * MS, 1000 * MS])
+    def test_slower_messages_are_parked_for(self, machine: Machine, gap: int) -> None:
+        record = follow(machine, self.crowded(machine), times([gap] * 300))
+        assert record.naps <= NAPS, "none but at the beginning"
+        assert len(record.spent) <= FAILURES + 300 // PROBE, "but for the first and the probes"
+
+    @pytest.mark.parametrize("share", [0.3, 0.8])
+    def test_answers_of_all_are_spun_for(self, machine: Machine, share: float) -> None:
+        longest = machine.cost.hot_gap_ns
+        assert 2 * machine.wake_up_ns < longest <= HOT_GAP_NS
+        gap = max(share * longest, 1.2 * machine.wake_up_ns)
+        record = follow(machine, self.crowded(machine), times([gap] * 300))
+        assert record.wake_ups <= FEW, "of all that come later none wakes it"
+        assert record.naps <= NAPS
+
+    def test_two_ends_that_wake_each_other_come_to_spin(self, machine: Machine) -> None:
+        policy, at_ns, spun = self.crowded(machine), START, []
+        for count in range(1, 4 * PROBE):
+            spun.append(policy.begin(count, at_ns, at_ns + 10_000).how is How.SPIN)
+            at_ns += 10_000 + (20_000 if spun[-1] else int(machine.cost.hot_gap_ns * 3 // 2))
+            if spun[-1]:
+                policy.hit(at_ns, woken=False)
+        assert all(spun[-PROBE:])
+
+    def test_where_there_is_only_one_cpu_nothing_spins(self, machine: Machine) -> None:
+        assert follow(machine, self.crowded(machine, may_spin=False), times([100 * US] * 300)).spent == []
+
+
+class TestThreads:
+    """Spins yield the CPU, and keep no event loop."""
+
+    @pytest.mark.parametrize("gap", [0.3 * MS, 0.9 * MS])
+    def test_answers_are_spun_for_up_to_a_millisecond(self, gap: float) -> None:
+        record = follow(TYPICAL, TYPICAL.policy(in_threads=True), times([gap] * 300))
+        assert record.hit_ratio(FEW) == 1.0
+        assert record.wake_ups <= FEW
+
+    def test_a_long_answer_is_spun_for_where_questions_are_far_apart(self) -> None:
+        policy, at_ns, spun = TYPICAL.policy(in_threads=True), START, []
+        for count in range(1, 100):
+            asked_ns = at_ns + 9 * MS  # works for 9 ms on each answer, then asks; the answer takes 1.5 ms
+            step = policy.begin(count, at_ns, asked_ns)
+            at_ns = asked_ns + 3 * MS // 2
+            spun.append(step.how is How.SPIN and step.until_ns >= at_ns)
+            if spun[-1]:
+                policy.hit(at_ns, woken=False)
+            else:
+                while step is not PARK:
+                    step = policy.missed(step.until_ns)
+                policy.hit(at_ns + TYPICAL.wake_up_ns, woken=True)
+        assert all(spun[-20:])
+
+    @pytest.mark.parametrize("gap", [7 * MS, 50 * MS])
+    def test_slow_messages_are_not(self, gap: int) -> None:
+        rng = random.Random(1)
+        gaps = [rng.gauss(gap, gap / 2) for _ in range(300)]
+        record = follow(TYPICAL, TYPICAL.policy(in_threads=True), times([max(1.0, each) for each in gaps]))
+        assert record.spin_share < 0.06
