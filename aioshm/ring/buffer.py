@@ -56,7 +56,7 @@ class ShmRingBuffer:
             size; of smaller ones, more.
         name: An existing named segment to open instead of creating one.
         backing: ``"memfd"`` or ``"named"``, when creating; None takes the platform's best.
-        slots: Messages that can be in the ring at a time, of whatever size; None: thousands.
+        slots: Messages that can be in the ring at a time, of any size; None: thousands.
         inline_bytes: Room for a message in a slot; what is larger takes a chunk. None: what is good for small objects.
         traced: Whether each message comes with a trace context.
 

@@ -172,7 +172,7 @@ class Pagemap:
 
     def _scan(self, start: int, end: int) -> bool:
         """Return whether there is a page that is not the file's."""
-        # size, flags, start, end, walk_end, vec, vec_len, max_pages, and the categories: inverted, all of, any of, told
+        # size, flags, start, end, walk_end, vec, vec_len, max_pages, categories: inverted, all of, any of, reported
         to_do = 0, start, end, 0, ctypes.addressof(self._found), 1, 1
         argument = bytearray(
             _SCAN_ARGUMENT.pack(_SCAN_ARGUMENT.size, *to_do, _IS_FILE, _IS_FILE, _IS_PRESENT_OR_SWAPPED, 0)

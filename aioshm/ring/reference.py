@@ -57,7 +57,7 @@ class _End(ABC):
 
     def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], view: memoryview, line: int) -> None:
         if not sizes.slots or len(view) < sizes.total_bytes:
-            raise ValueError("the memory is smaller than the layout says, or lies crooked")
+            raise ValueError("the memory is smaller than the layout says, or is misaligned")
         if view.readonly:
             raise BufferError("the memory is read-only")
         self.open: bool = False  # whether `send` and `receive` pass

@@ -293,7 +293,7 @@ class LentWindow:
     def close(self) -> None:
         """Leave zeros behind if the lender keeps anything."""
         if self._held():
-            with suppress(SharedMemoryError):  # nobody is left to be told
+            with suppress(SharedMemoryError):  # nobody is left to handle the error
                 _make_zeros(self._range.address, self._length)
 
     def _held(self) -> bool:

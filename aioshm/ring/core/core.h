@@ -225,7 +225,7 @@ static inline PyObject *call(PyObject *callable, PyObject *arg)
 }
 
 /* Whether this thread may send or receive here if the loop runs. */
-static inline bool lets_in(const End *end)
+static inline bool may_pass(const End *end)
 {
     unsigned long me = PyThread_get_thread_ident();
     return end->open && end->budget > 0 && !end->in_use
@@ -235,7 +235,7 @@ static inline bool lets_in(const End *end)
 /* Whether this thread may send or receive here: 1, 0, or -1 with an error. */
 static inline int passes(const End *end)
 {
-    if (!lets_in(end))
+    if (!may_pass(end))
         return 0;
     int truth = 1;
     if (end->runs != Py_None) {

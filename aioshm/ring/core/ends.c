@@ -8,8 +8,8 @@ static bool fit(size_t begin, size_t amount, size_t each, size_t end)
     return begin <= end && (each == 0 || amount <= (end - begin) / each);
 }
 
-/* Whether every place that is ever touched lies within the memory, whatever the numbers are. */
-static bool lies_straight(const End *end, size_t line, size_t total_bytes)
+/* Whether every offset that is ever used lies within the memory, for any numbers. */
+static bool is_consistent(const End *end, size_t line, size_t total_bytes)
 {
     if ((size_t)end->buffer.len < total_bytes || (uintptr_t)end->buffer.buf % 8 != 0 || line % 8 != 0
         || end->slots_at % 8 != 0 || end->slot_bytes % 8 != 0 || end->n_slots < 1
@@ -98,11 +98,11 @@ static int end_init(End *end, PyObject *sizes, PyObject *pools, PyObject *view, 
         PyBuffer_Release(&end->buffer);
         return -1;
     }
-    if (flag > end->n_reader || !lies_straight(end, line, total_bytes) || (uintptr_t)end->record.buf % 8 != 0
+    if (flag > end->n_reader || !is_consistent(end, line, total_bytes) || (uintptr_t)end->record.buf % 8 != 0
         || !(flag ? open_reader_record((ReaderEnd *)end) : open_writer_record((WriterEnd *)end))) {
         PyBuffer_Release(&end->buffer);
         PyBuffer_Release(&end->record);
-        PyErr_SetString(PyExc_ValueError, "the memory is smaller than the layout says, or lies crooked");
+        PyErr_SetString(PyExc_ValueError, "the memory is smaller than the layout says, or is misaligned");
         return -1;
     }
     end->flag = flag;

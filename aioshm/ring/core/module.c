@@ -71,7 +71,7 @@ static void module_free(void *module)
 }
 
 /* All state is the module's or an object's. But that an end is used by one thread at a time is checked by plain loads and
- * stores (`user`), which the GIL keeps apart: a free-threaded interpreter is told to keep it. */
+ * stores (`owner`), which the GIL keeps apart: a free-threaded interpreter has to keep the GIL. */
 static PyModuleDef_Slot module_slots[] = {
     {Py_mod_exec, execute},
 #ifdef Py_mod_gil

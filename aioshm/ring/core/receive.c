@@ -67,7 +67,7 @@ static inline bool writer_parked(const ReaderEnd *self)
 }
 
 /* Finish with a message that has been decoded, or could not be: then an error is set, and stays. */
-static void finish_and_tell(ReaderEnd *self, bool took)
+static void finish_and_wake(ReaderEnd *self, bool took)
 {
     End *end = &self->end;
     uint64_t now = now_ns();
@@ -203,7 +203,7 @@ static PyObject *take(ReaderEnd *self, PyObject *list)
             return NULL;
         obj = Py_NewRef(Py_None);
     }
-    finish_and_tell(self, obj != NULL);
+    finish_and_wake(self, obj != NULL);
     return obj;
 }
 
