@@ -256,7 +256,7 @@ class _Range:
         self.address: int = address + self.begin
 
 
-class LentWindow:
+class LoanWindow:
     """A writable mapping of one range of a file, which keeps no descriptor."""
 
     def __init__(self, fd: int, start: int, room: int) -> None:
@@ -338,7 +338,7 @@ def _make_zeros(address: int, length: int) -> None:
 
 def _count_unheld_lent() -> int:
     """Return `getrefcount` of the memory of an unheld window, called as above."""
-    window = LentWindow.__new__(LentWindow)
+    window = LoanWindow.__new__(LoanWindow)
     window._in_page = 0
     window._use(_Range(1))
     return getrefcount(window.memory)

@@ -15,7 +15,7 @@ import torch
 from aioshm.errors import SharedMemoryError
 from aioshm.ring import mapping
 from aioshm.ring import window as windows
-from aioshm.ring.window import LentWindow
+from aioshm.ring.window import LoanWindow
 
 START, ROOM = 4096 + 640, 100_000
 LARGE = 5 << 20
@@ -31,8 +31,8 @@ def fd() -> Iterator[int]:
 
 
 @pytest.fixture
-def window(fd: int) -> LentWindow:
-    return LentWindow(fd, START, ROOM)
+def window(fd: int) -> LoanWindow:
+    return LoanWindow(fd, START, ROOM)
 
 
 @pytest.fixture(params=[True, False], ids=["pages move", "pages do not move"])
@@ -43,16 +43,16 @@ def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return bool(request.param)
 
 
-def _array(window: LentWindow, at: int = 64, size: int = 1000) -> Any:
+def _array(window: LoanWindow, at: int = 64, size: int = 1000) -> Any:
     return np.ndarray(size, np.uint8, window.memory, window.begin + at)  # type: ignore[arg-type]
 
 
-def _tensor(window: LentWindow) -> Any:
+def _tensor(window: LoanWindow) -> Any:
     flat = torch.frombuffer(window.memory, dtype=torch.uint8, count=1000, offset=window.begin + 64)
     return torch.empty(0, dtype=torch.uint8).set_(flat.untyped_storage())
 
 
-def _bytes(window: LentWindow) -> Any:
+def _bytes(window: LoanWindow) -> Any:
     return memoryview(window.memory)[window.begin + 64 : window.begin + 1064]
 
 
@@ -63,7 +63,7 @@ def _fill(made: Any, number: int) -> None:
 EVERY_KIND = pytest.mark.parametrize("make", [_array, _tensor, _bytes])
 
 
-def test_it_shows_the_segment(fd: int, window: LentWindow) -> None:
+def test_it_shows_the_segment(fd: int, window: LoanWindow) -> None:
     array = _array(window)
     array[:] = 7
     window.write(0, b"head")
@@ -74,7 +74,7 @@ def test_it_shows_the_segment(fd: int, window: LentWindow) -> None:
 
 
 @EVERY_KIND
-def test_nothing_kept_leaves_the_window_where_it_is(fd: int, window: LentWindow, make: Callable[..., Any]) -> None:
+def test_nothing_kept_leaves_the_window_where_it_is(fd: int, window: LoanWindow, make: Callable[..., Any]) -> None:
     memory = window.memory
     del memory  # which would hold it
     where = id(window.memory)
@@ -89,7 +89,7 @@ def test_nothing_kept_leaves_the_window_where_it_is(fd: int, window: LentWindow,
 
 @EVERY_KIND
 def test_a_name_that_lasts_until_the_next_round_reads_zeros_and_reaches_nothing(
-    fd: int, window: LentWindow, make: Callable[..., Any], moves: bool
+    fd: int, window: LoanWindow, make: Callable[..., Any], moves: bool
 ) -> None:
     for number in range(1, 8):
         made = make(window)
@@ -99,11 +99,11 @@ def test_a_name_that_lasts_until_the_next_round_reads_zeros_and_reaches_nothing(
         _fill(made, 255)
         assert os.pread(fd, 1000, START + 64) == bytes([number]) * 1000
         if not moves:
-            window = LentWindow(fd, START, ROOM)
+            window = LoanWindow(fd, START, ROOM)
 
 
 def test_a_large_window_moves_on_and_on(fd: int) -> None:
-    window = LentWindow(fd, START, LARGE)
+    window = LoanWindow(fd, START, LARGE)
     kept = []
     for number in range(12):
         array = _array(window, 0, LARGE)
@@ -117,7 +117,7 @@ def test_a_large_window_moves_on_and_on(fd: int) -> None:
     assert all((array == 255).all() for array in kept)
 
 
-def test_memory_that_cannot_be_exchanged_is_an_error(window: LentWindow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_exchanged_is_an_error(window: LoanWindow, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: int) -> int:
         raise OSError(errno.ENOMEM, "no memory")
 
@@ -130,7 +130,7 @@ def test_memory_that_cannot_be_exchanged_is_an_error(window: LentWindow, monkeyp
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are moved on Linux")
 def test_a_move_that_fails_is_the_last_one_and_unmaps_nothing(
-    fd: int, window: LentWindow, monkeypatch: pytest.MonkeyPatch
+    fd: int, window: LoanWindow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mapping, "_moves", True)
     monkeypatch.setattr(mapping._libc, "mremap", lambda *_: mapping._MAP_FAILED)
@@ -141,7 +141,7 @@ def test_a_move_that_fails_is_the_last_one_and_unmaps_nothing(
         assert not window.take_back()
         array[:] = 255
         assert os.pread(fd, 1000, START + 64) == bytes([number]) * 1000
-        window = LentWindow(fd, START, ROOM)
+        window = LoanWindow(fd, START, ROOM)
     assert not mapping.can_move_pages()
     assert len(windows._abandoned) == before + 1
 
@@ -155,7 +155,7 @@ def test_a_kernel_that_moves_no_pages_is_asked_once(monkeypatch: pytest.MonkeyPa
     assert asked == [1]
 
 
-def test_closed_with_something_kept(fd: int, window: LentWindow) -> None:
+def test_closed_with_something_kept(fd: int, window: LoanWindow) -> None:
     array = _array(window)
     array[:] = 3
     window.close()

@@ -40,7 +40,7 @@ class Block(AbstractContextManager[Any]):
     def __enter__(self) -> Any:
         end = self._end
         deadline = thread_deadline_after(self._timeout)
-        end.begin(deadline)
+        end.acquire(deadline)
         entered = False
         try:
             end.block = weakref.ref(self, end.block_dropped)
@@ -49,9 +49,9 @@ class Block(AbstractContextManager[Any]):
         finally:  # no other call until `drop_block` has released the lock: a handler could raise there
             if not entered:
                 end.undelivered[:0] = end.taken
-                if end.inner is not None:
-                    end.left += [(end.inner, self._value, True)]
-                    end.inner = None
+                if end.async_block is not None:
+                    end.abandoned_blocks += [(end.async_block, self._value, True)]
+                    end.async_block = None
                 self._value = None
                 end.drop_block()
         # Keep no reference to the value: the lease would count it as a user of the message.
@@ -68,18 +68,18 @@ class Block(AbstractContextManager[Any]):
             return
 
         async def leave() -> None:
-            inner, end.inner = end.inner, None
-            await inner.__aexit__(exc_type, exc, traceback)
+            async_block, end.async_block = end.async_block, None
+            await async_block.__aexit__(exc_type, exc, traceback)
 
         try:
-            if end.inner is not None:
+            if end.async_block is not None:
                 end.run(leave)
         finally:
             end.drop_block()
 
     @abstractmethod
     def _enter(self, deadline: float | None) -> None:
-        """Wait for the slot; set ``_value``, and either ``inner`` or ``taken`` of the end."""
+        """Wait for the slot; set ``_value``, and either ``async_block`` or ``taken`` of the end."""
 
 
 class WriteBlock(Block):
@@ -102,9 +102,9 @@ class WriteBlock(Block):
 
     def _enter(self, deadline: float | None) -> None:
         async def enter() -> None:
-            inner = self._make(None if deadline is None else max(0.0, deadline - monotonic()))
-            self._value = await inner.__aenter__()
-            self._end.inner = inner
+            async_block = self._make(None if deadline is None else max(0.0, deadline - monotonic()))
+            self._value = await async_block.__aenter__()
+            self._end.async_block = async_block
 
         self._end.run(enter)
 
@@ -135,7 +135,7 @@ class LeaseBlock(Block):
 
     def _enter(self, deadline: float | None) -> None:
         end = self._end
-        while end.inner is None:
+        while end.async_block is None:
             if end.undelivered:
                 pass
             elif not end.gate.ready or end.reader.has_news or end.failure is not None:
@@ -173,9 +173,9 @@ class LeaseBlock(Block):
 
     async def _enter_on_loop(self, deadline: float | None, cancel: Any) -> None:
         left = None if deadline is None else max(0.0, deadline - monotonic())
-        inner = ReadBlock(self._end.reader, left, cancel, self._indefinite, decoded=self._decoded)
-        self._value = await inner.__aenter__()
-        self._end.inner = inner
+        async_block = ReadBlock(self._end.reader, left, cancel, self._indefinite, decoded=self._decoded)
+        self._value = await async_block.__aenter__()
+        self._end.async_block = async_block
 
 
 class EachLeased:

@@ -46,8 +46,8 @@ class BlockingEnd:
         failure: An error to raise after the undelivered messages.
         send_if_room, receive_next: The fast path of each call: methods of the native core, once the end is ready.
         lock: The lock of this end; held by the thread that waits in a call or is in a block.
-        block: The open block. Its slot is in `inner` (the asynchronous block), or its message in `taken`.
-        left: Abandoned blocks: the asynchronous block, its value, and whether the user never saw the value.
+        block: The open block. Its slot is in `async_block` (the asynchronous block), or its message in `taken`.
+        abandoned_blocks: Abandoned blocks: the asynchronous block, its value, and whether the user never saw the value.
         closed: Whether all resources were released.
     """
 
@@ -62,9 +62,9 @@ class BlockingEnd:
         self.pending_wakeups: list[None] = end.gate.pending_wakeups
         self.lock: ProcessLock = ProcessLock(recheck_s=0.1)
         self.block: weakref.ref[Block] | None = None
-        self.inner: Any = None
+        self.async_block: Any = None
         self.taken: list[Any] = []
-        self.left: list[tuple[Any, Any, bool]] = []
+        self.abandoned_blocks: list[tuple[Any, Any, bool]] = []
         self.closed: bool = False
         self._closes_later = False
         self._loop: LoopThread | None = None
@@ -134,8 +134,8 @@ class BlockingEnd:
 
     # One call at a time
 
-    def begin(self, deadline: float | None, busy: type[AioshmError] | None = None) -> None:
-        """Acquire this end's lock for a call or a block; ``lock.owner = 0`` and `finished` release the lock.
+    def acquire(self, deadline: float | None, busy: type[AioshmError] | None = None) -> None:
+        """Acquire this end's lock for a call or a block; ``lock.owner = 0`` and `release` release the lock.
 
         Args:
             deadline: When to give up, by ``time.monotonic()``.
@@ -161,14 +161,14 @@ class BlockingEnd:
                 raise busy(f"{self!r}: another thread waits here, or is in a block that has a slot")
             if deadline is not None and monotonic() >= deadline:
                 raise TimeoutError(f"{self!r}: another thread's call, or its block, did not end in time")
-        if self.left:
+        if self.abandoned_blocks:
             try:
                 self.run(self._leave_blocks)
             except BaseException:
                 mine.owner = 0
                 raise
 
-    def finished(self) -> None:
+    def release(self) -> None:
         """Wake waiting threads after a call, reopen the fast path, and close the end if `close` was postponed."""
         if self.lock.waiting:
             self.lock.wake()
@@ -231,13 +231,13 @@ class BlockingEnd:
 
     def receive(self, deadline: float | None, cancel: threading.Event | None, indefinite: bool, most: int = 1) -> None:
         """Wait until a message is undelivered. Another thread may take it before the caller does."""
-        self.begin(deadline)
+        self.acquire(deadline)
         try:
             while not self.undelivered:
                 self.receive_once(deadline, cancel, indefinite, most)
         finally:
             self.lock.owner = 0
-            self.finished()
+            self.release()
 
     def receive_once(
         self, deadline: float | None, cancel: threading.Event | None, indefinite: bool, most: int = 1
@@ -381,7 +381,7 @@ class BlockingEnd:
         """
         writer = self.end
         assert isinstance(writer, WritingEnd)
-        self.begin(deadline)
+        self.acquire(deadline)
         try:
             if message is False:
                 self.run(lambda: writer.prepare(deadline))
@@ -390,7 +390,7 @@ class BlockingEnd:
                 self.run(lambda: writer.send_one(message, deadline))
         finally:
             self.lock.owner = 0
-            self.finished()
+            self.release()
 
     def _put(self, writer: WritingEnd, message: Any, deadline: float | None) -> bool:
         """Send a message in this thread once there is room; return False if the loop has to send it."""
@@ -423,16 +423,16 @@ class BlockingEnd:
 
     def drop_block(self) -> None:
         """Release this end's lock after the open block; the loop leaves the asynchronous block if it is still open."""
-        if self.inner is not None:
-            self.left += [(self.inner, None, False)]
-            self.inner = None
+        if self.async_block is not None:
+            self.abandoned_blocks += [(self.async_block, None, False)]
+            self.async_block = None
         elif self.taken:
             self.gate.in_line = 0
         self.taken = []
         self.block = None
         self.lock.owner = 0
-        self.finished()
-        if self.left:
+        self.release()
+        if self.abandoned_blocks:
             self.leave_soon()
 
     def block_dropped(self, block: weakref.ref[Block]) -> None:
@@ -446,15 +446,15 @@ class BlockingEnd:
             self._loop.post(lambda: _start(self._leave_blocks()))
 
     async def _leave_blocks(self) -> None:
-        while self.left:
-            inner, value, undo = self.left.pop(0)
-            if not isinstance(inner, ReadBlock):
+        while self.abandoned_blocks:
+            async_block, value, undo = self.abandoned_blocks.pop(0)
+            if not isinstance(async_block, ReadBlock):
                 with suppress(Exception):  # no caller is left to see an error
-                    await inner.__aexit__(QueueClosed, QueueClosed("a block was never left"), None)
+                    await async_block.__aexit__(QueueClosed, QueueClosed("a block was never left"), None)
                 continue
-            if undo and inner.taken:
+            if undo and async_block.taken:
                 self.undelivered.insert(0, value)
-            inner.leave_now(undo=undo)
+            async_block.leave_now(undo=undo)
 
     # Closing
 

@@ -248,12 +248,12 @@ class MessageQueue(QueueBase[T], Closing):
         """Wait until every reader is attached; every end calls this."""
         held, end = self.held, self.held.end
         deadline = thread_deadline_after(timeout)
-        held.begin(deadline)
+        held.acquire(deadline)
         try:
             held.run(lambda: end.wait_until_ready(deadline))
         finally:
             held.lock.owner = 0
-            held.finished()
+            held.release()
 
     # Sending
 
@@ -274,14 +274,14 @@ class MessageQueue(QueueBase[T], Closing):
         """Send objects, in order and one right after the other: all or none."""
         writer, held = self._writer_of("enqueue_many"), self.held
         deadline = thread_deadline_after(timeout)
-        held.begin(deadline)
+        held.acquire(deadline)
         try:
             held.run(lambda: writer.prepare(deadline))
             messages = [held.encode(writer, obj) for obj in objs]
             held.run(lambda: writer.send_many(messages, deadline))
         finally:
             held.lock.owner = 0
-            held.finished()
+            held.release()
 
     def enqueue_nowait(self, obj: T) -> None:
         """Send an object to every reader now."""
@@ -294,7 +294,7 @@ class MessageQueue(QueueBase[T], Closing):
             writer.check_sending()
             writer.send_now(message)
 
-        held.begin(None, QueueFull)
+        held.acquire(None, QueueFull)
         try:
             if message is False:
                 held.loop().do(writer.check_sending)
@@ -302,7 +302,7 @@ class MessageQueue(QueueBase[T], Closing):
             held.run(send)
         finally:
             held.lock.owner = 0
-            held.finished()
+            held.release()
 
     def acquire_write(
         self, timeout: float | None = None, *, nbytes: int | None = None
@@ -400,13 +400,13 @@ class MessageQueue(QueueBase[T], Closing):
                 obj = undelivered[0]
                 del undelivered[0]
                 return obj  # type: ignore[no-any-return]
-            held.begin(None, QueueEmpty)
+            held.acquire(None, QueueEmpty)
             try:
                 held.raise_failure()
                 held.run(receive)
             finally:
                 held.lock.owner = 0
-                held.finished()
+                held.release()
 
     def acquire_read(
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False

@@ -63,7 +63,7 @@ class Lender:
         return Loan(self, prepare, room, Message, Message.take, timeout)
 
     def _room_for(self, nbytes: int) -> int:
-        """Return the greatest size of a message with ``nbytes`` of lent memory."""
+        """Return the greatest size of a message with ``nbytes`` of loaned memory."""
         if nbytes > self._most:
             raise MessageTooLarge(f"the message has {nbytes} bytes, options.max_message_bytes allows {self._most}")
         return ALIGNMENT + nbytes + MAIN_BYTES
@@ -108,7 +108,7 @@ class Lender:
     ) -> Encoded | None:
         """Publish the filled memory; return an encoded message that has to be copied.
 
-        Nothing here keeps a reference to lent memory: `take_back` would count the reference as the
+        Nothing here keeps a reference to loaned memory: `take_back` would count the reference as the
         lender's.
         """
         sender, knows = self._sender, self._knows and spec is not None and not spec.torch and extent.window is not None
@@ -146,7 +146,7 @@ class Lender:
         sender.put_all([message])
 
     def close(self, extent: Extent) -> None:
-        """Take back lent memory, and leave the gate."""
+        """Take back loaned memory, and leave the gate."""
         try:
             self._ring.loans.take_back(extent)
         finally:
@@ -314,5 +314,5 @@ class Message(MutableMapping[str, Any]):
         return len(self.value)
 
 
-def _itself(lent: Any) -> Any:
-    return lent
+def _itself(loaned: Any) -> Any:
+    return loaned

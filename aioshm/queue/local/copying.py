@@ -11,7 +11,7 @@ from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, placed_end, p
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, MessagesLost, ReaderEvicted
 from aioshm.queue.ends.gate import Gate
-from aioshm.queue.local.overflow import OverflowReader
+from aioshm.queue.local.overflow import PassedSegments
 from aioshm.ring import RingReader
 from aioshm.ring.copying import CopyingCore
 from aioshm.ring.cores import SLOW_PATH, ReaderCore
@@ -31,7 +31,7 @@ class Copied:
 class CopyingSlots:
     """Copies messages out of slots, which the writer may take back at any moment; as `SlotReader`."""
 
-    def __init__(self, gate: Gate, ring: RingReader, core: CopyingCore, codec: Codec, overflow: OverflowReader) -> None:
+    def __init__(self, gate: Gate, ring: RingReader, core: CopyingCore, codec: Codec, overflow: PassedSegments) -> None:
         self._gate = gate
         self._ring = ring
         self._core = core

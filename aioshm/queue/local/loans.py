@@ -1,4 +1,4 @@
-"""Memory that a writer lends: of a chunk, of an overflow segment, or, where a copy costs less, of its own.
+"""Memory that a writer loans: of a chunk, of an overflow segment, or, where a copy costs less, of its own.
 
 Loans are seen through windows (``ring/window.py``), one for each chunk and each segment, which are kept: a message
 of the same size finds a segment that the readers know, and pages that were touched before.
@@ -23,12 +23,12 @@ from aioshm.queue.local.overflow import OverflowSegments
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, chunk_at, round_up
 from aioshm.ring.slot import Slot
-from aioshm.ring.window import LentWindow
+from aioshm.ring.window import LoanWindow
 
 Like: TypeAlias = Literal["numpy", "torch"]
 
 IN_PLACE_BYTES = 64 * 1024
-"""Less is lent in the process's own memory: copying it takes less time than what a view takes at either end."""
+"""Smaller loans lie in the process's own memory: a copy takes less time than a view at either end."""
 
 MAIN_BYTES = 1024
 """Room for the main part of a message, which is known only when the block has ended; one that needs more is copied."""
@@ -87,7 +87,7 @@ class ArraySpec:
         self.new: Any = None if self.torch else sys.modules["numpy"].ndarray
 
     def fits(self, array: Any) -> bool:
-        """Return whether an array is still as it was lent, but for its content; not asked of tensors."""
+        """Return whether an array is still as it was loaned, but for its content; arrays only, not tensors."""
         return (
             type(array) is self.new
             and array.shape == self.shape
@@ -148,11 +148,11 @@ def _torch_dtype(dtype: Any) -> Any:
 class Extent:
     """Memory for one message."""
 
-    def __init__(self, window: LentWindow | None = None, number: int = 0, *, is_segment: bool = False) -> None:
+    def __init__(self, window: LoanWindow | None = None, number: int = 0, *, is_segment: bool = False) -> None:
         self.window = window
         self.number = number
         self.is_segment = is_segment
-        self.end: int = ALIGNMENT  # where what was lent ends
+        self.end: int = ALIGNMENT  # of the loaned memory
 
     def lend(self, spec: ArraySpec) -> Any:
         """Return an array to fill; in its place, if there is room, and if that pays."""
@@ -229,8 +229,8 @@ class Loans:
         self._pools = buffer.layout.pools
         self._chunk_bytes = buffer.layout.max_chunk_bytes
         self._segments = segments
-        self._of_chunks: dict[int, LentWindow] = {}
-        self._of_segments: dict[int, LentWindow] = {}
+        self._of_chunks: dict[int, LoanWindow] = {}
+        self._of_segments: dict[int, LoanWindow] = {}
 
     def extent(self, slot: Slot, nbytes: int) -> Extent:
         """Return memory for a message of so many bytes, for which a slot is claimed; where none is had, it is copied.
@@ -250,7 +250,7 @@ class Loans:
         return Extent()
 
     def take_back(self, extent: Extent) -> None:
-        """Make sure that nothing that was lent of an extent reaches the message any more. Does nothing once done.
+        """Revoke all access to the loaned memory of an extent. Idempotent.
 
         Raises:
             SharedMemoryError: The lender keeps something, and its memory could not be exchanged.
@@ -265,24 +265,24 @@ class Loans:
             if not usable:
                 (self._of_segments if extent.is_segment else self._of_chunks).pop(extent.number, None)
 
-    def _open_chunk(self, chunk: int) -> LentWindow:
+    def _open_chunk(self, chunk: int) -> LoanWindow:
         place = chunk_at(self._pools, chunk)
         assert place is not None
-        window = self._of_chunks[chunk] = LentWindow(self._buffer.fd, place[0] + CHUNK_HEADER_BYTES, place[1])
+        window = self._of_chunks[chunk] = LoanWindow(self._buffer.fd, place[0] + CHUNK_HEADER_BYTES, place[1])
         return window
 
-    def _segment_window(self, number: int) -> LentWindow:
+    def _segment_window(self, number: int) -> LoanWindow:
         assert self._segments is not None
         segment = self._segments.segments[number].segment
         window = self._of_segments.get(number)
         if window is None or window.room < segment.size:
             if window is not None:
                 window.close()
-            window = self._of_segments[number] = LentWindow(segment.fd, 0, segment.size)
+            window = self._of_segments[number] = LoanWindow(segment.fd, 0, segment.size)
         return window
 
     def close(self) -> None:
-        """Take the memory from everything lent that is still held. Idempotent."""
+        """Revoke all access to loaned memory. Idempotent."""
         for windows in (self._of_chunks, self._of_segments):
             for window in windows.values():
                 window.close()

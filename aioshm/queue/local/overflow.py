@@ -7,9 +7,8 @@ segment's descriptor over the lifelines before the first marker that names the s
 marker can read the message, whatever becomes of the writer. The descriptor is read-only: no reader can change what
 another one reads.
 
-The rest of the queue knows of it as much as `Overflow` and `OverflowReader` say. There is a second way, over ZeroMQ
-(``overflow_sockets.py``), which is taken where ``options.overflow`` says so, and for every message for which no segment
-can be had; a bit of the marker's number tells the two apart.
+With ``Options(overflow="zmq")``, and for every message for which no segment can be had, the body goes over ZeroMQ
+instead (``overflow_sockets.py``); a bit of the marker's number tells the two apart.
 """
 
 from __future__ import annotations
@@ -91,30 +90,6 @@ class Overflow(Protocol):
 
     def finished(self) -> bool:
         """Return whether nothing is left to be delivered before this is closed."""
-
-
-class OverflowReader(Protocol):
-    """A reader's way to receive what did not fit a chunk."""
-
-    def has(self, header: memoryview, seq: int) -> bool:
-        """Return whether a slot has the marker of a message."""
-
-    def body(self, header: memoryview, seq: int) -> memoryview | None:
-        """Return a message's body, read-only, which the caller has to release; None if it has yet to arrive.
-
-        Raises:
-            CorruptSlot: The slot is damaged, or the body can never be read here.
-            SharedMemoryError, LimitReached: There is no room for it now; it can be tried again.
-        """
-
-    def view(self, header: memoryview, seq: int, least: int) -> memoryview | None:
-        """Return a private, writable view of a message's body, which may outlive its slot; None: copy the `body`."""
-
-    def finished(self) -> None:
-        """Finish with the latest body, before its slot is released."""
-
-    def close(self) -> None:
-        """Give everything back. Idempotent."""
 
 
 def pack_marker(header: memoryview, secret: bytes, seq: int, number: int, size: int) -> None:
@@ -386,7 +361,12 @@ class PassedSegments:
         return unpack_marker(header, self._secret, seq) is not None
 
     def body(self, header: memoryview, seq: int) -> memoryview | None:
-        """Return a message's body, as `OverflowReader.body`."""
+        """Return a message's body, read-only, which the caller has to release; None if it has yet to arrive.
+
+        Raises:
+            CorruptSlot: The slot is damaged, or the body can never be read here.
+            SharedMemoryError, LimitReached: There is no room for it now; it can be tried again.
+        """
         marker = unpack_marker(header, self._secret, seq)
         if marker is None:  # damaged while a call waited for it
             raise CorruptSlot(seq, seq)
@@ -415,7 +395,10 @@ class PassedSegments:
         return body
 
     def view(self, header: memoryview, seq: int, least: int) -> memoryview | None:
-        """Return a view of a message's body, as `OverflowReader.view`."""
+        """Return a private, writable view of a message's body that may outlive the slot; None: copy the `body`.
+
+        With ``least`` bytes, also return None for smaller messages, and for a program that writes to received arrays.
+        """
         self._reap()
         marker = unpack_marker(header, self._secret, seq)
         if marker is None or not CAN_VIEW or len(self.viewed) >= MAX_VIEWED:
@@ -434,7 +417,7 @@ class PassedSegments:
         return None
 
     def finished(self) -> None:
-        """Finish with the latest body, as `OverflowReader.finished`."""
+        """Finish with the latest body, before its slot is released."""
         number, self._viewing = self._viewing, -1
         if number >= 0:
             self.viewed.add(number)

@@ -275,7 +275,7 @@ class OverflowSubscriber:
         self._pump = Pump(self._loop, self._monitor.pair, self._look_at_connection)
 
     def body(self, number: int, size: int, seq: int) -> memoryview | None:
-        """Return the body with a marker's number, as `OverflowReader.body`."""
+        """Return the body with a marker's number, as `PassedSegments.body`."""
         number &= _NUMBERS
         while number not in self._arrived and self._inbox.look():
             pass

@@ -24,7 +24,7 @@ from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock, TakenMessage
 from aioshm.queue.local.copying import eviction, was_damaged
 from aioshm.queue.local.leases import VIEW_BYTES, Leases
-from aioshm.queue.local.overflow import OverflowReader
+from aioshm.queue.local.overflow import PassedSegments
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY, SLOW_PATH, memory_fence
@@ -41,7 +41,7 @@ class SlotReader:
         gate: Gate,
         ring: RingReader,
         codec: Codec,
-        overflow: OverflowReader,
+        overflow: PassedSegments,
         waker: WriterWaker,
         make_leases: Callable[[], Leases],
     ) -> None:
@@ -203,7 +203,7 @@ class SlotReader:
         return kind == OVERFLOW and seq == self.seq and self._overflow.has(self._slots.header(begin), seq)
 
     def _elsewhere_body(self, begin: int) -> memoryview | None:
-        """Return what did not fit a slot's chunk, as `OverflowReader.body`."""
+        """Return what did not fit a slot's chunk, as `PassedSegments.body`."""
         body = self._overflow.body(self._slots.header(begin), self.seq)
         if body is not None:
             self.overflows += 1

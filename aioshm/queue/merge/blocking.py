@@ -278,7 +278,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
             if process_lock.owner == me:
                 process_lock.owner = process_lock.next_owner
             for place in taken:
-                place.held.finished()
+                place.held.release()
 
     def _look(self, taken: list[_Place]) -> None:
         """Receive available messages, and find errors; called on the loop."""
