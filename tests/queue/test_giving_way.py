@@ -91,8 +91,11 @@ async def test_so_does_a_merge(handed_on: list[str], clock: Callable[[int], None
         await newcomer.aclose()
 
 
-async def test_an_end_that_was_closed_meanwhile_does_nothing(handed_on: list[str]) -> None:
+async def test_an_end_that_was_closed_meanwhile_does_nothing(
+    handed_on: list[str], clock: Callable[[int], None]
+) -> None:
     async with attached(1, **ONE_MORE_PLACE) as (writer, (reader,)):
+        clock(0)  # time stands still
         gates = writer.end.gate, reader.end.gate
         for gate in gates:
             gate.give_way()
