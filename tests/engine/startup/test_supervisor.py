@@ -14,7 +14,15 @@ import pytest
 from served_engine import ask, collected, stop, until
 from supervised import MANY, pids, serve, serve_after_death, serve_one_by_one
 
-from aioshm.engine import EngineLayout, EngineSupervisor, RankInfo, Restart, StartupOptions, StartupProgress
+from aioshm.engine import (
+    ClientOptions,
+    EngineLayout,
+    EngineSupervisor,
+    RankInfo,
+    Restart,
+    StartupOptions,
+    StartupProgress,
+)
 from aioshm.engine.startup.restarting import EngineLife
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
 from aioshm.process.watch import ProcessExit
@@ -319,6 +327,7 @@ async def test_the_first_start_is_tried_once(tmp_path: Path) -> None:
     ("options", "error", "text"),
     [
         ({"wait": False}, TypeError, "wait is the supervisor's own"),
+        ({"client": ClientOptions(on_engine_change=print)}, TypeError, "on_engine_change is the supervisor's own"),
         ({"start_timeout": 0}, ValueError, "start_timeout"),
         ({"engine_count": 0}, ValueError, "engine_count must be at least 1"),
     ],
