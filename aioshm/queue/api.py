@@ -602,7 +602,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
 
     def stats(self) -> QueueStats:
         """Return what this end has done so far. Works at any time, also after closing."""
-        return self.end.gate.stats()
+        return self.end.state.stats()
 
     # Iterating, closing
 
@@ -638,7 +638,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         then does it, and after that one was closed. Where that one has only stopped, what still waits there keeps the
         memory until it goes on.
         """
-        await self.end.gate.aclose()
+        await self.end.state.aclose()
 
     def __reduce__(self) -> NoReturn:
         refuse_to_pickle(self, writes=self._writer is not None)

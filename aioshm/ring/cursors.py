@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 GIVE_WAY_NS = 5_000_000
 """For how long ends yield their CPUs to a new reader: about twice the time to its first message."""
 
-_COSTS = (at.WRITER_LINE + at.COSTS) // 8  # the first of these words of the header
-
 
 class _Cursor:
     """The words of the header that both ends read, and the slots."""
@@ -204,11 +202,6 @@ class RingWriter(_Cursor):
             self._header[line + at.RANK : line + at.RANK + 4] = rank.to_bytes(4, "little")
         self._words[(at.WRITER_LINE + at.CREATED) // 8] = monotonic_ns()
 
-    def set_costs(self, costs: Sequence[int]) -> None:
-        """Write the costs of waiting on this machine to the header: `N_COSTS` figures."""
-        for i, figure in enumerate(costs):
-            self._words[_COSTS + i] = figure
-
     def close(self) -> None:
         """Release every view, so that the segment can be unmapped."""
         self.core.close()
@@ -285,10 +278,6 @@ class RingReader(_Cursor):
         """Return the writer's process id as it saw itself."""
         line = at.WRITER_LINE + at.PID
         return int.from_bytes(self._header[line : line + 4], "little")
-
-    def costs(self) -> tuple[int, ...]:
-        """Return the costs that the writer wrote; zeros: it did not. Not to be trusted."""
-        return tuple(self._words[_COSTS : _COSTS + at.N_COSTS])
 
     def close(self) -> None:
         """Release every view, so that the segment can be unmapped."""

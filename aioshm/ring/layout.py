@@ -2,7 +2,7 @@
 
     offset            what                                                       written by
     0                 magic, version, sizes, queue id                            creator, once
-    64                writer line: messages written, closed, pid, costs, ...     writer
+    64                writer line: messages written, closed, pid, ...            writer
     128               writer parked, the message that it waits for               writer (and the reader that wakes it)
     192               readers parked: one byte each, rounded up to 64            that reader (and the writer)
     ...               one 64-byte line per reader: messages read, state, pid     that reader; state, pid, rank: writer
@@ -27,8 +27,7 @@ The slots and the pool fill pages of their own, which readers map read-only: no 
 reads. The flags and the header stay writable for all. A reader that scribbles on them can block or end the queue, but
 the message numbers in the slots and chunks let no wrong message pass.
 
-The writer's line has the costs of waiting on this machine for readers that have not measured them (`COSTS`); zeros: the
-writer does not know them either. When the writer admits a reader, it sets `GIVE_WAY_UNTIL`: until then every end yields
+When the writer admits a reader, it sets `GIVE_WAY_UNTIL`: until then every end yields
 its CPU once in a while, because on a busy machine a new reader would wait milliseconds for one.
 
 For inspection (``header.py``) each end counts bytes and overflows in its line, and each reader has a histogram of
@@ -87,7 +86,6 @@ STATE = 8  # u8: writer: 1 once closed; reader: one of the states below
 SPINNING = 9  # u8: 1 while this end spins
 CODEC = 10  # u8, of the writer: the codec's code
 PID = 12  # u32
-COSTS, N_COSTS = 16, 3  # u64 each, of the writer: a wake-up, a timer, a sched_yield; in nanoseconds, 0: unknown
 BYTES = 40  # u64: in the bodies of all messages written or read
 OVERFLOWS = 48  # u64, of the writer: messages that were larger than a chunk
 CREATED = 56  # u64, of the writer: when the queue was made, by the same clock as the times of publishing

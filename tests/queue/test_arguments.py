@@ -99,7 +99,7 @@ async def test_timeouts(n_local: int, n_remote: int, name: str, arguments: int) 
                 with refused("timeout", value):
                     await use(ends, name, arguments, timeout=value)
             else:
-                ends[0].end.gate.core.open = ends[1][0].end.gate.core.open = False  # type: ignore[attr-defined]
+                ends[0].end.state.core.open = ends[1][0].end.state.core.open = False  # type: ignore[attr-defined]
                 with refused("timeout", value):
                     await use(ends, name, arguments, timeout=value)
 

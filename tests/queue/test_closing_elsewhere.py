@@ -82,7 +82,7 @@ async def test_while_its_loop_runs_in_another_thread(elsewhere: Any, end: str, r
             with pytest.raises(QueueClosed, match="this end was closed"):
                 await writer.enqueue(1)
             await reader.aclose()
-        assert reader.end.gate.dismantled
+        assert reader.end.state.dismantled
         await reader.aclose()
 
 
@@ -99,7 +99,7 @@ async def test_after_its_loop_was_closed(elsewhere: Any, end: str, waits: bool, 
                 await asyncio.to_thread(there.run, asyncio.sleep(0.01))
             await asyncio.to_thread(there.close)
             await reader.aclose()
-            assert reader.end.gate.dismantled
+            assert reader.end.state.dismantled
             with pytest.raises(QueueClosed, match="every reader has left"):
                 while True:
                     await writer.enqueue(b"x", 20)
@@ -117,7 +117,7 @@ async def test_after_its_loop_was_closed(elsewhere: Any, end: str, waits: bool, 
         await asyncio.to_thread(there.close)
         received = asyncio.ensure_future(_all(reader))
         await writer.aclose()
-        assert writer.end.gate.dismantled
+        assert writer.end.state.dismantled
         assert await received == [0, 1, 2, 3]
 
 
@@ -138,7 +138,7 @@ async def test_while_its_loop_has_stopped(elsewhere: Any) -> None:
             await asyncio.wrap_future(waiting)
         there.loop.call_soon_threadsafe(there.loop.stop)
         going_on.result()
-        assert reader.end.gate.dismantled
+        assert reader.end.state.dismantled
 
 
 async def test_while_its_loop_ends(elsewhere: Any) -> None:
@@ -151,7 +151,7 @@ async def test_while_its_loop_ends(elsewhere: Any) -> None:
             await asyncio.wait_for(reader.aclose(), 20)
             ending.join(20)
             await reader.aclose()
-            assert reader.end.gate.dismantled
+            assert reader.end.state.dismantled
 
 
 async def test_cancelling_it_does_not_stop_it(elsewhere: Any) -> None:

@@ -26,9 +26,9 @@ def crowded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_spin_of_either_end_hands_its_cpu_on(crowded: bool) -> None:
     async with attached(2) as (writer, readers):
         for mq in (writer, *readers):
-            assert mq.end.gate.core.spin_yields is crowded
-            assert mq.end.gate.poller is not None
-            assert mq.end.gate.poller.policy.crowded is crowded
+            assert mq.end.state.core.spin_yields is crowded
+            assert mq.end.state.poller is not None
+            assert mq.end.state.poller.policy.crowded is crowded
         await writer.enqueue("x")
         assert [await reader.dequeue() for reader in readers] == ["x", "x"]
 

@@ -11,7 +11,7 @@ import pytest
 from pairs import attached
 
 from aioshm import MessageQueue, merge
-from aioshm.queue.ends.gate import TURN_MESSAGES
+from aioshm.queue.ends.state import TURN_MESSAGES
 from aioshm.ring.cursors import GIVE_WAY_NS
 
 ONE_MORE_PLACE: dict[str, Any] = {
@@ -96,10 +96,10 @@ async def test_an_end_that_was_closed_meanwhile_does_nothing(
 ) -> None:
     async with attached(1, **ONE_MORE_PLACE) as (writer, (reader,)):
         clock(0)  # time stands still
-        gates = writer.end.gate, reader.end.gate
-        for gate in gates:
-            gate.give_way()
+        states = writer.end.state, reader.end.state
+        for state in states:
+            state.give_way()
         assert len(handed_on) == 2
-    for gate in gates:
-        gate.give_way()
+    for state in states:
+        state.give_way()
     assert len(handed_on) == 2

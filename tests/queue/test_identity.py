@@ -61,7 +61,7 @@ def made(identity: Path, **options: Any) -> Handle:
     """Let there be the identity of a writer that is gone; return its handle."""
     writer = new_writer(identity, options=Options(**options))
     handle = writer.export_handle()
-    writer.end.gate.discard()
+    writer.end.state.discard()
     return handle
 
 
@@ -306,7 +306,7 @@ async def test_two_writers_of_one_identity(identity: Path) -> None:
 async def test_a_writer_that_could_not_be_made_has_no_identity(identity: Path) -> None:
     async with MessageQueue(1, 1, name="taken", options=Options(runtime_dir=str(identity.parent / "names"))) as other:
         with pytest.raises(NameTaken, match="'taken'"):
-            new_writer(identity, name="taken", options=other.end.gate.options)
+            new_writer(identity, name="taken", options=other.end.state.options)
     async with new_writer(identity):
         pass
 

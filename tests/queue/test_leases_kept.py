@@ -106,7 +106,7 @@ class Respites:
     async def go_on(self, reader: MessageQueue) -> None:
         """Wait until the reader waits, and the end of its respite has been looked at a few times."""
         self._begun = False
-        await until(lambda: reader.end.gate.waits, "the reader waits")
+        await until(lambda: reader.end.state.waits, "the reader waits")
         self._begun, before = True, self.looks
         await until(lambda: self.looks >= before + 3, "the respite goes on")
 
@@ -161,15 +161,15 @@ async def test_a_call_that_lets_others_run_first_waits_already() -> None:
     async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue(_array(1, LARGE))
         assert await _lease(reader) == 1
-        gate = reader.end.gate
-        gate.core.budget = 0
+        state = reader.end.state
+        state.core.budget = 0
         waiting = asyncio.ensure_future(_lease(reader))
         await asyncio.sleep(0)
-        assert gate.in_line == 0
-        assert gate.waits
+        assert state.lock.calls == 0
+        assert state.waits
         await writer.enqueue(_array(2, LARGE))
         assert await waiting == 2
-        assert not gate.waits
+        assert not state.waits
 
 
 async def test_a_loop_that_waits_no_more_gives_its_message_up(respites: Respites) -> None:

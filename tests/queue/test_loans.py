@@ -272,7 +272,7 @@ async def test_closed_inside_of_the_block() -> None:
         with pytest.raises(QueueClosed):
             async with writer.loan(100_000, "uint8") as array:
                 closing = asyncio.ensure_future(writer.aclose())
-                await until(lambda: writer.end.gate.closed)
+                await until(lambda: writer.end.state.closed)
                 _fill(array, 2)
         await closing
         _scribble(array)

@@ -183,7 +183,7 @@ async def test_closing_during_a_block() -> None:
         with pytest.raises(QueueClosed):
             async with writer.loan(SIZE, "uint8") as array:
                 closing = asyncio.ensure_future(writer.aclose())
-                await until(lambda: writer.end.gate.closed)
+                await until(lambda: writer.end.state.closed)
                 array[:] = 2
         await closing
         _scribble(array)
@@ -198,7 +198,7 @@ async def test_the_reader_goes_during_a_block() -> None:
         with pytest.raises((PeerDied, QueueClosed)):
             async with writer.loan(SIZE, "uint8") as array:
                 await reader.aclose()
-                await until(lambda: writer.end.gate.refusal is not None)
+                await until(lambda: writer.end.state.refusal is not None)
                 array[:] = 2
 
 
@@ -221,7 +221,7 @@ async def test_backpressure() -> None:
         for number in range(3):
             await _lend(writer, number)
         waiting = asyncio.ensure_future(_lend(writer, 3))
-        await until(lambda: writer.end.gate.in_line)
+        await until(lambda: writer.end.state.lock.calls)
         assert not waiting.done()
         for number in range(4):
             async with reader.lease(5) as array:

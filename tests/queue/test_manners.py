@@ -69,7 +69,7 @@ class TestBothEndsInOneTask:
         async with writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
             async with MessageQueue.create_from_handle(writer.export_handle(), 0) as second:
                 await writer.wait_until_ready(20)
-                await until(lambda: second.end.gate.refusal is not None, "the refusal")
+                await until(lambda: second.end.state.refusal is not None, "the refusal")
                 with pytest.raises(HandleError, match="rank 0 is taken"):
                     await second.dequeue(20)
             await writer.enqueue("hello", 20)

@@ -12,7 +12,7 @@ from merging import BIG, asleep, poller_of, queues
 from support import bystander
 
 from aioshm import MessageQueue, RoleError
-from aioshm.queue.ends.gate import TURN_MESSAGES
+from aioshm.queue.ends.state import TURN_MESSAGES
 from aioshm.queue.merge import merge
 
 
@@ -183,7 +183,7 @@ class TestSleeping:
             await writers[2].aclose()
             await asyncio.sleep(0.01)
             assert not waiting.done()
-            assert readers[0].end.gate.dismantled, "nobody is left in its line"  # type: ignore[attr-defined]
+            assert readers[0].end.state.dismantled, "nobody is left in its line"  # type: ignore[attr-defined]
             await writers[1].enqueue("last")
             assert await waiting == (1, "last")
             waiting = await asleep(merged)

@@ -245,7 +245,7 @@ async def test_a_second_writer_is_told_who_has_the_name(names: Path) -> None:
             await writer.enqueue(1, 20)
             assert await reader.dequeue(20) == 1
     assert os.listdir(names) == []
-    new_writer().end.gate.discard()
+    new_writer().end.state.discard()
     assert os.listdir(names) == []
 
 
@@ -412,7 +412,7 @@ async def test_whichever_call_comes_first_is_told_first() -> None:
             async with new_writer() as writer:
                 await writer.enqueue(incarnation, 20)
                 await until(lambda: reader.stats().ready)
-                assert reader.end.gate.core.open == (how == "first")
+                assert reader.end.state.core.open == (how == "first")
                 assert isinstance(await read_on(reader, how), QueueRestarted) == (how != "first")
                 if how != "first":
                     assert await reader.dequeue(20) == incarnation
@@ -603,4 +603,4 @@ async def test_the_writers_options_hold_for_a_reader_that_has_none_of_its_own(na
     options = Options(runtime_dir=str(names), stall_warning_s=7.0)
     async with new_writer(options=options) as writer, MessageQueue.attach("steps", 0) as reader:
         await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
-        assert reader.end.gate.options == options
+        assert reader.end.state.options == options

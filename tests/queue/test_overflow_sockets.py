@@ -87,7 +87,7 @@ class TestBySelf:
                     reader.end.source.attachment.overflow.segments.pop().close()  # type: ignore[attr-defined]
             assert sockets_of_zeromq() == before + 3
             (warning,) = warnings_in(caplog)
-            assert f"queue {writer.end.gate.name}" in warning
+            assert f"queue {writer.end.state.name}" in warning
             assert "goes over ZeroMQ" in warning
             assert why in warning
         assert sockets_of_zeromq() == before

@@ -34,7 +34,7 @@ from aioshm import (
 )
 from aioshm.lifeline.address import sockaddr
 from aioshm.lifeline.protocol import Hello, pack
-from aioshm.queue.ends.gate import SHORT_TURN_MESSAGES, TURN_MESSAGES, Gate
+from aioshm.queue.ends.state import SHORT_TURN_MESSAGES, TURN_MESSAGES, EndState
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.membership import KEPT_CHANGES
 from aioshm.ring import ShmRingBuffer
@@ -47,17 +47,17 @@ LARGE = 20_000
 async def test_a_newcomer_waits_for_a_short_turn_of_a_writer_that_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step of its admission comes a few messages after the one before; and it touches nothing beforehand."""
     steps: list[int] = []
-    hurry, prefault, touched = Gate.hurry, ShmRingBuffer.prefault, []
+    hurry, prefault, touched = EndState.hurry, ShmRingBuffer.prefault, []
 
-    def noted(gate: Gate) -> None:
+    def noted(state: EndState) -> None:
         steps.append(writer.stats().messages)
-        hurry(gate)
+        hurry(state)
 
     def touching(*arguments: Any, **more: Any) -> None:
         touched.append(arguments)
         prefault(*arguments, **more)
 
-    monkeypatch.setattr(Gate, "hurry", noted)
+    monkeypatch.setattr(EndState, "hurry", noted)
     async with wide_writer(1, 0, slots=1024, max_readers=2, slow_reader="skip") as writer:
         async with MessageQueue.create_from_handle(writer.export_handle(), 0):
             await writer.wait_until_ready(20)

@@ -568,4 +568,4 @@ def test_who_was_admitted_before_is_not_admitted_again() -> None:
     refusal = answer(b"former", newcomer)
     assert isinstance(refusal, wire.Refused)
     assert refusal.evicted
-    writer.end.gate.discard()
+    writer.end.state.discard()

@@ -98,18 +98,6 @@ class TestHeader:
         assert all(reader.writer_closed() for reader in readers)
         assert [reader.writer_pid() for reader in readers] == [7, 7]
 
-    def test_costs(self, new_ends: NewEnds) -> None:
-        ring, writer, readers = new_ends(2)
-        line = slice(at.WRITER_LINE, at.WRITER_LINE + at.COSTS)
-        put(writer, b"")
-        writer.set_writer_state(closed=True, pid=4_000_000_000)
-        before = bytes(ring.view[line])
-        assert [reader.costs() for reader in readers] == [(0, 0, 0)] * 2
-        writer.set_costs((5_000, 3_000, 300))
-        assert [reader.costs() for reader in readers] == [(5_000, 3_000, 300)] * 2
-        assert bytes(ring.view[line]) == before
-        assert at.COSTS + 8 * at.N_COSTS <= at.LINE
-
     def test_nothing_of_this_touches_the_messages(self, new_ends: NewEnds) -> None:
         _, writer, (reader,) = new_ends(1)
         put(writer, b"message")

@@ -46,8 +46,8 @@ def stand_in() -> None:
     patched.shortage = lambda *_: None
 
 
-class Gate:
-    """Stands for a reader's `Gate`."""
+class EndState:
+    """Stands for a reader's `EndState`."""
 
     def __init__(self, process: Process, options: Options) -> None:
         self.name, self.options, self.loop = process.name, options, process.loop
@@ -76,18 +76,18 @@ class Reader:
         self.queue, self.world, self.wanted, self.slow, self.history = queue, world, rank, slow, history
         self.process = Process(world, f"reader {queue.count}")
         self.pace_s = pace_s
-        self.gate = Gate(self.process, queue.options)
+        self.state = EndState(self.process, queue.options)
         remote = queue.handle.remote
         assert remote is not None
-        self.link = link.WriterLink(self.gate, queue.handle, remote, rank, slow, history)  # type: ignore[arg-type]
+        self.link = link.WriterLink(self.state, queue.handle, remote, rank, slow, history)  # type: ignore[arg-type]
         self.troubled = rank == ANY_RANK
         self.taken: int | None = None  # what comes next
         self.lost = self.received = 0
         self.left = False
         self.given_up: Callable[[], AioshmError] | None = None  # before it has left; afterwards nobody is told
         self._looking = False
-        self.gate.wake = self._look_soon
-        self.gate.interrupt_reader = self._interrupted
+        self.state.wake = self._look_soon
+        self.state.interrupt_reader = self._interrupted
         self.refused = False
         self.link.start(self.process.loop)
 

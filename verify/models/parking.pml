@@ -20,7 +20,7 @@
  *                                                         wait/threads.py ThreadPoller._sleep
  *     release         finish, writer_parked               ReaderBase.release, take_many, ReaderControl.give_back
  *     can_go_on       -                                   ring/cursors.py RingReader.writer_can_go_on, RingWriter.want;
- *                                                         queue/local/waker.py WriterWaker.wake
+ *                                                         queue/local/attachment.py WriterWaker.wake
  *     woken by end    -                                   lifeline/connection.py, dialer.py (end of file), LocalReaders.gone
  *
  * -DREADERS_SLEEP: the writer publishes MESSAGES, BATCH of them with one fence, a reader sleeps for each; the writer may be

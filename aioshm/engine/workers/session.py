@@ -68,7 +68,7 @@ class Session:
         try:
             self.processes: WorkerProcesses = WorkerProcesses(settings, self)
         except BaseException:
-            broadcasts.end.gate.discard()
+            broadcasts.end.state.discard()
             raise
         self.calls: Calls = Calls(self, broadcasts, n_workers)
         self._pickled = b""  # the call that creates a worker

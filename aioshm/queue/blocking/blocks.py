@@ -138,7 +138,7 @@ class LeaseBlock(Block):
         while end.async_block is None:
             if end.undelivered:
                 pass
-            elif not end.gate.ready or end.reader.has_news or end.failure is not None:
+            elif not end.state.ready or end.reader.has_news or end.failure is not None:
                 end.receive_once(deadline, self._cancel, self._indefinite, 0)
             elif end.reader.source.ring is None or not self._wait_for_small(deadline):
                 end.run_cancellable(lambda event: self._enter_on_loop(deadline, event), self._cancel)
@@ -147,8 +147,8 @@ class LeaseBlock(Block):
                 del end.undelivered[:1]
                 break
         if end.taken:
-            end.gate.in_line = 1  # the value that it has while any block is open
-            end.gate.core.open = False
+            end.state.lock.calls = 1  # the value that it has while any block is open
+            end.state.core.open = False
             value = end.taken[0]
             self._value = value if self._decoded else body_of(end.reader.encode(value))
 
@@ -157,7 +157,7 @@ class LeaseBlock(Block):
         end = self._end
         if not end.wait_for_message(deadline, self._cancel, self._indefinite):
             return True  # the writer is gone: the caller waits for the next one
-        core, ring = end.gate.core, end.reader.source.ring
+        core, ring = end.state.core, end.reader.source.ring
         if not self._decoded or type(core) is not ReaderCore or ring is None:
             return False
         me = get_ident()

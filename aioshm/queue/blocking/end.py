@@ -22,9 +22,9 @@ from aioshm.closing import warn_not_closed
 from aioshm.errors import AioshmError, QueueClosed, QueueRestarted, RoleError
 from aioshm.process.lock import ProcessLock
 from aioshm.process.loop_thread import LoopThread, process_lock, shared_loop
-from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.ring.cores import EMPTY, SLOW_PATH, ReaderCore, native_core
 from aioshm.wait.threads import CANCEL_POLL_S
@@ -53,13 +53,13 @@ class BlockingEnd:
 
     def __init__(self, end: WritingEnd | ReadingEnd) -> None:
         self.end = end
-        self.gate: Gate = end.gate
+        self.state: EndState = end.state
         end.block()
         self.undelivered: list[Any] = []
         self.failure: AioshmError | None = None
         self.send_if_room: Callable[[Any], Any] = _send_nothing
         self.receive_next: Callable[[list[Any]], Any] = _receive_nothing
-        self.pending_wakeups: list[None] = end.gate.pending_wakeups
+        self.pending_wakeups: list[None] = end.state.pending_wakeups
         self.lock: ProcessLock = ProcessLock(recheck_s=0.1)
         self.block: weakref.ref[Block] | None = None
         self.async_block: Any = None
@@ -98,7 +98,7 @@ class BlockingEnd:
                 self.receive_next = _receive_nothing
                 raise
             finally:
-                self.gate.wake_peers()
+                self.state.wake_peers()
 
         try:
             return self.loop().run(called)
@@ -146,17 +146,17 @@ class BlockingEnd:
             TimeoutError: The deadline has passed.
             AioshmError: The end is closed or has failed, and refuses every call.
         """
-        if self.gate.refusal is not None and self._loop is not None and self._loop.elsewhere:
-            self.gate.check_refusal()
+        if self.state.refusal is not None and self._loop is not None and self._loop.elsewhere:
+            self.state.check_refusal()
         self.loop()
         me, mine = get_ident(), self.lock
         if mine.owner == me and self.block is not None and self.block() is None:
             self.drop_block()
         if mine.owner == me:
-            self.gate.check_refusal()
+            self.state.check_refusal()
             raise RoleError(f"{self!r}: called inside of a block that has its slot, and so would wait for itself")
         while not mine.acquire(me, monotonic() + (0 if busy is not None else 0.1)):
-            self.gate.check_refusal()
+            self.state.check_refusal()
             if busy is not None:
                 raise busy(f"{self!r}: another thread waits here, or is in a block that has a slot")
             if deadline is not None and monotonic() >= deadline:
@@ -174,18 +174,18 @@ class BlockingEnd:
             self.lock.wake()
         if self._closes_later:
             self.close()
-        gate, me = self.gate, get_ident()
-        core: Any = gate.core
-        if gate.ready and not core.open:
+        state, me = self.state, get_ident()
+        core: Any = state.core
+        if state.ready and not core.open:
             try:
                 process_lock.acquire(me)  # the loop's thread could refuse calls at the same moment
-                gate.reopen()
+                state.reopen()
             finally:
                 if process_lock.owner == me:
                     process_lock.owner = process_lock.next_owner
                 if process_lock.waiting:
                     process_lock.wake()
-        whole = native_core and gate.ready and self.failure is None and _is_whole(self.end)
+        whole = native_core and state.ready and self.failure is None and _is_whole(self.end)
         if isinstance(self.end, WritingEnd):
             self.send_if_room = core.send if whole else _send_nothing
         else:
@@ -210,7 +210,7 @@ class BlockingEnd:
         nested = process_lock.owner == me  # called by a codec or a handler, inside of another call
         try:
             process_lock.acquire(me)
-            self.gate.wake_peers()
+            self.state.wake_peers()
         finally:
             if process_lock.owner == me and not nested:
                 process_lock.owner = process_lock.next_owner
@@ -222,8 +222,8 @@ class BlockingEnd:
 
         An error of decoding a message is raised after the messages before that message.
         """
-        if self.gate.pending_wakeups and self._loop is not None:
-            self._loop.post(self.gate.wake_peers)
+        if self.state.pending_wakeups and self._loop is not None:
+            self._loop.post(self.state.wake_peers)
         if isinstance(error, Exception) and isinstance(self.end, ReadingEnd):
             self.fail(error)
         else:
@@ -245,7 +245,7 @@ class BlockingEnd:
         """Wait once: for a message, or until the end has attached or has switched to the next writer."""
         self.raise_failure()
         reader = self.reader
-        if not self.gate.ready or reader.has_news or reader.source.ring is None:
+        if not self.state.ready or reader.has_news or reader.source.ring is None:
             self.run_cancellable(lambda event: self._receive_on_loop(deadline, event, indefinite, most), cancel)
         elif self.wait_for_message(deadline, cancel, indefinite) and not self.take(most):
             self.run_cancellable(lambda event: self._take_unusual(deadline, event, indefinite), cancel)
@@ -258,18 +258,18 @@ class BlockingEnd:
 
     def wait_for_message(self, deadline: float | None, cancel: Any, indefinite: bool) -> bool:
         """Wait in this thread for a message of the ring; return False if the writer is gone and a next one awaited."""
-        me, gate = get_ident(), self.gate
-        core = gate.core
+        me, state = get_ident(), self.state
+        core = state.core
         try:
             process_lock.acquire(me)
-            gate.in_line = 1  # keeps the memory mapped; nothing else sets this before `finally`
+            state.lock.calls = 1  # keeps the memory mapped; nothing else sets this before `finally`
             core.open = False
             self.reader.next_of_writer(deadline, cancel, indefinite).send(None)
             raise AssertionError("a call that blocks has suspended")
         except StopIteration as done:
             there = bool(done.value)
         finally:
-            gate.in_line = 0
+            state.lock.calls = 0
             if process_lock.owner == me:
                 process_lock.owner = process_lock.next_owner
             if process_lock.waiting:
@@ -280,7 +280,7 @@ class BlockingEnd:
 
     def take(self, most: int) -> bool:
         """Take up to ``most`` messages in this thread; return False if the core cannot take even one this way."""
-        me, core = get_ident(), self.gate.core
+        me, core = get_ident(), self.state.core
         if type(core) is not ReaderCore or not native_core:
             return False
         try:
@@ -288,7 +288,7 @@ class BlockingEnd:
             answer = None
             while answer is None and len(self.undelivered) < most:
                 answer = core.receive_into(self.undelivered)
-            self.gate.wake_peers()
+            self.state.wake_peers()
         except Exception as error:
             self.fail(error)
         finally:
@@ -312,7 +312,7 @@ class BlockingEnd:
         self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool, most: int
     ) -> None:
         reader = self.reader
-        if not self.gate.ready or reader.has_news:
+        if not self.state.ready or reader.has_news:
             await reader.wait_until_ready(deadline, cancel)
         if reader.source.ring is None and not self.undelivered:
             left = None if deadline is None else max(0.0, deadline - monotonic())
@@ -325,7 +325,7 @@ class BlockingEnd:
         """Switch to waiting for the next writer if this writer is gone and drained."""
         reader = self.reader
         gone = reader.source.gone  # read first, so that `look` sees all that the writer published
-        if gone is not None and self.gate.ready and not reader.source.look():
+        if gone is not None and self.state.ready and not reader.source.look():
             reader.go_on_after(gone())
 
     async def _take_unusual(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
@@ -394,30 +394,30 @@ class BlockingEnd:
 
     def _put(self, writer: WritingEnd, message: Any, deadline: float | None) -> bool:
         """Send a message in this thread once there is room; return False if the loop has to send it."""
-        me, gate = get_ident(), self.gate
-        core: Any = gate.core
+        me, state = get_ident(), self.state
+        core: Any = state.core
         try:
             process_lock.acquire(me)
-            gate.in_line = 1
+            state.lock.calls = 1
             core.open = False
-            gate.check_usable()
+            state.check_usable()
             while not core.put(message):
                 try:
                     writer.wait_for_room(message, deadline).send(None)
                 except StopIteration as done:
                     if not done.value:
                         return False
-                gate.check_usable()
-            gate.wake_peers()
+                state.check_usable()
+            state.wake_peers()
             return True
         finally:
-            gate.in_line = 0
+            state.lock.calls = 0
             if process_lock.owner == me:
                 process_lock.owner = process_lock.next_owner
             if process_lock.waiting:
                 process_lock.wake()
-            if gate.pending_wakeups and self._loop is not None:
-                self._loop.post(gate.wake_peers)
+            if state.pending_wakeups and self._loop is not None:
+                self._loop.post(state.wake_peers)
 
     # Blocks
 
@@ -427,7 +427,7 @@ class BlockingEnd:
             self.abandoned_blocks += [(self.async_block, None, False)]
             self.async_block = None
         elif self.taken:
-            self.gate.in_line = 0
+            self.state.lock.calls = 0
         self.taken = []
         self.block = None
         self.lock.owner = 0
@@ -462,12 +462,12 @@ class BlockingEnd:
         """Close the end from any thread: now, or when the call or block that uses the end is over."""
         if self.closed or (self._loop is not None and self._loop.elsewhere):
             return
-        me, mine, gate = get_ident(), self.lock, self.gate
+        me, mine, state = get_ident(), self.lock, self.state
         if process_lock.owner == me:  # a codec or a signal handler calls this inside of another call
             self._closes_later = True
-            gate.refuse_closed()
+            state.refuse_closed()
             return
-        self._do(gate.refuse_closed)
+        self._do(state.refuse_closed)
         if mine.owner == me or self.block is not None:
             self._closes_later = True
             return
@@ -478,10 +478,10 @@ class BlockingEnd:
         self._closes_later = False
         try:
             if not self.closed:
-                if gate.loop is None:
-                    self._do(gate.discard)
+                if state.loop is None:
+                    self._do(state.discard)
                 else:
-                    self.run(gate.aclose)
+                    self.run(state.aclose)
                 self.closed = True
         finally:
             mine.owner = 0
@@ -490,20 +490,20 @@ class BlockingEnd:
 
     def _do(self, function: Callable[[], object]) -> None:
         """Run a function that does not wait: on the loop if the end belongs to one, else here."""
-        if self.gate.loop is not None:
+        if self.state.loop is not None:
             self.loop().do(function)
         else:
             function()
 
     def forget(self) -> None:
         """Close an end that was garbage-collected; called by ``__del__``, in any thread."""
-        gate, loop = self.gate, self._loop
-        if self.closed or gate.closed or gate.loop is None or loop is None or loop.elsewhere or loop.ended:
+        state, loop = self.state, self._loop
+        if self.closed or state.closed or state.loop is None or loop is None or loop.elsewhere or loop.ended:
             return  # an end that was never used gives the warning itself
         try:
-            warn_not_closed(gate, "use `with`, or call close()")
+            warn_not_closed(state, "use `with`, or call close()")
         finally:
-            loop.post(lambda: _start(gate.aclose()))
+            loop.post(lambda: _start(state.aclose()))
 
     def __repr__(self) -> str:
         return f"<blocking {self.end!r}>"
@@ -530,7 +530,7 @@ def made(make: Callable[[], Coroutine[Any, Any, T]], end_of: Callable[[T], Writi
         return kept[0]
     except BaseException:
         if kept:
-            loop.run(end_of(kept[0]).gate.aclose)
+            loop.run(end_of(kept[0]).state.aclose)
         raise
 
 
@@ -548,4 +548,4 @@ def _is_whole(end: WritingEnd | ReadingEnd) -> bool:
     """Return whether one call of the core is usually enough to send or receive a message."""
     if isinstance(end, WritingEnd):
         return end.network is None
-    return type(end.gate.core) is ReaderCore and not end.has_news
+    return type(end.state.core) is ReaderCore and not end.has_news

@@ -472,7 +472,7 @@ class MessageQueue(QueueBase[T], Closing):
     def readers(self) -> tuple[ReaderInfo, ...]:
         """Who reads; as that of `aioshm.MessageQueue`."""
         writer = self._writer_of("readers")
-        return () if self.held.gate.closed else self.held.loop().do(writer.readers)
+        return () if self.held.state.closed else self.held.loop().do(writer.readers)
 
     def membership(self, timeout: float | None = None) -> Iterator[Change]:
         """Iterate over what becomes of readers from now on, until this end is closed.
@@ -490,7 +490,7 @@ class MessageQueue(QueueBase[T], Closing):
 
     def stats(self) -> QueueStats:
         """Return what this end has done so far."""
-        return self.held.gate.stats()
+        return self.held.state.stats()
 
     @property
     def messages(self) -> int:

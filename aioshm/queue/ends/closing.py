@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from aioshm.closing import warn_not_closed
 from aioshm.process.limits import abandon_when_forked
 from aioshm.queue.stats import QueueStats
-from aioshm.wait.poller import Poller
-from aioshm.wait.threads import ThreadPoller
+
+if TYPE_CHECKING:
+    from aioshm.queue.ends.state import EndState
 
 LOOP_POLL_S = 0.05
 """How often closing from another thread looks whether the loop that is to do it still runs."""
@@ -51,25 +52,13 @@ class Whole(Inside, Protocol):
         """Wait, before the goodbye, for readers that may still fetch kept messages."""
 
 
-class Door(Protocol):
-    """The gate's interface for closing; see `Gate`."""
-
-    loop: asyncio.AbstractEventLoop | None
-    in_line: int
-    poller: Poller | ThreadPoller | None
-
-    def refuse_closed(self) -> None: ...
-
-    def forbid(self) -> None: ...
-
-
 class ClosingOrder:
     """Closes one end, once. Made before the end's parts: Python finalizes the oldest first."""
 
     _inside: Whole
 
-    def __init__(self, gate: Door) -> None:
-        self._gate = gate
+    def __init__(self, state: EndState) -> None:
+        self._state = state
         # Whether closing has begun.
         self.begun: bool = False
         self._parted = False  # whether the goodbye was said
@@ -87,21 +76,21 @@ class ClosingOrder:
         if self._inherited:  # the other ends, and the loop, are the parent's
             self.begun = True
             return
-        loop = self._gate.loop
+        loop = self._state.loop
         if loop is None or loop is asyncio.get_running_loop() or not loop.is_running():
             await self._close_here()
         else:
             await self._close_there(loop)
 
     async def _close_here(self) -> None:
-        gate = self._gate
-        if gate.loop is not None and gate.loop.is_closed():
-            gate.in_line = 0  # the calls that waited there will never go on
+        state = self._state
+        if state.loop is not None and state.loop.is_closed():
+            state.lock.calls = 0  # the calls that waited there will never go on
         try:
             self._begin()
-            if not self._parted and self._inside.lingers() and gate.loop is asyncio.get_running_loop():
+            if not self._parted and self._inside.lingers() and state.loop is asyncio.get_running_loop():
                 await self._inside.linger()
-            if gate.in_line:
+            if state.lock.calls:
                 await asyncio.sleep(0)  # the waiting calls raise while the ring is still mapped
         finally:
             self._part()
@@ -157,7 +146,7 @@ class ClosingOrder:
     def _begin(self) -> None:
         if not self.begun:
             self.begun = True
-            self._gate.refuse_closed()
+            self._state.refuse_closed()
 
     def _part(self) -> None:
         if not self._parted:
@@ -166,21 +155,21 @@ class ClosingOrder:
 
     def dismantle_unless_used(self) -> None:
         """Release everything, if the goodbye was said and no call is waiting."""
-        if self._parted and not self.dismantled and not self._gate.in_line:
+        if self._parted and not self.dismantled and not self._state.lock.calls:
             self._last_stats = self._inside.stats()
             self.dismantled = True
             self._take_apart()
 
     def _take_apart(self) -> None:
-        if self._gate.poller is not None:
-            self._gate.poller.close()
+        if self._state.poller is not None:
+            self._state.poller.close()
         self._inside.close()
 
     def abandon_in_child(self) -> None:
         """Refuse every call in a forked child, and let the parent's end go on."""
         self._inherited = True
         if not self.dismantled:
-            self._gate.forbid()
+            self._state.forbid()
             self._last_stats = self._inside.stats()
             self.dismantled = True
             self._inside.abandon()
@@ -192,7 +181,7 @@ class ClosingOrder:
         if getattr(self, "dismantled", True):
             return
         try:
-            warn_not_closed(self._gate, "use `async with`, or await aclose()")
+            warn_not_closed(self._state, "use `async with`, or await aclose()")
         finally:  # the warning may be an error
             self.dismantled = True
             self._take_apart()

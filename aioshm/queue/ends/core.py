@@ -1,4 +1,4 @@
-"""The core that a gate opens and shuts: a ring's core, or a stand-in where there is no ring."""
+"""The core that `EndState` opens and shuts: a ring's core, or a stand-in where there is no ring."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Core(Protocol):
-    """The gate's interface to a ring's core; see ``ring/reference.py``."""
+    """`EndState`'s interface to a ring's core; see ``ring/reference.py``."""
 
     open: bool
     budget: int

@@ -18,9 +18,9 @@ from aioshm.errors import (
     QueueGone,
     QueueRestarted,
 )
-from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.no_writer import NoWriter, Writers
 from aioshm.queue.ends.source import Source
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle
 
 
@@ -39,7 +39,7 @@ class Following:
 
     def __init__(
         self,
-        gate: Gate,
+        state: EndState,
         rank: int,
         writers: Writers,
         connect: Connect,
@@ -47,7 +47,7 @@ class Following:
         reconnect: bool,
         patience_s: float | None = None,
     ) -> None:
-        self._gate = gate
+        self._state = state
         self._rank = rank
         self._writers = writers
         self._connect = connect
@@ -68,11 +68,11 @@ class Following:
         self._use = use
         self.source = self._no_writer() if source is None else source
         if self._reconnect:
-            self._gate.on_interrupt = self._news_has_come
+            self._state.on_interrupt = self._news_has_come
         return self.source
 
     def _no_writer(self) -> NoWriter:
-        return NoWriter(self._gate, self._rank, self._writers, self._found, self._failed)
+        return NoWriter(self._state, self._rank, self._writers, self._found, self._failed)
 
     # What the caller is to be told
 
@@ -84,17 +84,17 @@ class Following:
     @property
     def has_news(self) -> bool:
         """True if `tell` has something to return."""
-        return self._obstacle is not None or (self._ended is not None and self._gate.ready)
+        return self._obstacle is not None or (self._ended is not None and self._state.ready)
 
     def tell(self) -> AioshmError | None:
         """Return, once, the news that the next call has to report first, if any."""
         obstacle, self._obstacle = self._obstacle, None
-        if obstacle is not None or self._ended is None or not self._gate.ready:
+        if obstacle is not None or self._ended is None or not self._state.ready:
             return obstacle
         (old_pid, error), self._ended = self._ended, None
         self.restarts += 1
-        self._gate.reopen()
-        restarted = QueueRestarted(self._gate.name, old_pid, self.source.writer_pid, error)
+        self._state.reopen()
+        restarted = QueueRestarted(self._state.name, old_pid, self.source.writer_pid, error)
         restarted.__cause__ = error
         return restarted
 
@@ -106,7 +106,7 @@ class Following:
         obstacle, self._obstacle = self._obstacle, None
         if obstacle is not None:
             raise obstacle
-        self._gate.check_refusal()
+        self._state.check_refusal()
 
     def patience_ends(self, began: float) -> float | None:
         """Return until when a call without a timeout, that began then, waits for there to be a writer."""
@@ -121,7 +121,7 @@ class Following:
         """Wait for the next writer, now that this one is gone and drained, or raise ``error``."""
         if not self._goes_on(error):
             raise error
-        if self._gate.ready and self._ended is None:
+        if self._state.ready and self._ended is None:
             self._ended = self.source.writer_pid, error
         self._writers.left()
         self._look_for_writer()
@@ -131,43 +131,43 @@ class Following:
         return self._reconnect and isinstance(error, (PeerDied, PeerClosed, MessagesLost, QueueGone))
 
     def _news_has_come(self) -> None:
-        gate = self._gate
-        if self.source.gone is not None and gate.loop is not None and gate.refusal is None:
-            gate.loop.call_soon(self._go_on_if_idle)  # the source, whose news that is, has yet to finish with it
+        state = self._state
+        if self.source.gone is not None and state.loop is not None and state.refusal is None:
+            state.loop.call_soon(self._go_on_if_idle)  # the source, whose news that is, has yet to finish with it
 
     def _go_on_if_idle(self) -> None:
         """Look for the next writer without a waiting call, if this one is gone and drained."""
-        gate, source = self._gate, self.source
+        state, source = self._state, self.source
         gone = source.gone
-        if gone is None or gate.refusal is not None or gate.in_line or source.look():
+        if gone is None or state.refusal is not None or state.lock.calls or source.look():
             return
         with suppress(AioshmError):  # the next call raises it
             self.go_on_after(gone())
 
     def _look_for_writer(self, *, at_once: bool = True) -> None:
-        gate, old = self._gate, self.source
-        assert gate.loop is not None
+        state, old = self._state, self.source
+        assert state.loop is not None
         self.received += old.progress
         self.received_bytes += old.stats().bytes
         old.say_goodbye()
-        gate.part(lambda: self._ended is not None)
+        state.part(lambda: self._ended is not None)
         old.close()
         if not old.finished():
-            finishing = gate.loop.create_task(old.finish())
+            finishing = state.loop.create_task(old.finish())
             self._finishing.add(finishing)
             finishing.add_done_callback(self._finishing.discard)
         self.source = self._no_writer()
         self._use(self.source, None, None)
         if at_once:
-            self.source.start(gate.loop)
-        gate.interrupt()
+            self.source.start(state.loop)
+        state.interrupt()
 
     # Having the next one
 
     def _found(self, handle: Handle) -> bool:
         """Attach to the writer of a handle; return whether it was there."""
-        gate = self._gate
-        assert gate.loop is not None
+        state = self._state
+        assert state.loop is not None
         try:
             source, codec = self._connect(handle, self._failed)
         except QueueGone:
@@ -176,15 +176,15 @@ class Following:
         except AioshmError:
             raise
         except ValueError as error:  # what is wrong with the arguments is known only now
-            raise HandleError(f"{gate!r}: {error}") from None
+            raise HandleError(f"{state!r}: {error}") from None
         self.source.close()
         self.source = source
         self._use(source, handle, codec)
         try:
-            source.start(gate.loop)
+            source.start(state.loop)
         except AioshmError as error:
             self._failed(error)
-        gate.interrupt()
+        state.interrupt()
         return True
 
     def _failed(self, error: AioshmError) -> None:
@@ -197,13 +197,13 @@ class Following:
             looks_on = isinstance(error, LimitReached)
         else:
             self.source.close()
-            self._gate.refuse(lambda: error)
+            self._state.refuse(lambda: error)
             return
         if not isinstance(self.source, NoWriter):
             self._look_for_writer(at_once=looks_on)
         elif not looks_on:
             self.source.close()
-        self._gate.interrupt()
+        self._state.interrupt()
 
     # Closing
 
@@ -214,5 +214,5 @@ class Following:
 
     async def finish(self) -> None:
         """Wait until `finished`."""
-        if self._finishing and self._gate.loop is asyncio.get_running_loop():
+        if self._finishing and self._state.loop is asyncio.get_running_loop():
             await asyncio.wait(self._finishing)

@@ -51,11 +51,11 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
         entered = False
         try:
             if end.source.look():
-                end.gate.hold()
+                end.state.hold()
                 entered = self._open()
         finally:
             if not entered:
-                end.gate.leave()
+                end.state.leave()
         return entered
 
     async def _enter(self) -> None:
@@ -66,13 +66,13 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
         try:
             while not entered:
                 await end.next(deadline, cancel, indefinite)
-                end.gate.hold()
+                end.state.hold()
                 entered = self._open()
                 if not entered:
                     await end.rest(deadline, cancel, indefinite)
         finally:
             if not entered:
-                end.gate.leave()
+                end.state.leave()
 
     def _open(self) -> bool:
         """Open the next message, which is there; return False where its body has yet to arrive."""
@@ -94,12 +94,12 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
         if block is None:
             return
         self._value = None
-        gate = self._end.gate
+        state = self._end.state
         try:
-            if not gate.dismantled:
+            if not state.dismantled:
                 block.close(undo=undo)
         finally:
-            gate.leave()
+            state.leave()
 
     async def __aenter__(self) -> Any:
         if not self.enter_now():
@@ -118,11 +118,11 @@ class AwaitedReadBlock(ReadBlock):
     def __del__(self) -> None:
         if getattr(self, "_block", None) is None:
             return
-        gate = self._end.gate
-        if gate.on_its_thread:
+        state = self._end.state
+        if state.on_its_thread:
             self.leave_now()
-        elif gate.loop is not None and not gate.loop.is_closed():
-            gate.loop.call_soon_threadsafe(self.leave_now)
+        elif state.loop is not None and not state.loop.is_closed():
+            state.loop.call_soon_threadsafe(self.leave_now)
 
 
 class Leases(Protocol[T_co]):

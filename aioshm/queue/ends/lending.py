@@ -13,8 +13,8 @@ from aioshm.arguments import check_int, check_timeout
 from aioshm.codec import Codec, Encoded, MsgpackCodec, PickleCodec, RawCodec
 from aioshm.codec.frames import ALIGNMENT
 from aioshm.errors import MessageTooLarge, RoleError, SharedMemoryError
-from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.sending import Sender
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.local.loans import IN_PLACE_BYTES, MAIN_BYTES, ArraySpec, Extent, Like, Placed
 from aioshm.queue.local.readers import LocalReaders
 from aioshm.ring.slot import Slot
@@ -31,12 +31,12 @@ class Lender:
 
     def __init__(
         self,
-        gate: Gate,
+        state: EndState,
         ring: LocalReaders,
         sender: Sender,
         codec: Codec,
     ) -> None:
-        self.gate = gate
+        self.state = state
         self._ring = ring
         self._sender = sender
         self.is_local: bool = sender.is_local
@@ -44,7 +44,7 @@ class Lender:
         self._known: dict[ArraySpec, Placed] = {}  # what is written for arrays, where that depends on nothing else
         self._knows = self.is_local and isinstance(codec, PickleCodec | MsgpackCodec | RawCodec)
         self._largest = ring.ring.layout.max_chunk_bytes
-        self._most = gate.options.max_message_bytes
+        self._most = state.options.max_message_bytes
 
     def loan(self, prepare: Prepare, spec: ArraySpec, timeout: float | None) -> Loan[Any]:
         """Lend an array, as `aioshm.MessageQueue.loan`; ``prepare`` runs before any sending."""
@@ -70,14 +70,14 @@ class Lender:
 
     def open_now(self, room: int) -> tuple[Slot, Extent] | None:
         """Call `open`, if there is nothing to wait for."""
-        if not (self.is_local and self.gate.core.passes()):
+        if not (self.is_local and self.state.core.passes()):
             return None
         slot = self._sender.claim(room)
         if slot is None:
             return None
         extent = self._extent_for(slot, room)
-        self.gate.enter_now()
-        self.gate.hold()
+        self.state.enter_now()
+        self.state.hold()
         return slot, extent
 
     def _extent_for(self, slot: Slot, room: int) -> Extent:
@@ -86,15 +86,15 @@ class Lender:
 
     async def open(self, room: int, deadline: float | None) -> tuple[Slot, Extent]:
         """Wait for a slot and room, which the caller has until `close`."""
-        gate, sender = self.gate, self._sender
-        await gate.enter(deadline)
+        state, sender = self.state, self._sender
+        await state.enter(deadline)
         try:
             while (slot := sender.claim(room)) is None:
                 await sender.wait_for_bytes(room, deadline)
             extent = self._extent_for(slot, room)
-            gate.hold()
+            state.hold()
         except BaseException:
-            gate.leave()
+            state.leave()
             raise
         return slot, extent
 
@@ -112,7 +112,7 @@ class Lender:
         lender's.
         """
         sender, knows = self._sender, self._knows and spec is not None and not spec.torch and extent.window is not None
-        self.gate.check_usable()
+        self.state.check_usable()
         if knows:
             assert spec is not None
             knows = spec.fits(filled[0])
@@ -142,15 +142,15 @@ class Lender:
         need = sender.need([message])
         while not sender.has_room([message], need):
             await sender.wait_for_room([message], need, deadline)
-            self.gate.check_usable()
+            self.state.check_usable()
         sender.put_all([message])
 
     def close(self, extent: Extent) -> None:
-        """Take back loaned memory, and leave the gate."""
+        """Take back loaned memory, and release the call lock."""
         try:
             self._ring.loans.take_back(extent)
         finally:
-            self.gate.leave()
+            self.state.leave()
 
 
 class Loan(AbstractAsyncContextManager[T], Generic[T]):
@@ -252,9 +252,9 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
     def __del__(self) -> None:
         if getattr(self, "_extent", None) is None:
             return
-        loop = self._lender.gate.loop
+        loop = self._lender.state.loop
         try:
-            text = f"a block of {self._lender.gate!r} that has its slot was never left"
+            text = f"a block of {self._lender.state!r} that has its slot was never left"
             warnings.warn(text, ResourceWarning, 2, self)
         finally:
             assert self._extent is not None

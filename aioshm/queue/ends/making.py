@@ -16,10 +16,10 @@ from aioshm.lifeline.address import check_ip
 from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.process.limits import naming_limits
 from aioshm.queue.ends.following import Following
-from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.no_writer import SameWriter
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.source import Source
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.handle import Handle, as_handle
 from aioshm.queue.local.readers import LocalReaders
@@ -58,12 +58,12 @@ def writing_end(
     extra = extra_ranks((*local, *remote), options.max_readers, own_rank)
     places = (*local, *extra), frozenset(extra)
     far = (*remote, *extra) if remote or (extra and connect_ip is not None) else ()
-    gate = Gate("writer", options)
+    state = EndState("writer", options)
     if not far:
         if identity is not None:
             raise ValueError("identity is for remote readers, and there are none: leave it out, or say name=")
         local_readers = LocalReaders(places[0], sizes, options, extra=places[1])
-        return WritingEnd(gate, n_reader, local_readers, None, own_codec, ip, name)
+        return WritingEnd(state, n_reader, local_readers, None, own_codec, ip, name)
     with naming_limits("a writer"):  # which reading the files may reach; and who has local readers only needs no ZeroMQ
         from aioshm.queue.names.identity import Identity
         from aioshm.queue.remote.readers import RemoteReaders
@@ -73,7 +73,7 @@ def writing_end(
         ring = LocalReaders(places[0], sizes, options, None if lasting is None else lasting.token, places[1])
         _check_safety(own_codec, options.secure, options)
         network = RemoteReaders(ring.registry, ring.queue_id, ring.token, far, ip, options, lasting, places[1])
-        return WritingEnd(gate, n_reader, ring, network, own_codec, ip, name)
+        return WritingEnd(state, n_reader, ring, network, own_codec, ip, name)
     except BaseException:
         if ring is not None:
             ring.close()
@@ -120,13 +120,18 @@ class ReaderArguments:
         return not (handle.is_here() and (bool(here) if self.rank is None else self.rank in here))
 
     def connect(
-        self, gate: Gate, handle: Handle, failed: Callable[[AioshmError], None] | None = None, *, patient: bool = False
+        self,
+        state: EndState,
+        handle: Handle,
+        failed: Callable[[AioshmError], None] | None = None,
+        *,
+        patient: bool = False,
     ) -> tuple[Source, Codec]:
         """Return the source for a writer's handle, and the codec."""
         handle.check_version()
         slow = self.slow
         slow = handle.options.slow_reader if slow is None else check_slow("slow", slow, handle.options.overflow)
-        gate.options = handle.options if self.options is None else self.options
+        state.options = handle.options if self.options is None else self.options
         remote = handle.remote
         if remote is not None and self.is_remote(handle):
             with naming_limits("a reader"):  # as above
@@ -134,15 +139,15 @@ class ReaderArguments:
 
             own_codec = _codec_for(handle, self.codec, self.message)
             source: Source = NetworkSource(
-                gate, handle, remote, self.number, own_codec, slow, self.history, patient=patient
+                state, handle, remote, self.number, own_codec, slow, self.history, patient=patient
             )
-            _check_safety(own_codec, remote.keys is not None, gate.options)
+            _check_safety(own_codec, remote.keys is not None, state.options)
             return source, own_codec
         handle.check_local()
         if self.rank is not None or not handle.local_reader_ranks:
             check_rank(handle, self.number)
         own_codec = _codec_for(handle, self.codec, self.message)
-        return RingSource(gate, handle, self.number, own_codec, slow, self.history, failed), own_codec
+        return RingSource(state, handle, self.number, own_codec, slow, self.history, failed), own_codec
 
 
 def reading_end(handle: Handle | str | bytes, reader: ReaderArguments, *, reconnect: bool = False) -> ReadingEnd:
@@ -153,14 +158,14 @@ def reading_end(handle: Handle | str | bytes, reader: ReaderArguments, *, reconn
     far = reader.is_remote(handle)
     if check_bool("reconnect", reconnect):
         _check_may_reconnect(handle, far)
-    gate = Gate("remote reader" if far else "local reader", handle.options)
-    gate.name = handle.label
-    source, own_codec = reader.connect(gate, handle, patient=reconnect)
+    state = EndState("remote reader" if far else "local reader", handle.options)
+    state.name = handle.label
+    source, own_codec = reader.connect(state, handle, patient=reconnect)
     following = None
     if reconnect:
-        connect = functools.partial(reader.connect, gate, patient=True)
-        following = Following(gate, reader.number, SameWriter(handle), connect, reconnect=True)
-    return ReadingEnd(gate, source, handle, reader.number, own_codec, following)
+        connect = functools.partial(reader.connect, state, patient=True)
+        following = Following(state, reader.number, SameWriter(handle), connect, reconnect=True)
+    return ReadingEnd(state, source, handle, reader.number, own_codec, following)
 
 
 def _check_may_reconnect(handle: Handle, far: bool) -> None:
@@ -179,12 +184,12 @@ def named_end(name: str, reader: ReaderArguments, *, timeout: float | None, reco
     patience = check_timeout("timeout", timeout)
     check_bool("reconnect", reconnect)
     options = Options.from_env() if reader.options is None else reader.options
-    gate = Gate("reader", options)
-    gate.name = name
-    connect = functools.partial(reader.connect, gate)
+    state = EndState("reader", options)
+    state.name = name
+    connect = functools.partial(reader.connect, state)
     writers = NamedWriters(name, options.runtime_dir)
-    following = Following(gate, reader.number, writers, connect, reconnect=reconnect, patience_s=patience)
-    return ReadingEnd(gate, None, None, reader.number, None, following)
+    following = Following(state, reader.number, writers, connect, reconnect=reconnect, patience_s=patience)
+    return ReadingEnd(state, None, None, reader.number, None, following)
 
 
 def check_rank(handle: Handle, rank: int) -> None:

@@ -44,11 +44,11 @@ class Membership:
         Raises:
             TimeoutError: There was none in time.
         """
-        deadline, gate = deadline_after(timeout), self._writer.gate
-        while (change := self._log.take()) is None and not gate.closed:
+        deadline, state = deadline_after(timeout), self._writer.state
+        while (change := self._log.take()) is None and not state.closed:
             self._writer.listen()
             try:
-                await settle(gate.news(), deadline=deadline)
+                await settle(state.news(), deadline=deadline)
             except TimeoutError:
-                raise TimeoutError(f"{gate!r}: no reader has come or gone in time") from None
+                raise TimeoutError(f"{state!r}: no reader has come or gone in time") from None
         return change

@@ -10,8 +10,8 @@ from time import monotonic
 from typing import Any, Protocol
 
 from aioshm.errors import AioshmError
-from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock, Waker
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
@@ -64,13 +64,13 @@ class NoWriter:
 
     def __init__(
         self,
-        gate: Gate,
+        state: EndState,
         rank: int,
         writers: Writers,
         found: Callable[[Handle], bool],
         failed: Callable[[AioshmError], None],
     ) -> None:
-        self._gate = gate
+        self._state = state
         self._rank = rank
         self._writers = writers
         # Gets the handle; returns whether the reader can use the writer.
@@ -97,16 +97,18 @@ class NoWriter:
         except AioshmError as error:
             self._failed(error)
         except (MemoryError, OSError):
-            logger.debug("%r: cannot look for a writer now; trying again", self._gate, exc_info=True)
+            logger.debug("%r: cannot look for a writer now; trying again", self._state, exc_info=True)
         if self._timer is not None:
             self._timer = loop.call_later(self._pause_s, _look, weakref.ref(self), loop)
             self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * PAUSE_GROWTH)
 
     def too_late(self) -> Exception:
-        return TimeoutError(f"{self._gate!r}: {self._writers.awaited()}")
+        return TimeoutError(f"{self._state!r}: {self._writers.awaited()}")
 
     def report_waiting(self, waited_s: float) -> None:
-        logger.warning("%r, rank %d: waited %s: %s", self._gate, self._rank, seconds(waited_s), self._writers.awaited())
+        logger.warning(
+            "%r, rank %d: waited %s: %s", self._state, self._rank, seconds(waited_s), self._writers.awaited()
+        )
 
     # Receiving: there is nothing
 
@@ -152,7 +154,7 @@ class NoWriter:
     # Closing
 
     def stats(self) -> QueueStats:
-        return self._gate.new_stats(
+        return self._state.new_stats(
             side="reader", rank=self._rank, messages=0, max_chunks=0, slots=0, overflows=0, backlog=0, readers=0
         )
 

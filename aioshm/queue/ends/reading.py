@@ -1,4 +1,4 @@
-"""A reader's end of a queue: its gate, the source that it receives from, and the calls that receive."""
+"""A reader's end of a queue: its state and call lock, the source that it receives from, and the calls that receive."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from aioshm.codec import Codec, Encoded, cannot_decode
 from aioshm.config import check_int
 from aioshm.errors import AioshmError, CodecError, QueueEmpty
 from aioshm.queue.ends.following import Following
-from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.leasing import AwaitedReadBlock, LeasedMessages, Leases
 from aioshm.queue.ends.source import Source
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext, unpack_trace
@@ -29,14 +29,14 @@ class ReadingEnd:
 
     def __init__(
         self,
-        gate: Gate,
+        state: EndState,
         source: Source | None,
         handle: Handle | None,
         rank: int,
         codec: Codec | None,
         following: Following | None = None,
     ) -> None:
-        self.gate = gate
+        self.state = state
         self.handle = handle
         self.rank = rank
         self._codec = codec
@@ -52,7 +52,7 @@ class ReadingEnd:
         self.calls: Calls = Calls(self.dequeue)
         self._stall: Stall | None = None
         self._stalled_at = -1
-        gate.enclose(self)
+        state.enclose(self)
 
     def _use(self, source: Source, handle: Handle | None, codec: Codec | None) -> None:
         """Receive from another source from now on."""
@@ -64,23 +64,23 @@ class ReadingEnd:
 
     def start_attaching(self) -> None:
         """Belong to the running loop and begin to attach, unless that was done; nothing waits for it."""
-        self.source.start(self.gate.bind())
+        self.source.start(self.state.bind())
 
     async def wait_until_ready(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
         """Wait until every end is attached."""
-        gate, began = self.gate, monotonic()
+        state, began = self.state, monotonic()
         self.start_attaching()
         stall = self._inquiry()
         try:
-            while not gate.ready:
+            while not state.ready:
                 self._check_attaching()
                 until = deadline
                 if until is None and self._following is not None:
                     until = self._following.patience_ends(began)
-                await settle(gate.news(), deadline=until, cancel=cancel, stall=stall)
+                await settle(state.news(), deadline=until, cancel=cancel, stall=stall)
         except TimeoutError:
             raise self.source.too_late() from None
-        gate.reopen()
+        state.reopen()
         news = self.tell()
         if news is not None:
             raise news
@@ -108,7 +108,7 @@ class ReadingEnd:
 
     def _check_attaching(self) -> None:
         """Raise the error that prevents attaching; look for the next writer if this is gone."""
-        self.gate.check_usable()
+        self.state.check_usable()
         gone = self.source.gone
         if self._following is not None:
             self._following.check_attaching()
@@ -146,7 +146,7 @@ class ReadingEnd:
                     return obj
                 await self.rest(deadline, cancel, indefinite)
         finally:
-            self.gate.leave()
+            self.state.leave()
 
     async def dequeue_many(
         self, max_items: int, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool
@@ -154,7 +154,7 @@ class ReadingEnd:
         """Receive available messages, as `aioshm.MessageQueue.dequeue_many`."""
         check_int("max_items", max_items, minimum=1)
         source = self.source
-        if self.gate.core.passes():
+        if self.state.core.passes():
             source.settle()
             if source.look_on() and (batch := source.take_many(max_items)):
                 return batch
@@ -170,17 +170,17 @@ class ReadingEnd:
                     return [obj]
                 await self.rest(deadline, cancel, indefinite)
         finally:
-            self.gate.leave()
+            self.state.leave()
 
     def dequeue_nowait(self) -> Any:
         """Receive the next message if it is there, as `aioshm.MessageQueue.dequeue_nowait`."""
-        gate = self.gate
-        if self._restarting and not gate.ready:
+        state = self.state
+        if self._restarting and not state.ready:
             self._check_attaching()
             raise QueueEmpty(str(self.source.too_late()))
-        gate.check_ready()
-        if gate.in_line:
-            raise QueueEmpty(f"{gate!r}: other tasks wait in line")
+        state.check_ready()
+        if state.lock.calls:
+            raise QueueEmpty(f"{state!r}: other tasks wait in line")
         news = self.tell()
         if news is not None:
             raise news
@@ -193,7 +193,7 @@ class ReadingEnd:
             self.go_on_after(gone() if obj is EMPTY else source.lost())
             raise QueueEmpty(str(self.source.too_late()))
         what = "nothing to read yet" if obj is EMPTY else f"the body of message {source.progress} is on its way"
-        raise QueueEmpty(f"{gate!r}: {what}")
+        raise QueueEmpty(f"{state!r}: {what}")
 
     # Blocks
 
@@ -206,35 +206,35 @@ class ReadingEnd:
         return AwaitedReadBlock(self, timeout, cancel, indefinite, decoded=False)
 
     def poll(self) -> Any:
-        """Take the next message without the gate; call it on the owning loop."""
+        """Take the next message without the call lock; call it on the owning loop."""
         self.source.settle()
         return self.source.take()
 
     def may_go_on(self) -> bool:
         """Return whether a call that waits has anything to do."""
         source = self.source
-        return self.gate.refusal is not None or source.gone is not None or source.ready()
+        return self.state.refusal is not None or source.gone is not None or source.ready()
 
     async def line_up(self, deadline: float | None, cancel: asyncio.Event | None, *, settles: bool = True) -> None:
         """Wait until this task may read; settle the latest lease unless told not to."""
-        gate = self.gate
-        if not gate.ready or self._restarting:
+        state = self.state
+        if not state.ready or self._restarting:
             await self.wait_until_ready(deadline, cancel)
-        gate.check_usable()
+        state.check_usable()
         self.receive = self.source.receive
-        if type(gate.core) is ReaderCore:
-            self.calls.core = gate.core
-        await gate.yield_turn()
-        await gate.enter(deadline, cancel)
+        if type(state.core) is ReaderCore:
+            self.calls.core = state.core
+        await state.yield_turn()
+        await state.enter(deadline, cancel)
         if settles:
             self._settle()
 
     def begin_turn(self, *, settles: bool = True) -> bool:
         """Enter if nothing is in the way, in fewer calls than `line_up`; return whether."""
-        gate = self.gate
-        if self.receive is _nothing or not gate.core.passes():
+        state = self.state
+        if self.receive is _nothing or not state.core.passes():
             return False
-        gate.enter_now()
+        state.enter_now()
         if settles:
             self._settle()
         return True
@@ -243,7 +243,7 @@ class ReadingEnd:
         try:
             self.source.settle()
         except BaseException:
-            self.gate.leave()
+            self.state.leave()
             raise
 
     async def next(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
@@ -253,12 +253,12 @@ class ReadingEnd:
 
     async def next_of_writer(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> bool:
         """Wait as `next`, for the poller only; return False if another writer is awaited, or to be."""
-        gate = self.gate
+        state = self.state
         while True:
-            gate.check_usable()
-            if not gate.ready:
+            state.check_usable()
+            if not state.ready:
                 return False
-            source, poller, core = self.source, gate.poller, gate.core
+            source, poller, core = self.source, state.poller, state.core
             assert poller is not None
             gone = source.gone  # before looking: what was published before the writer went is then seen
             if source.look():
@@ -271,18 +271,18 @@ class ReadingEnd:
             progress = source.progress if source.ring is None else source.ring.core.seq
             stall = None if indefinite else self._stall_of_reading(progress)
             there = False
-            gate.wake_peers()
+            state.wake_peers()
             try:
                 if await poller.wait(
                     self.may_go_on, progress, core.published_ns, deadline=deadline, cancel=cancel, stall=stall
                 ):
-                    gate.new_turn()
+                    state.new_turn()
                 # Not by way of the loop's beginning: after a wait that code is cold, which single messages feel.
-                there = gate.refusal is None and gate.ready and self.source.look()
+                there = state.refusal is None and state.ready and self.source.look()
                 if there:
                     return True
             except TimeoutError:
-                raise TimeoutError(f"{gate!r}: message {progress} did not come in time") from None
+                raise TimeoutError(f"{state!r}: message {progress} did not come in time") from None
             finally:
                 if stall is not None and not there:
                     stall.pause()
@@ -290,17 +290,17 @@ class ReadingEnd:
 
     async def rest(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
         """Wait for the rest of the next message, or any other news."""
-        gate, source = self.gate, self.source
-        gate.check_usable()
+        state, source = self.state, self.source
+        state.check_usable()
         if source.gone is not None:
             self.go_on_after(source.lost())
             return
         try:
-            await settle(gate.news(), deadline=deadline, cancel=cancel, stall=None if indefinite else self._inquiry())
+            await settle(state.news(), deadline=deadline, cancel=cancel, stall=None if indefinite else self._inquiry())
         except TimeoutError:
             what = f"the body of message {source.progress}"
-            raise TimeoutError(f"{gate!r}: {what} did not come in time") from None
-        gate.check_usable()
+            raise TimeoutError(f"{state!r}: {what} did not come in time") from None
+        state.check_usable()
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error of `receive` as callers see it; the core's are the codec's own."""
@@ -315,7 +315,7 @@ class ReadingEnd:
     def _inquiry(self) -> Stall:
         """Return the report of a long wait, which asks the writer for a sign of life."""
         ask, report = lambda: self.source.ask_writer(), lambda waited_s: self.source.report_waiting(waited_s)
-        return self.gate.stall(Inquiry(self.gate.options.stall_warning_s, ask, report))
+        return self.state.stall(Inquiry(self.state.options.stall_warning_s, ask, report))
 
     def _stall_of_reading(self, progress: int) -> Stall:
         """Return the stall report of a wait for a message, continued from an earlier call."""
@@ -349,8 +349,8 @@ class ReadingEnd:
         return self._codec.encode(obj)
 
     def block(self) -> None:
-        """See `Gate.block`."""
-        self.gate.block()
+        """See `EndState.block`."""
+        self.state.block()
 
     def wake_peers(self) -> None:
         """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""
@@ -400,7 +400,7 @@ class ReadingEnd:
             await self._following.finish()
 
     def __repr__(self) -> str:
-        return repr(self.gate)
+        return repr(self.state)
 
 
 def _nothing() -> Any:

@@ -13,8 +13,8 @@ from aioshm.codec.frames import INLINE, RAW, pack_header, plain, write_body
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import MessageTooLarge
 from aioshm.queue.encoded import message_bytes, parts_of
-from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.lag import LagWatch
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.local.loans import Extent, Placed
 from aioshm.queue.local.readers import LocalReaders
 from aioshm.queue.tracing import NO_TRACE, current_trace
@@ -45,14 +45,14 @@ class Sender:
 
     def __init__(
         self,
-        gate: Gate,
+        state: EndState,
         ring: LocalReaders,
         network: RemoteReaders | None,
         codec: Codec,
         report: Callable[[float], None],
         lag: LagWatch,
     ) -> None:
-        self._gate = gate
+        self._state = state
         self._ring = ring
         self._network = network
         self.is_local: bool = network is None
@@ -62,8 +62,8 @@ class Sender:
         self._code = codec.code
         self._chunk_bytes = ring.ring.layout.max_chunk_bytes
         self._inline_bytes = ring.ring.layout.inline_bytes
-        self._small_bytes = min(self._inline_bytes, gate.options.max_message_bytes)
-        self._max_message_bytes = gate.options.max_message_bytes
+        self._small_bytes = min(self._inline_bytes, state.options.max_message_bytes)
+        self._max_message_bytes = state.options.max_message_bytes
         self._report = report
         self._lag = lag
         self._stall: Stall | None = None
@@ -72,7 +72,7 @@ class Sender:
         self.wanted: Need = Need(1, ())
         has_readers = bool(ring.ranks) or network is not None
         self.encode: Callable[[Any], Encoded] = codec.encode if has_readers else _checked_only(codec)
-        self._current_trace = current_trace() if gate.options.trace_context else None
+        self._current_trace = current_trace() if state.options.trace_context else None
         if self._current_trace is not None:  # the core asks for no context itself, but encodes each message
             self.encode = _tracing(self.encode, weakref.WeakMethod(self._note_trace))
         self._as_it_is = isinstance(codec, RawCodec) and has_readers and self._current_trace is None
@@ -81,7 +81,7 @@ class Sender:
             core.bind_beside(
                 _filling(codec.code, ring.ring.slots), functools.partial(_checked_size, self._max_message_bytes)
             )
-        # Returns None: sent. False: the gate is shut. Else the encoded message: there is no
+        # Returns None: sent. False: the fast path is shut. Else the encoded message: there is no
         # room, or it is no ordinary message.
         self.send: Callable[[Any], Any] = core.send if network is None else functools.partial(self._send, network)
 
@@ -214,7 +214,7 @@ class Sender:
 
     def claim(self, nbytes: int) -> Slot | None:
         """Return the next slot for ``nbytes``, or None while there is no room."""
-        self._gate.check_usable()
+        self._state.check_usable()
         network = self._network
         return self._ring.claim(nbytes) if network is None or self._room_for_bytes(network, nbytes) else None
 
@@ -304,46 +304,46 @@ class Sender:
             await self._wait_for_window(network, lambda: self._room_for_bytes(network, nbytes), deadline)
 
     async def _wait_for_ring(self, need: Need, deadline: float | None) -> None:
-        gate, core, ring = self._gate, self._core, self._ring.ring
-        poller, free = gate.poller, self._ring.free
+        state, core, ring = self._state, self._core, self._ring.ring
+        poller, free = state.poller, self._ring.free
         assert poller is not None
         ring.want(*need)
         stall = self._stall_of_writing(need)
         began = monotonic()
         slowest = self._lag.slowest(began, self._ring.slowest, need)
-        gate.wake_peers()
+        state.wake_peers()
         try:
             if await poller.wait(
-                lambda: gate.refusal is not None or free(*need),
+                lambda: state.refusal is not None or free(*need),
                 core.seq,
                 core.published_ns,
                 deadline=deadline,
                 stall=stall,
             ):
-                gate.new_turn()
+                state.new_turn()
         except TimeoutError:
-            raise TimeoutError(f"{gate!r}: {self._why_late(need)}: {self.laggards(need)}") from None
+            raise TimeoutError(f"{state!r}: {self._why_late(need)}: {self.laggards(need)}") from None
         finally:
             stall.pause()
-            if not gate.dismantled:
+            if not state.dismantled:
                 self._lag.waited(slowest, began, monotonic())
                 ring.want_nothing()
                 core.spin_ns = poller.inline_spin_ns
 
     async def _wait_for_window(self, network: RemoteReaders, look: Callable[[], bool], deadline: float | None) -> None:
         """Wait until the remote readers have finished with enough."""
-        gate = self._gate
+        state = self._state
         stall = self._stall_of_writing(Need(1, ()))
         began = monotonic()
         slowest = self._lag.slowest(began, network.slowest, Need(1, ()))
-        assert gate.loop is not None
+        assert state.loop is not None
         try:
-            while gate.refusal is None and not look():
-                news, timer = gate.news(), None
+            while state.refusal is None and not look():
+                news, timer = state.news(), None
                 if network.flow.waits_for_zeromq():
-                    timer = gate.loop.call_later(ZEROMQ_POLL_S, gate.interrupt)
+                    timer = state.loop.call_later(ZEROMQ_POLL_S, state.interrupt)
                 elif network.evicts:
-                    timer = gate.loop.call_later(EVICT_POLL_S, gate.interrupt)
+                    timer = state.loop.call_later(EVICT_POLL_S, state.interrupt)
                 try:
                     await settle(news, deadline=deadline, stall=stall)
                 finally:
@@ -351,12 +351,12 @@ class Sender:
                         timer.cancel()
         except TimeoutError:
             laggards = ", ".join(network.laggards())
-            raise TimeoutError(f"{gate!r}: the window of the remote readers is full: {laggards}") from None
+            raise TimeoutError(f"{state!r}: the window of the remote readers is full: {laggards}") from None
         finally:
             stall.pause()
-            if not gate.dismantled:
+            if not state.dismantled:
                 self._lag.waited(slowest, began, monotonic())
-        gate.new_turn()
+        state.new_turn()
 
     def _stall_of_writing(self, wanted: Need) -> Stall:
         """Return the stall report of a wait for room, continued from an earlier call."""
@@ -364,7 +364,7 @@ class Sender:
         if self._stall is not None and self._stalled_at == self._core.seq:
             self._stall.resume()
         else:
-            self._stall, self._stalled_at = self._gate.stall(self._report), self._core.seq
+            self._stall, self._stalled_at = self._state.stall(self._report), self._core.seq
         return self._stall
 
 

@@ -45,7 +45,7 @@ class Waker(Protocol):
 
 
 class Source(Inside, Protocol):
-    """The source of messages; used on its end's loop, by one task at a time. The gate closes it."""
+    """The source of messages; used on its end's loop, by one task at a time. The state closes it."""
 
     receive: Callable[[], Any]
     ring: RingReader | None

@@ -1,4 +1,4 @@
-"""The writer's end of a queue: its gate, the readers on this host and those on others, and the calls that send."""
+"""The writer's end of a queue: its state, the readers on this host and on others, and the calls that send."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from aioshm.arguments import check_int
 from aioshm.codec import Codec, Encoded
 from aioshm.errors import AioshmError, PeerClosed, QueueFull
 from aioshm.process.limits import shortage
-from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.lag import LagWatch
 from aioshm.queue.ends.lending import Lender
 from aioshm.queue.ends.sending import Sender
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle, host_id
 from aioshm.queue.local.readers import LocalReaders
 from aioshm.queue.membership import ReaderInfo
@@ -42,7 +42,7 @@ class WritingEnd:
 
     def __init__(
         self,
-        gate: Gate,
+        state: EndState,
         n_reader: int,
         ring: LocalReaders,
         network: RemoteReaders | None,
@@ -50,8 +50,8 @@ class WritingEnd:
         connect_ip: str | None,
         name: str | None = None,
     ) -> None:
-        self.gate = gate
-        gate.name = name or ring.queue_id.hex()[:8]
+        self.state = state
+        state.name = name or ring.queue_id.hex()[:8]
         self._name = name
         self._registration: OwnFile | None = None
         self.ring = ring
@@ -65,14 +65,14 @@ class WritingEnd:
         self._listening = False
         self._parted = False  # whether the goodbye was said
         self._refused: Callable[[], AioshmError] | None = None  # with what, because of readers that are gone
-        lag = LagWatch(gate.options.lag_warning_s, gate.options.stall_warning_s, self._report_lag)
-        self._sender = Sender(gate, ring, network, codec, self._report_laggards, lag)
+        lag = LagWatch(state.options.lag_warning_s, state.options.stall_warning_s, self._report_lag)
+        self._sender = Sender(state, ring, network, codec, self._report_laggards, lag)
         self.send: Callable[[Any], Any] = self._sender.send
-        self.lender: Lender = Lender(gate, ring, self._sender, codec)
-        gate.core = ring.ring.core
+        self.lender: Lender = Lender(state, ring, self._sender, codec)
+        state.core = ring.ring.core
         remote = set() if network is None else set(network.ranks).difference(ring.ranks)
         ring.ring.describe(name, codec.code, ring.ranks, len(remote))
-        gate.enclose(self)
+        state.enclose(self)
 
     def export_handle(self) -> Handle:
         """Return the handle for readers."""
@@ -94,8 +94,8 @@ class WritingEnd:
             codec=self._codec.name,
             connect_ip=self._connect_ip,
             remote=None if self.network is None else self.network.address,
-            options=self.gate.options,
-            answers="by a thread" if self.gate.blocks else "always",
+            options=self.state.options,
+            answers="by a thread" if self.state.blocks else "always",
             name=self._name,
         )
 
@@ -104,64 +104,64 @@ class WritingEnd:
         if self._name is None:
             return
         try:
-            self._registration = register(self._name, self.gate.options.runtime_dir, self.export_handle())
+            self._registration = register(self._name, self.state.options.runtime_dir, self.export_handle())
         except BaseException:
-            self.gate.discard()
+            self.state.discard()
             raise
 
     # Attaching
 
     async def wait_until_ready(self, deadline: float | None, *, replaceable: bool = True) -> None:
         """Wait until every reader is attached; raise for a reader that nobody can replace."""
-        gate = self.gate
-        gate.bind()
+        state = self.state
+        state.bind()
         self.listen()
-        stall = gate.stall(self._report_missing)
+        stall = state.stall(self._report_missing)
         try:
             while not (self.registry.complete and self._all_there()):
                 if self.registry.departed():
                     self._check_left(replaceable)
                     if self.registry.complete:
                         continue
-                await settle(gate.news(), deadline=deadline, stall=stall)
-                gate.check_usable()
+                await settle(state.news(), deadline=deadline, stall=stall)
+                state.check_usable()
         except TimeoutError:
-            missing = f"{gate!r}: not attached yet: {', '.join(self.registry.missing())}"
+            missing = f"{state!r}: not attached yet: {', '.join(self.registry.missing())}"
             raise self.ring.listener.lacking or shortage(missing) or TimeoutError(missing) from None
-        if not gate.ready:
-            gate.ready = True
-            gate.new_poller(self.ring.ring, self.ring.pids(), self.ring.listener.doorbell)
+        if not state.ready:
+            state.ready = True
+            state.new_poller(self.ring.ring, self.ring.pids(), self.ring.listener.doorbell)
             self.registry.going = True
             for transport in self._transports:
                 transport.go()
-            logger.debug("%r: %d readers", gate, self.registry.alive)
-            gate.reopen()
+            logger.debug("%r: %d readers", state, self.registry.alive)
+            state.reopen()
 
     def listen(self) -> None:
         """Belong to the running loop and begin to admit readers, unless that was done."""
-        loop = self.gate.bind() if self.gate.loop is None else self.gate.loop
-        self.gate.check_owner()
+        loop = self.state.bind() if self.state.loop is None else self.state.loop
+        self.state.check_owner()
         if not self._listening:
             self._listening = True
-            self.ring.listener.hurry = self.gate.hurry
+            self.ring.listener.hurry = self.state.hurry
             self.registry.changed = self._changed
             for transport in self._transports:
                 transport.start(loop)
 
     def _changed(self) -> None:
         """Check the readers and the ring again."""
-        gate, registry = self.gate, self.registry
+        state, registry = self.state, self.registry
         trouble = registry.trouble
         if trouble is None and self._n_reader and self._listening and registry.complete and not registry.in_use:
-            trouble = functools.partial(PeerClosed, f"queue {gate.name}: every reader has left")
+            trouble = functools.partial(PeerClosed, f"queue {state.name}: every reader has left")
         if self._refused is not None and trouble is not self._refused:
-            gate.accept_again(self._refused)
+            state.accept_again(self._refused)
             self._refused = None
-        if trouble is not None and gate.refusal is None:
+        if trouble is not None and state.refusal is None:
             self._refused = trouble
-            gate.refuse(trouble)
+            state.refuse(trouble)
         else:
-            gate.interrupt()
+            state.interrupt()
 
     def _look(self) -> None:
         """Handle arrivals and departures of readers now, before the loop does."""
@@ -170,9 +170,9 @@ class WritingEnd:
 
     def _check_usable(self) -> None:
         """Raise whatever forbids using this end; readers that come in the place of others may have ended that."""
-        if self._refused is not None and self.gate.refusal is self._refused:
+        if self._refused is not None and self.state.refusal is self._refused:
             self._look()
-        self.gate.check_usable()
+        self.state.check_usable()
 
     def _all_there(self) -> bool:
         """Return whether no reader is waited for, once those are counted that have gone since the loop has looked."""
@@ -187,15 +187,15 @@ class WritingEnd:
             raise died
         left = self.registry.departed()
         if left and not replaceable:
-            raise PeerClosed(f"{self.gate!r}: not all will come: {', '.join(left)}")
+            raise PeerClosed(f"{self.state!r}: not all will come: {', '.join(left)}")
 
     # Membership
 
     def readers(self) -> tuple[ReaderInfo, ...]:
         """See `aioshm.MessageQueue.readers`."""
-        if self.gate.closed:
+        if self.state.closed:
             return ()
-        self.gate.check_owner()
+        self.state.check_owner()
         if self._listening:
             self._look()
         return self.registry.readers()
@@ -203,7 +203,7 @@ class WritingEnd:
     def dismiss(self, rank: int) -> None:
         """Wait for a reader no more, as `aioshm.MessageQueue.dismiss`."""
         check_int("rank", rank, minimum=0)
-        self.gate.check_owner()
+        self.state.check_owner()
         self.registry.dismiss(rank)
 
     # Sending
@@ -228,7 +228,7 @@ class WritingEnd:
 
     async def send_one(self, message: Encoded, deadline: float | None) -> None:
         """Send an encoded object, of an end that is ready."""
-        core = self.gate.core
+        core = self.state.core
         if not (core.open and self._sender.put(message)):
             await self._put_waiting([message], deadline)
 
@@ -241,9 +241,9 @@ class WritingEnd:
         return True
 
     def block(self) -> None:
-        """See `Gate.block`."""
-        self.gate.block()
-        self._sender.bind(self.gate.defer_wakeup)
+        """See `EndState.block`."""
+        self.state.block()
+        self._sender.bind(self.state.defer_wakeup)
 
     def encode(self, obj: Any) -> Encoded:
         """Encode an object that is to be sent."""
@@ -252,13 +252,13 @@ class WritingEnd:
     async def enqueue_many(self, objs: Iterable[Any], timeout: float | None) -> None:
         """Send objects, as `aioshm.MessageQueue.enqueue_many`."""
         deadline = deadline_after(timeout)
-        if not self.gate.core.passes():
+        if not self.state.core.passes():
             await self.prepare(deadline)
         await self.send_many(list(map(self._sender.encode, objs)), deadline)
 
     async def send_many(self, messages: list[Encoded], deadline: float | None) -> None:
         """Send encoded objects, of an end that is ready."""
-        sender, core = self._sender, self.gate.core
+        sender, core = self._sender, self.state.core
         need = sender.need(messages)
         parts = sender.parts(messages, need)
         if core.passes() and len(parts) == 1 and sender.has_room(messages, need):
@@ -274,61 +274,61 @@ class WritingEnd:
 
     def check_sending(self) -> None:
         """Raise whatever forbids to send an object now."""
-        if self.gate.ready:
+        if self.state.ready:
             self._check_usable()
-        self.gate.check_ready()
+        self.state.check_ready()
 
     def send_now(self, message: Encoded) -> None:
         """Send an encoded object of a ready end, or raise `QueueFull`."""
-        if self.gate.in_line or not self._sender.put(message):
-            raise QueueFull(f"{self.gate!r}: {self._sender.why_full(message)}")
+        if self.state.lock.calls or not self._sender.put(message):
+            raise QueueFull(f"{self.state!r}: {self._sender.why_full(message)}")
 
     @asynccontextmanager
     async def acquire_write(self, timeout: float | None, nbytes: int | None) -> AsyncIterator[memoryview]:
         """Give room in the ring to the block to fill, as `aioshm.MessageQueue.acquire_write`."""
         deadline = deadline_after(timeout)
-        gate, sender, most = self.gate, self._sender, self.ring.ring.layout.max_chunk_bytes
+        state, sender, most = self.state, self._sender, self.ring.ring.layout.max_chunk_bytes
         nbytes = most if nbytes is None else check_int("nbytes", nbytes, minimum=0, maximum=most)
         await self.prepare(deadline)
-        await gate.enter(deadline)
+        await state.enter(deadline)
         try:
             while (slot := sender.claim(nbytes)) is None:
                 await sender.wait_for_bytes(nbytes, deadline)
             room = slot.body[:nbytes]
-            gate.hold()
+            state.hold()
             try:
                 yield room
             finally:
                 room.release()
-            gate.check_usable()
+            state.check_usable()
             sender.put_raw(slot, nbytes)
         finally:
-            gate.leave()
+            state.leave()
 
     async def prepare(self, deadline: float | None) -> None:
         """Prepare to send: be ready, give the loop its turn, raise a refusal."""
-        gate = self.gate
-        if not gate.ready:
+        state = self.state
+        if not state.ready:
             await self.wait_until_ready(deadline)
         self._check_usable()
-        await gate.yield_turn()
+        await state.yield_turn()
         self._check_usable()
 
     async def _put_waiting(self, messages: list[Encoded], deadline: float | None) -> None:
         """Send messages, for which there can be room, all at once."""
         if not messages:
             return
-        gate, sender = self.gate, self._sender
+        state, sender = self.state, self._sender
         need = sender.need(messages)
-        await gate.enter(deadline)
+        await state.enter(deadline)
         try:
-            gate.check_usable()
+            state.check_usable()
             while not sender.has_room(messages, need):
                 await sender.wait_for_room(messages, need, deadline)
-                gate.check_usable()
+                state.check_usable()
             sender.put_all(messages)
         finally:
-            gate.leave()
+            state.leave()
 
     def wake_peers(self) -> None:
         """Wake the readers that are parked and can go on; may be interrupted, and then has to be called again."""
@@ -339,12 +339,12 @@ class WritingEnd:
     def _report_missing(self, waited_s: float) -> None:
         waited = seconds(waited_s)
         missing = ", ".join(self.registry.missing())
-        logger.warning("%r: waited %s for readers to attach: %s", self.gate, waited, missing)
+        logger.warning("%r: waited %s for readers to attach: %s", self.state, waited, missing)
 
     def _report_laggards(self, waited_s: float) -> None:
         logger.warning(
             "%r: waited %s to write message %d: not read by %s",
-            self.gate,
+            self.state,
             seconds(waited_s),
             self.ring.ring.seq,
             self._sender.laggards(self._sender.wanted),
@@ -355,11 +355,11 @@ class WritingEnd:
         if slot.in_use:
             text = "%r: held back for %s by %s, %d messages behind: %.0f%% of that time went by waiting for it"
             behind, share = self.registry.lag(slot), 100 * waited_s / held_s
-            logger.warning(text, self.gate, seconds(held_s), slot.name, behind, share)
+            logger.warning(text, self.state, seconds(held_s), slot.name, behind, share)
 
     def stats(self) -> QueueStats:
         ring, network = self.ring, self.network
-        stats = self.gate.new_stats(
+        stats = self.state.new_stats(
             side="writer",
             rank=-1,
             messages=ring.ring.seq,
@@ -385,24 +385,24 @@ class WritingEnd:
 
     async def linger(self) -> None:
         """Wait for that, for ``options.linger_s`` at most."""
-        gate, deadline = self.gate, monotonic() + self.gate.options.linger_s
+        state, deadline = self.state, monotonic() + self.state.options.linger_s
         for slot, first in self.registry.unread():
             text = "%r: closing: waiting for a replacement of reader %d (pid %d), which had read %d messages"
-            logger.warning(text, gate, slot.rank, slot.pid, first)
+            logger.warning(text, state, slot.rank, slot.pid, first)
         with suppress(TimeoutError):
             while not self._parted and self.registry.unread():
-                await settle(gate.news(), deadline=deadline)
+                await settle(state.news(), deadline=deadline)
 
     def say_goodbye(self) -> None:
         """Notify the readers that no message will follow."""
         for slot, first in self.registry.unread():
             text = "%r: closed, and nobody came in the place of reader %d (pid %d): messages %d to %d are lost to it"
-            logger.warning(text, self.gate, slot.rank, slot.pid, first, self.ring.ring.seq - 1)
+            logger.warning(text, self.state, slot.rank, slot.pid, first, self.ring.ring.seq - 1)
         for transport in self._transports:
             transport.say_goodbye()
         self._parted = True
-        if self.gate.loop is not None and not self.gate.loop.is_closed():
-            self.gate.interrupt()  # another call that closes may linger
+        if self.state.loop is not None and not self.state.loop.is_closed():
+            self.state.interrupt()  # another call that closes may linger
 
     def close(self) -> None:
         """Release everything that is not needed for delivery."""
@@ -427,4 +427,4 @@ class WritingEnd:
         self.ring.listener.abandon()
 
     def __repr__(self) -> str:
-        return repr(self.gate)
+        return repr(self.state)

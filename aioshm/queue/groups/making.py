@@ -166,7 +166,7 @@ class GroupCall:
         """Close the queue, if it was made; no loop has used it, so this is quick."""
         if self._end is not None:
             with suppress(StopIteration):  # without a loop, for which there may be no descriptor left
-                self._end.gate.aclose().send(None)
+                self._end.state.aclose().send(None)
 
 
 class _Turn:
@@ -204,7 +204,7 @@ async def _become_ready(end: WritingEnd | ReadingEnd) -> None:
         else:
             await end.wait_until_ready(None)
     except BaseException:
-        await end.gate.aclose()
+        await end.state.aclose()
         raise
 
 

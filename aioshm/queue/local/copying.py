@@ -10,7 +10,7 @@ from aioshm.codec.buffers import own_copy
 from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, placed_end, plain, split, split_body, unpack_header
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, MessagesLost, ReaderEvicted
-from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.local.overflow import PassedSegments
 from aioshm.ring import RingReader
 from aioshm.ring.copying import CopyingCore
@@ -31,8 +31,10 @@ class Copied:
 class CopyingSlots:
     """Copies messages out of slots, which the writer may take back at any moment; as `SlotReader`."""
 
-    def __init__(self, gate: Gate, ring: RingReader, core: CopyingCore, codec: Codec, overflow: PassedSegments) -> None:
-        self._gate = gate
+    def __init__(
+        self, state: EndState, ring: RingReader, core: CopyingCore, codec: Codec, overflow: PassedSegments
+    ) -> None:
+        self._state = state
         self._ring = ring
         self._core = core
         self._codec = codec
@@ -90,7 +92,7 @@ class CopyingSlots:
     def finished(self) -> None:
         """Go on to the message behind this one."""
         self._overflow.finished()
-        self._gate.count_turn()
+        self._state.count_turn()
         self._core.release()
 
     def settle(self) -> None:
@@ -125,8 +127,8 @@ class CopyingSlots:
                     self._core.taken(self._core.published_ns)
                 return copied
         if self._ring.evicted():
-            refusal = functools.partial(eviction, self._gate, self._ring)
-            self._gate.refuse(refusal)
+            refusal = functools.partial(eviction, self._state, self._ring)
+            self._state.refuse(refusal)
             raise refusal()
         first, last = self._core.lose()
         raise MessagesLost(first, last, "this reader was too slow, and the writer does not wait for it")
@@ -154,14 +156,14 @@ class CopyingSlots:
             return Copied(kind, how, n_buffers, size, memoryview(own_copy(body)))
 
 
-def eviction(gate: Gate, ring: RingReader) -> ReaderEvicted:
+def eviction(state: EndState, ring: RingReader) -> ReaderEvicted:
     """Return the error of a reader that the writer goes on without."""
-    if not gate.dismantled and ring.dismissed():
+    if not state.dismantled and ring.dismissed():
         return ReaderEvicted(
-            f"{gate!r}: the writer has dismissed this reader; close it, and make another one for what comes next"
+            f"{state!r}: the writer has dismissed this reader; close it, and make another one for what comes next"
         )
     return ReaderEvicted(
-        f"{gate!r}: too slow: the writer no longer waits for this reader; more slots (for messages of more than "
+        f"{state!r}: too slow: the writer no longer waits for this reader; more slots (for messages of more than "
         f"{ring.layout.inline_bytes} bytes, more max_chunks) allow longer pauses; slow='skip' loses messages instead"
     )
 

@@ -20,12 +20,12 @@ from aioshm.codec.frames import (
 )
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryError
-from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock, TakenMessage
+from aioshm.queue.ends.state import EndState
+from aioshm.queue.local.attachment import WriterWaker
 from aioshm.queue.local.copying import eviction, was_damaged
 from aioshm.queue.local.leases import VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import PassedSegments
-from aioshm.queue.local.waker import WriterWaker
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY, SLOW_PATH, memory_fence
 
@@ -38,14 +38,14 @@ class SlotReader:
 
     def __init__(
         self,
-        gate: Gate,
+        state: EndState,
         ring: RingReader,
         codec: Codec,
         overflow: PassedSegments,
         waker: WriterWaker,
         make_leases: Callable[[], Leases],
     ) -> None:
-        self._gate = gate
+        self._state = state
         self._ring = ring
         self._core = ring.core
         self._slots = ring.slots
@@ -59,7 +59,7 @@ class SlotReader:
         self._leases: Leases | None = None
         self._mapped: tuple[int, int, int] | None = None  # chunk, slot and bytes of a message that is leased in place
         self.overflows: int = 0  # how many messages did not fit a chunk
-        on_parked = gate.defer_wakeup if gate.blocks else waker.slot_is_free
+        on_parked = state.defer_wakeup if state.blocks else waker.slot_is_free
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), on_parked)
         self._core.bind_beside(self._decode_beside)
 
@@ -90,7 +90,7 @@ class SlotReader:
         """Raise if the writer goes on without this reader: what was read of a slot may be another message by then."""
         memory_fence()  # after what was read
         if self._ring.evicted():
-            raise eviction(self._gate, self._ring) from None
+            raise eviction(self._state, self._ring) from None
 
     def take_many(self, most: int) -> list[Any]:
         """Return what is there, as `Source.take_many`."""
@@ -288,7 +288,7 @@ class SlotReader:
             self.release()
         else:
             assert self._leases is not None
-            self._gate.count_turn()
+            self._state.count_turn()
             self._leases.end(*mapped)
 
     def settle(self) -> None:
@@ -307,7 +307,7 @@ class SlotReader:
         """Give the next message's slot back."""
         if published_ns:
             self._core.taken(published_ns)
-        self._gate.count_turn()
+        self._state.count_turn()
         if self._core.release():
             self._waker.slot_is_free()
 

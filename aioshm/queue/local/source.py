@@ -21,15 +21,14 @@ from aioshm.lifeline.doorbell import Doorbell
 from aioshm.lifeline.protocol import Hello
 from aioshm.process.limits import naming_limits
 from aioshm.process.state import SUSPECT_STATES, process_state
-from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import findings
-from aioshm.queue.local.attachment import Attachment
+from aioshm.queue.local.attachment import Attachment, WriterWaker
 from aioshm.queue.local.copying import CopyingSlots, eviction
 from aioshm.queue.local.leases import Leases
 from aioshm.queue.local.slots import SlotReader
-from aioshm.queue.local.waker import WriterWaker
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
 from aioshm.ring.copying import CopyingCore
@@ -62,7 +61,7 @@ class RingSource:
 
     def __init__(
         self,
-        gate: Gate,
+        state: EndState,
         handle: Handle,
         rank: int,
         codec: Codec,
@@ -70,11 +69,11 @@ class RingSource:
         history: int = 0,
         failed: Callable[[AioshmError], None] | None = None,
     ) -> None:
-        self._gate = gate
+        self._state = state
         self._handle = handle
         self._rank = rank
         self._codec = codec
-        self._failed = failed or (lambda error: gate.refuse(lambda: error))
+        self._failed = failed or (lambda error: state.refuse(lambda: error))
         self.receive: Callable[[], Any] = _nothing
         self.ready: Callable[[], bool] = bool
         self.look: Callable[[], bool] = bool
@@ -99,18 +98,18 @@ class RingSource:
             self._attaching.add_done_callback(self._attached)
 
     async def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        gate = self._gate
+        state = self._state
         sock, self._sock = self._sock, None
         usable_cpus()  # is asked for again once the writer has answered, which takes longer than this does
-        with naming_limits(f"{gate!r}"):
+        with naming_limits(f"{state!r}"):
             self.attachment = attachment = await Attachment.make(
-                self._handle, self._hello, sock, gate.options.prefault_bytes, self._subscriber
+                self._handle, self._hello, sock, state.options.prefault_bytes, self._subscriber
             )
         self._lifeline, self._cursor = lifeline, ring = attachment.lifeline, attachment.ring
         self._rank = attachment.rank
-        gate.use(ring.core)
-        gate.rates.begin(monotonic(), lifeline.welcome.first)
-        self.waker = waker = WriterWaker(gate, ring, lifeline, loop)
+        state.use(ring.core)
+        state.rates.begin(monotonic(), lifeline.welcome.first)
+        self.waker = waker = WriterWaker(state, ring, lifeline, loop)
 
         def make_leases() -> Leases:
             fd, layout = attachment.segment_fd, ring.layout
@@ -118,19 +117,19 @@ class RingSource:
 
         slots: SlotReader | CopyingSlots
         if isinstance(core := ring.core, CopyingCore):
-            slots = CopyingSlots(gate, ring, core, self._codec, attachment.overflow)
+            slots = CopyingSlots(state, ring, core, self._codec, attachment.overflow)
         else:
-            slots = SlotReader(gate, ring, self._codec, attachment.overflow, waker, make_leases)
+            slots = SlotReader(state, ring, self._codec, attachment.overflow, waker, make_leases)
         self._slots = slots
         self.settle, self.take, self.take_many = slots.settle, slots.take, slots.take_many
         self.ready = self.look = ring.ready
         self.ring, self.receive = ring, ring.core.receive
         lifeline.start(
             self._on_go,
-            gate.wake,
+            state.wake,
             self._on_writer_gone,
             self._on_descriptor,
-            gate.interrupt,
+            state.interrupt,
             self._on_subscribe,
             self._on_evicted,
         )
@@ -141,45 +140,45 @@ class RingSource:
     def _subscriber(self, secret: bytes, rank: int) -> OverflowSubscriber:
         with naming_limits("a reader"):  # which reading the files may reach; and who has segments needs no ZeroMQ
             from aioshm.queue.local.overflow_sockets import OverflowSubscriber
-        gate, handle = self._gate, self._handle
+        state, handle = self._state, self._handle
         endpoint = f"ipc://{socket_file(handle.options, handle.queue_id, 'overflow')}"
-        return OverflowSubscriber(endpoint, secret, rank, handle.options.remote_timeout, gate.interrupt)
+        return OverflowSubscriber(endpoint, secret, rank, handle.options.remote_timeout, state.interrupt)
 
     def _attached(self, attaching: asyncio.Task[None]) -> None:
         if attaching.cancelled():
             return
         error = attaching.exception()
-        if error is not None and self._gate.refusal is None:
+        if error is not None and self._state.refusal is None:
             self._failed(error if isinstance(error, AioshmError) else HandleError(f"cannot attach: {error}"))
 
     # What the lifeline tells
 
     def _on_go(self) -> None:
-        gate = self._gate
-        if gate.poller is None:
-            gate.new_poller(self._cursor, self.other_ends(), self._lifeline.doorbell)
-        gate.ready = True
-        gate.reopen()
-        gate.interrupt()
+        state = self._state
+        if state.poller is None:
+            state.new_poller(self._cursor, self.other_ends(), self._lifeline.doorbell)
+        state.ready = True
+        state.reopen()
+        state.interrupt()
 
     def _on_writer_gone(self, said_goodbye: bool) -> None:
         assert self.attachment is not None
         self.attachment.overflow.after_last(functools.partial(self._writer_gone, said_goodbye))
 
     def _writer_gone(self, said_goodbye: bool) -> None:
-        gate = self._gate
+        state = self._state
         if self._cursor.evicted():
-            self.gone = functools.partial(eviction, gate, self._cursor)
+            self.gone = functools.partial(eviction, state, self._cursor)
         elif said_goodbye or self._cursor.writer_closed():  # its goodbye may have found no room in a full socket
-            self.gone = lambda: PeerClosed(f"{gate!r}: the writer has closed the queue")
+            self.gone = lambda: PeerClosed(f"{state!r}: the writer has closed the queue")
         else:
-            self.gone = functools.partial(PeerDied, -1, self._lifeline.welcome.pid, "writer", f"queue {gate.name}")
-        gate.interrupt()
+            self.gone = functools.partial(PeerDied, -1, self._lifeline.welcome.pid, "writer", f"queue {state.name}")
+        state.interrupt()
 
     def _on_descriptor(self, fd: int | None) -> None:
         assert self.attachment is not None
         self.attachment.overflow.arrived(fd)
-        self._gate.interrupt()  # where bells are bytes on the same socket, this one may have left no room for them
+        self._state.interrupt()  # where bells are bytes on the same socket, this one may have left no room for them
 
     def _on_subscribe(self) -> None:
         assert self.attachment is not None
@@ -187,14 +186,14 @@ class RingSource:
             self.attachment.overflow.subscribe()
 
     def _on_evicted(self) -> None:
-        self._gate.refuse(functools.partial(eviction, self._gate, self._cursor))
+        self._state.refuse(functools.partial(eviction, self._state, self._cursor))
         with suppress(SharedMemoryError):  # there is no memory for a copy
             self.settle()  # at once: the writer does not wait for what is kept any more
 
     def _may_keep(self) -> bool:
         """Return whether what a lease has kept may be kept on, as `Leases` has it."""
         cursor = self._cursor  # a writer that was woken is parked until it runs
-        if not self._gate.waits:
+        if not self._state.waits:
             return False
         # With a message there the call ends at once, and what was kept goes back when the next block ends.
         return cursor.core.ready() or not cursor.writer_parked[0] or cursor.messages_wanted() > 1
@@ -250,7 +249,7 @@ class RingSource:
         return True
 
     def too_late(self) -> Exception:
-        return TimeoutError(f"{self._gate!r}: {self.why_not_ready()}")
+        return TimeoutError(f"{self._state!r}: {self.why_not_ready()}")
 
     def why_not_ready(self) -> str:
         """Say what this end waits for before it is ready."""
@@ -269,7 +268,7 @@ class RingSource:
         return findings(who, state, lifeline.silent_s, self._handle.answers)
 
     def report_waiting(self, waited_s: float) -> None:
-        if not self._gate.ready:
+        if not self._state.ready:
             self._report_not_ready(waited_s)
             return
         level, about = self._findings()
@@ -282,7 +281,7 @@ class RingSource:
         logger.log(
             level,
             "%r, rank %d: waited %s for %s %d: %s",
-            self._gate,
+            self._state,
             self._rank,
             seconds(waited_s),
             what,
@@ -296,7 +295,7 @@ class RingSource:
             about = f"; {self._findings()[1]}"
         elif self._dialled_pid:
             about = f" (it has pid {self._dialled_pid} and is {process_state(self._dialled_pid)})"
-        logger.warning("%r: waited %s: %s%s", self._gate, seconds(waited_s), self.why_not_ready(), about)
+        logger.warning("%r: waited %s: %s%s", self._state, seconds(waited_s), self.why_not_ready(), about)
 
     def _named(self, readers: Sequence[int]) -> str:
         pids, ranks = self._cursor.reader_pids(), self._handle.local_reader_ranks
@@ -306,7 +305,7 @@ class RingSource:
 
     def stats(self) -> QueueStats:
         ring = None if self._closed else self.ring
-        return self._gate.new_stats(
+        return self._state.new_stats(
             side="reader",
             rank=self._rank,
             messages=self.progress,
@@ -325,7 +324,7 @@ class RingSource:
         """Say nothing yet: once the writer knows, it overwrites what a block may still be reading."""
 
     def close(self) -> None:
-        attaching, loop = self._attaching, self._gate.loop
+        attaching, loop = self._attaching, self._state.loop
         if attaching is not None and loop is not None:
             if not loop.is_closed():
                 attaching.cancel()

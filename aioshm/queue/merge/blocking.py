@@ -79,21 +79,21 @@ class _Place:
     @property
     def ring(self) -> RingReader | None:
         """The reader's ring, if it has one by now."""
-        return None if self.reader.gate.dismantled else self.reader.source.ring
+        return None if self.reader.state.dismantled else self.reader.source.ring
 
     def look(self) -> None:
         """Receive an available message; called on the loop."""
-        reader, gate = self.reader, self.reader.gate
-        gate.check_refusal()
-        if not gate.ready:
+        reader, state = self.reader, self.reader.state
+        state.check_refusal()
+        if not state.ready:
             reader.start_attaching()
-            gate.check_refusal()
+            state.check_refusal()
         news = reader.tell()
         if news is not None:
             raise news
         source = reader.source
         gone = source.gone  # before looking: what was published before the writer went is then seen
-        obj = reader.poll() if gate.ready else EMPTY
+        obj = reader.poll() if state.ready else EMPTY
         self.late = obj is SLOW_PATH
         if obj is not EMPTY and not self.late:
             self.held.undelivered.append(obj)
@@ -133,7 +133,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
 
     def __init__(self, places: Sequence[_Place], errors: Errors = "raise") -> None:
         self._raises = errors == "raise"
-        self._options = places[0].reader.gate.options if places else Options()
+        self._options = places[0].reader.state.options if places else Options()
         self._round = Round(places, self._options.stall_warning_s, monotonic())
         self.failed: dict[int, AioshmError] = self._round.failed
         self._shared = SharedSleep()
@@ -244,12 +244,13 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
 
     def _wait_in_turn(self, running: list[_Place], me: int) -> None:
         turns: list[Any] = []
-        gates: list[Any] = []
+        states: list[Any] = []
+        call_locks: list[Any] = []
         taken: list[_Place] = []
         # Consumed without a call, so that no handler comes in between.
         end_turns = map(setattr, turns, repeat("owner"), repeat(0))
-        leave = map(setattr, gates, repeat("in_line"), repeat(0))
-        unwatch = map(setattr, gates, repeat("watcher"), repeat(None))
+        leave = map(setattr, call_locks, repeat("calls"), repeat(0))
+        unwatch = map(setattr, states, repeat("watcher"), repeat(None))
         loop = running[0].held.loop()
         for place in running:
             place.held.loop()
@@ -264,15 +265,16 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
                 if not before:
                     turns += [mine]
                     taken.append(place)
-                    place.reader.gate.watcher = self._woken
-                    gates += [place.reader.gate]
+                    place.reader.state.watcher = self._woken
+                    states += [place.reader.state]
+                    call_locks += [place.reader.state.lock]
             self._news = False
             loop.do(lambda: self._look(taken))
             idle = running is self._round.running and not any(place.held.undelivered for place in running)
             if self._round.silence_due(monotonic()):
                 self._round.tell_silence(monotonic())
             if idle and not self._found:
-                self._sleep(running, taken, gates, me)
+                self._sleep(running, taken, states, me)
         finally:
             _ = [*leave, *unwatch, *end_turns]
             if process_lock.owner == me:
@@ -300,17 +302,17 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
                     around.begin_behind(place)
                 self._found.append((place, error))
                 return
-            place.held.gate.wake_peers()
+            place.held.state.wake_peers()
 
-    def _sleep(self, running: list[_Place], taken: list[_Place], gates: list[Any], me: int) -> None:
+    def _sleep(self, running: list[_Place], taken: list[_Place], states: list[Any], me: int) -> None:
         rings = [place.ring for place in taken if place.running and place.ring is not None]
         poller = self._poller
         if poller is None or rings != self._slept_for:
             poller = self._new_poller(taken, rings)
         process_lock.acquire(me)
-        for gate in gates:
-            gate.in_line = 1
-            gate.core.open = False
+        for state in states:
+            state.lock.calls = 1
+            state.core.open = False
         waiting = [(place, place.ring) for place in taken if place.running and not place.late]
         self._shared.rings = watched = [ring for _, ring in waiting if ring is not None]
         looks = [ring.ready for ring in watched]
@@ -348,7 +350,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
 
     def _wake_peers(self) -> None:
         for place in self._round.running:
-            place.held.gate.wake_peers()
+            place.held.state.wake_peers()
 
     def _woken(self) -> None:
         self._news = True

@@ -112,58 +112,58 @@ class Place:
         self.ring = source.ring
 
     async def enter(self) -> None:
-        """Enter the gate if nobody is there, and watch it anyway. Never suspends the task."""
-        gate = self.reader.gate
-        gate.watch(self._woken)
+        """Acquire the call lock if it is free, and watch the reader anyway. Never suspends the task."""
+        state = self.reader.state
+        state.watch(self._woken)
         self.watching = True
         if self._source is not self.reader.source:  # that of a writer which is gone
             self.unready()
         try:
-            if not gate.in_line or gate.held_here:
-                shut = self.quick is not None and not gate.core.open
+            if not state.lock.calls or state.lock.in_own_block:
+                shut = self.quick is not None and not state.core.open
                 self.hidden = shut or self._ending()
-                await gate.enter(None)
+                await state.enter(None)
                 self.entered = True
                 self._arrived()
         except BaseException:
             self.watching = False
-            gate.unwatch()
+            state.unwatch()
             raise
 
     def leave(self) -> None:
-        """Leave the gate, and stop watching, if this merge does either."""
-        gate = self.reader.gate
+        """Release the call lock, and stop watching, if this merge does either."""
+        state = self.reader.state
         if self.watching:
             self.watching = False
-            gate.unwatch()
+            state.unwatch()
         if self.entered:
             self.entered = False
-            gate.leave()
+            state.leave()
 
     def reserve(self) -> bool:
         """Return whether the merge may use the source now."""
         return self.entered
 
     def release(self) -> None:
-        """Do nothing: the merge stays in the gate."""
+        """Do nothing: the merge keeps the call lock."""
 
     def may_go_on(self) -> bool:
         """Return whether there is anything to do."""
-        gate = self.reader.gate
+        state = self.reader.state
         if not self.entered:
-            return not gate.in_line
+            return not state.lock.calls
         if self.late:
             return False
         if self.quick is not None:
             return self.reader.may_go_on()
-        return gate.ready or self._ending() or self.reader.has_news
+        return state.ready or self._ending() or self.reader.has_news
 
     def poll(self) -> Any:
         """Return the next message, or `EMPTY`: see `late`."""
         try:
             obj = self.reader.poll()
         except AioshmError:
-            if self.reader.gate.refusal is not None:  # which is the end of the queue, not of a message
+            if self.reader.state.refusal is not None:  # which is the end of the queue, not of a message
                 return EMPTY
             raise
         if obj is not SLOW_PATH:
@@ -198,7 +198,7 @@ class Place:
 
     def _ending(self) -> bool:
         reader = self.reader
-        return reader.gate.refusal is not None or reader.source.gone is not None or self.failure is not None
+        return reader.state.refusal is not None or reader.source.gone is not None or self.failure is not None
 
     def _woken(self) -> None:
         self._arrived()

@@ -1,8 +1,8 @@
 """One stream of many queues: round robin among queues with messages, one sleep for all the others.
 
 The quick way takes a message from the next reader whose core is open, as `MessageQueue.dequeue`
-does. The slow way handles the rest; while it waits it has entered every reader's gate, so that
-nobody else uses a raised parked flag. A reader whose gate another task has entered is left out
+does. The slow way handles the rest; while it waits it holds every reader's call lock, so that
+nobody else uses a raised parked flag. A reader whose state another task has entered is left out
 meanwhile.
 """
 
@@ -20,8 +20,8 @@ from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, QueueClosed, RoleError
 from aioshm.queue.api import MessageQueue
 from aioshm.queue.ends.call_lock import CallLock
-from aioshm.queue.ends.gate import TURN_MESSAGES, TURN_NS
 from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.state import TURN_MESSAGES, TURN_NS
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
@@ -82,7 +82,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._raises = errors == "raise"
         self._shared = shared = SharedSleep()
         places = [Place(rank, reader, shared) for rank, reader in readers.items()]
-        self._options = places[0].reader.gate.options if places else Options()
+        self._options = places[0].reader.state.options if places else Options()
         self._round = Round(places, self._options.stall_warning_s, monotonic())
         self.failed: dict[int, AioshmError] = self._round.failed
         self.needed: Set[int] = frozenset()
@@ -115,7 +115,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._check_here()
         self._round.check_addition(rank, end)
         if not self._round.running:
-            self._options = end.gate.options
+            self._options = end.state.options
         place = Place(rank, end, self._shared)
         if self._loop is not None:
             _attach(place)
@@ -204,7 +204,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 self._start(loop)
             while self._round.running:
                 await self._yield_turn()
-                item = await self._wait_in_lines()
+                item = await self._wait_entered()
                 if item is not None:
                     return item
         finally:
@@ -223,7 +223,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         """Run other tasks, if the budget is spent."""
         if self._turn <= 0 or monotonic_ns() >= self._turn_ends_ns:
             for place in self._round.running:
-                place.reader.gate.give_way()
+                place.reader.state.give_way()
             await asyncio.sleep(0)
             self._new_turn()
 
@@ -232,13 +232,13 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         now_ns = monotonic_ns()  # the same for all, so that none goes on while others have to wait
         self._turn_ends_ns = now_ns + TURN_NS
         for place in self._round.running:
-            place.reader.gate.new_turn(now_ns)
-            place.reader.gate.core.spin_ns = 0  # spinning for one would keep the others waiting
+            place.reader.state.new_turn(now_ns)
+            place.reader.state.core.spin_ns = 0  # spinning for one would keep the others waiting
 
     # Waiting
 
-    async def _wait_in_lines(self) -> tuple[int, Any] | None:
-        """Wait for a message and take it; None: enter the gates again, or nothing is left."""
+    async def _wait_entered(self) -> tuple[int, Any] | None:
+        """Wait for a message and take it; None: acquire the call locks again, or nothing is left."""
         if self._changed:
             self._changed = False
             self._shared.close()  # there are others to wait for than before
@@ -309,11 +309,11 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     def _lines_changed(self) -> bool:
         """Return whether a reader that was left out need not be any more."""
-        return any(not place.entered and not place.reader.gate.in_line for place in self._round.running)
+        return any(not place.entered and not place.reader.state.lock.calls for place in self._round.running)
 
     def _note_ready(self, entered: Sequence[Place]) -> None:
         for place in entered:
-            if place.quick is None and place.reader.gate.ready:
+            if place.quick is None and place.reader.state.ready:
                 place.now_ready()
                 if place.ring is not None:
                     self._past -= place.ring.seq  # only what comes from here on is counted
@@ -326,8 +326,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     def _take(self, place: Place) -> tuple[int, Any] | None:
         """Return a queue's next message, or the error that is its end; None if there is nothing, or it has closed."""
-        gate, source = place.reader.gate, place.reader.source
-        error = place.failure if gate.refusal is None else gate.refusal()
+        state, source = place.reader.state, place.reader.source
+        error = place.failure if state.refusal is None else state.refusal()
         if error is None:
             news = place.reader.tell()
             if isinstance(news, HandleError):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from aioshm.errors import AioshmError, PeerDied
-from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.inquiry import findings
 from aioshm.queue.remote import wire
@@ -21,8 +21,8 @@ logger: logging.Logger = logging.getLogger("aioshm.queue")
 class KnownWriter:
     """The writer, as far as it is known."""
 
-    def __init__(self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int) -> None:
-        self._gate = gate
+    def __init__(self, state: EndState, handle: Handle, remote: RemoteAddress, rank: int) -> None:
+        self._state = state
         self._handle = handle
         self._remote = remote
         self._rank = rank
@@ -47,7 +47,7 @@ class KnownWriter:
         """Return what makes the error that says how it has died."""
         pid = 0 if self.welcome is None else self.welcome.pid
         where = self._remote.control if self.welcome is None else f"{self.welcome.host}, {self._remote.control}"
-        return functools.partial(PeerDied, -1, pid, "writer", f"queue {self._gate.name} on {where}: {detail}")
+        return functools.partial(PeerDied, -1, pid, "writer", f"queue {self._state.name} on {where}: {detail}")
 
     def why_not_ready(self) -> str:
         """Say what the reader waits for before it is ready."""
@@ -64,14 +64,14 @@ class KnownWriter:
 
     def report_waiting(self, waited_s: float, seq: int) -> None:
         """Report for how many seconds the reader has waited for a message, or to be ready, and what is known."""
-        gate, waited = self._gate, seconds(waited_s)
-        if not gate.ready:
+        state, waited = self._state, seconds(waited_s)
+        if not state.ready:
             about = "" if self.welcome is None else f"; {self._findings()[1]}"
-            logger.warning("%r: waited %s: %s%s", gate, waited, self.why_not_ready(), about)
+            logger.warning("%r: waited %s: %s%s", state, waited, self.why_not_ready(), about)
             return
         level, about = self._findings()
         rank = self._rank if self.welcome is None else self.welcome.rank
-        logger.log(level, "%r, rank %d: waited %s for message %d: %s", gate, rank, waited, seq, about)
+        logger.log(level, "%r, rank %d: waited %s for message %d: %s", state, rank, waited, seq, about)
 
     def _findings(self) -> tuple[int, str]:
         """Return at which level to log what is known of it, and the words."""

@@ -21,7 +21,7 @@ from aioshm.errors import (
 )
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import shortage
-from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.known_writer import KnownWriter
@@ -56,7 +56,7 @@ class WriterLink:
 
     def __init__(
         self,
-        gate: Gate,
+        state: EndState,
         handle: Handle,
         remote: RemoteAddress,
         rank: int,
@@ -65,8 +65,8 @@ class WriterLink:
         *,
         patient: bool = False,
     ) -> None:
-        _check(remote, encrypted=gate.options.secure)
-        self._gate = gate
+        _check(remote, encrypted=state.options.secure)
+        self._state = state
         self._handle = handle
         self._remote = remote
         self.rank: int = rank
@@ -85,7 +85,7 @@ class WriterLink:
         # Whether the writer has closed the queue, and what is not here will not come.
         self.left_behind: bool = False
         self.twice: int = 0  # how many messages came again
-        self.writer: KnownWriter = KnownWriter(gate, handle, remote, rank)
+        self.writer: KnownWriter = KnownWriter(state, handle, remote, rank)
         self._goodbye: asyncio.Future[None] | None = None
         self._released = False  # whether the writer waits for this end no more
         self._acknowledging: asyncio.TimerHandle | None = None
@@ -105,7 +105,7 @@ class WriterLink:
         """
         if self.sockets is not None:
             return
-        remote, gate = self._remote, self._gate
+        remote, state = self._remote, self._state
         self.writer.heard = monotonic()
         try:
             self.sockets = self.writer.sockets = ReaderSockets(
@@ -113,7 +113,7 @@ class WriterLink:
                 remote.data,
                 remote.control,
                 remote.keys,
-                gate.options,
+                state.options,
                 self._on_data,
                 self._on_message,
                 self._on_connections,
@@ -123,7 +123,7 @@ class WriterLink:
         except OSError as error:
             raise HandleError(f"not a handle: {error}") from None
         flag = memoryview(bytearray(1))  # its parked flag, at which nobody else looks
-        gate.poller = Poller(loop, flag, Policy(may_spin=False), gate.core.spin)
+        state.poller = Poller(loop, flag, Policy(may_spin=False), state.core.spin)
         self._check_connections()
 
     def _introduce(self) -> None:
@@ -164,7 +164,7 @@ class WriterLink:
             return True
         if self.sockets.closed:
             return False
-        loop = self._gate.loop
+        loop = self._state.loop
         if self._introducing is None and loop is not None and not loop.is_closed():
             self._introducing = loop.call_later(RETRY_S, self._introduce)
         return False
@@ -178,7 +178,7 @@ class WriterLink:
             self._connections = control.connections
             self._introduce()
         if control.refused or data.refused:
-            self.give_up(lambda: HandleError(f"{self._gate!r}: the writer does not let the handle's key in"))
+            self.give_up(lambda: HandleError(f"{self._state!r}: the writer does not let the handle's key in"))
         self._check_connections()
 
     def _on_data(self, head: memoryview, body: memoryview | None) -> None:
@@ -199,7 +199,7 @@ class WriterLink:
             return
         self._ask_for_missing()
         if self.window.ready:
-            self._gate.wake()
+            self._state.wake()
         if self.window.skips:
             self._acknowledge_soon()
         if self.window.end is not None:
@@ -216,7 +216,7 @@ class WriterLink:
         try:
             return self._assembly.add(data)
         except OSError as error:
-            number, text = error.errno or 0, f"{self._gate!r}: message {data.seq} of {data.total} bytes does not fit"
+            number, text = error.errno or 0, f"{self._state!r}: message {data.seq} of {data.total} bytes does not fit"
             why = "raise the limits of this process (ulimit -v) or of its container (memory)"
             self.give_up(lambda: SharedMemoryError(number, f"{text} into memory: {why}"))
             return None
@@ -237,12 +237,12 @@ class WriterLink:
         elif isinstance(message, wire.Renewed):
             self._renew(message.topic)
         elif isinstance(message, wire.Go):
-            self._gate.ready = True
-            self._gate.reopen()
-            self._gate.interrupt()
+            self._state.ready = True
+            self._state.reopen()
+            self._state.interrupt()
         elif isinstance(message, wire.Lost):
             self.window.lost(message.first, message.last)
-            self._gate.wake()
+            self._state.wake()
             self._finish_if_complete()
         elif isinstance(message, wire.Closing):
             self.window.ends(message.end)
@@ -267,7 +267,7 @@ class WriterLink:
         self.writer.welcome = welcome
         self.rank = welcome.rank
         self.window.begin(welcome.first)
-        self._gate.rates.begin(monotonic(), welcome.first)
+        self._state.rates.begin(monotonic(), welcome.first)
         self.sockets.subscribe([wire.address(self._topic), wire.address(self._topic, self.rank)])
 
     def _renew(self, topic: bytes) -> None:
@@ -286,16 +286,16 @@ class WriterLink:
         elif message.closed:
             self.give_up(self._closed_by_writer)
         elif message.full:
-            self.give_up(lambda: NoPlaceVacant(f"{self._gate!r}: {message.reason}"))
+            self.give_up(lambda: NoPlaceVacant(f"{self._state!r}: {message.reason}"))
         elif message.reason == wire.DISMISSED:
-            self.give_up(lambda: ReaderEvicted(f"{self._gate!r}: {message.reason}"))
+            self.give_up(lambda: ReaderEvicted(f"{self._state!r}: {message.reason}"))
         elif message.reason == wire.TOO_SLOW:
             what = "the queue goes on without this reader; a larger remote_window allows longer pauses"
-            self.give_up(lambda: ReaderEvicted(f"{self._gate!r}: too slow: {what}"))
+            self.give_up(lambda: ReaderEvicted(f"{self._state!r}: too slow: {what}"))
         elif message.evicted:
             self.give_up(self.writer.death(f"it has given this reader up: {message.reason}"))
         elif self.writer.welcome is None:
-            self.give_up(lambda: HandleError(f"{self._gate!r}: the writer refuses it: {message.reason}"))
+            self.give_up(lambda: HandleError(f"{self._state!r}: the writer refuses it: {message.reason}"))
         else:
             self.give_up(self.writer.death(f"it does not know this reader any more: {message.reason}"))
 
@@ -304,16 +304,16 @@ class WriterLink:
             return False
         self._tell(wire.Finished())
         self.gone = self._closed_by_writer
-        self._gate.interrupt()
+        self._state.interrupt()
         return True
 
     def _closed_by_writer(self) -> AioshmError:
-        return PeerClosed(f"{self._gate!r}: the writer has closed the queue")
+        return PeerClosed(f"{self._state!r}: the writer has closed the queue")
 
     def _complain(self, error: wire.WireError) -> None:
         held_back = self._limiter.admit()
         if held_back is not None:
-            logger.warning("%r: dropped what no writer sends: %s (and %d more)", self._gate, error, held_back)
+            logger.warning("%r: dropped what no writer sends: %s (and %d more)", self._state, error, held_back)
 
     # What this end has to tell
 
@@ -344,8 +344,8 @@ class WriterLink:
         if self.window.must_acknowledge():
             self._acknowledge()
         elif self._acknowledging is None:
-            assert self._gate.loop is not None
-            self._acknowledging = self._gate.loop.call_later(ACKNOWLEDGE_S, self._acknowledge)
+            assert self._state.loop is not None
+            self._acknowledging = self._state.loop.call_later(ACKNOWLEDGE_S, self._acknowledge)
 
     # Whether the writer is still there
 
@@ -354,11 +354,11 @@ class WriterLink:
         if self._checking is not None:
             self._checking.cancel()
             self._checking = None
-        gate = self._gate
-        if self.sockets is None or self.gone is not None or gate.refusal is not None:
+        state = self._state
+        if self.sockets is None or self.gone is not None or state.refusal is not None:
             return
-        assert gate.loop is not None
-        timeout, now = gate.options.remote_timeout, monotonic()
+        assert state.loop is not None
+        timeout, now = state.options.remote_timeout, monotonic()
         due: list[tuple[float, str]] = []
         control, data = self.sockets.control_connection.down_since, self.sockets.data_connection.down_since
         if control is not None:
@@ -370,10 +370,10 @@ class WriterLink:
             return
         at, why = min(due)
         if now < at:
-            self._checking = gate.loop.call_later(at - now, self._look_and_check)
+            self._checking = state.loop.call_later(at - now, self._look_and_check)
             return
         if self.writer.welcome is None:
-            lacking = shortage(f"{gate!r}")  # ZeroMQ tries again for ever, and does not say why
+            lacking = shortage(f"{state!r}")  # ZeroMQ tries again for ever, and does not say why
             where = self._remote.control if control is not None else self._remote.data
             self.give_up(
                 lambda: lacking or HandleError(f"nobody answers at {where}: is the writer gone, or the port closed?")
@@ -397,7 +397,7 @@ class WriterLink:
         self._assembly.clear()
         self.left_behind = self.window.end is not None
         self.gone = self._closed_by_writer if self.left_behind else error
-        self._gate.interrupt()
+        self._state.interrupt()
 
     def ask_writer(self) -> bool:
         """Greet the writer once more: its event loop answers each greeting."""
@@ -405,8 +405,8 @@ class WriterLink:
             return False
         if self.writer.owes_nothing:
             self.writer.asked = monotonic()
-            assert self._gate.loop is not None
-            self._gate.loop.call_soon_threadsafe(lambda: self._tell(self._hello()))  # a blocking merge asks, too
+            assert self._state.loop is not None
+            self._state.loop.call_soon_threadsafe(lambda: self._tell(self._hello()))  # a blocking merge asks, too
         return True
 
     # Closing
@@ -417,8 +417,8 @@ class WriterLink:
         if self._patient and not self._connections:  # nobody was there: nobody counts on this reader
             there = False
         if self.sockets is not None and there and not self._released:
-            assert self._gate.loop is not None
-            self._goodbye = self._gate.loop.create_future()
+            assert self._state.loop is not None
+            self._goodbye = self._state.loop.create_future()
             if self.writer.welcome is None:
                 self._introduce()  # so that it knows who leaves, and waits for nobody
             else:

@@ -15,8 +15,8 @@ from aioshm.codec.frames import INLINE, RAW, split_body
 from aioshm.config import SlowReader
 from aioshm.errors import AioshmError, CodecError, MessagesLost
 from aioshm.process.limits import shortage
-from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock, Waker
+from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.link import WriterLink
@@ -43,7 +43,7 @@ class NetworkSource:
 
     def __init__(
         self,
-        gate: Gate,
+        state: EndState,
         handle: Handle,
         remote: RemoteAddress,
         rank: int,
@@ -53,13 +53,13 @@ class NetworkSource:
         *,
         patient: bool = False,
     ) -> None:
-        self.link: WriterLink = WriterLink(gate, handle, remote, rank, slow, history, patient=patient)
+        self.link: WriterLink = WriterLink(state, handle, remote, rank, slow, history, patient=patient)
         self._window = self.link.window
-        self._gate = gate
+        self._state = state
         self._codec = codec
         self._loads = loads_of(codec)
         self._view = view_of(codec)
-        self._core = gate.core
+        self._core = state.core
         self._trail: deque[bytes] | None = deque(maxlen=TRAIL) if handle.options.trace_context else None
         self._noted = -1  # the message whose trace context was noted last
         self._bytes = 0
@@ -75,8 +75,8 @@ class NetworkSource:
         self.link.start(loop)
 
     def too_late(self) -> Exception:
-        gate = self._gate
-        return shortage(f"{gate!r}") or TimeoutError(f"{gate!r}: {self.link.writer.why_not_ready()}")
+        state = self._state
+        return shortage(f"{state!r}") or TimeoutError(f"{state!r}: {self.link.writer.why_not_ready()}")
 
     # Receiving
 
@@ -163,7 +163,7 @@ class NetworkSource:
         message = self._window.ready[0][0]
         if not isinstance(message, Missing):
             self._bytes += len(message.body)
-        self._gate.count_turn()
+        self._state.count_turn()
         self.link.finished_one()
 
     def note_trace(self, data: wire.Data) -> None:
@@ -241,7 +241,7 @@ class NetworkSource:
 
     def stats(self) -> QueueStats:
         window, link = self._window, self.link
-        stats = self._gate.new_stats(
+        stats = self._state.new_stats(
             side="reader",
             rank=link.rank,
             messages=window.taken,

@@ -1,7 +1,7 @@
-"""The gate of an end: owner, waiting calls, the errors that calls raise.
+"""The state of an end of a queue: owner, readiness, the error that calls raise, and the budget of messages.
 
-The hot calls go straight to the end's core, which is open while the end is ready and healthy and
-no call waits. An obstacle shuts the core, and the slow path raises the error.
+The hot calls go straight to the end's core, which is open while the end is ready and healthy and no call waits. An
+obstacle shuts the core, and the slow path raises the error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from threading import current_thread, get_ident
 from time import monotonic, monotonic_ns
@@ -42,8 +41,8 @@ NO_TURNS = 1 << 62
 """The same for an end whose calls block: the background loop has its turn between any two of them."""
 
 
-class Gate:
-    """Admits one loop, thread and process to an end, one task at a time."""
+class EndState:
+    """The owning loop and thread of an end, whether it is ready, closed or failed, and what its calls share."""
 
     def __init__(self, what: str, options: Options) -> None:
         self.name = ""
@@ -61,8 +60,8 @@ class Gate:
         self.ready: bool = False
         # Makes the error that every call raises.
         self.refusal: Callable[[], AioshmError] | None = None
-        # Calls that have entered, or wait.
-        self.in_line: int = 0
+        # Admits one call at a time.
+        self.lock: CallLock = CallLock()
         self._yielding = 0  # calls that let the other tasks run before they enter
         self._hurried = False
         self._gives_way: Callable[[], bool] = bool  # False, until there is a ring
@@ -74,8 +73,6 @@ class Gate:
         self._closing = ClosingOrder(self)
         self._thread = -1
         self._loop_runs: Callable[[], bool] = bool  # False, until there is a loop
-        self._lock = CallLock()
-        self._holder: object = None  # whose block has a slot
         # Called whenever a waiting call would look again; a merge's.
         self.watcher: Callable[[], object] | None = None
         self._news: asyncio.Future[None] | None = None
@@ -86,7 +83,7 @@ class Gate:
         self._inside = inside
         self._closing.enclose(inside)
 
-    # Whose the end is
+    # The owner
 
     def bind(self) -> asyncio.AbstractEventLoop:
         """Belong to the running loop from now on, or raise if another loop is the owner."""
@@ -171,11 +168,11 @@ class Gate:
         if not self.ready:
             raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
 
-    # Turns and lines
+    # The fast path, the budget, the call lock
 
     def reopen(self) -> None:
         """Open the fast path, if nothing forbids it."""
-        shut = self.in_line or self.refusal is not None or (self.shut_while is not None and self.shut_while())
+        shut = self.lock.calls or self.refusal is not None or (self.shut_while is not None and self.shut_while())
         self.core.open = self.ready and not shut
 
     def new_turn(self, now_ns: int = 0) -> None:
@@ -218,41 +215,33 @@ class Gate:
             os.sched_yield()
 
     async def enter(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
-        """Wait for this task's turn at the end; each `enter` needs a `leave`."""
-        if self.held_here:
+        """Shut the fast path and acquire the call lock; each `enter` needs a `leave`."""
+        if self.lock.in_own_block:
             raise RoleError(f"{self!r}: called inside of a block that has its slot, and so would wait for itself")
-        self.in_line += 1
         self.core.open = False
         try:
-            await self._lock.acquire(deadline, cancel)
+            await self.lock.acquire(deadline, cancel)
         except BaseException:
             self._left()
             raise
 
     def enter_now(self) -> None:
-        """Enter after the core let the caller pass, so that nobody waits."""
-        self.in_line += 1
+        """Acquire the lock after the core let the caller pass, so that nobody waits."""
         self.core.open = False
-        self._lock.acquire_free()
+        self.lock.acquire_free()
 
     def hold(self) -> None:
         """Note that this task's block has the slot until `leave`."""
-        self._holder = self._caller()
-
-    @property
-    def held_here(self) -> bool:
-        """Whether a block of the calling task has the slot."""
-        return self._holder is not None and self._holder == self._caller()
+        self.lock.hold()
 
     @property
     def waits(self) -> bool:
-        """Whether a call has entered or soon will, and no block has a slot; called on the loop."""
-        return self.in_line + self._yielding > 0 and self._holder is None
+        """Whether a call has the lock or soon will, and no block has a slot; called on the loop."""
+        return self.lock.calls + self._yielding > 0 and not self.lock.in_block
 
     def leave(self) -> None:
-        """End this task's turn."""
-        self._holder = None
-        self._lock.release()
+        """Release the lock."""
+        self.lock.release()
         self._left()
 
     def watch(self, watcher: Callable[[], None]) -> None:
@@ -265,14 +254,8 @@ class Gate:
         """Call back no more."""
         self.watcher = None
 
-    def _caller(self) -> object:
-        """Return a weak reference to the task: a lease may end when its task is collected."""
-        task = asyncio.current_task()
-        return None if task is None else weakref.ref(task)
-
     def _left(self) -> None:
-        self.in_line -= 1
-        if self.in_line:
+        if self.lock.calls:
             return
         if self._closing.begun:
             self._closing.dismantle_unless_used()
@@ -324,7 +307,7 @@ class Gate:
         """Return a report of long waits."""
         return Stall(self.options.stall_warning_s, report)
 
-    # ClosingOrder
+    # Closing
 
     @property
     def closed(self) -> bool:
@@ -371,7 +354,7 @@ class Gate:
         messages_per_s, bytes_per_s = self.rates.since(monotonic(), stats.messages, stats.bytes)
         return msgspec.structs.replace(stats, messages_per_s=messages_per_s, bytes_per_s=bytes_per_s)
 
-    # Telling about the end
+    # Statistics
 
     def new_stats(
         self,
