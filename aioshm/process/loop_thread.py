@@ -385,30 +385,30 @@ class _TurnSelector(selectors.BaseSelector):
     """
 
     def __init__(self) -> None:
-        self._selector = selectors.PollSelector()
+        self._poll = selectors.PollSelector()
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._selector.register(fileobj, events, data)
+        return self._poll.register(fileobj, events, data)
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._selector.unregister(fileobj)
+        return self._poll.unregister(fileobj)
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._selector.modify(fileobj, events, data)
+        return self._poll.modify(fileobj, events, data)
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._selector.get_map()
+        return self._poll.get_map()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._give()
         try:
-            return self._selector.select(timeout)
+            return self._poll.select(timeout)
         finally:
             process_lock.acquire_first()
 
     def close(self) -> None:
         self._give()
-        self._selector.close()
+        self._poll.close()
 
     def _give(self) -> None:
         if process_lock.owner == get_ident():

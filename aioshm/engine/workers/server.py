@@ -45,7 +45,7 @@ class CallOrder:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._ready: deque[Message] = deque()
+        self._due: deque[Message] = deque()
         self._early: deque[Message] = deque()  # requests sent after a broadcast that has not arrived yet
         self._last_broadcast = 0
         self._n_requests = 0
@@ -60,28 +60,28 @@ class CallOrder:
             self._more_requests.clear()
             await self._more_requests.wait()
         self._last_broadcast = number
-        self._ready.append(message)
+        self._due.append(message)
         while self._early and self._early[0][2] <= number:
-            self._ready.append(self._early.popleft())
+            self._due.append(self._early.popleft())
 
     def add_request(self, message: Message) -> None:
         """Add a call of this worker."""
         self._n_requests += 1
         self._more_requests.set()
-        (self._early if message[2] > self._last_broadcast else self._ready).append(message)
+        (self._early if message[2] > self._last_broadcast else self._due).append(message)
 
     def cancel(self, number: int) -> bool:
         """Cancel a queued call; return whether it was queued."""
-        queued = any(each[1] == number for each in (*self._ready, *self._early))
+        queued = any(each[1] == number for each in (*self._due, *self._early))
         if queued:
             self._cancelled.add(number)
         return queued
 
     def next(self) -> Message | None:
         """Return the next call; its kind is CANCEL if it was cancelled."""
-        if not self._ready:
+        if not self._due:
             return None
-        message = self._ready.popleft()
+        message = self._due.popleft()
         number = message[1]
         if number in self._cancelled:
             self._cancelled.discard(number)

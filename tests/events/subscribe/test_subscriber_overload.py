@@ -124,11 +124,12 @@ async def test_flood_takes_bounded_memory_and_each_number_comes_or_is_lost(
         f"{events} events, {pause_s} s a batch, replay {replay}: RSS in MiB {start >> 20} at the start, "
         f"{most >> 20} at most, {end >> 20} at the end; {published} published, {stats}"
     )
-    assert stats.dropped > 0
+    if events > 1:  # where CPUs are scarce, the publisher's queue, not the backlog, drops batches of one event
+        assert stats.dropped > 0
     assert stats.lost == tally.lost
     assert stats.delivered >= published - tally.lost
     assert most - start < MEMORY_BYTES
-    assert any("decodes too slowly" in reason for reason in tally.reasons)
+    assert any("decodes too slowly" in reason for reason in tally.reasons) == (stats.dropped > 0)
     [publisher] = tally.index.publishers
     assert list(tally.index.blocks(publisher).values()) == [set(range(LAST))]
     assert tally.index.complete(publisher)
