@@ -116,7 +116,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             first. None: ``n_reader``.
         slow_reader: What becomes of a reader that has a whole ring, or window, still to read when the writer needs the
             room: ``"block"`` lets the writer wait for it, ``"evict"`` goes on without it (`ReaderEvicted`), ``"skip"``
-            lets it lose its oldest messages (`MessagesLost`). ``create_from_handle(slow=)`` says it for one reader.
+            lets it lose its oldest messages (`MessagesLost`). ``create_from_handle(slow_reader=)`` is for one reader.
         max_message_bytes: Encoded messages above this raise `MessageTooLarge`.
         trace_context: Whether each message takes along the context of the OpenTelemetry span that is current where it
             is sent; readers have it as ``last_trace_context``. The writer needs ``aioshm[opentelemetry]``, and takes

@@ -64,7 +64,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             *,
             codec: str | Codec | None = None,
             options: Options | None = None,
-            slow: SlowReader | None = None,
+            slow_reader: SlowReader | None = None,
             type: type[S],
             reconnect: bool = False,
             history: int = 0,
@@ -79,7 +79,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             *,
             codec: Codec[S],
             options: Options | None = None,
-            slow: SlowReader | None = None,
+            slow_reader: SlowReader | None = None,
             reconnect: bool = False,
             history: int = 0,
         ) -> MessageQueue[S]: ...
@@ -93,7 +93,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             *,
             codec: str | Codec | None = None,
             options: Options | None = None,
-            slow: SlowReader | None = None,
+            slow_reader: SlowReader | None = None,
             type: Any = None,  # also for a union, which is no `type` to type checkers
             reconnect: bool = False,
             history: int = 0,
@@ -113,8 +113,9 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             reconnect: bool = False,
             codec: str | Codec | None = None,
             options: Options | None = None,
-            slow: SlowReader | None = None,
+            slow_reader: SlowReader | None = None,
             type: type[S],
+            history: int = 0,
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -128,7 +129,8 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             reconnect: bool = False,
             codec: Codec[S],
             options: Options | None = None,
-            slow: SlowReader | None = None,
+            slow_reader: SlowReader | None = None,
+            history: int = 0,
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -142,8 +144,9 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             reconnect: bool = False,
             codec: str | Codec | None = None,
             options: Options | None = None,
-            slow: SlowReader | None = None,
+            slow_reader: SlowReader | None = None,
             type: Any = None,
+            history: int = 0,
         ) -> Self: ...
 
         @classmethod
@@ -327,9 +330,8 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     def enqueue_nowait(self, obj: T) -> None:
         """Send an object to every reader now.
 
-        A reader that is a whole ring (``max_chunks``), or window, behind leaves no room for anybody: where nothing may
-        be dropped for all because of one, give that one ``slow="skip"`` or ``slow="evict"`` at `create_from_handle`, or
-        the queue ``Options(slow_reader=)``.
+        A reader that is a whole ring or window behind leaves no room for the message, for any reader. To send past slow
+        readers, make them with ``slow_reader="skip"`` or ``"evict"``, or the queue with ``Options(slow_reader=)``.
 
         Raises:
             QueueFull: There is no room, or other tasks wait for some; nothing was sent. The text names who has to read.
@@ -358,8 +360,8 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             PeerDied: The writer died and everything it published has been read.
             QueueClosed: This end was closed, or the writer was and everything it sent has been read.
             CorruptSlot, CodecError: The message was damaged; the next call returns the one behind it.
-            MessagesLost: With ``slow="skip"``: this reader was too slow; the next call goes on behind what is lost.
-            ReaderEvicted: With ``slow="evict"``: this reader was too slow, and gets nothing more.
+            MessagesLost: With ``slow_reader="skip"``: this reader was too slow; the next call continues after it.
+            ReaderEvicted: With ``slow_reader="evict"``: this reader was too slow, and receives nothing more.
             QueueRestarted: With ``reconnect=True``: the writer is another one, whose messages later calls return.
         """
         reader = self._reader or self._wrong_end("dequeue", "reader")

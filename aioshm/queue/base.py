@@ -93,45 +93,45 @@ class QueueBase(ABC, Generic[T]):
         *,
         codec: str | Codec | None = None,
         options: Options | None = None,
-        slow: SlowReader | None = None,
+        slow_reader: SlowReader | None = None,
         type: Any = None,  # noqa: A002
         reconnect: bool = False,
         history: int = 0,
     ) -> Any:
-        """Make a reader's end: a local one if the rank is one of ``handle.local_reader_ranks``, else a remote one.
+        """Create a reader of the queue that a handle names.
 
-        While the queue waits for its readers, each begins with the first message. Later a place that is vacant, because
-        nobody ever took it or its reader has left or died, can be had by a newcomer, which begins with the message that
-        is sent next; or, where ``on_reader_death="hold"`` has kept the place of one that died, with the first that this
-        one had not finished with (a remote one: not acknowledged). A rank that both kinds of readers may have
-        (`Options.max_readers`) is a local reader's on the writer's host, and a remote one's elsewhere.
+        A rank in ``handle.local_reader_ranks`` makes a local reader, any other rank a remote one; a rank that both
+        kinds may have (`Options.max_readers`) is local on the writer's host. Readers that attach before the queue is
+        ready begin with the first message. A reader that attaches later takes a vacant rank and begins with the next
+        message. If ``on_reader_death="hold"`` has held the rank of a dead reader, its replacement begins with the first
+        message that the dead reader had not finished with (remote: not acknowledged).
 
         Args:
             handle: The writer's handle, or its JSON text.
-            rank: Which reader this is. None: the lowest place that has no reader, on the writer's host of those for
-                local ones, if there are any, elsewhere of those for remote ones; ``stats().rank`` says which, once it
-                is attached.
-            codec: This end's own instance of the writer's codec, such as ``MsgpackCodec(type=Step)``; None makes one.
-            options: For this end; None takes the writer's.
-            slow: What becomes of this reader when it is too slow; None: what the writer's ``options.slow_reader`` says.
-            type: What the messages are: with ``type=Step`` this is a ``MessageQueue[Step]``, whose ``dequeue()`` is a
-                ``Step``. ``"msgpack"``, and a codec of one's own that has ``of_type``, decodes messages as that, and
-                what is not of it is a `CodecError`: the same as ``codec=MsgpackCodec(type=Step)``. With ``"pickle"`` it
-                is a promise to type checkers: what was sent arrives.
-            reconnect: For a remote reader of a writer with an identity: when that is gone, or has given this reader up,
-                wait for the next one, or for this one, raise `QueueRestarted` once, and go on; see `attach`.
-            history: How many of the latest messages a newcomer gets first: fewer, if some are not kept any more, but
-                never with a hole. The ring has those that were not overwritten, of messages that did not fit a slot
-                only the last few where readers keep up; for remote readers there are those that another one has not
-                acknowledged, and `Options.remote_history`. Nothing more at a place that was held.
+            rank: Which reader this is. None: the lowest vacant rank, of the local ones on the writer's host if there
+                are any, else of the remote ones. ``stats().rank`` has the rank once this reader is attached.
+            codec: This reader's own instance of the writer's codec, such as ``MsgpackCodec(type=Step)``. None creates
+                one.
+            options: Options of this reader. None: the writer's.
+            slow_reader: ``"block"``, ``"evict"`` or ``"skip"``, as `Options.slow_reader`. None: as the writer's options
+                say.
+            type: The type of the messages: with ``type=Step`` this is a ``MessageQueue[Step]``. ``"msgpack"``, and
+                registered codecs with ``of_type``, check the type of each message and raise `CodecError`. With
+                ``"pickle"`` only type checkers use the type.
+            reconnect: For a remote reader of a writer with an identity: if the writer is gone, or has given this reader
+                up, wait for the next writer, raise `QueueRestarted` once, and continue; see `attach`.
+            history: Number of earlier messages to receive first: the latest ones, in order and without a gap, but fewer
+                if the writer no longer has them. The ring has messages that were not overwritten, and only the last few
+                of those that did not fit a slot. A remote reader gets what another reader has not acknowledged, and
+                `Options.remote_history`. A replacement at a held rank gets no history.
 
         Raises:
-            HandleError: Not a handle, or of another version, host or user, or its queue is gone, or it needs a codec
-                that is not registered here.
-            ValueError: No reader has this rank, or ``codec`` is another one than the writer's, or of another type.
+            HandleError: The text is no handle, or the handle is of another version, host or user, its queue is gone, or
+                its codec is not registered here.
+            ValueError: No reader has this rank, or ``codec`` is not the writer's, or is of another type.
             TypeError: An argument is of the wrong type, or the codec cannot decode ``type``.
         """
-        reader = ReaderArguments(rank, codec, options, slow, type, history)
+        reader = ReaderArguments(rank, codec, options, slow_reader, type, history)
         return cls.around(reading_end(handle, reader, reconnect=reconnect))
 
     @classmethod
@@ -144,36 +144,39 @@ class QueueBase(ABC, Generic[T]):
         reconnect: bool = False,
         codec: str | Codec | None = None,
         options: Options | None = None,
-        slow: SlowReader | None = None,
+        slow_reader: SlowReader | None = None,
         type: Any = None,  # noqa: A002
+        history: int = 0,
     ) -> Any:
-        """Make the end of a reader that finds its writer by name: one of this user's, on this host.
+        """Create a reader that finds its writer by name: a writer of the same user on this host.
 
-        Nothing is looked for yet: the first call that needs it does, or ``async with``. The writer may come later.
+        The search begins with the first call that needs the writer, or with ``async with``. The writer may start later.
 
-        With ``reconnect``, a reader whose writer is gone, killed or closed, first receives everything that this had
-        sent; then it waits for the next writer of the name, and for that one's readers; then the call, or the first
-        one after that, raises `QueueRestarted`, once; and from there on it receives what the new writer sends. The new
-        queue may differ in all but its codec and that it has this rank. Iterating ends only when this end is closed.
+        With ``reconnect=True``, a reader whose writer was killed or closed first receives every message that this
+        writer had sent. Then it waits for the next writer of the name and for that writer's readers. The waiting call,
+        or the next one, raises `QueueRestarted` once; later calls receive from the new writer. The new queue may differ
+        in everything except the codec, and must have this rank. Iteration ends only when this reader is closed.
 
         Args:
-            name: What the writer was made with.
+            name: The ``name`` of the writer.
             rank: Which reader this is; None: see `create_from_handle`.
-            timeout: For how many seconds a call that has no timeout itself waits for there to be a writer, the first
-                or the next, before it raises ``TimeoutError``; later calls go on waiting. None: for ever.
-            reconnect: Whether to go on with the next writer when one is gone.
-            codec: As for `create_from_handle`, as are ``slow`` and ``type``. What is wrong with them, or with ``rank``,
-                for the writer that is found, calls raise as `HandleError`. That is the end of it without ``reconnect``;
-                with it the next call tries again, for a rank may be free by then.
-            options: For this end; None takes the writer's, and the environment's ``runtime_dir``, where the name is.
-            slow: What becomes of this reader when it is too slow.
-            type: What the messages are.
+            timeout: Seconds to wait for a writer, the first or the next, in calls without a timeout of their own; then
+                the call raises ``TimeoutError``, and later calls wait again. None waits for ever.
+            reconnect: Whether to continue with the next writer when one is gone.
+            codec: See `create_from_handle`, also for ``slow_reader``, ``type`` and ``history``. If they, or ``rank``,
+                do not suit the writer that was found, calls raise `HandleError`: the reader has failed, or, with
+                ``reconnect=True``, the next call tries again.
+            options: Options of this reader. None: the writer's, with ``runtime_dir``, where names are kept, from the
+                environment.
+            slow_reader: As for `create_from_handle`.
+            type: As for `create_from_handle`.
+            history: As for `create_from_handle`.
 
         Raises:
             ValueError, TypeError: An argument is out of range; the text names it.
-            SharedMemoryError: The runtime directory cannot be used: it is another user's, or open to others.
+            SharedMemoryError: The runtime directory belongs to another user, or is open to others.
         """
-        reader = ReaderArguments(rank, codec, options, slow, type)
+        reader = ReaderArguments(rank, codec, options, slow_reader, type, history)
         return cls.around(named_end(name, reader, timeout=timeout, reconnect=reconnect))
 
     @classmethod

@@ -54,7 +54,9 @@ native_core: bool = _load()
 FULL_FENCE = native_core or STRONG_ORDER
 """Whether `memory_fence` is a full one, so that no wake-up can be lost."""
 
-if native_core:
+if TYPE_CHECKING:
+    from aioshm.ring.reference import EMPTY, SLOW_PATH, Calls, ReaderBase, WriterBase, memory_fence
+elif native_core:
     from aioshm.ring._native import EMPTY, SLOW_PATH, Calls, ReaderBase, WriterBase, memory_fence
 else:
     from aioshm.ring.reference import EMPTY, SLOW_PATH, Calls, memory_fence
@@ -66,8 +68,8 @@ else:
         from aioshm.ring.reference import OrderedWriterBase as WriterBase
 
 if TYPE_CHECKING:
-    from aioshm.ring.reference import ReaderBase as _ReaderBase
-    from aioshm.ring.reference import WriterBase as _WriterBase
+    _ReaderBase = ReaderBase
+    _WriterBase = WriterBase
 else:
     _ReaderBase = _WriterBase = object
 

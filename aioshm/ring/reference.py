@@ -68,7 +68,9 @@ class _End(ABC):
         self.in_use: int = 0  # calls that run code of others, which must not close the memory or call again
         self.spin_ns: int = 0  # how long `send` and `receive` spin where they cannot continue
         self.spin_yields: bool = False  # whether a spin yields its CPU between two polls
-        self.spins = self.hits = self.spun_ns = 0  # hits: those that ended with success
+        self.spins: int = 0
+        self.hits: int = 0  # spins that ended with success
+        self.spun_ns: int = 0
         self.copied: int = 0  # bytes copied into messages, or out of leased ones
         self.bind(bytes, 0, False, None)
         self.bind_beside(None)
@@ -225,6 +227,11 @@ class _Unraisable:
 
 class WriterBase(_End):
     """The hot calls of a writer's end: claim a slot and publish it; or encode, claim and publish in one call."""
+
+    # Again, for type checkers that infer attributes of each class.
+    published_ns: int
+    copied: int
+    in_use: int
 
     def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], view: memoryview, record: bytearray, /) -> None:
         super().__init__(sizes, pools, view, at.WRITER_LINE)
@@ -417,6 +424,11 @@ class WriterBase(_End):
 
 class ReaderBase(_End):
     """The hot calls of a reader's end: decode the next message and finish with its slot; or both by hand."""
+
+    # Again, for type checkers that infer attributes of each class.
+    published_ns: int
+    copied: int
+    in_use: int
 
     def __init__(
         self,

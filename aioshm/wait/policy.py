@@ -167,8 +167,8 @@ class Period:
     """The mean gap between beats (single messages or bursts) and its mean deviation, without surprises."""
 
     def __init__(self) -> None:
-        self.mean_ns = 0.0
-        self.deviation_ns = 0.0
+        self.mean_ns: float = 0.0
+        self.deviation_ns: float = 0.0
         # The recent share of gaps that were far off.
         self.surprises: float = 1.0
         self._seen = 0

@@ -111,7 +111,7 @@ async def collect(handle: str, rank: str) -> None:
 
 async def collect_slowly(handle: str, rank: str, slow: Any) -> None:
     """Read with pauses, look at every byte, and say how it ended: how many came, and how many were lost."""
-    reader = MessageQueue.create_from_handle(handle, int(rank), slow=slow)
+    reader = MessageQueue.create_from_handle(handle, int(rank), slow_reader=slow)
     await reader.wait_until_ready(20)
     say("ready")
     at = got = lost = 0

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from children import child
 from faces import Thread
@@ -52,6 +53,17 @@ def new_writer(n_reader: int = 1, chunks: int = 4, name: str = "steps", **argume
 
 def named_child(*arguments: str) -> Any:
     return child(*arguments, script=NAMED)
+
+
+async def test_reader_that_attaches_by_name_late_gets_history() -> None:
+    options = msgspec.structs.replace(Options.from_env(), max_readers=2)
+    async with MessageQueue(1, name="steps", options=options) as writer, MessageQueue.attach("steps", 0) as first:
+        for number in range(3):
+            await writer.enqueue(number)
+        assert [await first.dequeue(20) for _ in range(3)] == [0, 1, 2]
+        async with MessageQueue.attach("steps", history=2) as late:
+            assert await late.dequeue(20) == 1
+            assert await late.dequeue(20) == 2
 
 
 async def test_a_reader_whose_writer_goes_before_all_have_come_can_be_closed() -> None:

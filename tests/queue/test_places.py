@@ -176,7 +176,7 @@ class TestReplaced:
         async with ready_ends(2, 0) as (writer, (patient, leaver)):
             await leaver.aclose()
             await left(writer, 1)
-            async with joined(writer, 1, slow="skip") as newcomer:
+            async with joined(writer, 1, slow_reader="skip") as newcomer:
                 for number in range(10):
                     await writer.enqueue(number, 20)
                     await patient.dequeue(20)

@@ -31,8 +31,8 @@ async def three_ends(slow: Any, **options: Any) -> AsyncIterator[tuple[MessageQu
     """Give a ready writer, a reader that it waits for, and one that it need not wait for, to the block."""
     writer = wide_writer(2, 0, chunks=CHUNKS, **options)
     handle = writer.export_handle()
-    patient = MessageQueue.create_from_handle(handle, 0, slow="block")
-    async with writer, patient, MessageQueue.create_from_handle(handle, 1, slow=slow) as other:
+    patient = MessageQueue.create_from_handle(handle, 0, slow_reader="block")
+    async with writer, patient, MessageQueue.create_from_handle(handle, 1, slow_reader=slow) as other:
         await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, patient, other)))
         yield writer, patient, other
 
@@ -180,7 +180,7 @@ class TestSkip:
             async with MessageQueue.create_from_handle(handle, 0) as early:
                 await until(lambda: writer.readers[0].state == "attached", "admission")  # type: ignore[union-attr]
                 await early.aclose()
-            async with MessageQueue.create_from_handle(handle, 0, slow="block"):
+            async with MessageQueue.create_from_handle(handle, 0, slow_reader="block"):
                 for number in range(CHUNKS):
                     await writer.enqueue(number, 20)
                 with pytest.raises(QueueFull):
@@ -196,7 +196,7 @@ class TestEvict:
             assert writer.stats().readers == 1
             assert f"reader 1 (pid {os.getpid()}) was too slow and was evicted, {CHUNKS} messages behind" in caplog.text
             for _ in range(3):
-                advice = r"<local reader .*>: too slow: .* more slots .* more max_chunks\) .* slow='skip'"
+                advice = r"<local reader .*>: too slow: .* more slots .* more max_chunks\) .* slow_reader='skip'"
                 with pytest.raises(ReaderEvicted, match=advice):
                     await other.dequeue(20)
             with pytest.raises(ReaderEvicted):
@@ -246,7 +246,7 @@ class TestEvict:
 class TestTheArgument:
     async def test_one_reader_may_ask_to_be_waited_for(self) -> None:
         async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="skip") as writer:
-            async with MessageQueue.create_from_handle(writer.export_handle(), 0, slow="block") as reader:
+            async with MessageQueue.create_from_handle(writer.export_handle(), 0, slow_reader="block") as reader:
                 await writer.wait_until_ready(20)
                 for number in range(CHUNKS):
                     writer.enqueue_nowait(number)
@@ -258,7 +258,7 @@ class TestTheArgument:
     async def test_what_is_none(self, slow: Any) -> None:
         async with wide_writer(1, 0) as writer:
             with pytest.raises(ValueError, match="slow must be one of 'block', 'evict', 'skip', not"):
-                MessageQueue.create_from_handle(writer.export_handle(), 0, slow=slow)
+                MessageQueue.create_from_handle(writer.export_handle(), 0, slow_reader=slow)
             with pytest.raises(ValueError, match="slow_reader must be one of"):
                 Options(slow_reader=slow)
 
@@ -266,8 +266,8 @@ class TestTheArgument:
         with pytest.raises(ValueError, match="slow_reader='skip' does not go with overflow='zmq': use"):
             Options(slow_reader="skip", overflow="zmq")
         async with wide_writer(1, 0, overflow="zmq") as writer:
-            with pytest.raises(ValueError, match="slow='evict' does not go with overflow='zmq'"):
-                MessageQueue.create_from_handle(writer.export_handle(), 0, slow="evict")
+            with pytest.raises(ValueError, match="slow_reader='evict' does not go with overflow='zmq'"):
+                MessageQueue.create_from_handle(writer.export_handle(), 0, slow_reader="evict")
 
 
 class TestTheBlockingFace:
@@ -277,7 +277,7 @@ class TestTheBlockingFace:
             handle = writer.export_handle()
             with (
                 blocking.MessageQueue.create_from_handle(handle, 0) as patient,
-                blocking.MessageQueue.create_from_handle(handle, 1, slow=slow) as other,
+                blocking.MessageQueue.create_from_handle(handle, 1, slow_reader=slow) as other,
             ):
                 threads = [Thread(end.wait_until_ready, 20) for end in (writer, patient, other)]
                 for thread in threads:
@@ -305,7 +305,7 @@ class TestOverTheNetwork:
         writer = wide_writer(0, 2, chunks=CHUNKS, remote_window=8)
         handle = writer.export_handle()
         patient = MessageQueue.create_from_handle(handle, 0)
-        async with writer, patient, MessageQueue.create_from_handle(handle, 1, slow=slow) as other:
+        async with writer, patient, MessageQueue.create_from_handle(handle, 1, slow_reader=slow) as other:
             await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, patient, other)))
             yield writer, patient, other
 

@@ -94,7 +94,7 @@ class MessageQueue(QueueBase[T], Closing):
             *,
             codec: str | Codec | None = None,
             options: Options | None = None,
-            slow: SlowReader | None = None,
+            slow_reader: SlowReader | None = None,
             type: type[S],
             reconnect: bool = False,
             history: int = 0,
@@ -109,7 +109,7 @@ class MessageQueue(QueueBase[T], Closing):
             *,
             codec: Codec[S],
             options: Options | None = None,
-            slow: SlowReader | None = None,
+            slow_reader: SlowReader | None = None,
             reconnect: bool = False,
             history: int = 0,
         ) -> MessageQueue[S]: ...
@@ -123,7 +123,7 @@ class MessageQueue(QueueBase[T], Closing):
             *,
             codec: str | Codec | None = None,
             options: Options | None = None,
-            slow: SlowReader | None = None,
+            slow_reader: SlowReader | None = None,
             type: Any = None,  # also for a union, which is no `type` to type checkers
             reconnect: bool = False,
             history: int = 0,
@@ -143,8 +143,9 @@ class MessageQueue(QueueBase[T], Closing):
             reconnect: bool = False,
             codec: str | Codec | None = None,
             options: Options | None = None,
-            slow: SlowReader | None = None,
+            slow_reader: SlowReader | None = None,
             type: type[S],
+            history: int = 0,
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -158,7 +159,8 @@ class MessageQueue(QueueBase[T], Closing):
             reconnect: bool = False,
             codec: Codec[S],
             options: Options | None = None,
-            slow: SlowReader | None = None,
+            slow_reader: SlowReader | None = None,
+            history: int = 0,
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -172,8 +174,9 @@ class MessageQueue(QueueBase[T], Closing):
             reconnect: bool = False,
             codec: str | Codec | None = None,
             options: Options | None = None,
-            slow: SlowReader | None = None,
+            slow_reader: SlowReader | None = None,
             type: Any = None,
+            history: int = 0,
         ) -> Self: ...
 
         @classmethod

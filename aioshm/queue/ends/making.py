@@ -91,7 +91,7 @@ class ReaderArguments:
     codec: str | Codec | None
     options: Options | None
     # None: as the writer's options say.
-    slow: SlowReader | None
+    slow_reader: SlowReader | None
     message: Any
     history: int = 0
 
@@ -107,8 +107,8 @@ class ReaderArguments:
         if self.rank is not None:
             check_int("rank", self.rank, minimum=0, maximum=MAX_RANK)
         check_int("history", self.history, minimum=0, maximum=MAX_HISTORY)
-        if self.slow is not None:
-            check_slow("slow", self.slow, "segments")
+        if self.slow_reader is not None:
+            check_slow("slow_reader", self.slow_reader, "segments")
         if self.codec is not None:
             typed_codec(get_codec(self.codec), self.message)
 
@@ -129,8 +129,10 @@ class ReaderArguments:
     ) -> tuple[Source, Codec]:
         """Return the source for a writer's handle, and the codec."""
         handle.check_version()
-        slow = self.slow
-        slow = handle.options.slow_reader if slow is None else check_slow("slow", slow, handle.options.overflow)
+        if self.slow_reader is None:
+            slow = handle.options.slow_reader
+        else:
+            slow = check_slow("slow_reader", self.slow_reader, handle.options.overflow)
         state.options = handle.options if self.options is None else self.options
         remote = handle.remote
         if remote is not None and self.is_remote(handle):

@@ -164,7 +164,8 @@ def eviction(state: EndState, ring: RingReader) -> ReaderEvicted:
         )
     return ReaderEvicted(
         f"{state!r}: too slow: the writer no longer waits for this reader; more slots (for messages of more than "
-        f"{ring.layout.inline_bytes} bytes, more max_chunks) allow longer pauses; slow='skip' loses messages instead"
+        f"{ring.layout.inline_bytes} bytes, more max_chunks) allow longer pauses; slow_reader='skip' loses "
+        "messages instead"
     )
 
 
