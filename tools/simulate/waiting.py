@@ -45,7 +45,7 @@ async def run(world: World) -> dict[str, int]:
                 )
             now = max(now, step.until_ns) + chance.randint(0, 50_000)
             step = policy.missed(now)
-        if step.how is How.SPIN:
+        if step.how in (How.SPIN, How.NAP):  # either shows that messages come soon
             vain_in_row = 0
         at = arrives
         now = max(now, arrives) + chance.randint(0, 5_000)
