@@ -218,7 +218,7 @@ async def test_good_names(name: str) -> None:
         ({"timeout": -1}, ValueError, "timeout must be at least 0"),
         ({"timeout": "soon"}, TypeError, "timeout must be"),
         ({"reconnect": 1}, TypeError, "reconnect must be True or False"),
-        ({"slow": "later"}, ValueError, "slow must be one of"),
+        ({"slow_reader": "later"}, ValueError, "slow_reader must be one of"),
         ({"codec": "xml"}, ValueError, "xml"),
         ({"options": {}}, TypeError, "options must be"),
     ],

@@ -154,6 +154,61 @@ async def test_newcomer_is_passed_the_segments_behind_one_that_was_given_up() ->
         assert (kept == 7).all()
 
 
+async def test_numbers_of_segments_agree_after_several_were_given_up() -> None:
+    async with attached(3, chunk=4096) as (writer, (one, two, reader)):
+        kept = []
+        for number, leaver in enumerate((one, two)):
+            await writer.enqueue(content(number))
+            for each in (one, two, reader):
+                array = await each.dequeue(5)
+                if each is leaver:
+                    kept.append(array)
+            del array
+        for leaver in (one, two):
+            await leaver.aclose()
+        for number in range(4):
+            await writer.enqueue(content(number), 10)
+            assert (await reader.dequeue(5) == number).all()
+        async with MessageQueue.create_from_handle(writer.export_handle(), 0) as newcomer:
+            await newcomer.wait_until_ready(10)
+            behind = []
+            for number in range(10, 14):
+                await writer.enqueue(content(number), 10)
+                behind.append(await reader.dequeue(5))
+                assert (await newcomer.dequeue(5) == number).all()
+        for number, array in enumerate(behind):
+            assert (array == 10 + number).all()
+        for number, array in enumerate(kept):
+            assert (array == number).all()
+
+
+async def test_reader_without_room_for_a_segment_that_is_given_up_still_finds_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arrived = overflow.PassedSegments.arrived
+
+    def arrived_without_room(passed: overflow.PassedSegments, fd: int | None) -> None:
+        known = [each.fd for each in passed.segments if each is not None]
+        if fd is not None and any(os.path.sameopenfile(fd, each) for each in known):
+            os.close(fd)
+            fd = None
+        arrived(passed, fd)
+
+    monkeypatch.setattr(overflow.PassedSegments, "arrived", arrived_without_room)
+    async with attached(2, chunk=4096) as (writer, (leaver, reader)):
+        await writer.enqueue(content(7))
+        kept = await leaver.dequeue(5)
+        await reader.dequeue(5)
+        await leaver.aclose()
+        behind = []
+        for number in range(6):
+            await writer.enqueue(content(number), 10)
+            behind.append(await reader.dequeue(5))
+        for number, array in enumerate(behind):
+            assert (array == number).all()
+        assert (kept == 7).all()
+
+
 async def test_forked_child_keeps_what_its_parent_drops() -> None:
     async with attached(1, chunk=4096) as (writer, (reader,)):
         await writer.enqueue(content(1))

@@ -257,7 +257,7 @@ class TestTheArgument:
     @pytest.mark.parametrize("slow", ["drop", "", 1, True])
     async def test_what_is_none(self, slow: Any) -> None:
         async with wide_writer(1, 0) as writer:
-            with pytest.raises(ValueError, match="slow must be one of 'block', 'evict', 'skip', not"):
+            with pytest.raises(ValueError, match="slow_reader must be one of 'block', 'evict', 'skip', not"):
                 MessageQueue.create_from_handle(writer.export_handle(), 0, slow_reader=slow)
             with pytest.raises(ValueError, match="slow_reader must be one of"):
                 Options(slow_reader=slow)

@@ -128,7 +128,7 @@ class WrittenSegment:
     def empty(self) -> None:
         """Give the memory back; newcomers are passed an empty file in its place, as numbers are counted."""
         self.segment.close()
-        with open(os.devnull, "rb") as nothing:
+        with suppress(OSError), open(os.devnull, "rb") as nothing:  # without room for it, the memory stays
             os.dup2(nothing.fileno(), self.passed_fd, inheritable=False)
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class OverflowSegments:
 
     def close(self) -> None:
         """Unmap them; readers still have them. Idempotent."""
-        for written in self.segments:
+        for written in set(self.segments):  # a retired one has two numbers
             written.close()
         self.segments.clear()
         if self._second_way is not None:
@@ -281,10 +281,13 @@ class OverflowSegments:
             if 0 < written.used <= self._uses - IDLE_USES:
                 written.used = 0
                 written.segment.forget()
-        for written in self.segments:
+        for written in list(self.segments):
             if written.retired and written.used and self._ring.finished(written.seq):
                 written.used = 0
-                self.hand_over(written.passed_fd)  # once more: readers close it
+                # Passed once more, so that readers close it. That takes a number, too: a reader that lacks room for the
+                # descriptor still counts on.
+                self.hand_over(written.passed_fd)
+                self.segments.append(written)
                 written.empty()
 
 
@@ -346,15 +349,19 @@ class PassedSegments:
     def arrived(self, fd: int | None) -> None:
         """Take over the next segment's descriptor; None: there was none to be had for it.
 
-        A descriptor that comes a second time is that of a segment which is never used again.
+        A descriptor that comes a second time, under a number of its own, is that of a segment which is never used again.
         """
+        if fd is None:
+            self.segments.append(None)
+            return
         for number, passed in enumerate(self.segments):
-            if fd is not None and passed is not None and os.path.sameopenfile(passed.fd, fd):
+            if passed is not None and os.path.sameopenfile(passed.fd, fd):
                 os.close(fd)
                 passed.close()
                 self.segments[number] = None
+                self.segments.append(None)
                 return
-        self.segments.append(None if fd is None else PassedSegment(fd))
+        self.segments.append(PassedSegment(fd))
 
     def has(self, header: memoryview, seq: int) -> bool:
         """Return whether a slot has the marker of a message."""
