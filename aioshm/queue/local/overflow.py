@@ -349,7 +349,7 @@ class PassedSegments:
     def arrived(self, fd: int | None) -> None:
         """Take over the next segment's descriptor; None: there was none to be had for it.
 
-        A descriptor that comes a second time, under a number of its own, is that of a segment which is never used again.
+        A descriptor that comes a second time, under its own number, is that of a segment which is never used again.
         """
         if fd is None:
             self.segments.append(None)
