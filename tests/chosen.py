@@ -18,7 +18,7 @@ CORE = (
     "ring/test_core_[gms]*.py",
     "ring/test_cursors.py",
     "ring/test_window*.py",
-    "wait/test_alarm.py",
+    "wait/test_timer.py",
     "wait/test_poller.py",
     "wait/test_policy*.py",
     "lifeline/test_attach.py",

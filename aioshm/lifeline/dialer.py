@@ -165,7 +165,7 @@ class Lifeline:
             self._held_back.cancel()
             self._held_back = None
             self._loop.add_reader(self._sock.fileno(), self._readable)
-        while self._sock.fileno() >= 0:  # until nothing is left: see _Connection.read
+        while self._sock.fileno() >= 0:  # until nothing is left: see Connection.read
             try:
                 data, fds, without_room = receive_next(self._sock)
             except BlockingIOError:

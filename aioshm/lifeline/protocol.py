@@ -64,8 +64,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     segment: bool
     # Whether the next two descriptors are eventfds: the reader's and the writer's.
     bells: bool
-    # Whether the writer heeds `Hello.slow`.
-    slow: bool = False
     rank: int = ANY_RANK
     # The number of the reader's first message.
     first: int = 0

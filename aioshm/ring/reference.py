@@ -42,7 +42,7 @@ _lock = threading.Lock()
 
 
 def memory_fence() -> None:
-    """Full memory fence, by a lock (platform notes: memory ordering; `core.FULL_FENCE`)."""
+    """Full memory fence, by a lock (platform notes: memory ordering; `cores.FULL_FENCE`)."""
     with _lock:
         pass
     if not STRONG_ORDER:

@@ -3,11 +3,13 @@
 A sleep costs a wake-up by the kernel; a spin costs the CPU for as long as it lasts. The policy learns from the times
 at which messages were published, and chooses wait by wait:
 
-* Messages less than about two wake-ups apart: spin. The first waits always try a spin, since two parked ends that
-  answer each other stay two wake-ups apart. Only spins that keep failing switch spinning off, and a few continue.
+* Messages less than about two wake-ups apart: spin. The first waits spin in any case: two ends that both park see
+  messages two wake-ups apart, and would never learn how fast the peer is. After three failed spins in a row, waits
+  park; one wait in 64 still spins.
 * A steady period: sleep until shortly before the next message, then spin.
 * A stream, and more ends than CPUs: nap, so that one wake-up finds many messages.
-* Early answers, where a spin yields the CPU after each look (in threads, and where ends outnumber CPUs): spin.
+* Replies that arrive soon after a request: spin, and yield the CPU after each poll. Only threads do this, and ends that
+  outnumber the CPUs.
 * Otherwise: park.
 """
 
@@ -30,19 +32,19 @@ WAKE_UP_BOUNDS_NS = (3_000, 200_000)
 """Bounds of the cost: below, ends would hardly ever spin; above, spins in vain would last too long."""
 
 SHORT_SLEEP_NS = 2_000_000
-"""After a longer sleep caches and CPU are cold: the wake-up teaches nothing about waits that might have been spins."""
+"""After a longer sleep, caches and CPU are cold, so the wake-up is not used to learn the cost."""
 
 LEAST_JITTER_NS = 15_000
-"""No machine's processes are more punctual than this."""
+"""The smallest usual delay of a process, on any machine."""
 
 ANSWERING_NS = 40_000
 """About how long a peer that has been woken takes to receive, to work and to send."""
 
 HOT_GAP_NS = 500_000
-"""Messages further apart are not worth a spin that keeps its CPU, however dear a wake-up is."""
+"""For messages further apart, an end never spins without yielding its CPU, whatever a wake-up costs."""
 
 YIELDING_SPIN_NS = 1_000_000
-"""A spin that yields its CPU after each look lasts no longer, however dear a wake-up is."""
+"""The longest spin that yields the CPU after each poll, whatever a wake-up costs."""
 
 STREAM_GAP_NS = 20_000
 """Messages closer than this are a stream that fills or drains the ring at full speed."""
@@ -55,16 +57,16 @@ While both stay runnable, the next scheduler tick or two (1 to 4 ms each) move o
 """
 
 FAILURES = 3
-"""After so many failed spins in a row, waits park."""
+"""After this many failed spins in a row, waits park."""
 
 PROBE = 64
-"""Every so many waits one spins in any case, or two parked ends would never find out how close they are."""
+"""One wait in this many spins even after failures. Otherwise two parked ends never learn how fast the other answers."""
 
 NAPS = 4
-"""So many empty naps end in parking; each is twice as long as the one before."""
+"""After this many empty naps in a row, the end parks. Each nap is twice as long as the nap before."""
 
 ANSWER_SHARE = 4
-"""A wait for an answer longer than one yielding spin is worth one where questions are so many times as far apart."""
+"""A reply that takes longer than one yielding spin is worth a spin if requests are this many times further apart."""
 
 MAX_PERIOD_NS = 2_000_000_000
 """A longer gap is a silence, not a period."""
@@ -73,19 +75,20 @@ MAX_LEAD_NS = 2_000_000
 """No window begins earlier than this before the likeliest arrival: the window saves no more than one wake-up."""
 
 MISSES = 2
-"""After so many empty windows in one wait, it parks."""
+"""After this many empty windows in one wait, the end parks."""
 
 _NEWEST_GAP = 0.25  # weight of the newest gap in the running mean
 _NEWEST_BEAT = 0.0625  # weight of the newest beat in the period and its deviation, at least
 _NEWEST_SURPRISE = 0.25  # weight of the newest beat in the share of surprises
 _STEADY = 0.35  # a period with a smaller share of surprises is trusted
-_FAR = 5.0  # mean deviations from the expectation, and the jitter, that make a surprise
-_UNSURE_NS = 1_000_000.0  # first guess of the deviation, at most
-# A microsecond earlier costs a microsecond of spinning for every message; one later only for those that are late.
+_FAR = 5.0  # a gap is a surprise if it is off by more than this many mean deviations plus the jitter
+_UNSURE_NS = 1_000_000.0  # upper bound of the first estimate of the deviation
+# Opening a window a microsecond earlier costs a microsecond of spinning for every message; closing it later costs only
+# for late messages.
 _EARLY, _LATE = 1.5, 3.5  # the window, in mean deviations before and after the likeliest arrival
-_LEAST_SHARE = 0.525  # of the lead; a window shrunk further would miss half of the messages
-_ACCOUNT = 4.0  # periods whose share of spinning can be saved up
-_MAX_LATE_NS = 1_000_000.0  # of a timer; more is a busy loop
+_LEAST_SHARE = 0.525  # of the wanted lead (window start to likeliest arrival); less would miss half of the messages
+_ACCOUNT = 4.0  # unused spinning time can be saved up for this many periods
+_MAX_LATE_NS = 1_000_000.0  # a timer that is later shows only that the event loop was busy
 _FOREVER_NS = 1 << 62
 
 
@@ -114,7 +117,7 @@ PARK = Step(How.PARK)
 
 
 class WakeUpCost:
-    """The time from a message to the look of a parked end; measured when first needed, then learned from messages."""
+    """The time from a publication until a parked end polls. Measured at first use, then learned from messages."""
 
     def __init__(self, measure: Callable[[], int] = lambda: TYPICAL_WAKE_UP_NS) -> None:
         self._measure = measure
@@ -127,6 +130,7 @@ class WakeUpCost:
 
     @property
     def ns(self) -> float:
+        """The cost in nanoseconds."""
         if not self._ns:
             self._ns = float(bounded(self._measure()))
         return self._ns
@@ -148,23 +152,23 @@ class WakeUpCost:
 
     @property
     def yielding_spin_ns(self) -> float:
-        """The longest spin that yields its CPU: it keeps nobody waiting, so it may outlast a whole answer."""
+        """The longest spin that yields its CPU: others can run meanwhile, so it may outlast a reply."""
         return min(YIELDING_SPIN_NS, 12.5 * self.ns)
 
     @property
     def jitter_ns(self) -> float:
-        """The usual lateness of processes, which is no surprise."""
+        """The usual scheduling delay of a process; smaller deviations are no surprises."""
         return max(LEAST_JITTER_NS, self.ns / 4)
 
 
 def bounded(wake_up_ns: float) -> float:
-    """Return a measured cost within `WAKE_UP_BOUNDS_NS`; what lies beyond was measured on a busy machine."""
+    """Clamp a measured cost to `WAKE_UP_BOUNDS_NS`; costs outside were measured on a busy machine."""
     least, most = WAKE_UP_BOUNDS_NS
     return min(max(wake_up_ns, least), most)
 
 
 class Period:
-    """The mean gap between beats (single messages or bursts) and its mean deviation, without surprises."""
+    """The mean gap between beats and its mean deviation, without surprises (`_FAR`). A beat is a message or a burst."""
 
     def __init__(self) -> None:
         self.mean_ns: float = 0.0
@@ -176,6 +180,7 @@ class Period:
 
     @property
     def steady(self) -> bool:
+        """Whether the recent share of surprises is below `_STEADY`."""
         return self.surprises < _STEADY
 
     def learn(self, gap_ns: float, jitter_ns: float) -> None:
@@ -201,7 +206,7 @@ class Period:
         self.deviation_ns += (abs(error) - self.deviation_ns) * weight
 
     def doubt(self) -> None:
-        """Trust the period again only after it has shown itself once more."""
+        """Distrust the period until another beat confirms it."""
         self.surprises = max(self.surprises, 0.5)
 
 
@@ -209,11 +214,11 @@ class Policy:
     """Decides for one end, wait by wait and step by step.
 
     Args:
-        may_spin: False where the peers need this end's CPU, or its thread, to make progress.
-        crowded: Whether more ends than CPUs wait and work.
-        in_threads: Whether threads wait, and spins keep no event loop from running.
+        may_spin: False if a peer needs this end's CPU, or its thread, to make progress.
+        crowded: Whether there are more ends than CPUs.
+        in_threads: Whether a thread waits for this end, so that a spin blocks no event loop.
         max_spin_cpu: The share of a CPU that windows may use.
-        mode: "spin" and "park" decide every wait the same way.
+        mode: "spin" always spins, "park" always parks, "adaptive" decides.
     """
 
     def __init__(
@@ -248,9 +253,9 @@ class Policy:
         self._waits = 0
         self._nap_ns = 0.0
         # Answers
-        self._began_ns = 0  # when the first wait for the next message did
-        self._waited_ns = inf  # running mean of such waits
-        self._between_ns = 0.0  # gap between messages, pauses included: believed slowly, doubted immediately
+        self._began_ns = 0  # when the first wait for the next message began
+        self._waited_ns = inf  # running mean of the time from there to the message
+        self._between_ns = 0.0  # gap between messages, pauses included: rises slowly, falls immediately
         # Beats
         self._period = Period()
         self._beat_ns = 0
@@ -260,7 +265,7 @@ class Policy:
         self._window_ends_ns = 0
         self._saved_ns = 0.0
         self._saved_at_ns = 0
-        self._timers = 0  # how many have woken this end
+        self._timers = 0  # number of timers that have woken this end
         self._late_ns = 0.0  # of timers, on average
         self._late_deviation_ns = 0.0
 
@@ -379,7 +384,7 @@ class Policy:
 
     @property
     def _patience_ns(self) -> float:
-        """The longest mean wait for an answer that is worth a spin that yields."""
+        """The longest mean wait for a reply that is worth a yielding spin."""
         if not self._in_threads:
             return self._yielding_spin_ns
         return max(self._yielding_spin_ns, self._between_ns / ANSWER_SHARE)
@@ -422,10 +427,10 @@ class Policy:
         beat_gap_ns = self.cost.hot_gap_ns
         if self._yields:
             self._learn_answer(gap_ns, at_ns - self._began_ns, passed)
-        # Clipped: one pause shows no more than that this one message was late.
+        # Clipped: a single pause shows no more than one late message.
         clipped_ns = min(gap_ns, 2 * self._hot_gap_ns)
         self._gap_ns += _NEWEST_GAP * (clipped_ns - self._gap_ns)
-        if gap_ns < beat_gap_ns / 4:  # a burst has begun, and a stale mean would park through it
+        if gap_ns < beat_gap_ns / 4:  # a burst has begun; with the old mean the end would park during the burst
             self._gap_ns = min(self._gap_ns, gap_ns)
             self._failures = 0
         if since_ns > beat_gap_ns:
@@ -446,7 +451,7 @@ class Policy:
         each_ns = (at_ns - self._at_ns) / passed
         far_ns = _FAR * self._period.deviation_ns + self.cost.jitter_ns
         if passed > 1 and self._period.steady and abs(each_ns - self._period.mean_ns) < far_ns:
-            gap_ns, passed = each_ns, 1  # this end was away, and several beats have passed
+            gap_ns, passed = each_ns, 1  # this end was not waiting, and several beats have passed
             self._beat_count = count - 2
         self._beat_size = max(1, count - passed - self._beat_count)
         self._beat_count = count - passed

@@ -131,7 +131,11 @@ async def test_array_of_a_reader_that_has_left_never_changes(how: str) -> None:
             assert (await reader.dequeue(5) == number).all()
         await leaver.aclose()
         assert (kept == 7).all()
-        assert inode not in descriptors(), "only the array has it, when nobody can use it again"
+        if how == "closed":
+            assert not is_in_segment(kept)
+            assert len(segments_of(writer)) <= 3, "the array was copied out, so its segment is used again"
+        else:
+            assert inode not in descriptors(), "only the array has it, when nobody can use it again"
     assert (kept == 7).all()
     assert not descriptors()
 
@@ -164,11 +168,15 @@ async def test_numbers_of_segments_agree_after_several_were_given_up() -> None:
                 if each is leaver:
                     kept.append(array)
             del array
-        for leaver in (one, two):
-            await leaver.aclose()
+        for rank in (0, 1):
+            writer.dismiss(rank)
+            await writer.enqueue("dismissed")
+            assert await reader.dequeue(5) == "dismissed"
         for number in range(4):
             await writer.enqueue(content(number), 10)
             assert (await reader.dequeue(5) == number).all()
+        for leaver in (one, two):
+            await leaver.aclose()
         async with MessageQueue.create_from_handle(writer.export_handle(), 0) as newcomer:
             await newcomer.wait_until_ready(10)
             behind = []
@@ -199,7 +207,7 @@ async def test_reader_without_room_for_a_segment_that_is_given_up_still_finds_th
         await writer.enqueue(content(7))
         kept = await leaver.dequeue(5)
         await reader.dequeue(5)
-        await leaver.aclose()
+        writer.dismiss(0)
         behind = []
         for number in range(6):
             await writer.enqueue(content(number), 10)
@@ -229,6 +237,44 @@ async def test_forked_child_keeps_what_its_parent_drops() -> None:
         os.waitpid(pid, 0)
         for fd in (*go, *told):
             os.close(fd)
+
+
+async def test_forks_of_a_reader_that_keeps_arrays_leave_their_segments_usable() -> None:
+    async with attached(1, chunk=4096) as (writer, (reader,)):
+        for number in range(12):
+            await writer.enqueue(content(number))
+            array = await reader.dequeue(5)
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0 if (array == number).all() else 1)
+            assert os.waitpid(pid, 0)[1] == 0
+            assert (array == number).all()
+            del array
+        assert len(segments_of(writer)) <= 4
+
+
+async def test_readers_that_are_dismissed_with_arrays_leave_no_descriptors_behind() -> None:
+    def all_descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async with attached(2, chunk=4096) as (writer, (leaver, reader)):
+        kept, counts = [], []
+        for number in range(12):
+            await writer.enqueue(content(number), 10)
+            kept.append(await leaver.dequeue(5))
+            await reader.dequeue(5)
+            writer.dismiss(0)
+            await leaver.aclose()
+            for _ in range(3):
+                await writer.enqueue(content(99), 10)
+                assert (await reader.dequeue(5) == 99).all()
+            leaver = MessageQueue.create_from_handle(writer.export_handle(), 0)
+            await leaver.wait_until_ready(10)
+            counts.append(all_descriptors())
+        await leaver.aclose()
+        for number, array in enumerate(kept):
+            assert (array == number).all()
+        assert counts[-1] - counts[2] <= 3, counts
 
 
 async def test_leased_array_of_an_overflow_message_is_kept_without_a_copy() -> None:

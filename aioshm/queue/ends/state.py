@@ -1,7 +1,7 @@
-"""The state of an end of a queue: owner, readiness, the error that calls raise, and the budget of messages.
+"""The state of one end of a queue: its owner, whether it is ready, closed or failed, and its budget of messages.
 
-The hot calls go straight to the end's core, which is open while the end is ready and healthy and no call waits. An
-obstacle shuts the core, and the slow path raises the error.
+Fast calls go directly to the end's core. The core is shut while the end is not ready, has failed, or a call waits.
+Calls then take the slow path, which waits or raises the error.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from aioshm.wait.threads import ThreadPoller
 
 TURN_MESSAGES = 256
 TURN_NS = 1_000_000
-"""A task that never has to wait yields to the loop after this many messages, or this long."""
+"""The budget: a task that never waits yields to the loop after this many messages, or nanoseconds."""
 
 SHORT_TURN_MESSAGES = 16
-"""The same where a reader that attaches waits for the loop."""
+"""The same while a reader waits for the loop to attach."""
 
 NO_TURNS = 1 << 62
-"""The same for an end whose calls block: the background loop has its turn between any two of them."""
+"""The same for blocking ends: the background loop runs between calls anyway."""
 
 
 class EndState:
@@ -47,16 +47,16 @@ class EndState:
     def __init__(self, what: str, options: Options) -> None:
         self.name = ""
         self.options = options
-        # The hot calls pass through it.
+        # Handles the fast calls.
         self.core: Core = NoRing()
         # The owner; None until the end is first awaited.
         self.loop: asyncio.AbstractEventLoop | None = None
         # True where threads use the end, which belongs to the background loop.
         self.blocks: bool = False
-        # Of a blocking end: not empty while a sleeping peer has to be woken; see `wake_peers`.
+        # Of blocking ends: not empty while `wake_peers` has to wake a sleeping peer.
         self.pending_wakeups: list[None] = []
         self.defer_wakeup: Callable[[], None] = functools.partial(self.pending_wakeups.append, None)
-        # Whether every end of the queue is there.
+        # Whether all ends of the queue are attached.
         self.ready: bool = False
         # Makes the error that every call raises.
         self.refusal: Callable[[], AioshmError] | None = None
@@ -73,13 +73,13 @@ class EndState:
         self._closing = ClosingOrder(self)
         self._thread = -1
         self._loop_runs: Callable[[], bool] = bool  # False, until there is a loop
-        # Called whenever a waiting call would look again; a merge's.
+        # Called whenever a waiting call would poll again; set by a merge.
         self.watcher: Callable[[], object] | None = None
         self._news: asyncio.Future[None] | None = None
         self.rates: Rates = Rates(monotonic())
 
     def enclose(self, inside: Whole) -> None:
-        """Take over the closing of an end, which is complete by now."""
+        """Set the complete end, which `aclose` closes."""
         self._inside = inside
         self._closing.enclose(inside)
 
@@ -96,7 +96,7 @@ class EndState:
         return loop
 
     def use(self, core: Core) -> None:
-        """Make the hot calls pass this core from now on; called on the core's thread."""
+        """Route the fast calls to this core from now on. Call it on the core's thread."""
         self.core = core
         if self.blocks:
             core.share(process_lock)
@@ -104,7 +104,7 @@ class EndState:
             core.belong(self._loop_runs)
 
     def part(self, shut_while: Callable[[], object]) -> None:
-        """Release the core and the poller before their memory goes; a new core follows."""
+        """Release the core and the poller before their memory is unmapped; a new core follows."""
         self.ready = False
         self.core.open = False
         if self.poller is not None:
@@ -115,7 +115,7 @@ class EndState:
         self.shut_while = shut_while
 
     def block(self) -> None:
-        """Admit threads, and disable wake-ups in Python (platform notes: signal handlers)."""
+        """Allow calls from any thread, and turn off wake-ups by Python code (platform notes: signal handlers)."""
         self.blocks = True
         self.core.share(process_lock)
 
@@ -131,12 +131,12 @@ class EndState:
         return get_ident() == self._thread
 
     def check_refusal(self) -> None:
-        """Raise whatever forbids using the end at all."""
+        """Raise the end's error, if it has one."""
         if self.refusal is not None:
             raise self.refusal()
 
     def check_usable(self) -> None:
-        """Raise whatever forbids using the end, here or at all."""
+        """Raise if the end has an error, or another loop or thread owns it."""
         if self.refusal is not None:
             raise self.refusal()
         if self.loop is None:
@@ -144,7 +144,7 @@ class EndState:
         self._check_here()
 
     def check_owner(self) -> None:
-        """Raise unless the end may be changed here, also while sending or receiving is refused."""
+        """Raise if another loop or thread owns the end, or it was closed; its other errors do not matter."""
         if self.closed:
             self.check_refusal()
         if self.loop is not None:
@@ -163,7 +163,7 @@ class EndState:
             )
 
     def check_ready(self) -> None:
-        """Raise if a ``_nowait`` call is impossible; a waiting task does not matter."""
+        """Raise if a ``_nowait`` call cannot run now; tasks that wait do not matter."""
         self.check_usable()
         if not self.ready:
             raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
@@ -176,7 +176,7 @@ class EndState:
         self.core.open = self.ready and not shut
 
     def new_turn(self, now_ns: int = 0) -> None:
-        """Start a new budget, now or at a time: the loop's other tasks have run."""
+        """Start a new budget, now or at a given time, because the loop's other tasks have run."""
         core = self.core
         if self.blocks:
             core.budget = core.budget_ends_ns = NO_TURNS
@@ -186,14 +186,14 @@ class EndState:
         core.budget_ends_ns = (now_ns or monotonic_ns()) + TURN_NS
 
     def hurry(self) -> None:
-        """Shorten the budget, so that the loop has its next turn soon."""
+        """Shorten the budget, so that the loop runs soon."""
         if self.blocks:
             return
         self._hurried = True
         self.core.budget = min(self.core.budget, SHORT_TURN_MESSAGES)
 
     def count_turn(self) -> None:
-        """Count a message that has passed, but not in the core."""
+        """Count a message that did not pass the core."""
         core = self.core
         core.budget = core.budget - 1 if monotonic_ns() < core.budget_ends_ns else 0
 
@@ -210,7 +210,7 @@ class EndState:
         self.reopen()
 
     def give_way(self) -> None:
-        """Yield the CPU at the end of a turn, if a new reader may be waiting for a CPU."""
+        """Yield the CPU when the budget is spent, if a new reader may need a CPU."""
         if not self.dismantled and self._gives_way():
             os.sched_yield()
 
@@ -226,17 +226,17 @@ class EndState:
             raise
 
     def enter_now(self) -> None:
-        """Acquire the lock after the core let the caller pass, so that nobody waits."""
+        """Acquire the lock; the core let the caller pass, so the lock is free."""
         self.core.open = False
         self.lock.acquire_free()
 
     def hold(self) -> None:
-        """Note that this task's block has the slot until `leave`."""
+        """Record that a block of this task owns a slot until `leave`."""
         self.lock.hold()
 
     @property
     def waits(self) -> bool:
-        """Whether a call has the lock or soon will, and no block has a slot; called on the loop."""
+        """Whether a call holds or awaits the lock while no block owns a slot. Call it on the loop."""
         return self.lock.calls + self._yielding > 0 and not self.lock.in_block
 
     def leave(self) -> None:
@@ -245,13 +245,13 @@ class EndState:
         self._left()
 
     def watch(self, watcher: Callable[[], None]) -> None:
-        """Set a callback for whenever a waiting call would look again, or a task leaves."""
+        """Set the callback for whenever a waiting call would poll again, or a task leaves."""
         if self.watcher is not None:
             raise RoleError(f"{self!r}: another merge is waiting for it")
         self.watcher = watcher
 
     def unwatch(self) -> None:
-        """Call back no more."""
+        """Remove the callback."""
         self.watcher = None
 
     def _left(self) -> None:
@@ -282,21 +282,21 @@ class EndState:
         self._gives_way = ring.gives_way
 
     def wake(self) -> None:
-        """Make a call that waits for messages, or slots, look again."""
+        """Make a call that waits for messages or slots poll again."""
         if self.poller is not None:
             self.poller.wake()
         if self.watcher is not None:
             self.watcher()
 
     def news(self) -> asyncio.Future[None]:
-        """Return a future that the next `interrupt` finishes."""
+        """Return a future that the next `interrupt` resolves."""
         if self._news is None or self._news.done():
             assert self.loop is not None
             self._news = self.loop.create_future()
         return self._news
 
     def interrupt(self) -> None:
-        """Make every waiting call look again."""
+        """Make every waiting call poll again."""
         self.wake()
         if self.on_interrupt is not None:
             self.on_interrupt()
@@ -304,7 +304,7 @@ class EndState:
             self._news.set_result(None)
 
     def stall(self, report: Callable[[float], float | None]) -> Stall:
-        """Return a report of long waits."""
+        """Return an object that reports long waits through ``report``."""
         return Stall(self.options.stall_warning_s, report)
 
     # Closing
@@ -316,24 +316,24 @@ class EndState:
 
     @property
     def dismantled(self) -> bool:
-        """True where there is nothing to give back."""
+        """Whether closing has nothing to release."""
         return self._closing.dismantled
 
     def refuse(self, refusal: Callable[[], AioshmError]) -> None:
-        """Answer every call, the waiting ones too, with an error from now on."""
+        """Make every call raise an error from now on, also calls that wait."""
         self.refusal = refusal
         self.core.open = False
         if self.loop is None or not self.loop.is_closed():
             self.interrupt()
 
     def accept_again(self, refusal: Callable[[], AioshmError]) -> None:
-        """Stop raising this error from calls, if they raise it now."""
+        """Make calls no longer raise this error, if they raise it now."""
         if self.refusal is refusal:
             self.refusal = None
             self.reopen()
 
     def forbid(self) -> None:
-        """Answer every call in a forked child with an error, and wake nobody: the loop is the parent's."""
+        """Make every call in a forked child raise. Wakes no call: the loop belongs to the parent."""
         self.refusal = lambda: RoleError(f"{self!r} belongs to the process that this one was forked from")
         self.core.open = False
 
@@ -342,7 +342,7 @@ class EndState:
         self.refuse(lambda: EndClosed(f"{self!r}: this end was closed"))
 
     def discard(self) -> None:
-        """Close an end that nobody has used, outside of any loop."""
+        """Close an end that was never used, without an event loop."""
         self._closing.discard()
 
     async def aclose(self) -> None:

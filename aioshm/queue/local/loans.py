@@ -273,7 +273,10 @@ class Loans:
 
     def _segment_window(self, number: int) -> LoanWindow:
         assert self._segments is not None
-        segment = self._segments.segments[number].segment
+        segments = self._segments.segments
+        for given_up in [each for each in self._of_segments if segments[each].retired]:
+            self._of_segments.pop(given_up).close()
+        segment = segments[number].segment
         window = self._of_segments.get(number)
         if window is None or window.room < segment.size:
             if window is not None:

@@ -1,11 +1,10 @@
 """Messages that do not fit a chunk: their bodies lie in overflow segments, beside the ring.
 
-The slot of such a message holds a marker: which segment, and how many bytes. A slot that every reader has released
-frees its segment, too, unless arrays still lie in the segment, so the ring bounds the messages in flight, and the
-writer uses a segment again and again: touching fresh memory costs several times the copy. The writer passes each
-segment's descriptor over the lifelines before the first marker that names the segment, so that a reader which sees a
-marker can read the message, whatever becomes of the writer. The descriptor is read-only: no reader can change what
-another one reads.
+The slot of such a message holds a marker: the number of the segment, and the size of the body. The writer sends the
+segment's descriptor over the lifelines before it publishes the first marker that names the segment. So a reader that
+sees a marker can read the message, even if the writer has died. The descriptor is read-only: no reader can change a
+message of another reader. The writer uses a segment again once every reader has released its slot and no array lies in
+the segment: writing to fresh memory costs several times the copy.
 
 With ``Options(overflow="zmq")``, and for every message for which no segment can be had, the body goes over ZeroMQ
 instead (``overflow_sockets.py``); a bit of the marker's number tells the two apart.
@@ -36,7 +35,7 @@ from aioshm.ring.cores import FULL_FENCE
 from aioshm.ring.layout import round_up
 from aioshm.ring.mapping import Pagemap, address_of
 from aioshm.ring.segment import OVERFLOW_LABEL, Segment
-from aioshm.ring.window import COPY_ON_WRITE, map_private
+from aioshm.ring.window import COPY_ON_WRITE, make_private, map_private
 
 if TYPE_CHECKING:  # who has segments needs no ZeroMQ
     from aioshm.queue.local.overflow_sockets import OverflowSubscriber
@@ -49,7 +48,7 @@ _MARKER_AT = HEADER.size
 _CHECKSUM_AT = _MARKER_AT + _MARKER.size
 
 IDLE_SEGMENTS = 2
-"""So many segments keep their memory although they were not used for `IDLE_USES` messages."""
+"""This many segments keep their memory even if the last `IDLE_USES` messages did not use them."""
 
 IDLE_USES = 16
 
@@ -59,12 +58,13 @@ CAN_VIEW: Final = COPY_ON_WRITE and FULL_FENCE
 """Whether arrays may lie in segments: the writer must see that they do before it sees their slot released."""
 
 MAX_VIEWED = 4
-"""So many segments a reader keeps from being used again; what else the program keeps is copied out."""
+"""A reader lets arrays lie in at most this many segments; it copies further arrays out."""
 
 VIEWED_BITS = 64
+"""Arrays lie only in segments with lower numbers: each has a bit in `layout.VIEWED`."""
 
 BY_ZEROMQ = 1 << 31
-"""In a marker's number: it is not a segment's, but that of a body which comes over ZeroMQ."""
+"""Flag in a marker's number: the body comes over ZeroMQ, not in a segment."""
 
 
 class Overflow(Protocol):
@@ -80,30 +80,30 @@ class Overflow(Protocol):
         """
 
     def expect_reader(self, peer: Peer) -> None:
-        """Let a reader that has just been admitted have what it needs for the bodies to come."""
+        """Send a newly admitted reader what it needs to receive later bodies."""
 
     def is_gone(self, seq: int) -> bool:
-        """Return whether the body of a message that was published, and read by all, is not kept any more."""
+        """Return whether the body of a message that all readers have read was discarded."""
 
     def close(self) -> None:
-        """Give everything back, or begin to; what was sent stays readable, or is delivered. Idempotent."""
+        """Release all resources, or start to. Readers can still read everything that was sent. Idempotent."""
 
     def finished(self) -> bool:
-        """Return whether nothing is left to be delivered before this is closed."""
+        """Return whether every body was delivered, so that `close` loses nothing."""
 
 
 def pack_marker(header: memoryview, secret: bytes, seq: int, number: int, size: int) -> None:
-    """Note behind the fields of a slot's header which segment has the message, and how many bytes.
+    """Write a marker (segment number, body size) behind the fields of the slot's header.
 
-    The checksum tells a marker of this message from damage, and from an older message's, which stays where it is while
-    the slot holds others: nobody waits for a segment that will never come.
+    The checksum covers ``seq``. An old marker stays in the slot when the slot is used again; without the checksum a
+    reader could take it for a new one, and wait for a segment that never comes.
     """
     _MARKER.pack_into(header, _MARKER_AT, secret, number, size)
     _CHECKSUM.pack_into(header, _CHECKSUM_AT, _checksum(header, seq))
 
 
 def unpack_marker(header: memoryview, secret: bytes, seq: int) -> tuple[int, int] | None:
-    """Return the segment that has a message, and how many bytes; None where the slot has no marker of that message."""
+    """Return the number of the segment and the size of the body; None if the slot has no marker of this message."""
     theirs, number, size = _MARKER.unpack_from(header, _MARKER_AT)
     if theirs != secret or _CHECKSUM.unpack_from(header, _CHECKSUM_AT) != (_checksum(header, seq),):
         return None
@@ -118,22 +118,18 @@ class WrittenSegment:
     """One overflow segment, as its writer sees it."""
 
     def __init__(self, segment: Segment) -> None:
-        self.passed_fd: int = segment.readonly_fd()  # what readers are passed: a descriptor that only reads
+        self.passed_fd: int = segment.readonly_fd()  # the descriptor that readers are passed
         self.segment = segment
         self.seq = 0  # the message that it was last used for
-        # When that was, counted in messages that overflowed; 0 once its pages were given back.
+        # The number of overflow messages by then; 0 once its pages were given back.
         self.used = 0
-        self.retired = False  # whether it is never written again: a reader that has left still views it
-
-    def empty(self) -> None:
-        """Give the memory back; newcomers are passed an empty file in its place, as numbers are counted."""
-        self.segment.close()
-        with suppress(OSError), open(os.devnull, "rb") as nothing:  # without room for it, the memory stays
-            os.dup2(nothing.fileno(), self.passed_fd, inheritable=False)
+        self.retired = False  # never written again, as arrays of a reader that has left may lie in it
 
     def close(self) -> None:
-        """Unmap it and close its descriptors."""
-        os.close(self.passed_fd)
+        """Unmap the segment and close its descriptors."""
+        if self.passed_fd >= 0:
+            os.close(self.passed_fd)
+            self.passed_fd = -1
         self.segment.close()
 
 
@@ -152,7 +148,8 @@ class OverflowSegments:
         self._secret = secret
         self._readers = readers
         self._second_way: Overflow | None = None
-        self.segments: list[WrittenSegment] = []  # what there is, by number
+        self.segments: list[WrittenSegment] = []  # by number; a retired one has two numbers
+        self._nothing_fd = -1  # of an empty file, which newcomers are passed for each number that is retired
         self._uses = 0
 
     def put(
@@ -192,15 +189,15 @@ class OverflowSegments:
     def expect_reader(self, peer: Peer) -> None:
         """Pass on the segments that there are, in the order of their numbers; some bodies may go over ZeroMQ."""
         for written in self.segments:
-            peer.hand_over(written.passed_fd)
+            peer.hand_over(written.passed_fd if written.passed_fd >= 0 else self._nothing_fd)
         if self._second_way is not None:
             self._second_way.expect_reader(peer)
             peer.call_to_subscribe()
 
     def retire(self, viewed: int) -> None:
         """Never write again to the segments that a reader which has left still views."""
-        for number, written in enumerate(self.segments):
-            if viewed >> number % VIEWED_BITS & 1:
+        for number, written in enumerate(self.segments[:VIEWED_BITS]):
+            if viewed >> number & 1:
                 written.retired = True
 
     def is_gone(self, seq: int) -> bool:
@@ -210,10 +207,13 @@ class OverflowSegments:
         return self._second_way is None or self._second_way.is_gone(seq)
 
     def close(self) -> None:
-        """Unmap them; readers still have them. Idempotent."""
-        for written in set(self.segments):  # a retired one has two numbers
+        """Unmap the segments. Readers keep their mappings. Idempotent."""
+        for written in self.segments:
             written.close()
         self.segments.clear()
+        if self._nothing_fd >= 0:
+            os.close(self._nothing_fd)
+            self._nothing_fd = -1
         if self._second_way is not None:
             self._second_way.close()
 
@@ -229,7 +229,7 @@ class OverflowSegments:
         size: int,
         error: SharedMemoryError | OutOfDescriptors,
     ) -> None:
-        """Send over ZeroMQ a message for which no segment can be had; the next one may find one again."""
+        """Send a message over ZeroMQ because no segment is available; later messages try a segment again."""
         try:
             if self._second_way is None:
                 self._second_way = self._readers.second_way(error)
@@ -272,7 +272,7 @@ class OverflowSegments:
             if not each.retired and (not each.used or self._ring.finished(each.seq))
         ]
         viewed = self._ring.viewed_segments()  # last: a reader sets its bit, then releases the slot
-        return [number for number in finished if not viewed >> number % VIEWED_BITS & 1]
+        return [number for number in finished if number >= VIEWED_BITS or not viewed >> number & 1]
 
     def _tidy(self) -> None:
         """Give back the memory of segments that only a burst has needed, and of retired ones."""
@@ -282,13 +282,19 @@ class OverflowSegments:
                 written.used = 0
                 written.segment.forget()
         for written in list(self.segments):
-            if written.retired and written.used and self._ring.finished(written.seq):
+            if not written.retired or written.passed_fd < 0 or not self._ring.finished(written.seq):
+                continue
+            if written.used:
                 written.used = 0
                 # Passed once more, so that readers close it. That takes a number, too: a reader that lacks room for the
                 # descriptor still counts on.
-                self.hand_over(written.passed_fd)
                 self.segments.append(written)
-                written.empty()
+                self.hand_over(written.passed_fd)
+            if self._nothing_fd < 0:
+                with suppress(OSError):  # without room for it, the memory stays for now
+                    self._nothing_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            if self._nothing_fd >= 0 and not any(peer.is_handing_over for peer in self._readers.peers()):
+                written.close()
 
 
 class SegmentMemory(mmap.mmap, OwnMemory):
@@ -302,8 +308,8 @@ class PassedSegments:
     """The overflow segments that a reader has been passed, and its subscription to what comes over ZeroMQ instead.
 
     Large arrays are not copied out: they lie in a private mapping of their segment, and `layout.VIEWED` keeps the
-    writer from using the segment again until the program has dropped them. Where the program keeps several, or writes
-    to them, which copies page by page, the next ones are copied out at once.
+    writer from using the segment again until the program has dropped them. If the program keeps several arrays, or
+    writes to them, which copies page by page, later arrays are copied out immediately.
     """
 
     def __init__(
@@ -319,11 +325,11 @@ class PassedSegments:
         self._look = look
         self._holds_back = holds_back
         self._subscriber = subscriber
-        # What there is, by number; None: one that could not be taken over, or that is never used again.
+        # Segments by number. None: the descriptor was lost, or the segment is never used again.
         self.segments: list[PassedSegment | None] = []
         self.subscription: OverflowSubscriber | None = None
         self.viewed: set[int] = set()  # segments that arrays lie in
-        self._inherited = 0  # bits of those that forked children may have, too
+        self._inherited = 0  # bits that stay set, because arrays of forked children may lie there
         self._viewing = -1  # the segment that `view` was asked for last
         self._copies_out = False  # whether the program has written to an array
         self._pagemap = Pagemap()
@@ -340,14 +346,14 @@ class PassedSegments:
         return self.subscription
 
     def after_last(self, callback: Callable[[], None]) -> None:
-        """Call back when nothing more will come: the writer is gone, but what it sent last may be on its way."""
+        """Call back once the writer is gone and everything that it had sent has arrived."""
         if self.subscription is None:
             callback()
         else:
             self.subscription.after_last(callback)
 
     def arrived(self, fd: int | None) -> None:
-        """Take over the next segment's descriptor; None: there was none to be had for it.
+        """Add the next segment by its descriptor; None: this process had no room for the descriptor.
 
         A descriptor that comes a second time, under its own number, is that of a segment which is never used again.
         """
@@ -372,7 +378,7 @@ class PassedSegments:
 
         Raises:
             CorruptSlot: The slot is damaged, or the body can never be read here.
-            SharedMemoryError, LimitReached: There is no room for it now; it can be tried again.
+            SharedMemoryError, LimitReached: There is not enough room now; try again later.
         """
         marker = unpack_marker(header, self._secret, seq)
         if marker is None:  # damaged while a call waited for it
@@ -383,7 +389,7 @@ class PassedSegments:
         passed = self._passed(number)
         if passed is None:
             if number < len(self.segments):
-                text = "this process had too many open files for its overflow segment (ulimit -n)"
+                text = "this process had too many open files for its overflow segment (ulimit -n), or it was given up"
                 raise CorruptSlot(seq, seq, text)
             if self._holds_back():
                 what = f"message {seq} of {size} bytes"
@@ -411,7 +417,7 @@ class PassedSegments:
         if marker is None or not CAN_VIEW or len(self.viewed) >= MAX_VIEWED:
             return None
         number, size = marker
-        if number & BY_ZEROMQ or size < least or self._bits() >> number % VIEWED_BITS & 1:
+        if number >= VIEWED_BITS or size < least or self._bits() >> number & 1:
             return None
         if least and self._copies_out:
             return None
@@ -424,7 +430,7 @@ class PassedSegments:
         return None
 
     def finished(self) -> None:
-        """Finish with the latest body, before its slot is released."""
+        """Finish with the latest body. Call it before the slot is released: the writer must see the bits first."""
         number, self._viewing = self._viewing, -1
         if number >= 0:
             self.viewed.add(number)
@@ -435,18 +441,17 @@ class PassedSegments:
             self.subscription.finished()
 
     def keep_for_children(self) -> None:
-        """Never give back what the program views now: a child that is about to be forked goes on viewing it."""
-        self._reap()
+        """Copy the arrays out before a fork: the child uses them, too, and cannot tell the writer."""
+        self._make_private()
         self._inherited |= self._bits()
-        for number in self.viewed:
-            passed = self.segments[number]
-            if passed is not None:
-                passed.window = None
         self.viewed.clear()
+        self._ring.set_viewed_segments(self._bits())
 
     def close(self) -> None:
-        """Unmap and close all of them; arrays keep their memory. Idempotent."""
-        self._reap()
+        """Copy the arrays out; unmap and close all segments. Idempotent."""
+        if self.viewed:
+            self._make_private()
+            self._ring.set_viewed_segments(self._bits())
         if self.subscription is not None:
             self.subscription.close()
         for passed in self.segments:
@@ -462,11 +467,21 @@ class PassedSegments:
             self._look()  # it was passed before the message was published
         return self.segments[number] if number < len(self.segments) else None
 
+    def _make_private(self) -> None:
+        """Exchange the memory below the arrays for private copies. What there is no memory for stays viewed."""
+        self._reap()
+        for number in list(self.viewed):
+            passed = self.segments[number]
+            with suppress(SharedMemoryError):
+                if passed is not None:
+                    passed.make_private()
+                self.viewed.discard(number)
+
     def _bits(self) -> int:
-        return sum(1 << number % VIEWED_BITS for number in self.viewed) | self._inherited
+        return sum(1 << number for number in self.viewed) | self._inherited
 
     def _reap(self) -> None:
-        """Let the writer use the segments again that no array lies in any more."""
+        """Let the writer use segments again in which no array lies any more."""
         before = len(self.viewed)
         for number in list(self.viewed):
             passed = self.segments[number]
@@ -489,7 +504,7 @@ class PassedSegment:
         self.window: SegmentMemory | None = None  # copy-on-write
 
     def body(self, size: int) -> memoryview | None:
-        """Return its first bytes, read-only, or None if it has not so many."""
+        """Return the first ``size`` bytes, read-only; None if the segment is shorter."""
         if self.mapping is None or len(self.mapping) < size:
             actual = self._size_for(size)
             if actual is None:
@@ -501,14 +516,14 @@ class PassedSegment:
             return whole[:size]
 
     def view(self, size: int) -> memoryview | None:
-        """Return its first bytes, copy-on-write, or None if it has not so many."""
+        """Return the first ``size`` bytes, copy-on-write; None if the segment is shorter."""
         if self.window is None or len(self.window) < size:
             actual = self._size_for(size)
             if actual is None:
                 return None
             self.window = None
             self.window = map_private(SegmentMemory, self.fd, actual)
-        # From the mapping anew each time: a view that was kept would count as a user of the message.
+        # A new slice each time: a cached one would count as a reference of the program.
         return memoryview(self.window)[:size]
 
     def is_viewed(self) -> bool:
@@ -522,8 +537,18 @@ class PassedSegment:
         self.window = None
         return True
 
+    def make_private(self) -> None:
+        """Exchange the memory below the arrays for a private copy, which is theirs alone.
+
+        Raises:
+            SharedMemoryError: There is not enough memory.
+        """
+        window, self.window = self.window, None
+        if window is not None:
+            make_private(address_of(window), len(window), 0, len(window))
+
     def close(self) -> None:
-        """Unmap it, as soon as no view of it is held any more."""
+        """Unmap the segment once no view of it is left."""
         self._unmap()
         self.window = None
         os.close(self.fd)
@@ -540,7 +565,7 @@ class PassedSegment:
 
 
 def _count_unviewed() -> int:
-    """Return `getrefcount` of the mapping of a segment that no array lies in, called as above."""
+    """Return the reference count of a mapping in which no array lies, counted as in `PassedSegment.is_viewed`."""
     passed = PassedSegment(-1)
     passed.window = SegmentMemory(-1, 1)
     return getrefcount(passed.window)

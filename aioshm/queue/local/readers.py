@@ -215,7 +215,7 @@ class LocalReaders:
 
     def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
         if hello.slow not in SLOW_READER:
-            raise HandleError(f"this writer knows no slow={hello.slow!r}")
+            raise HandleError(f"this writer knows no slow_reader={hello.slow!r}")
         slot = self.registry.choose(hello.rank, self)
         index = self._index[slot.rank]
         if slot.held:
@@ -231,7 +231,6 @@ class LocalReaders:
             self.secret,
             by_descriptor,
             self.listener.doorbell is not None,
-            slow=True,
             rank=slot.rank,
             first=self._first,
             going=going,
@@ -277,6 +276,7 @@ class LocalReaders:
         slot = registry.slots[peer.rank]
         if slot.leaving is peer:
             slot.leaving = None
+            self.segments.retire(self.ring.take_viewed_segments(self._index[peer.rank]))
             return
         if said_goodbye:
             registry.left(slot)

@@ -203,8 +203,6 @@ class RingSource:
         return None if self.attachment is None else self._lifeline.doorbell
 
     def other_ends(self) -> list[int]:
-        if self._closed:  # by the loop, while a blocking merge is about to wait
-            return []
         others = self._cursor.reader_pids()
         others[self._cursor.reader] = self._lifeline.writer_pid  # in its place: this end is no other
         return others

@@ -305,11 +305,11 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
             place.held.state.wake_peers()
 
     def _sleep(self, running: list[_Place], taken: list[_Place], states: list[Any], me: int) -> None:
+        process_lock.acquire(me)  # before the rings are read, which the loop may close
         rings = [place.ring for place in taken if place.running and place.ring is not None]
         poller = self._poller
         if poller is None or rings != self._slept_for:
             poller = self._new_poller(taken, rings)
-        process_lock.acquire(me)
         for state in states:
             state.lock.calls = 1
             state.core.open = False

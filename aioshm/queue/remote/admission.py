@@ -74,7 +74,7 @@ class Admission:
         if self._queue_id not in (None, hello.queue_id) or not hmac.compare_digest(hello.token, self._token):
             return "the handle is another queue's"
         if hello.slow not in SLOW_READER:
-            return f"this writer knows no slow={hello.slow!r}"
+            return f"this writer knows no slow_reader={hello.slow!r}"
         return None
 
     def _admit_or_not(self, identity: bytes, newcomer: Newcomer) -> None:

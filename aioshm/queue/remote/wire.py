@@ -258,7 +258,7 @@ class Wait(Control):
 
 
 TOO_SLOW = "it was too slow"
-"""Why a reader is refused that its ``slow="evict"`` has ended."""
+"""Why a reader is refused that its ``slow_reader="evict"`` has ended."""
 
 DISMISSED = "the writer has dismissed this reader"
 """Why a reader is refused that `MessageQueue.dismiss` has ended."""
