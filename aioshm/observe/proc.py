@@ -99,10 +99,23 @@ def process_info(pid: int) -> ProcessInfo:
     try:
         state, cpu_s, started = parse_stat(_read(pid, "stat").decode(errors="replace"))
         inner_pid = parse_inner_pid(_read(pid, "status").decode(errors="replace"), pid)
-        command = parse_command(_read(pid, "cmdline"))
+        command = _command(pid)
     except (OSError, ValueError, IndexError):
         return msgspec.structs.replace(GONE, pid=pid)
     return ProcessInfo(pid=pid, inner_pid=inner_pid, state=state, command=command, cpu_s=cpu_s, started=started)
+
+
+def _command(pid: int) -> str:
+    """Return the command line of a process; a child of multiprocessing is called by its name and its program."""
+    cmdline = _read(pid, "cmdline")
+    _, _, name = cmdline.partition(b"--multiprocessing-fork")
+    if b"from multiprocessing." not in cmdline:
+        return parse_command(cmdline)
+    with suppress(OSError, ValueError, IndexError):
+        parent = int(_read(pid, "stat").rpartition(b")")[2].split()[1])
+        if os.readlink(f"{PROC}/{parent}/exe") == os.readlink(f"{PROC}/{pid}/exe"):  # else the parent has died
+            return f"{parse_command(name.lstrip(bytes(1))) or 'child'} of {_command(parent)}"
+    return "child of multiprocessing"
 
 
 def _read(pid: int, name: str) -> bytes:

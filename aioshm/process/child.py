@@ -98,7 +98,7 @@ class _Popen(popen_spawn_posix.Popen):
             ended_in, ended = _pipe(ours, theirs)
             self.duplicate_for_child(orders)
             self.duplicate_for_child(ended)
-            command = _command(tracker_fd=tracker, pipe_handle=orders)
+            command = _command(process_obj.name, tracker_fd=tracker, pipe_handle=orders)
             with _sigint_blocked("-c" in command):  # the new process inherits the mask, until `boot`
                 self._process = subprocess.Popen(
                     command,
@@ -230,8 +230,11 @@ def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
     return reader, writer
 
 
-def _command(**handles: int) -> list[str]:
-    """Return the command line of ``multiprocessing``, with `boot` of ``parent.py`` before everything else."""
+def _command(name: str, **handles: int) -> list[str]:
+    """Return the command line of ``multiprocessing``, with `boot` of ``parent.py`` before everything else.
+
+    The name of the process comes last, for ``ps`` and ``aioshm who``.
+    """
     command = list(multiprocessing.spawn.get_command_line(**handles))
     if "-c" in command:  # else the program is frozen, and the target has to see to it
         load = (
@@ -242,4 +245,5 @@ def _command(**handles: int) -> list[str]:
         )
         program = command.index("-c") + 1
         command[program] = load + command[program]
+        command.append(name)
     return command

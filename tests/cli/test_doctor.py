@@ -219,11 +219,21 @@ def test_costs_of_waking_are_shown(capsys):
     assert "wake-up " in finding["found"]
 
 
-def test_figures_of_a_busy_machine_are_explained(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "measure_wake_up", lambda **_: 4_000_000)
+@pytest.mark.parametrize(
+    ("wake_up_us", "load", "verdict", "advice"),
+    [
+        (60, 0.5, "good", ""),
+        (60, 3.25, "note", "measured under load (load average 3.2, usable CPUs 2): repeat it on a quiet machine"),
+        (4000, 0.5, "note", "measured under load (load average 0.5, usable CPUs 2): repeat it on a quiet machine; "
+         "a wake-up counts as 200 us until waiting ends have measured it again"),
+    ],
+)  # fmt: skip
+def test_wake_up_that_was_measured_under_load_is_called_so(capsys, monkeypatch, wake_up_us, load, verdict, advice):
+    monkeypatch.setattr(doctor, "measure_wake_up", lambda **_: wake_up_us * 1000)
+    monkeypatch.setattr(doctor, "usable_cpus", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 9.0, 9.0))
     report = examined(capsys)
-    assert report["costs"] == {"wake_up_ns": 200_000}
+    assert report["costs"] == {"wake_up_ns": min(wake_up_us, 200) * 1000}
     (finding,) = [finding for finding in report["findings"] if finding["name"] == "waiting"]
-    assert finding["verdict"] == "note"
-    assert "wake-up 4000 us" in finding["found"]
-    assert "while the machine was busy: a wake-up counts as 200 us" in finding["advice"]
+    assert f"wake-up {wake_up_us}" in finding["found"]
+    assert (finding["verdict"], finding["advice"]) == (verdict, advice)

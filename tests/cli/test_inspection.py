@@ -84,8 +84,8 @@ class TestLs:
     def test_table(self, call: Call) -> None:
         code, out, _ = call("ls", "--interval", "0")
         assert code == 0
-        assert re.search(r"queue +writer +readers +rate +bytes/s +backlog +age +memory", out)
-        assert re.search(rf"{NAME} +{os.getpid()} +2 +0/s +0 B +1 +\S+ \w+ +[\d.]+ \w?i?B", out)
+        assert re.search(r"queue +readers +backlog +rate +writer +bytes/s +age +memory", out)
+        assert re.search(rf"{NAME} +2 +1 +0/s +{os.getpid()} +0 B +\S+ \w+ +[\d.]+ \w?i?B", out)
 
     def test_json(self, call: Call) -> None:
         code, out, _ = call("ls", "--json", "--interval", "0")
@@ -107,9 +107,9 @@ class TestInspect:
         assert code == 0
         for part in ("msgpack", "4,096 slots of 1.0 KiB", "10 of 24.0 MiB", "0 segments", "1 messages", "remote"):
             assert part in out
-        assert re.search(rf"writer +{os.getpid()} +running", out)
-        assert re.search(rf"reader 0 +{os.getpid()} +running +\S+ +1 +0/s +0 +[\d.]+ \w+ +[\d.]+ \w+", out)
-        assert re.search(rf"reader 1 +{os.getpid()} +running +\S+ +0 +0/s +1 +- +-", out)
+        assert re.search(rf"writer +{os.getpid()} +\w+", out)
+        assert re.search(rf"reader 0 +{os.getpid()} +\w+ +0 +0/s +1 +[\d.]+ \w+ +[\d.]+ \w+", out)
+        assert re.search(rf"reader 1 +{os.getpid()} +\w+ +1 +0/s +0 +- +-", out)
 
     def test_json(self, call: Call) -> None:
         code, out, _ = call("inspect", NAME, "--json", "--interval", "0")
@@ -208,29 +208,6 @@ class TestTop:
         assert found["version"] == 1
         assert own(found["queues"])["rates"]["seconds"] > 0
 
-    def test_table_is_cropped_at_the_right(self) -> None:
-        ends: list[list[str | Text]] = [["writer", Text("stopped", "bold red"), "7"], ["reader 0", Text("ok"), "12345"]]
-        rows = Rows(("end", "state", "messages"), {"end", "state"}, ends, ["", "dim"])
-
-        def drawn(width: int) -> list[str]:
-            console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="standard")
-            console.print(rows)
-            assert isinstance(console.file, io.StringIO)
-            return console.file.getvalue().splitlines()
-
-        def plain(width: int) -> list[str]:
-            return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in drawn(width)]
-
-        assert "\x1b[1;31mstopped" in drawn(80)[2]
-        assert "\x1b[2mreader 0" in drawn(80)[3]
-        assert plain(80) == [
-            "end       state    messages",
-            "\u2500" * 27,
-            "writer    stopped         7",
-            "reader 0  ok          12345",
-        ]
-        assert plain(20) == [line[:20] for line in plain(80)]
-
     def test_no_such_order(self, call: Call) -> None:
         code, _, err = call("top", "--sort", "colour")
         assert (code, "--sort must be one of name, rate" in err) == (2, True)
@@ -289,6 +266,95 @@ def _read_until(fd: int, *wanted: str) -> str:
         if select.select([fd], [], [], 0.1)[0]:
             seen += os.read(fd, 65536).decode(errors="replace")
     return seen
+
+
+class TestWidth:
+    """Piped output fits 80 columns, and no name is cut."""
+
+    @pytest.fixture(autouse=True)
+    def a_pipe(self, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("COLUMNS")
+
+    @pytest.mark.parametrize("length", [20, 70])
+    @pytest.mark.parametrize(
+        "command", ["ls", "inspect NAME", "who NAME --window 0.02", "dump NAME --bodies", "top --once"]
+    )
+    def test_piped_lines_fit_and_have_whole_names(
+        self, command: str, length: int, call: Call, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(globals(), "NAME", NAME.ljust(length, "x"))
+        code, out, _ = call(*command.replace("NAME", NAME).split())
+        assert code == 0
+        assert [line for line in out.splitlines() if len(line) > 80] == []
+        assert NAME in out or command.startswith("dump")
+
+    def test_cells_that_do_not_fit_have_lines_of_their_own(self) -> None:
+        ends: list[list[str | Text]] = [
+            ["steps", "writer", Text("stopped", "bold red"), "7", "python a.py b"],
+            ["steps", "reader 0", Text("ok"), "12345", "python"],
+            ["other", "writer", Text("ok"), "0", "python-with-a-very-long-name"],
+        ]
+        names = ("queue", "end", "state", "lag", "command")
+        rows = Rows(names, {"queue", "end", "state", "command"}, ends, ["", "dim", ""], head=True, tail=True)
+
+        def drawn(width: int) -> list[str]:
+            console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="standard")
+            console.print(rows)
+            assert isinstance(console.file, io.StringIO)
+            return console.file.getvalue().splitlines()
+
+        def plain(width: int) -> list[str]:
+            return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in drawn(width)]
+
+        assert "\x1b[1;31mstopped" in drawn(80)[2]
+        assert plain(80) == [
+            "queue  end       state      lag  command",
+            "\u2500" * 61,
+            "steps  writer    stopped      7  python a.py b",
+            "steps  reader 0  ok       12345  python",
+            "other  writer    ok           0  python-with-a-very-long-name",
+        ]
+        assert plain(31) == [
+            "queue  end       state      lag",
+            "\u2500" * 31,
+            "steps  writer    stopped      7",
+            "  python a.py b",
+            "steps  reader 0  ok       12345",
+            "  python",
+            "other  writer    ok           0",
+            "  python-with-a-very-long-name",
+        ]
+        assert plain(24)[2:6] == ["steps", "writer    stopped      7", "  python a.py b", "reader 0  ok       12345"]
+        assert plain(14)[4:6] == ["  python a.py", "  b"]
+
+
+SPAWNING = """
+import multiprocessing, sys, time
+from aioshm.process.manager import Job, ProcessManager
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(100,))
+    child.start()
+    with ProcessManager(time.sleep, [Job("EngineCore_7", (100,))]) as manager:
+        print(child.pid, manager.processes[0].pid, flush=True)
+        sys.stdin.read()
+    child.kill()
+    child.join()
+"""
+
+
+def test_spawned_process_is_shown_by_what_it_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    script = tmp_path / "program.py"
+    script.write_text(SPAWNING)
+    command = [sys.executable, str(script), "7"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        for pid, name in zip(program.stdout.readline().split(), ["child", "EngineCore_7"], strict=True):
+            assert run(["who", pid]) == 0
+            assert re.match(rf"pid {pid} \({name} of python\S* {script} 7\) has no queue", capsys.readouterr().out)
+        program.communicate("")
 
 
 class TestFigures:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from aioshm.cli.inspection import tables, top
@@ -65,7 +64,7 @@ def _inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) ->
             return
         console = tables.console()
         for name, text in tables.facts_of(one).items():
-            console.print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
+            tables.say(console, f"{name:<11}{text}", bold=name)
         console.print()
         console.print(tables.ends_rows([watched], queues=False))
 
@@ -111,7 +110,7 @@ def _dump(
             return
         console = tables.console()
         if not messages:
-            console.print(f"{escape(one.label)}: no message was published yet")
+            console.print(f"{one.label}: no message was published yet")
             return
         console.print(_messages_rows(messages, bodies))
 
@@ -145,42 +144,43 @@ def _as_json(report: Report) -> dict[str, Any]:
 
 
 def _show_report(console: Console, report: Report) -> None:
-    label = f"[bold]{escape(report.queue.label)}[/]"
+    label = report.queue.label
     if not any(suspect.grave for suspect in report.suspects):
-        idle = f"; {escape(report.suspects[0].text)}" if report.suspects else ""
+        idle = f"; {report.suspects[0].text}" if report.suspects else ""
         rate = tables.count(report.messages_per_s)
-        console.print(f"{label}: nobody holds it up ({rate} messages/s{idle})", soft_wrap=True)
+        tables.say(console, f"{label}: nobody holds it up ({rate} messages/s{idle})", bold=label)
         return
     for suspect in report.suspects:
         end = "the writer" if suspect.rank < 0 else f"reader {suspect.rank}"
-        name = f"{end}, pid {suspect.pid} ({escape(suspect.command)})" if suspect.pid else end
-        console.print(f"{label}: [{tables.BAD}]{name}[/]: {escape(suspect.text)}", soft_wrap=True)
+        name = f"{end}, pid {suspect.pid} ({suspect.command})" if suspect.pid else end
+        tables.say(console, f"{label}: {name}: {suspect.text}", bold=label)
         if suspect.pid and suspect.state != "gone":
-            console.print(f"  {suspect.state}{_in_kernel(suspect)}", soft_wrap=True)
+            tables.say(console, f"{suspect.state}{_in_kernel(suspect)}", "  ")
         _show_code(console, suspect)
 
 
 def _show_process(console: Console, report: ProcessReport) -> None:
     process = report.process
-    name = f"[bold]pid {process.pid}[/] ({escape(process.command)})"
-    console.print(f"{name} has no queue: {process.state}{_in_kernel(report)}", soft_wrap=True)
+    name = f"pid {process.pid}"
+    text = f"{name} ({process.command}) has no queue: {process.state}{_in_kernel(report)}"
+    tables.say(console, text, bold=name)
     _show_code(console, report)
 
 
 def _in_kernel(report: Suspect | ProcessReport) -> str:
-    return escape(f"; in the kernel: {report.doing}") if str(report.doing) else ""
+    return f"; in the kernel: {report.doing}" if str(report.doing) else ""
 
 
 def _show_code(console: Console, report: Suspect | ProcessReport) -> None:
     if report.line is not None:
-        console.print(f"  at [bold]{escape(str(report.line))}[/]", soft_wrap=True)
+        tables.say(console, f"at {report.line}", "  ", bold=str(report.line))
     own = [stack for stack in report.stacks if stack.is_main or stack.is_running or any(f.own for f in stack.frames)]
     for stack in own or report.stacks:
-        console.print(f"  [dim]{escape(stack.name)}{' (runs)' if stack.is_running else ''}[/]", soft_wrap=True)
+        tables.say(console, f"{stack.name}{' (runs)' if stack.is_running else ''}", "  ")
         for frame in stack.frames[:_MOST_SHOWN]:
-            console.print(f"    {escape(str(frame))}", style="" if frame.own else "dim", soft_wrap=True)
+            tables.say(console, str(frame), "    ", bold=str(frame) if frame.own else "")
     if report.hint:
-        console.print(f"  {escape(report.hint)}", style=tables.POOR, soft_wrap=True)
+        tables.say(console, report.hint, "  ")
 
 
 # dump
@@ -208,7 +208,7 @@ def _messages_rows(messages: list[MessageHeader], bodies: bool) -> tables.Rows:
         ]
         rows.append(row + [_preview(message)] * bodies)
     left = {"kind", "codec", "where", "unread by", "begins with"}
-    return tables.Rows(names + ("begins with",) * bodies, left, rows, [""] * len(rows))
+    return tables.Rows(names + ("begins with",) * bodies, left, rows, [""] * len(rows), tail=True)
 
 
 def _preview(message: MessageHeader) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Iterator
+from textwrap import wrap
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -22,89 +22,140 @@ JSON_VERSION: Final = 1
 """The version of the JSON of ``--json``, see docs/howto/inspection.md. Additions do not change the version."""
 
 NONE: Final = "-"
-_UNCROPPED = 1000
+_INDENT: Final = "  "
 
 
 class Rows(NamedTuple):
-    """The cells of a table, and its columns that are justified to the left."""
+    """A table whose lines fit the console, where no name is cut.
+
+    If the table is too wide, the cells of the last column (if ``tail``) have lines of their own below their rows, and
+    those of the first column (if ``head``) lines above.
+    """
 
     names: tuple[str, ...]
-    left: Collection[str]
+    left: Collection[str]  # the columns that are justified to the left
     rows: list[list[str | Text]]
     styles: list[str]
+    head: bool = False
+    tail: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """Draw the table, cropped at the right; rich's tables wrap cells, and are ten times the work."""
-        rows = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in [self.names, *self.rows]]
-        widths = [max(cell.cell_len for cell in column) for column in zip(*rows, strict=True)]
-        rule = Text("\u2500" * (sum(widths) + 2 * len(widths) - 2))
-        lines = [self._line(row, widths, style) for row, style in zip(rows, ["bold", *self.styles], strict=True)]
-        for line in (lines[0], rule, *lines[1:]):
-            line.no_wrap = True
-            line.overflow = "crop"
-            yield line
+        """Draw the table; rich's own wrap cells, and take ten times as long."""
+        cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in [self.names, *self.rows]]
+        widths = [max(cell.cell_len for cell in column) for column in zip(*cells, strict=True)]
+        first = 0
+        last = len(widths)
+        if self.tail and _total(widths) > options.max_width:
+            last -= 1
+        if self.head and _total(widths[:last]) > options.max_width:
+            first = 1
+        shown = slice(first, last)
+        above = ""
+        for number, (row, style) in enumerate(zip(cells, ["bold", *self.styles], strict=True)):
+            if first and number and row[0].plain != above:
+                above = row[0].plain
+                yield _uncut(row[0])
+            yield self._line(row[shown], widths[shown], self.names[shown], style)
+            if not number:
+                yield _uncut(Text("\u2500" * _total(widths[shown])))
+            elif last < len(row):
+                yield _uncut(Text(folded(row[-1].plain, options.max_width, _INDENT, _INDENT), style=style or "dim"))
 
-    def _line(self, row: list[Text], widths: list[int], style: str) -> Text:
+    def _line(self, row: list[Text], widths: list[int], names: Iterable[str], style: str) -> Text:
         line = Text(style=style)
-        for number, (name, cell, width) in enumerate(zip(self.names, row, widths, strict=True)):
+        for number, (name, cell, width) in enumerate(zip(names, row, widths, strict=True)):
             space = " " * (width - cell.cell_len)
-            line.append("  " if number else "")
+            line.append(_INDENT if number else "")
             line.append_text(cell + Text(space) if name in self.left else Text(space) + cell)
         line.rstrip()
-        return line
+        return _uncut(line)
+
+
+def _total(widths: Collection[int]) -> int:
+    return sum(widths) + len(_INDENT) * (len(widths) - 1)
+
+
+def _uncut(text: Text) -> Text:
+    text.no_wrap = True
+    text.overflow = "ignore"
+    return text
+
+
+def folded(text: str, width: int, first: str = "", others: str = "") -> str:
+    """Return a text in lines of at most this width, but for words that are longer; indented as told."""
+    lines = wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines)
 
 
 def console() -> Console:
-    """Return the console on standard output; where that is no terminal, no line is cropped."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _UNCROPPED)
+    """Return the console on standard output: 80 columns wide where that is no terminal, unless ``COLUMNS`` says so."""
+    return Console(highlight=False)
+
+
+def say(console: Console, text: str, indent: str = "", *, bold: str = "") -> None:
+    """Print a text in lines that fit, later ones indented more; its first ``bold`` part stands out."""
+    shown = Text(folded(text, console.width, indent, indent + _INDENT))
+    start = shown.plain.find(bold)
+    if bold and start >= 0:
+        shown.stylize("bold", start, start + len(bold))
+    console.print(shown, soft_wrap=True)
 
 
 def queues_rows(watched: Iterable[Watched]) -> Rows:
     """Return the table of queues."""
-    names = ("queue", "writer", "readers", "rate", "bytes/s", "backlog", "age", "memory")
+    names = ("queue", "readers", "backlog", "rate", "writer", "bytes/s", "age", "memory")
     rows: list[list[str | Text]] = []
     for each in watched:
-        queue, rates = each.queue, each.rates
+        queue = each.queue
+        rates = each.rates
         there = sum(end.membership == "attached" for end in queue.readers)
         remote = queue.header.writer.remote_readers
         rows.append(
             [
                 Text(queue.label),
-                process(queue.writer),
                 f"{there}" + f" + {remote} remote" * bool(remote),
-                NONE if rates is None else f"{count(rates.messages_per_s)}/s",
-                NONE if rates is None else size(rates.bytes_per_s),
                 lag(queue.header.backlog, queue),
+                NONE if rates is None else f"{count(rates.messages_per_s)}/s",
+                process(queue.writer),
+                NONE if rates is None else size(rates.bytes_per_s),
                 duration(queue.header.writer.age_s),
                 size(queue.memory_bytes + queue.overflow_bytes),
             ]
         )
-    return Rows(names, {"queue"}, rows, [""] * len(rows))
+    return Rows(names, {"queue"}, rows, [""] * len(rows), head=True)
 
 
 def ends_rows(watched: Iterable[Watched], *, queues: bool) -> Rows:
     """Return the table of ends; ``queues`` adds the names of their queues."""
-    names = ("queue",) * queues + ("end", "pid", "state", "waits", "messages", "rate", "lag", "p50", "p99", "CPU")
+    names = ("queue",) * queues + ("end", "pid", "state", "lag", "rate", "messages", "p50", "p99", "CPU", "command")
     rows: list[list[str | Text]] = []
     styles = []
     for each in watched:
         for number, end in enumerate(each.queue.ends):
             rows.append([*([Text(each.queue.label)] * queues), *_end_row(each, number, end)])
             styles.append(_row_style(end))
-    return Rows((*names, "command"), {"queue", "end", "state", "waits", "command"}, rows, styles)
+    return Rows(names, {"queue", "end", "state", "command"}, rows, styles, head=queues, tail=True)
 
 
 def _end_row(each: Watched, number: int, end: End) -> list[str | Text]:
     rates = each.rates
-    speed = None if rates is None else (rates.read_per_s[number - 1] if number else rates.messages_per_s)
+    speed = None
+    if rates is not None:
+        speed = rates.read_per_s[number - 1] if number else rates.messages_per_s
     return [
         "writer" if end.rank < 0 else f"reader {end.rank}",
         str(end.pid) if end.pid else NONE,
         state(end),
-        end.waits or NONE,
-        count(end.messages),
-        NONE if speed is None else f"{count(speed)}/s",
         lag(end.lag, each.queue),
+        NONE if speed is None else f"{count(speed)}/s",
+        count(end.messages),
         duration(end.latency_p50_s),
         duration(end.latency_p99_s),
         share(None if rates is None else rates.cpu_share[number]),
@@ -113,10 +164,12 @@ def _end_row(each: Watched, number: int, end: End) -> list[str | Text]:
 
 
 def state(end: End) -> Text:
-    """Return the state of an end: of its process, or of its membership once it has left."""
+    """Return the state of an end: how it waits, or of its process, or of its membership once it has left."""
     if not end.there:
         return Text(end.membership, style="dim")
-    text = end.state or "not there"
+    text = end.waits
+    if is_bad(end) or not text:
+        text = end.state or "not there"
     return Text(text if end.membership != "held" else f"{text} (held)", style=BAD if is_bad(end) else "")
 
 
@@ -127,18 +180,26 @@ def is_bad(end: End) -> bool:
 
 def process(end: End) -> Text:
     """Return the pid of an end, and a bad state."""
-    text = f"{end.pid}" + (f" {end.state}" if is_bad(end) else " closed" if end.membership == "closed" else "")
-    return Text(text, style=BAD if is_bad(end) else "")
+    if is_bad(end):
+        return Text(f"{end.pid} {end.state}", style=BAD)
+    return Text(f"{end.pid} closed" if end.membership == "closed" else f"{end.pid}")
 
 
 def lag(number: int, queue: QueueSnapshot) -> Text:
     """Return a lag, coloured by its share of the ring's slots."""
-    full, waits = number / max(1, queue.header.slots), queue.header.writer.parked and number
-    return Text(count(number), style=BAD if full >= 1 or waits else POOR if full > LONG_LAG else "")
+    full = number / max(1, queue.header.slots)
+    style = ""
+    if full >= 1 or (queue.header.writer.parked and number):
+        style = BAD
+    elif full > LONG_LAG:
+        style = POOR
+    return Text(count(number), style=style)
 
 
 def _row_style(end: End) -> str:
-    return BAD if is_bad(end) else "dim" if not end.there else ""
+    if is_bad(end):
+        return BAD
+    return "" if end.there else "dim"
 
 
 def facts_of(queue: QueueSnapshot) -> dict[str, str]:
