@@ -3,9 +3,6 @@
 A batch that finds no room keeps the number it was given, and nobody else gets that number: the hole is what
 tells the subscribers. If nothing is published after a hole, nobody would see it; the sender is then given one
 more number, for an empty batch.
-
-The replay buffer keeps its entries in chunks that only ever grow. A client that is being answered holds the chunks it
-still needs, so pushing old entries out of the buffer neither disturbs it nor copies anything.
 """
 
 from __future__ import annotations
@@ -14,7 +11,8 @@ import sys
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from itertools import islice
+from operator import itemgetter
 from typing import Literal, TypeAlias
 
 from aioshm.errors import PublisherClosed, QueueFull
@@ -140,8 +138,6 @@ class Outbox:
 
 Entry: TypeAlias = tuple[int, bytes]
 
-_CHUNK_ENTRIES = 256
-
 
 class ReplayBuffer:
     """The last ``size`` batches, in rising order of their numbers."""
@@ -149,47 +145,16 @@ class ReplayBuffer:
     def __init__(self, size: int) -> None:
         if size < 0:
             raise ValueError(f"buffer_steps must not be negative, not {size}")
-        self._size = size
-        self._chunks: deque[list[Entry]] = deque()
-        self._count = 0  # entries in all chunks; the first ones may be older than the buffer reaches
+        self._entries: deque[Entry] = deque(maxlen=size)
 
     def __len__(self) -> int:
-        return min(self._count, self._size)
+        return len(self._entries)
 
     def append(self, seq: int, payload: bytes) -> None:
-        """Keep one batch more; the oldest goes once there are more than ``size``."""
-        if self._size == 0:
-            return
-        if not self._chunks or len(self._chunks[-1]) == _CHUNK_ENTRIES:
-            self._chunks.append([])
-        self._chunks[-1].append((seq, payload))
-        self._count += 1
-        while self._count - len(self._chunks[0]) >= self._size:
-            self._count -= len(self._chunks.popleft())
+        """Store one more batch; drop the oldest one where there are more than ``size``."""
+        self._entries.append((seq, payload))
 
-    def since(self, start: int) -> Iterator[Entry]:
-        """Return what the buffer holds now from ``start`` on; later appends do not change it."""
-        chunks = list(self._chunks)
-        if not chunks:
-            return iter(())
-        skip = max(0, self._count - self._size)
-        chunks = [chunk for chunk in chunks if chunk[-1][0] >= start]
-        if not chunks:
-            return iter(())
-        if chunks[0] is not self._chunks[0]:
-            skip = 0
-        begin = max(skip, bisect_left(chunks[0], start, key=_number))
-        return _walk(chunks, begin, len(chunks[-1]))
-
-
-def _number(entry: Entry) -> int:
-    return entry[0]
-
-
-def _walk(chunks: list[list[Entry]], begin: int, end: int) -> Iterator[Entry]:
-    while chunks:
-        chunk = chunks.pop(0)  # let go of it once it is done: the client may be slow
-        stop = end if not chunks else len(chunk)
-        for index in range(begin, stop):
-            yield chunk[index]
-        begin = 0
+    def since(self, start: int) -> deque[Entry]:
+        """Return a copy of the entries from number ``start`` on."""
+        first = bisect_left(self._entries, start, key=itemgetter(0))
+        return deque(islice(self._entries, first, None))

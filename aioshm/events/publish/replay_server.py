@@ -13,7 +13,6 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 
 import zmq
@@ -46,11 +45,10 @@ _RETRY_S = 0.05
 class _Client:
     """One answer in progress."""
 
-    def __init__(self, identity: bytes, entries: Iterator[Entry], now: float) -> None:
+    def __init__(self, identity: bytes, entries: deque[Entry], now: float) -> None:
         self.identity = identity
         self.moved = now
-        self.entries = entries
-        self.next: Entry | None = next(entries, None)
+        self.entries = entries  # not sent yet
 
 
 class ReplayServer:
@@ -147,7 +145,7 @@ class ReplayServer:
             start = wire.parse_request([frame.bytes for frame in frames[1:]])
         except CodecError as error:
             self._complain(frames[0], error)
-            self._served.append(_Client(identity, iter(()), now))
+            self._served.append(_Client(identity, deque(), now))
             return
         self.requests += 1
         self._served.append(_Client(identity, self._buffer.since(start), now))
@@ -165,8 +163,10 @@ class ReplayServer:
         """Send one turn's worth; afterwards the client is ready, blocked or done."""
         send = self._socket.send
         for _ in range(_TURN):
-            entry = client.next
-            *first, last = wire.end_reply(self._form) if entry is None else wire.reply(self._topic, *entry, self._form)
+            if client.entries:
+                *first, last = wire.reply(self._topic, *client.entries[0], self._form)
+            else:
+                *first, last = wire.end_reply(self._form)
             try:
                 send(client.identity, _MORE)
                 for frame in first:  # there is room for all of them, or for none
@@ -179,9 +179,9 @@ class ReplayServer:
                 self.abandoned += 1
                 logger.debug("replay %s: client %s left: %s", self._where, client.identity.hex(), error)
                 return
-            if entry is None:
+            if not client.entries:
                 return
-            client.next = next(client.entries, None)
+            client.entries.popleft()
             client.moved = time.monotonic()
             self.replayed += 1
         self._served.append(client)
