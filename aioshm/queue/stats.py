@@ -98,17 +98,17 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     side: str
     rank: int
     ready: bool
-    messages: int
-    overflows: int
-    backlog: int
-    max_chunks: int
-    slots: int
-    readers: int
-    spins: int
-    spin_hits: int
-    spin_s: float
-    naps: int
-    parks: int
+    messages: int = 0
+    overflows: int = 0
+    backlog: int = 0
+    max_chunks: int = 0
+    slots: int = 0
+    readers: int = 0
+    spins: int = 0
+    spin_hits: int = 0
+    spin_s: float = 0.0
+    naps: int = 0
+    parks: int = 0
     kept: int = 0
     kept_bytes: int = 0
     resent: int = 0

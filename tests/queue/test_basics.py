@@ -23,7 +23,7 @@ from aioshm import (
     QueueFull,
     RoleError,
 )
-from aioshm.queue.ends.state import TURN_MESSAGES
+from aioshm.queue.state import TURN_MESSAGES
 
 
 @pytest.mark.parametrize(("n_local", "n_remote"), [(3, 0), (2, 2)])

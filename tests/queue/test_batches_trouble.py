@@ -14,7 +14,7 @@ from slots import slot_of
 from support import bystander, cancelled_after, examples
 
 from aioshm import CodecError, CorruptSlot, MessageQueue, QueueCancelled, QueueClosed, RoleError
-from aioshm.queue.ends.state import TURN_MESSAGES
+from aioshm.queue.state import TURN_MESSAGES
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 
 OVERFLOW = 6000

@@ -11,7 +11,7 @@ import pytest
 from pairs import attached
 
 from aioshm import MessageQueue, merge
-from aioshm.queue.ends.state import TURN_MESSAGES
+from aioshm.queue.state import TURN_MESSAGES
 from aioshm.ring.cursors import GIVE_WAY_NS
 
 ONE_MORE_PLACE: dict[str, Any] = {

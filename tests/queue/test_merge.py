@@ -12,8 +12,8 @@ from merging import BIG, asleep, poller_of, queues
 from support import bystander
 
 from aioshm import MessageQueue, RoleError
-from aioshm.queue.ends.state import TURN_MESSAGES
 from aioshm.queue.merge import merge
+from aioshm.queue.state import TURN_MESSAGES
 
 
 class TestTurns:

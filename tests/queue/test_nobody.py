@@ -10,7 +10,7 @@ import pytest
 from support import bystander
 
 from aioshm import CodecError, Handle, MessageQueue, Options, QueueCancelled, QueueClosed, RoleError, blocking, merge
-from aioshm.queue.ends.state import TURN_MESSAGES
+from aioshm.queue.state import TURN_MESSAGES
 
 SIZES: dict[str, Any] = {"max_chunk_bytes": 4096, "max_chunks": 4, "slots": 4}
 

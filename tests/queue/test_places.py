@@ -34,9 +34,9 @@ from aioshm import (
 )
 from aioshm.lifeline.address import sockaddr
 from aioshm.lifeline.protocol import Hello, pack
-from aioshm.queue.ends.state import SHORT_TURN_MESSAGES, TURN_MESSAGES, EndState
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.membership import KEPT_CHANGES
+from aioshm.queue.state import SHORT_TURN_MESSAGES, TURN_MESSAGES, EndState
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.layout import VERSION
 

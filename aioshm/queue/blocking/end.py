@@ -24,8 +24,8 @@ from aioshm.process.lock import ProcessLock
 from aioshm.process.loop_thread import LoopThread, process_lock, shared_loop
 from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.state import EndState
 from aioshm.queue.ends.writing import WritingEnd
+from aioshm.queue.state import EndState
 from aioshm.ring.cores import EMPTY, SLOW_PATH, ReaderCore, native_core
 from aioshm.wait.threads import CANCEL_POLL_S
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from aioshm.errors import QueueClosed
-from aioshm.queue.ends.source import SourceBlock, TakenMessage
+from aioshm.queue.source import SourceBlock, TakenMessage
 from aioshm.wait.limits import deadline_after
 
 if TYPE_CHECKING:

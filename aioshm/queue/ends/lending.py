@@ -14,9 +14,9 @@ from aioshm.codec import Codec, Encoded, MsgpackCodec, PickleCodec, RawCodec
 from aioshm.codec.frames import ALIGNMENT
 from aioshm.errors import MessageTooLarge, RoleError, SharedMemoryError
 from aioshm.queue.ends.sending import Sender
-from aioshm.queue.ends.state import EndState
 from aioshm.queue.local.loans import IN_PLACE_BYTES, MAIN_BYTES, ArraySpec, Extent, Like, Placed
 from aioshm.queue.local.readers import LocalReaders
+from aioshm.queue.state import EndState
 from aioshm.ring.slot import Slot
 from aioshm.wait.limits import deadline_after
 

@@ -15,11 +15,8 @@ from aioshm.errors import AioshmError, HandleError, UnsafePayload
 from aioshm.lifeline.address import check_ip
 from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.process.limits import naming_limits
-from aioshm.queue.ends.following import Following
-from aioshm.queue.ends.no_writer import SameWriter
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.source import Source
-from aioshm.queue.ends.state import EndState
+from aioshm.queue.ends.reconnect import Following, SameWriter
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.handle import Handle, as_handle
 from aioshm.queue.local.readers import LocalReaders
@@ -27,6 +24,8 @@ from aioshm.queue.local.source import RingSource
 from aioshm.queue.names.registry import NamedWriters, check_name
 from aioshm.queue.ranks import extra_ranks
 from aioshm.queue.remote.wire import MAX_RANK
+from aioshm.queue.source import Source
+from aioshm.queue.state import EndState
 from aioshm.queue.tracing import current_trace
 
 MAX_HISTORY = (1 << 63) - 1  # what the ring's core takes

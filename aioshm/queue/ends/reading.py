@@ -12,11 +12,11 @@ import msgspec
 from aioshm.codec import Codec, Encoded, cannot_decode
 from aioshm.config import check_int
 from aioshm.errors import AioshmError, CodecError, QueueEmpty
-from aioshm.queue.ends.following import Following
 from aioshm.queue.ends.leasing import AwaitedReadBlock, LeasedMessages, Leases
-from aioshm.queue.ends.source import Source
-from aioshm.queue.ends.state import EndState
+from aioshm.queue.ends.reconnect import Following
 from aioshm.queue.handle import Handle
+from aioshm.queue.source import Source, nothing
+from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext, unpack_trace
 from aioshm.ring.cores import EMPTY, SLOW_PATH, Calls, ReaderCore
@@ -47,7 +47,7 @@ class ReadingEnd:
         assert source is not None
         self.source: Source = source
         # `Source.receive`, once a call has found the end ready.
-        self.receive: Callable[[], Any] = _nothing
+        self.receive: Callable[[], Any] = nothing
         # The coroutines of the async API; they ask the ring's core first, once the end is ready.
         self.calls: Calls = Calls(self.dequeue)
         self._stall: Stall | None = None
@@ -57,7 +57,7 @@ class ReadingEnd:
     def _use(self, source: Source, handle: Handle | None, codec: Codec | None) -> None:
         """Receive from another source from now on."""
         self.source, self.handle, self._codec = source, handle, codec
-        self.receive, self._stall = _nothing, None
+        self.receive, self._stall = nothing, None
         self.calls.core = None
 
     # Attaching
@@ -232,7 +232,7 @@ class ReadingEnd:
     def begin_turn(self, *, settles: bool = True) -> bool:
         """Enter if nothing is in the way, in fewer calls than `line_up`; return whether."""
         state = self.state
-        if self.receive is _nothing or not state.core.passes():
+        if self.receive is nothing or not state.core.passes():
             return False
         state.enter_now()
         if settles:
@@ -368,7 +368,7 @@ class ReadingEnd:
             restarts=following.restarts,
         )
 
-    # Closing (see `closing.Inside`)
+    # Closing (see `closing.Closable`)
 
     def lingers(self) -> bool:
         """Return False: a reader keeps no messages for others."""
@@ -401,7 +401,3 @@ class ReadingEnd:
 
     def __repr__(self) -> str:
         return repr(self.state)
-
-
-def _nothing() -> Any:
-    return EMPTY

@@ -14,9 +14,9 @@ from aioshm.codec.raw import RawCodec
 from aioshm.errors import MessageTooLarge
 from aioshm.queue.encoded import message_bytes, parts_of
 from aioshm.queue.ends.lag import LagWatch
-from aioshm.queue.ends.state import EndState
 from aioshm.queue.local.loans import Extent, Placed
 from aioshm.queue.local.readers import LocalReaders
+from aioshm.queue.state import EndState
 from aioshm.queue.tracing import NO_TRACE, current_trace
 from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot, Slots

@@ -19,13 +19,13 @@ from aioshm.process.limits import shortage
 from aioshm.queue.ends.lag import LagWatch
 from aioshm.queue.ends.lending import Lender
 from aioshm.queue.ends.sending import Sender
-from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle, host_id
 from aioshm.queue.local.readers import LocalReaders
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.names.files import OwnFile
 from aioshm.queue.names.registry import register
 from aioshm.queue.registry import ReaderRegistry
+from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.cores import Calls
 from aioshm.ring.layout import VERSION
@@ -360,15 +360,15 @@ class WritingEnd:
     def stats(self) -> QueueStats:
         ring, network = self.ring, self.network
         stats = self.state.new_stats(
-            side="writer",
-            rank=-1,
+            "writer",
+            -1,
             messages=ring.ring.seq,
             max_chunks=ring.ring.layout.max_chunks,
             slots=ring.ring.layout.slots,
             overflows=ring.ring.overflows_written(),
             backlog=self.registry.backlog(),
             readers=self.registry.alive,
-            nbytes=ring.ring.bytes_written() + self._sender.bytes_beside,
+            bytes=ring.ring.bytes_written() + self._sender.bytes_beside,
             per_reader=self.registry.stats(),
         )
         if network is None:
@@ -377,7 +377,7 @@ class WritingEnd:
             stats, kept=network.flow.kept, kept_bytes=network.flow.kept_bytes, resent=network.flow.resent
         )
 
-    # Closing (see `closing.Inside`)
+    # Closing (see `closing.Closable`)
 
     def lingers(self) -> bool:
         """Return whether a replacement may still come for messages that are kept for it."""

@@ -11,9 +11,9 @@ from aioshm.errors import HandleError, PeerClosed
 from aioshm.lifeline.dialer import Lifeline, attach
 from aioshm.lifeline.protocol import CLOSED, Hello
 from aioshm.process.loop_thread import shared_loop
-from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.overflow import PassedSegments
+from aioshm.queue.state import EndState
 from aioshm.ring import RingReader, ShmRingBuffer
 from aioshm.ring.copying import CopyingCore
 from aioshm.ring.cores import ReaderCore

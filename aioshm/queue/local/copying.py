@@ -10,8 +10,8 @@ from aioshm.codec.buffers import own_copy
 from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, placed_end, plain, split, split_body, unpack_header
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, MessagesLost, ReaderEvicted
-from aioshm.queue.ends.state import EndState
 from aioshm.queue.local.overflow import PassedSegments
+from aioshm.queue.state import EndState
 from aioshm.ring import RingReader
 from aioshm.ring.copying import CopyingCore
 from aioshm.ring.cores import SLOW_PATH, ReaderCore

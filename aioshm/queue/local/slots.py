@@ -20,12 +20,12 @@ from aioshm.codec.frames import (
 )
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryError
-from aioshm.queue.ends.source import SourceBlock, TakenMessage
-from aioshm.queue.ends.state import EndState
 from aioshm.queue.local.attachment import WriterWaker
 from aioshm.queue.local.copying import eviction, was_damaged
 from aioshm.queue.local.leases import VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import PassedSegments
+from aioshm.queue.source import SourceBlock, TakenMessage
+from aioshm.queue.state import EndState
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY, SLOW_PATH, memory_fence
 

@@ -21,18 +21,17 @@ from aioshm.lifeline.doorbell import Doorbell
 from aioshm.lifeline.protocol import Hello
 from aioshm.process.limits import naming_limits
 from aioshm.process.state import SUSPECT_STATES, process_state
-from aioshm.queue.ends.source import SourceBlock
-from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import findings
 from aioshm.queue.local.attachment import Attachment, WriterWaker
 from aioshm.queue.local.copying import CopyingSlots, eviction
 from aioshm.queue.local.leases import Leases
 from aioshm.queue.local.slots import SlotReader
+from aioshm.queue.source import Source, SourceBlock, nothing
+from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
 from aioshm.ring.copying import CopyingCore
-from aioshm.ring.cores import EMPTY
 from aioshm.ring.layout import VERSION
 from aioshm.wait.cpus import usable_cpus
 from aioshm.wait.limits import seconds
@@ -43,8 +42,8 @@ if TYPE_CHECKING:  # who has segments needs no ZeroMQ
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 
-class RingSource:
-    """The ring of a writer on this host; see `Source` for what each method does.
+class RingSource(Source):
+    """The ring of a writer on this host; see `Source`.
 
     Raises:
         HandleError: The queue is gone, or is another host's or user's.
@@ -56,6 +55,9 @@ class RingSource:
     settle: Callable[[], None]
     take: Callable[[], Any]
     take_many: Callable[[int], list[Any]]
+    ready: Callable[[], bool]
+    look: Callable[[], bool]
+    gone: Callable[[], AioshmError] | None = None
     _lifeline: Lifeline
     _cursor: RingReader
 
@@ -74,11 +76,9 @@ class RingSource:
         self._rank = rank
         self._codec = codec
         self._failed = failed or (lambda error: state.refuse(lambda: error))
-        self.receive: Callable[[], Any] = _nothing
-        self.ready: Callable[[], bool] = bool
-        self.look: Callable[[], bool] = bool
-        self.gone: Callable[[], AioshmError] | None = None
-        self.ring: RingReader | None = None
+        self.receive: Callable[[], Any] = nothing
+        self.ready = bool
+        self.look = bool
         self._closed = False
         self.attachment: Attachment | None = None  # what this holds of the queue, once it is attached
         self.waker: WriterWaker | None = None
@@ -216,16 +216,13 @@ class RingSource:
     def open_block(self, *, decoded: bool) -> SourceBlock | None:
         return self._slots.open_block(decoded=decoded)
 
-    def quick(self) -> Callable[[], Any]:
-        return self.receive
-
     def lost(self) -> AioshmError:
         seq = self.progress
         if self._lifeline.said_goodbye or self._cursor.writer_closed():
             return MessagesLost(seq, self._cursor.messages_written() - 1)
         return PeerDied(-1, self._lifeline.welcome.pid, "writer", f"with the body of message {seq}")
 
-    def traces(self, most: int) -> list[bytes]:
+    def traces(self, most: int, /) -> list[bytes]:
         return [] if self.attachment is None else self._cursor.core.traces(most)
 
     def wake_writer(self) -> None:
@@ -304,24 +301,24 @@ class RingSource:
     # Telling about itself
 
     def stats(self) -> QueueStats:
-        ring = None if self._closed else self.ring
+        ring = self.ring
+        if ring is None or self._closed:
+            return self._state.new_stats("reader", self._rank, messages=self.progress)
         return self._state.new_stats(
-            side="reader",
-            rank=self._rank,
+            "reader",
+            self._rank,
             messages=self.progress,
-            max_chunks=0 if ring is None else ring.layout.max_chunks,
-            slots=0 if ring is None else ring.layout.slots,
-            overflows=0 if ring is None else self._slots.overflows,
-            backlog=0 if ring is None else ring.messages_written() - self.progress,
-            readers=0,
-            nbytes=0 if ring is None else ring.bytes_read(ring.reader),
-            latency=None if ring is None else ring.reader_row(ring.reader).latency,
+            max_chunks=ring.layout.max_chunks,
+            slots=ring.layout.slots,
+            overflows=self._slots.overflows,
+            backlog=ring.messages_written() - self.progress,
+            bytes=ring.bytes_read(ring.reader),
+            latency=ring.reader_row(ring.reader).latency,
         )
 
     # Closing
 
-    def say_goodbye(self) -> None:
-        """Say nothing yet: once the writer knows, it overwrites what a block may still be reading."""
+    # No goodbye before `close`: once the writer knows, it overwrites what a block may still be reading.
 
     def close(self) -> None:
         attaching, loop = self._attaching, self._state.loop
@@ -353,7 +350,3 @@ class RingSource:
             os.close(self._sock.detach())
         if self.attachment is not None:
             self.attachment.lifeline.abandon()
-
-
-def _nothing() -> Any:
-    return EMPTY

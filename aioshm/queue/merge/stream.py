@@ -19,12 +19,12 @@ from aioshm.codec import T
 from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, QueueClosed, RoleError
 from aioshm.queue.api import MessageQueue
-from aioshm.queue.ends.call_lock import CallLock
+from aioshm.queue.call_lock import CallLock
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.state import TURN_MESSAGES, TURN_NS
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
+from aioshm.queue.state import TURN_MESSAGES, TURN_NS
 from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import Stall

@@ -21,12 +21,12 @@ from aioshm.errors import (
 )
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import shortage
-from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.known_writer import KnownWriter
 from aioshm.queue.remote.reader_sockets import Assembly, ReaderSockets
 from aioshm.queue.remote.window import ReceiveWindow
+from aioshm.queue.state import EndState
 from aioshm.ring.layout import VERSION
 from aioshm.wait.limits import settle
 from aioshm.wait.policy import Policy

@@ -7,23 +7,20 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.buffers import own_copy
 from aioshm.codec.frames import INLINE, RAW, split_body
 from aioshm.config import SlowReader
 from aioshm.errors import AioshmError, CodecError, MessagesLost
 from aioshm.process.limits import shortage
-from aioshm.queue.ends.source import SourceBlock, Waker
-from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.link import WriterLink
 from aioshm.queue.remote.window import Missing
+from aioshm.queue.source import Source, SourceBlock
+from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import NO_TRACE, is_trace
-from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY
 from aioshm.ring.layout import TRAIL
 
@@ -31,15 +28,12 @@ COPY_BYTES = 16 * 1024
 """Longer messages are decoded where they lie."""
 
 
-class NetworkSource:
-    """The connection to a writer on another host; see `Source` for what each method does.
+class NetworkSource(Source):
+    """The connection to a writer on another host; see `Source`.
 
     Raises:
         HandleError: The handle is damaged, or not encrypted where these options demand it.
     """
-
-    ring: RingReader | None = None
-    waker: Waker | None = None
 
     def __init__(
         self,
@@ -101,9 +95,6 @@ class NetworkSource:
                 window.lost_the_rest()
         return bool(window.ready)
 
-    def look_on(self) -> bool:
-        return self.look()
-
     def ready(self) -> bool:
         return bool(self._window.ready)
 
@@ -121,7 +112,7 @@ class NetworkSource:
         finally:
             self.done()
 
-    def take_many(self, most: int) -> list[Any]:
+    def take_many(self, most: int, /) -> list[Any]:
         batch = [self._first()]
         ready = self._window.ready
         while len(batch) < most and self._core.budget > 0 and self.look():
@@ -151,9 +142,6 @@ class NetworkSource:
             return MessagesLost(missing.first, missing.last, why)
         return MessagesLost(missing.first, missing.last)
 
-    def settle(self) -> None:
-        """Do nothing: views of a message may live on."""
-
     def let_go(self) -> None:
         """Note that no block has the first message in line any more."""
         self._window.held = False
@@ -177,7 +165,7 @@ class NetworkSource:
             trace = NO_TRACE
         self._trail.append(trace)
 
-    def traces(self, most: int) -> list[bytes]:
+    def traces(self, most: int, /) -> list[bytes]:
         return [] if self._trail is None or not most else list(self._trail)[-most:]
 
     def _decoded(self, data: wire.Data) -> Any:
@@ -208,9 +196,6 @@ class NetworkSource:
                 f"message {data.seq} has codec {data.codec}, the queue has {self._codec.code} ({self._codec.name!r})"
             )
 
-    def lost(self) -> AioshmError:
-        raise AssertionError("a message arrives whole")
-
     # What is known of the other ends
 
     @property
@@ -228,31 +213,17 @@ class NetworkSource:
     def report_waiting(self, waited_s: float) -> None:
         self.link.writer.report_waiting(waited_s, self.progress)
 
-    @property
-    def doorbell(self) -> None:
-        """There is none."""
-        return None
-
-    def other_ends(self) -> list[int]:
-        return []
-
-    def wake_writer(self) -> None:
-        """Do nothing: acknowledgements tell the writer."""
-
     def stats(self) -> QueueStats:
         window, link = self._window, self.link
-        stats = self._state.new_stats(
-            side="reader",
-            rank=link.rank,
+        return self._state.new_stats(
+            "reader",
+            link.rank,
             messages=window.taken,
-            max_chunks=0,
-            slots=0,
-            overflows=0,
             backlog=window.next - window.taken,
-            readers=0,
-            nbytes=self._bytes,
+            bytes=self._bytes,
+            resent=link.twice,
+            reconnects=link.writer.reconnects,
         )
-        return msgspec.structs.replace(stats, resent=link.twice, reconnects=link.writer.reconnects)
 
     # Closing
 
@@ -267,9 +238,6 @@ class NetworkSource:
 
     async def finish(self) -> None:
         await self.link.finish()
-
-    def abandon(self) -> None:
-        """Do nothing: ZeroMQ's sockets know that they are another process'."""
 
 
 class RawData:

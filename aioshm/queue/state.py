@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from threading import current_thread, get_ident
 from time import monotonic, monotonic_ns
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -19,12 +20,12 @@ from aioshm.config import Options
 from aioshm.errors import AioshmError, EndClosed, RoleError
 from aioshm.lifeline.doorbell import Doorbell
 from aioshm.process.loop_thread import process_lock
-from aioshm.queue.ends.call_lock import CallLock
-from aioshm.queue.ends.closing import ClosingOrder, Whole
-from aioshm.queue.ends.core import Core, NoRing
-from aioshm.queue.stats import QueueStats, Rates, ReaderStats
+from aioshm.queue.call_lock import CallLock
+from aioshm.queue.closing import Closable, ClosingOrder
+from aioshm.queue.stats import QueueStats, Rates
 from aioshm.ring import RingReader, RingWriter
-from aioshm.ring.header import Latency
+from aioshm.ring.copying import CopyingCore
+from aioshm.ring.cores import ReaderCore, WriterCore
 from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import Stall
 from aioshm.wait.poller import Poller, WaitStats
@@ -39,6 +40,47 @@ SHORT_TURN_MESSAGES = 16
 
 NO_TURNS = 1 << 62
 """The same for blocking ends: the background loop runs between calls anyway."""
+
+
+class NoRing:
+    """The core of an end that has no ring, or none yet; it has the attributes of a ring's core that `EndState` uses."""
+
+    def __init__(self) -> None:
+        self.open: bool = False
+        self.spin_yields: bool = False
+        self.budget: int = 0
+        self.budget_ends_ns: int = 0
+        self.published_ns: int = 0
+        self.spin_ns: int = 0
+        self.spins: int = 0
+        self.hits: int = 0
+        self.spun_ns: int = 0
+        self.copied: int = 0
+        self.garbled: int = 0
+        self._thread = -1
+        self._runs: Callable[[], object] | None = bool
+
+    def passes(self) -> bool:
+        """Return whether this thread may pass."""
+        if not self.open or self.budget <= 0:
+            return False
+        return self._runs is None or (get_ident() == self._thread and bool(self._runs()))
+
+    def belong(self, runs: Callable[[], object] | None, /) -> None:
+        """Belong to this thread, while ``runs()`` is true; None: to whichever uses it."""
+        self._thread = get_ident()
+        self._runs = runs
+
+    def share(self, _turn: Any, /) -> None:
+        """Belong to any thread."""
+        self.belong(None)
+
+    def spin(self, _budget_ns: int, /) -> bool:
+        """Return False: there is no memory to look at."""
+        return False
+
+
+Core: TypeAlias = WriterCore | ReaderCore | CopyingCore | NoRing
 
 
 class EndState:
@@ -78,7 +120,7 @@ class EndState:
         self._news: asyncio.Future[None] | None = None
         self.rates: Rates = Rates(monotonic())
 
-    def enclose(self, inside: Whole) -> None:
+    def enclose(self, inside: Closable) -> None:
         """Set the complete end, which `aclose` closes."""
         self._inside = inside
         self._closing.enclose(inside)
@@ -356,34 +398,15 @@ class EndState:
 
     # Statistics
 
-    def new_stats(
-        self,
-        *,
-        side: str,
-        rank: int,
-        messages: int,
-        max_chunks: int,
-        slots: int,
-        overflows: int,
-        backlog: int,
-        readers: int,
-        nbytes: int = 0,
-        per_reader: tuple[ReaderStats, ...] = (),
-        latency: Latency | None = None,
-    ) -> QueueStats:
-        """Return statistics with the costs of waiting so far."""
-        core, waits = self.core, WaitStats() if self.poller is None else self.poller.stats
+    def new_stats(self, side: str, rank: int, **fields: Any) -> QueueStats:
+        """Return statistics with the costs of waiting so far, and other fields of `QueueStats`."""
+        core = self.core
+        waits = WaitStats() if self.poller is None else self.poller.stats
         return QueueStats(
             queue=self.name,
             side=side,
             rank=rank,
             ready=self.ready,
-            messages=messages,
-            overflows=overflows,
-            backlog=backlog,
-            max_chunks=max_chunks,
-            slots=slots,
-            readers=readers,
             spins=core.spins,
             spin_hits=core.hits,
             spin_s=core.spun_ns / 1e9,
@@ -391,9 +414,7 @@ class EndState:
             parks=waits.parks,
             copied_bytes=core.copied,
             garbled_traces=core.garbled,
-            bytes=nbytes,
-            per_reader=per_reader,
-            latency=latency,
+            **fields,
         )
 
     def __repr__(self) -> str:

@@ -11,14 +11,23 @@ from aioshm.process.limits import abandon_when_forked
 from aioshm.queue.stats import QueueStats
 
 if TYPE_CHECKING:
-    from aioshm.queue.ends.state import EndState
+    from aioshm.queue.state import EndState
 
 LOOP_POLL_S = 0.05
 """How often closing from another thread looks whether the loop that is to do it still runs."""
 
 
-class Inside(Protocol):
-    """The closing interface of a writing end or a source."""
+class Closable(Protocol):
+    """The closing interface of a writing or a reading end."""
+
+    def wake_peers(self) -> None:
+        """Wake parked peers that can continue; call it again after an interruption."""
+
+    def lingers(self) -> bool:
+        """Return whether `linger` has something to wait for."""
+
+    async def linger(self) -> None:
+        """Wait, before the goodbye, for readers that may still fetch kept messages."""
 
     def say_goodbye(self) -> None:
         """Notify the peers that this end closes."""
@@ -39,23 +48,10 @@ class Inside(Protocol):
         """Return the statistics while they can be read."""
 
 
-class Whole(Inside, Protocol):
-    """The end as a whole."""
-
-    def wake_peers(self) -> None:
-        """Wake parked peers that can continue; call it again after an interruption."""
-
-    def lingers(self) -> bool:
-        """Return whether `linger` has something to wait for."""
-
-    async def linger(self) -> None:
-        """Wait, before the goodbye, for readers that may still fetch kept messages."""
-
-
 class ClosingOrder:
     """Closes one end, once. Made before the end's parts: Python finalizes the oldest first."""
 
-    _inside: Whole
+    _inside: Closable
 
     def __init__(self, state: EndState) -> None:
         self._state = state
@@ -65,7 +61,7 @@ class ClosingOrder:
         self.dismantled: bool = True  # as long as there is nothing to give back
         self._inherited = False  # whether this is a forked child's copy
 
-    def enclose(self, inside: Whole) -> None:
+    def enclose(self, inside: Closable) -> None:
         """Take over the closing of an end, which is complete by now."""
         self._inside = inside
         self.dismantled = False

@@ -1,15 +1,19 @@
-"""The interface of a reader's source: the ring or the network."""
+"""The base of a reader's sources: the ring, the network, and the search for a writer."""
+
+# ruff: noqa: B027 - what does nothing here is a default
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from aioshm.errors import AioshmError
 from aioshm.lifeline.doorbell import Doorbell
-from aioshm.queue.ends.closing import Inside
+from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
+from aioshm.ring.cores import EMPTY
 
 
 class SourceBlock(Protocol):
@@ -35,34 +39,33 @@ class TakenMessage:
     def close(self, *, undo: bool) -> None: ...
 
 
-class Waker(Protocol):
-    """Wakes a writer that is parked because its ring is full."""
-
-    pending: bool
-
-    def wake(self) -> None:
-        """Wake the writer if it can go on."""
+def nothing() -> Any:
+    """Receive nothing."""
+    return EMPTY
 
 
-class Source(Inside, Protocol):
-    """The source of messages; used on its end's loop, by one task at a time. The state closes it."""
+class Source(ABC):
+    """A source of messages, which has none unless a subclass does.
 
+    Its end uses it on the end's loop, for one task at a time, and closes it.
+    """
+
+    ring: RingReader | None = None
+    # Receives the next message; set once there can be one.
     receive: Callable[[], Any]
-    ring: RingReader | None
 
     @property
     def gone(self) -> Callable[[], AioshmError] | None:
         """Once the writer is gone: makes the error that comes when everything it published has been read."""
-
-    @property
-    def waker(self) -> Waker | None:
-        """Wakes the writer, once there is a ring."""
+        return None
 
     # Attaching
 
+    @abstractmethod
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to attach, unless that was done; nothing waits for it."""
 
+    @abstractmethod
     def too_late(self) -> Exception:
         """Return the error of a wait for peers that has lasted too long."""
 
@@ -70,56 +73,94 @@ class Source(Inside, Protocol):
 
     def ready(self) -> bool:
         """Return whether a message is there, be it only in part; cheap, without side effects."""
+        return False
 
     def look(self) -> bool:
-        """Return whether a message is there, be it only in part; look also where it may have come to."""
+        """Return whether a message is there, be it only in part; poll sockets, too."""
+        return False
 
     def look_on(self) -> bool:
         """Return the same; look for as long as a call should before it waits."""
+        return self.look()
 
     def take(self) -> Any:
         """Return the next message, `EMPTY`, or `SLOW_PATH` if incomplete; skip a damaged one."""
+        return EMPTY
 
-    def take_many(self, most: int) -> list[Any]:
+    def take_many(self, _most: int, /) -> list[Any]:
         """Return available messages up to a special one, which may be the first."""
+        return []
 
     def open_block(self, *, decoded: bool) -> SourceBlock | None:
         """Return the next message for a block, decoded or as bytes; None if incomplete."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Finish with the rest of the latest block, before anything else is read."""
 
     def quick(self) -> Callable[[], Any]:
         """Return `receive`, if possible without polling sockets; called on a ready end."""
+        return self.receive
 
     def lost(self) -> AioshmError:
         """Return the error if the writer is gone and the rest of the next message has not arrived."""
+        raise NotImplementedError
 
-    def traces(self, most: int) -> list[bytes]:
+    def traces(self, _most: int, /) -> list[bytes]:
         """Return the trace contexts of the messages that were taken last, as `ReaderCore.traces`."""
+        return []
 
-    # What is known of the other ends
+    # The other ends
 
     @property
     def writer_pid(self) -> int:
         """The writer's process as it sees itself, 0 while that is not known."""
+        return 0
 
     @property
     def progress(self) -> int:
         """How many messages were finished with."""
+        return 0
 
     def ask_writer(self) -> bool:
         """Ask whether the writer's event loop runs; return whether there is an answer to be waited for."""
+        return False
 
+    @abstractmethod
     def report_waiting(self, waited_s: float) -> None:
         """Log how long a reader has waited, and the state of the writer."""
 
     @property
     def doorbell(self) -> Doorbell | None:
         """The eventfd that the writer writes to, where there is one."""
+        return None
 
     def other_ends(self) -> list[int]:
         """Return the pids of ends that share CPUs with this one, 0 where unknown."""
+        return []
 
     def wake_writer(self) -> None:
         """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""
+
+    @abstractmethod
+    def stats(self) -> QueueStats:
+        """Return the statistics while they can be read."""
+
+    # Closing, as of `closing.Closable`
+
+    def say_goodbye(self) -> None:
+        """Notify the writer that this reader leaves, where it needs the notice immediately."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything that the goodbye does not need."""
+
+    def finished(self) -> bool:
+        """Return whether `finish` has nothing to do."""
+        return True
+
+    async def finish(self) -> None:
+        """Do the slow part of closing."""
+
+    def abandon(self) -> None:
+        """Release, in a forked child, everything that would hide the parent's death."""

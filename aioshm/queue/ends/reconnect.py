@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from time import monotonic
+from typing import Protocol, TypeAlias
 
 from aioshm.codec import Codec
 from aioshm.errors import (
@@ -18,17 +21,116 @@ from aioshm.errors import (
     QueueGone,
     QueueRestarted,
 )
-from aioshm.queue.ends.no_writer import NoWriter, Writers
-from aioshm.queue.ends.source import Source
-from aioshm.queue.ends.state import EndState
 from aioshm.queue.handle import Handle
+from aioshm.queue.source import Source, nothing
+from aioshm.queue.state import EndState
+from aioshm.queue.stats import QueueStats
+from aioshm.wait.limits import seconds
+
+logger: logging.Logger = logging.getLogger("aioshm.queue")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.001, 0.05, 1.3
+"""How often to look for a writer: a look is one ``stat``, so that even the longest pause costs next to nothing."""
 
 
-class Connect(Protocol):
-    """Makes the source for a writer's handle, and the codec for its messages."""
+class Writers(Protocol):
+    """Finds the writers of a reader, one after the other."""
 
-    def __call__(self, handle: Handle, failed: Callable[[AioshmError], None], /) -> tuple[Source, Codec]:
-        """Connect to a writer; ``failed`` gets the error that keeps the source from attaching."""
+    def look(self) -> Handle | None:
+        """Return the handle of the present writer; None if there is none, or only a `left` one."""
+
+    def left(self) -> None:
+        """Note that the writer of the latest handle is gone."""
+
+    def awaited(self) -> str:
+        """Describe the awaited writer for log lines and errors."""
+
+
+class SameWriter:
+    """Writers of one handle, as writers of one identity have."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def look(self) -> Handle | None:
+        return self._handle
+
+    def left(self) -> None:
+        """Do nothing: the next writer has the same handle."""
+
+    def awaited(self) -> str:
+        return f"no writer answers at {self._handle.remote and self._handle.remote.control}"
+
+
+class NoWriter(Source):
+    """Stands for a source while there is no writer: looks for a writer."""
+
+    def __init__(
+        self,
+        state: EndState,
+        rank: int,
+        writers: Writers,
+        found: Callable[[Handle], bool],
+        failed: Callable[[AioshmError], None],
+    ) -> None:
+        self._state = state
+        self._rank = rank
+        self._writers = writers
+        # Gets the handle; returns whether the reader can use the writer.
+        self._found = found
+        self._failed = failed
+        self._pause_s = FIRST_PAUSE_S
+        self._timer: asyncio.TimerHandle | None = None
+        # The start of the search, by the monotonic clock.
+        self.since: float = monotonic()
+        self.receive = nothing
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is None:
+            self._timer = loop.call_later(0, _look, weakref.ref(self), loop)  # an end that is forgotten looks no more
+
+    def look_now(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Look once; retry later if there is nothing."""
+        try:
+            handle = self._writers.look()
+            if handle is not None and self._found(handle):
+                return
+        except AioshmError as error:
+            self._failed(error)
+        except (MemoryError, OSError):
+            logger.debug("%r: cannot look for a writer now; trying again", self._state, exc_info=True)
+        if self._timer is not None:
+            self._timer = loop.call_later(self._pause_s, _look, weakref.ref(self), loop)
+            self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * PAUSE_GROWTH)
+
+    def too_late(self) -> Exception:
+        return TimeoutError(f"{self._state!r}: {self._writers.awaited()}")
+
+    def report_waiting(self, waited_s: float) -> None:
+        logger.warning(
+            "%r, rank %d: waited %s: %s", self._state, self._rank, seconds(waited_s), self._writers.awaited()
+        )
+
+    def stats(self) -> QueueStats:
+        return self._state.new_stats("reader", self._rank)
+
+    def close(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+
+    def abandon(self) -> None:
+        self._timer = None  # the loop is the parent's
+
+
+def _look(looking: weakref.ref[NoWriter], loop: asyncio.AbstractEventLoop) -> None:
+    source = looking()
+    if source is not None:
+        source.look_now(loop)
+
+
+Connect: TypeAlias = Callable[[Handle, Callable[[AioshmError], None]], tuple[Source, Codec]]
+"""Makes the source for a writer's handle, and the codec; the callback gets the error that keeps it from attaching."""
 
 
 class Following:
