@@ -336,7 +336,7 @@ class CallFailed(AioshmError, RuntimeError):
 
 
 class RequestFailed(AioshmError, RuntimeError):
-    """An engine has refused a request, or its output cannot be read; the text says why.
+    """An engine has refused a request, its last output says "error", or its output cannot be decoded; see the text.
 
     Attributes:
         engine: The engine's rank.

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from aioshm.engine.client.blocking import EngineClient
-from aioshm.engine.client.blocking_streams import OutputStream
+from aioshm.engine.client.blocking import EngineClient, OutputStream
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.protocol.addresses import EngineZmqAddresses
 from aioshm.engine.protocol.progress import StartupReport

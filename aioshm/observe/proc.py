@@ -49,20 +49,18 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     command: str
     cpu_s: float
-    # In clock ticks since boot; identifies the process together with the pid.
-    started: int
 
 
-GONE: Final = ProcessInfo(pid=0, inner_pid=0, state="gone", command="", cpu_s=0.0, started=0)
+GONE: Final = ProcessInfo(pid=0, inner_pid=0, state="gone", command="", cpu_s=0.0)
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MOST_COMMAND = 200
 
 
-def parse_stat(text: str) -> tuple[str, float, int]:
-    """Return state, CPU seconds and start of a process from its ``stat``."""
+def parse_stat(text: str) -> tuple[str, float]:
+    """Return state and CPU seconds of a process from its ``stat``."""
     fields = text.rpartition(")")[2].split()
-    return STATES.get(fields[0], "unknown"), (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[19])
+    return STATES.get(fields[0], "unknown"), (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def parse_inner_pid(status: str, pid: int) -> int:
@@ -97,12 +95,12 @@ def is_own_process(pid: int) -> bool:
 def process_info(pid: int) -> ProcessInfo:
     """Return the state of a process; `GONE` with this pid if there is none."""
     try:
-        state, cpu_s, started = parse_stat(_read(pid, "stat").decode(errors="replace"))
+        state, cpu_s = parse_stat(_read(pid, "stat").decode(errors="replace"))
         inner_pid = parse_inner_pid(_read(pid, "status").decode(errors="replace"), pid)
         command = _command(pid)
     except (OSError, ValueError, IndexError):
         return msgspec.structs.replace(GONE, pid=pid)
-    return ProcessInfo(pid=pid, inner_pid=inner_pid, state=state, command=command, cpu_s=cpu_s, started=started)
+    return ProcessInfo(pid=pid, inner_pid=inner_pid, state=state, command=command, cpu_s=cpu_s)
 
 
 def _command(pid: int) -> str:

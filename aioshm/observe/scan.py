@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from time import monotonic, monotonic_ns
 from typing import Self
 
 import msgspec
 
 from aioshm.errors import AioshmError, HandleError
-from aioshm.observe.proc import ProcessInfo, process_info
-from aioshm.observe.segments import BLOCK, Segment, SegmentFinder
+from aioshm.observe.proc import PROC, ProcessInfo, check_proc, process_info
 from aioshm.observe.snapshot import QueueSnapshot, Scan, snapshot_of
 from aioshm.ring.header import read_header, read_layout
 from aioshm.ring.layout import PID, PREAMBLE, WRITER_LINE, Layout
-from aioshm.ring.segment import OVERFLOW_LABEL
+from aioshm.ring.segment import NAME_PREFIX, OVERFLOW_LABEL
 
+BLOCK = 512
+"""Bytes, in st_blocks; see stat(2)."""
+
+LOOKING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""Flags to open a ring with. Memory never blocks: O_NONBLOCK marks a descriptor that belongs to no end."""
+
+_OURS = re.compile(rf"/memfd:aioshm|/dev/shm/{NAME_PREFIX}")
 _OVERFLOW = re.compile(rf"/memfd:{OVERFLOW_LABEL}([0-9a-f]{{8}})")
 _MIN_PREFIX = 4
 
@@ -43,6 +50,69 @@ class QueueNotFound(AioshmError):
         self.there_are: tuple[str, ...] = tuple(there_are)
         names = ", ".join(self.there_are) or "none"
         super().__init__(f"{problem}; queues of this user on this host: {names}")
+
+
+@dataclass(slots=True)
+class Segment:
+    """A segment that processes have open; one path under ``/proc`` for each holder."""
+
+    link: str
+    identity: tuple[int, int]  # device and inode
+    blocks: int  # bytes in use
+    holders: list[int] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+
+    def open(self) -> int:
+        """Open the segment through a holder that still runs, or raise `FileNotFoundError`."""
+        for path in self.paths:
+            with suppress(OSError):
+                fd = os.open(path, LOOKING)
+                status = os.fstat(fd)
+                if (status.st_dev, status.st_ino) == self.identity:
+                    return fd
+                os.close(fd)  # the holder has opened something else meanwhile
+        raise FileNotFoundError(f"nobody has {self.link} open any more")
+
+
+def find_segments() -> tuple[list[Segment], int]:
+    """Return the segments that this user's processes have open, and the number of unreadable processes."""
+    check_proc()
+    found: dict[tuple[int, int], Segment] = {}
+    skipped = 0
+    for pid in map(int, filter(str.isdigit, os.listdir(PROC))):
+        try:
+            if os.stat(f"{PROC}/{pid}").st_uid != os.geteuid():
+                skipped += 1
+                continue
+            for path, link, status in _segments_of(pid):
+                identity = status.st_dev, status.st_ino
+                segment = found.setdefault(identity, Segment(link, identity, status.st_blocks * BLOCK))
+                if pid not in segment.holders:
+                    segment.holders.append(pid)
+                    segment.paths.append(path)
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        except OSError:
+            skipped += 1
+    return list(found.values()), skipped
+
+
+def _segments_of(pid: int) -> Iterator[tuple[str, str, os.stat_result]]:
+    """Yield path, name and status of the segments among the descriptors of a process."""
+    folder = f"{PROC}/{pid}/fd"
+    for name in os.listdir(folder):
+        path = f"{folder}/{name}"
+        with suppress(OSError):  # it was closed meanwhile
+            link = os.readlink(path)
+            if _OURS.match(link) and not _is_looked_at(f"{folder}info/{name}"):
+                yield path, link, os.stat(path)
+
+
+def _is_looked_at(fdinfo: str) -> bool:
+    """Return whether a descriptor was opened with `LOOKING`."""
+    with open(fdinfo) as info:
+        flags = next(line for line in info if line.startswith("flags:"))
+    return int(flags.split()[1], 8) & (os.O_ACCMODE | os.O_NONBLOCK) == LOOKING & ~os.O_CLOEXEC
 
 
 class RingFile:
@@ -88,9 +158,9 @@ class RingFile:
         self.close()
 
 
-def find_rings(finder: SegmentFinder | None = None) -> tuple[list[RingFile], int]:
+def find_rings() -> tuple[list[RingFile], int]:
     """Return this user's rings, which the caller closes, and the number of skipped processes."""
-    segments, skipped = (finder or SegmentFinder()).find()
+    segments, skipped = find_segments()
     overflow: dict[str, tuple[int, int]] = {}
     for segment in segments:
         if found := _OVERFLOW.match(segment.link):
@@ -186,7 +256,6 @@ class Watch:
 
     def __init__(self, rescan_s: float = RESCAN_S) -> None:
         self._rescan_s = rescan_s
-        self._finder = SegmentFinder()
         self._rings: list[RingFile] = []
         self._due = 0.0
         self._before: dict[str, QueueSnapshot] = {}
@@ -206,7 +275,7 @@ class Watch:
         """
         if monotonic() >= self._due:
             self.close()
-            self._rings, self.skipped = find_rings(self._finder)
+            self._rings, self.skipped = find_rings()
             self._due = monotonic() + self._rescan_s
         processes: dict[int, ProcessInfo] = {}
         now: dict[str, QueueSnapshot] = {}

@@ -119,8 +119,6 @@ class Completions:
         try:
             async with aclosing(self._client.submit(request)) as outputs:
                 async for output in outputs:
-                    if output.error is not None:
-                        raise Refused(400, "invalid_request_error", output.error)
                     yield output
         except EngineDead as error:
             raise Refused(503, "engine_dead", str(error)) from None

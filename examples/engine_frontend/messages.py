@@ -19,4 +19,3 @@ class Progress(msgspec.Struct):
     request_id: str
     tokens: list[int]
     finish_reason: str | None = None
-    error: str | None = None

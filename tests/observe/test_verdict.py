@@ -40,7 +40,7 @@ def look(
         memory[layout.reader_line(place) + at.RANK] = place
         memory[layout.reader_line(place) + at.PID] = FIRST + place if member else 0
     there = {
-        pid: ProcessInfo(pid=pid, inner_pid=pid, state=state, command="x", cpu_s=0, started=1)
+        pid: ProcessInfo(pid=pid, inner_pid=pid, state=state, command="x", cpu_s=0)
         for pid, state in ({WRITER: "sleeping", FIRST: "sleeping", SECOND: "sleeping"} | (states or {})).items()
         if state != "gone"
     }

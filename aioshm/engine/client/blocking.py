@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar
 
 from aioshm.arguments import check_plain, check_seconds
 from aioshm.closing import Closing, warn_not_closed
 from aioshm.engine.client import client as awaited
-from aioshm.engine.client.blocking_streams import OutputStream
+from aioshm.engine.client import streams
 from aioshm.engine.client.options import ClientOptions
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.stats import EngineClientStats
 from aioshm.errors import RoleError
 from aioshm.process.loop_thread import LoopThread, loop_for
 from aioshm.process.watch import WatchedManager, WatchedProcess
+
+Output = TypeVar("Output")
 
 
 class EngineClient(Closing):
@@ -53,22 +55,22 @@ class EngineClient(Closing):
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     ) -> None:
         self._host: LoopThread | None = None
-        self._closing = threading.RLock()
-        self._owns_host = True
-        self._closed = False
         self._loop_factory = check_plain("loop_factory", loop_factory)
-        self._client = awaited.EngineClient(addresses, engines, options)
+        self._own(awaited.EngineClient(addresses, engines, options), owns_host=True)
 
     @classmethod
     def around(cls, client: awaited.EngineClient, host: LoopThread) -> EngineClient:
         """Return a client around one that is open on the loop of a thread; both stay the caller's."""
         made = cls.__new__(cls)
         made._host = host
-        made._owns_host = False
-        made._client = client
-        made._closing = threading.RLock()
-        made._closed = False
+        made._own(client, owns_host=False)
         return made
+
+    def _own(self, client: awaited.EngineClient, *, owns_host: bool) -> None:
+        self._client = client
+        self._owns_host = owns_host
+        self._closing = threading.RLock()
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<blocking {repr(self._client)[1:]}"
@@ -197,3 +199,72 @@ class EngineClient(Closing):
         if self._host is None:
             raise RoleError("a client of engines is used inside `with`")
         return self._host
+
+
+class OutputStream(Closing, Iterator[Output], Generic[Output]):
+    """The outputs of one request: ``for`` iterates over them.
+
+    Leaving the loop early, an interrupt in it, or `close` aborts the request; received outputs remain. A timeout aborts
+    nothing: the next output may be waited for again.
+
+    Attributes:
+        request_id: The id of the request.
+        timeout: Seconds that each output may take; None: no limit. May be changed.
+    """
+
+    __slots__ = ("_host", "_stream", "request_id", "timeout")
+
+    def __init__(self, stream: streams.OutputStream[Output], host: LoopThread, timeout: float | None) -> None:
+        self.request_id: str = stream.request_id
+        self.timeout: float | None = timeout
+        self._stream = stream
+        self._host = host
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Output:
+        """Wait for the next output.
+
+        Raises:
+            EngineDead: An engine is dead.
+            RequestFailed: The engine has refused the request.
+            RequestAborted: The stream was closed, or its id was aborted.
+            QueueClosed: The client was closed.
+            RoleError: Another thread waits for the next output, or this is a forked child.
+            TimeoutError: The output took longer than ``timeout``; the request continues.
+        """
+        inbox = self._stream.inbox
+        try:
+            if not inbox.outputs and not inbox.ended:
+                self._host.run(self._wait)
+            return self._stream.take()  # only now: an interrupt of the wait loses no output
+        except StopAsyncIteration:
+            raise StopIteration from None
+        except Exception:
+            raise
+        except BaseException:  # an interrupt, anywhere in here
+            self.close()
+            raise
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(self.timeout):
+                await self._stream.wait()
+        except TimeoutError:
+            raise TimeoutError(f"request {self.request_id!r}: no output within {self.timeout:g} s") from None
+        except asyncio.CancelledError:  # an interrupt of the waiting thread, whatever a signal handler has raised
+            self._stream.leave()
+            raise
+
+    def close(self) -> None:
+        """Abort the request unless it is finished. Idempotent; may be called in any thread."""
+        self._host.post(self._stream.leave)
+
+    @property
+    def engine(self) -> int:
+        """The rank of the engine that has the request."""
+        return self._stream.engine
+
+    def __repr__(self) -> str:
+        return repr(self._stream)

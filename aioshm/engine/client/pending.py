@@ -19,6 +19,7 @@ from aioshm.engine.protocol.messages import (
     generations_of,
     is_finished,
     mark,
+    refusal_of,
     request_id_of,
 )
 from aioshm.engine.protocol.payloads import Frame
@@ -198,8 +199,12 @@ class Pending:
                 if generation is None and self._aborted and is_finished(output):
                     self._aborted.pop((engine, request_id), None)
                 continue
-            self.inboxes[request_id].put(output)
-            if is_finished(output):
+            if not is_finished(output):
+                self.inboxes[request_id].put(output)
+            elif (text := refusal_of(output)) is not None:
+                self.finish(request_id, Failure(request_id, text, finished=True).raising(engine))
+            else:
+                self.inboxes[request_id].put(output)
                 self.finish(request_id)
         self._finish_all(envelope)
         if nobodys is not None:

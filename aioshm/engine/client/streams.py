@@ -7,22 +7,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.errors import RoleError
 
 Output = TypeVar("Output")
-
-
-class Waiter(Protocol):
-    """Notified of outputs: the future of a waiting task, or a stand-in for a thread."""
-
-    def done(self) -> bool:
-        """Whether it was notified already."""
-
-    def set_result(self, result: None, /) -> None:
-        """Notify."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +28,7 @@ class Inbox:
     request: list[Frame] | None = None  # for another engine if this one dies before the first output
     tried: tuple[int, ...] = ()  # the positions of engines that had the request, and died
     outputs: deque[Any] = field(default_factory=deque)
-    waiter: Waiter | None = None  # is told of what comes
+    waiter: asyncio.Future[None] | None = None  # of the task that waits
     ended: bool = False
     error: Callable[[], Exception] | None = None  # why it has ended, if the request is not finished
     interrupted: bool = False  # whether the last wait was cancelled, and nobody has waited since
@@ -58,13 +48,12 @@ class Inbox:
         self.resume()
         self._wake()
 
-    def interrupt(self, consumer: asyncio.Task[Any] | None, leave: Callable[[], None]) -> None:
+    def interrupt(self, consumer: asyncio.Task[Any], leave: Callable[[], None]) -> None:
         """Note a cancelled wait; leave the stream when the waiting task ends."""
         self.interrupted = True
-        if consumer is not None:
-            self._consumer = consumer
-            self._on_consumer_end = lambda _consumer: leave()
-            consumer.add_done_callback(self._on_consumer_end)
+        self._consumer = consumer
+        self._on_consumer_end = lambda _consumer: leave()
+        consumer.add_done_callback(self._on_consumer_end)
 
     def resume(self) -> None:
         """Note that a task waits again, or that no wait is needed."""
@@ -114,26 +103,36 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
         return self._next(asyncio.current_task())  # wait_for() of CPython 3.11 awaits this in a task of its own
 
     async def _next(self, consumer: asyncio.Task[Any] | None) -> Output:
+        self._inbox.resume()
+        if not self._inbox.outputs:
+            await self.wait(consumer)
+        return self.take()
+
+    async def wait(self, consumer: asyncio.Task[Any] | None = None) -> None:
+        """Wait until there is an output, or the request has ended; a cancelled ``consumer`` aborts it at its end."""
         inbox = self._inbox
-        inbox.resume()
-        while not inbox.outputs:
-            if inbox.ended:
-                if inbox.error is not None:
-                    raise inbox.error()
-                raise StopAsyncIteration
+        while not inbox.outputs and not inbox.ended:
             if inbox.waiter is not None:
-                raise RoleError(f"two tasks wait for outputs of request {self.request_id!r}")
-            waiter = inbox.waiter = asyncio.get_running_loop().create_future()
+                raise RoleError(f"another task or thread waits for outputs of request {self.request_id!r}")
+            inbox.waiter = asyncio.get_running_loop().create_future()
             try:
-                await waiter
+                await inbox.waiter
             except asyncio.CancelledError:
-                if not inbox.ended:
+                if consumer is not None and not inbox.ended:
                     inbox.interrupt(consumer, partial(self._leave, self.request_id, inbox))
                 raise
             finally:
                 inbox.waiter = None
-        output: Output = inbox.outputs.popleft()
-        return output
+
+    def take(self) -> Output:
+        """Return the next output after `wait`, or raise why there is none."""
+        inbox = self._inbox
+        if inbox.outputs:
+            output: Output = inbox.outputs.popleft()
+            return output
+        if inbox.error is not None:
+            raise inbox.error()
+        raise StopAsyncIteration
 
     @property
     def engine(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioshm.arguments import check_int, check_plain
+from aioshm.arguments import check_int, check_plain, shown
 from aioshm.config import Options
 from aioshm.engine.core.calls import Calls, described
 from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets, SocketSettings
@@ -45,6 +45,7 @@ _LOG_INTERVAL_S = 10.0
 _USAGE_STEPS = 20
 """Of the use of a KV cache, where nothing else has changed: a report in each step would tell nobody more."""
 
+_NEEDED = ("initialize", "add_request", "abort_requests", "step")
 _NEVER_ASYNC = ("has_work", "request_counts", "kv_cache_usage", "error_output")
 
 _ADD = EngineCoreRequestType.ADD.value
@@ -120,6 +121,10 @@ class EngineCore:
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
         options = options or Options.from_env()
+        missing = [f"{name}()" for name in _NEEDED if not callable(getattr(engine, name, None))]
+        if missing or isinstance(engine, type):
+            lacks = f", which has no {', no '.join(missing)}" if missing else ""
+            raise TypeError(f"engine must be an object with {', '.join(_NEEDED)}, not {shown(engine)}{lacks}")
         for name in _NEVER_ASYNC:
             check_plain(name, getattr(engine, name, None))
         self._keys = keys if secure and options.secure else False  # False: nothing is encrypted

@@ -36,8 +36,9 @@ async def run_engine_core(
     * ``has_work() -> bool``*: whether to step although no request is open; never async.
     * ``request_counts() -> (waiting, running)``*: for the coordinator; never async.
     * ``kv_cache_usage() -> float``*: how much of the KV cache is in use, 0 to 1, for the coordinator; never async.
-    * ``error_output(request_id, message) -> output``*: the form of a refused request's output; never async. Without,
-      it is a map ``{request_id, finish_reason: "error", error: message}``.
+    * ``error_output(request_id, message) -> output``*: the form of a refused request's output, for clients of other
+      makers; never async. Without, it is a map ``{request_id, finish_reason: "error", error: message}``. aioshm's
+      clients raise `RequestFailed` for that, and for an object with these two attributes.
     * ``has_unfinished_dp(unfinished) -> bool``*: whether any engine has work, agreed with the others. An engine that
       has this works in lockstep with them: it steps while one of them has work, if it has none itself by calling
       ``execute_dummy_batch()``*.
@@ -69,6 +70,7 @@ async def run_engine_core(
         HandshakeError: The front end's answer is invalid.
         RoleError: There are no keys for this engine.
         TimeoutError: The front end did not answer.
+        TypeError: The engine has not all methods that it needs; nothing is started then.
         Exception: An exception of the engine in ``initialize`` or ``step``.
     """
     options = options or Options.from_env()

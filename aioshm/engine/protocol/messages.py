@@ -171,8 +171,19 @@ def is_finished(output: Any) -> bool:
 
 
 def error_output(request_id: str, message: str) -> dict[str, str]:
-    """Return the last output of a failed request, for engines without a form of their own."""
+    """Return the last output of a refused request, for engines without a form of their own."""
     return {"request_id": request_id, "finish_reason": "error", "error": message}
+
+
+def refusal_of(last: Any) -> str | None:
+    """Return the text of a last output in the form of `error_output`, as a map or an object; None for others."""
+    if type(last) is dict:
+        reason = last.get("finish_reason")
+        text = last.get("error")
+    else:
+        reason = getattr(last, "finish_reason", None)
+        text = getattr(last, "error", None)
+    return text if reason == "error" and isinstance(text, str) else None
 
 
 class Failure(NamedTuple):
@@ -220,8 +231,7 @@ class EnvelopeDecoder:
                     request_id = request_id_of(plain)
                 except CodecError:
                     continue  # nobody's
-                says = plain.get("error") if type(plain) is dict else None
-                text = says if isinstance(says, str) else f"its output is no {self._type}: {error}"
+                text = refusal_of(plain) or f"its output is no {self._type}: {error}"
                 failures.append(Failure(request_id, text, is_finished(plain), generation))
         envelope.outputs = readable
         if envelope.generations is not None:

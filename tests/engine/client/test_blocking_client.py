@@ -37,7 +37,7 @@ from aioshm.engine import (
     run_engine_core,
 )
 from aioshm.engine.blocking import CoreEngineLaunch, EngineClient, OutputStream, launch_core_engines
-from aioshm.errors import CallFailed, EngineDead, EngineStartupError, QueueClosed, RequestAborted, RoleError
+from aioshm.errors import CallFailed, EngineDead, EngineStartupError, QueueClosed, RequestAborted, RequestFailed, RoleError
 from aioshm.process.loop_thread import shared_loop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -187,7 +187,7 @@ class TestStreams:
             for thread in threads:
                 thread.start()
             eventually(lambda: errors, "the refusal of the second one")
-            assert "two threads wait for outputs of request 'a'" in str(errors[0])
+            assert "another task or thread waits for outputs of request 'a'" in str(errors[0])
             stream.close()
             for thread in threads:
                 thread.join()
@@ -203,7 +203,8 @@ class TestStreams:
                 client.submit(ask("a"), engine=7)
             with pytest.raises(ValueError, match="timeout must be a finite number"):
                 client.submit(ask("a"), timeout=0)
-            assert next(client.submit(ask("b", refuse="too long")))["error"] == "ValueError: too long"
+            with pytest.raises(RequestFailed, match="^ValueError: too long$"):
+                next(client.submit(ask("b", refuse="too long")))
 
 
 class TestCalls:
@@ -228,7 +229,7 @@ class TestInterrupts:
             thread.start()
             stream = client.submit(ask("a", None))
             assert next(stream)["token"] == 0
-            interrupt_when(stream._turn.locked)
+            interrupt_when(lambda: stream._stream.inbox.waiter)
             with pytest.raises(KeyboardInterrupt):
                 next(stream)
             with pytest.raises(RequestAborted):
@@ -249,7 +250,7 @@ class TestInterrupts:
             with served() as client:
                 stream = client.submit(ask("a", None))
                 next(stream)
-                interrupt_when(stream._turn.locked, signal.SIGALRM)
+                interrupt_when(lambda: stream._stream.inbox.waiter, signal.SIGALRM)
                 with pytest.raises(LookupError):
                     next(stream)
                 eventually(lambda: client.call("report", engine=0)["open"] == [], "the abortion")

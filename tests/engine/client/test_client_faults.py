@@ -24,21 +24,31 @@ from aioshm.errors import (
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
 
-class TestRefusals:
-    async def test_a_refused_request_is_finished_with_an_error(self) -> None:
-        async with served(Engine()) as serving:
-            assert await collected(serving.client.submit(ask("a", refuse="too long"))) == [
-                {"request_id": "a", "finish_reason": "error", "error": "ValueError: too long"}
-            ]
-            assert len(await collected(serving.client.submit(ask("a")))) == 3
+class Explained(msgspec.Struct):
+    """An output that can hold an engine's refusal."""
 
-    async def test_where_outputs_have_a_type_it_raises(self) -> None:
-        async with served(Engine(), output_type=Output) as serving:
+    request_id: str
+    token: int = -1
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("output_type", [None, Output, Explained])
+    async def test_refused_request_raises_whatever_the_type_of_outputs(self, output_type: Any) -> None:
+        async with served(Engine(), output_type=output_type) as serving:
             good = serving.client.submit(ask("good", 3))
-            with pytest.raises(RequestFailed, match="too long") as caught:
+            with pytest.raises(RequestFailed, match="^ValueError: too long$") as caught:
                 await collected(serving.client.submit(ask("bad", refuse="too long")))
             assert (caught.value.engine, caught.value.request_id) == (0, "bad")
             assert len(await collected(good)) == 3
+            assert serving.client.stats().failed == 1
+
+    async def test_last_output_that_says_error_raises_its_text(self) -> None:
+        async with served(Engine()) as serving:
+            said = {"request_id": "a", "finish_reason": "error", "error": "out of memory"}
+            with pytest.raises(RequestFailed, match="^out of memory$"):
+                await collected(serving.client.submit(ask("a", output=said)))
 
     async def test_an_output_of_another_type_fails_its_request_only(self) -> None:
         async with served(Engine(), output_type=Output) as serving:
@@ -55,9 +65,8 @@ class TestRefusals:
             number: int
 
         async with served(Engine(), request_type=Strict) as serving:
-            [output] = await collected(serving.client.submit({"request_id": "a", "number": "x"}))
-            assert output["finish_reason"] == "error"
-            assert "Expected `int`" in output["error"]
+            with pytest.raises(RequestFailed, match="Expected `int`"):
+                await collected(serving.client.submit({"request_id": "a", "number": "x"}))
 
     async def test_the_engine_s_own_form_of_an_error(self) -> None:
         class Field(Engine):
@@ -76,8 +85,8 @@ class TestRefusals:
 
         async with served(Mumbling()) as serving:
             for text in ("object", "error"):
-                [output] = await collected(serving.client.submit(ask("a", refuse=text)))
-                assert output["error"] == f"ValueError: {text}"
+                with pytest.raises(RequestFailed, match=f"^ValueError: {text}$"):
+                    await collected(serving.client.submit(ask("a", refuse=text)))
         assert "has no error_output that can be sent" in caplog.text
 
     @pytest.mark.parametrize(

@@ -26,11 +26,15 @@ from aioshm.engine import (
     run_engine_core,
 )
 from aioshm.engine.protocol.messages import EnvelopeDecoder
-from aioshm.errors import EngineDead
+from aioshm.errors import EngineDead, RequestFailed
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
 encode = msgspec.msgpack.encode
+
+
+class Stepless(Engine):
+    step = None  # type: ignore[assignment]
 
 
 class TestBadFrames:
@@ -86,8 +90,8 @@ class TestBadFrames:
         async with served(Mumbling()) as serving:
             good = serving.client.submit(ask("good", 5))
             for number, mumble in enumerate(("last", "first")):
-                *_, last = await collected(serving.client.submit(ask(str(number), mumble=mumble)))
-                assert "cannot encode" in last["error"]
+                with pytest.raises(RequestFailed, match="cannot encode"):
+                    await collected(serving.client.submit(ask(str(number), mumble=mumble)))
             assert len(await collected(good)) == 5
             assert len(await collected(serving.client.submit(ask("next")))) == 3
 
@@ -401,3 +405,18 @@ class TestTurns:
         async with served(Reusing()) as serving:
             for number, output in enumerate(await collected(serving.client.submit(ask("a", 20)))):
                 assert set(output["buffer"].tolist()) == {number + 1}
+
+
+class TestNeeds:
+    @pytest.mark.parametrize(
+        ("engine", "text"),
+        [
+            (object(), "which has no initialize(), no add_request(), no abort_requests(), no step()$"),
+            (Stepless(), "which has no step()$"),
+            (Engine, "engine must be an object with initialize, add_request, abort_requests, step, not <class"),
+        ],
+    )
+    async def test_engine_without_a_needed_method_is_refused_before_it_says_hello(self, engine: Any, text: str) -> None:
+        with pytest.raises(TypeError, match=text.replace("(", r"\(").replace(")", r"\)")):
+            async with asyncio.timeout(5):  # nobody answers at that address
+                await run_engine_core(engine, get_engine_client_zmq_addr(True, ""), 0)
