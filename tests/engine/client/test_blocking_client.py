@@ -37,7 +37,15 @@ from aioshm.engine import (
     run_engine_core,
 )
 from aioshm.engine.blocking import CoreEngineLaunch, EngineClient, OutputStream, launch_core_engines
-from aioshm.errors import CallFailed, EngineDead, EngineStartupError, QueueClosed, RequestAborted, RequestFailed, RoleError
+from aioshm.errors import (
+    CallFailed,
+    EngineDead,
+    EngineStartupError,
+    QueueClosed,
+    RequestAborted,
+    RequestFailed,
+    RoleError,
+)
 from aioshm.process.loop_thread import shared_loop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -203,7 +211,7 @@ class TestStreams:
                 client.submit(ask("a"), engine=7)
             with pytest.raises(ValueError, match="timeout must be a finite number"):
                 client.submit(ask("a"), timeout=0)
-            with pytest.raises(RequestFailed, match="^ValueError: too long$"):
+            with pytest.raises(RequestFailed, match=r"^ValueError: too long$"):
                 next(client.submit(ask("b", refuse="too long")))
 
 

@@ -38,7 +38,7 @@ class TestRefusals:
     async def test_refused_request_raises_whatever_the_type_of_outputs(self, output_type: Any) -> None:
         async with served(Engine(), output_type=output_type) as serving:
             good = serving.client.submit(ask("good", 3))
-            with pytest.raises(RequestFailed, match="^ValueError: too long$") as caught:
+            with pytest.raises(RequestFailed, match=r"^ValueError: too long$") as caught:
                 await collected(serving.client.submit(ask("bad", refuse="too long")))
             assert (caught.value.engine, caught.value.request_id) == (0, "bad")
             assert len(await collected(good)) == 3
@@ -47,7 +47,7 @@ class TestRefusals:
     async def test_last_output_that_says_error_raises_its_text(self) -> None:
         async with served(Engine()) as serving:
             said = {"request_id": "a", "finish_reason": "error", "error": "out of memory"}
-            with pytest.raises(RequestFailed, match="^out of memory$"):
+            with pytest.raises(RequestFailed, match=r"^out of memory$"):
                 await collected(serving.client.submit(ask("a", output=said)))
 
     async def test_an_output_of_another_type_fails_its_request_only(self) -> None:
