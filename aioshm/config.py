@@ -4,7 +4,7 @@
 |--------------------------|-------------------|----------------------------------------------------------------------|
 | `AIOSHM_BACKING`         | `backing`         | `memfd` (Linux) or `named`: what kind of shared memory holds the ring |
 | `AIOSHM_LIFELINE`        | `lifeline`        | `abstract` (Linux) or `directory`: where the lifeline socket is bound |
-| `AIOSHM_RUNTIME_DIR`     | `runtime_dir`     | the directory of `lifeline="directory"`                               |
+| `AIOSHM_RUNTIME_DIR`     | `runtime_dir`     | the directory of names and socket files; `Options()` reads it, too    |
 | `AIOSHM_OVERFLOW`        | `overflow`        | `segments` or `zmq`: what carries messages that do not fit a chunk    |
 | `AIOSHM_WAIT`            | `wait`            | `adaptive`, `spin` or `park`                                          |
 | `AIOSHM_MAX_SPIN_CPU`    | `max_spin_cpu`    | share of a core that waiting for periodic messages may spin away      |
@@ -69,9 +69,10 @@ DEFAULT_LIFELINE: Lifeline = "abstract" if _ON_LINUX else "directory"
 
 
 def default_runtime_dir() -> str:
-    """Return ``$XDG_RUNTIME_DIR/aioshm``, or a per-user directory under the temporary one."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime:
+    """Return ``$AIOSHM_RUNTIME_DIR``, ``$XDG_RUNTIME_DIR/aioshm``, or a per-user directory under the temporary one."""
+    if own := os.environ.get("AIOSHM_RUNTIME_DIR"):
+        return own
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return str(Path(runtime) / "aioshm")
     try:
         import tempfile  # costs 6 ms, and is only wanted for socket files and names
@@ -94,7 +95,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         lifeline: ``"abstract"`` binds a Linux abstract Unix socket, which vanishes with its process however that
             dies; ``"directory"`` binds a file in ``runtime_dir``, for hosts that share a directory but not a
             network namespace, and for macOS.
-        runtime_dir: Where socket files go; made with mode 0700, refused if it belongs to another user.
+        runtime_dir: The directory of names and socket files, with mode 0700; refused if it belongs to another user.
+            Default: ``AIOSHM_RUNTIME_DIR``, so that writers and readers with options of their own agree.
         overflow: What carries messages that do not fit a chunk to local readers: ``"segments"`` of shared memory, or
             ``"zmq"``, sockets whose file is in ``runtime_dir``, several times slower. Where a segment cannot be had,
             ``"segments"`` sends that message over ZeroMQ, too, and warns once.

@@ -303,6 +303,15 @@ def test_engine_ready_timeout_is_read_from_the_process_environment(monkeypatch: 
 
 
 class TestRuntimeDirectory:
+    @pytest.fixture(autouse=True)
+    def _variable_is_unset(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("AIOSHM_RUNTIME_DIR", raising=False)
+
+    def test_variable_holds_for_options_of_ones_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AIOSHM_RUNTIME_DIR", "/run/mine")
+        assert Options(wait="park").runtime_dir == Options.from_env().runtime_dir == "/run/mine"
+        assert Options(runtime_dir="/run/other").runtime_dir == "/run/other"
+
     def test_is_the_users_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
         assert default_runtime_dir() == "/run/user/1000/aioshm"

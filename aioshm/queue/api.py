@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from aioshm.closing import AsyncClosing
 from aioshm.codec import Codec, S, T
-from aioshm.config import Options, SlowReader
-from aioshm.errors import AioshmError, QueueClosed, RoleError
+from aioshm.config import Options
+from aioshm.errors import AioshmError, QueueClosed
 from aioshm.process.limits import naming_limits
-from aioshm.queue.base import QueueBase
+from aioshm.queue.base import Naming, QueueBase, Reading
 from aioshm.queue.ends.leasing import Leases
 from aioshm.queue.ends.lending import Message
 from aioshm.queue.ends.membership import Membership
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
-from aioshm.queue.handle import Handle, refuse_to_pickle
+from aioshm.queue.handle import Handle
 from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
-from aioshm.queue.stats import QueueStats
-from aioshm.queue.tracing import TraceContext
 from aioshm.ring.cores import Calls
 from aioshm.wait.limits import deadline_after
 
@@ -37,15 +35,10 @@ class MessageQueue(QueueBase[T], AsyncClosing):
 
     ``MessageQueue(...)`` makes the writer's end, `create_from_handle` or `attach` a reader's. Either may be made before
     any event loop runs; it then belongs to the loop, thread and process that first await it.
-
-    Attributes:
-        end: The end that does the work; for this package.
     """
 
     def _hold(self, end: WritingEnd | ReadingEnd) -> None:
-        self.end = end
-        self._writer = end if isinstance(end, WritingEnd) else None
-        self._reader = end if isinstance(end, ReadingEnd) else None
+        super()._hold(end)
         # What is called for every message is the end's own, unless a subclass has another: a coroutine that need not
         # wait takes about as long to make as a small message takes to pass.
         calls = end.own_calls()
@@ -53,7 +46,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         if calls is not None and getattr(type(self), name) is getattr(MessageQueue, name):
             vars(self)[name] = getattr(calls, name)
 
-    if TYPE_CHECKING:  # the type of what it returns depends on the face; what it does does not
+    if TYPE_CHECKING:  # the type of the messages is that of ``type``, or of the codec
 
         @overload
         @classmethod
@@ -63,25 +56,14 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             rank: int | None = None,
             *,
             codec: str | Codec | None = None,
-            options: Options | None = None,
-            slow_reader: SlowReader | None = None,
             type: type[S],
-            reconnect: bool = False,
-            history: int = 0,
+            **reader: Unpack[Reading],
         ) -> MessageQueue[S]: ...
 
         @overload
         @classmethod
         def create_from_handle(
-            cls,
-            handle: Handle | str | bytes,
-            rank: int | None = None,
-            *,
-            codec: Codec[S],
-            options: Options | None = None,
-            slow_reader: SlowReader | None = None,
-            reconnect: bool = False,
-            history: int = 0,
+            cls, handle: Handle | str | bytes, rank: int | None = None, *, codec: Codec[S], **reader: Unpack[Reading]
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -92,11 +74,8 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             rank: int | None = None,
             *,
             codec: str | Codec | None = None,
-            options: Options | None = None,
-            slow_reader: SlowReader | None = None,
             type: Any = None,  # also for a union, which is no `type` to type checkers
-            reconnect: bool = False,
-            history: int = 0,
+            **reader: Unpack[Reading],
         ) -> Self: ...
 
         @classmethod
@@ -109,13 +88,15 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             name: str,
             rank: int | None = None,
             *,
-            timeout: float | None = ...,
-            reconnect: bool = False,
             codec: str | Codec | None = None,
-            options: Options | None = None,
-            slow_reader: SlowReader | None = None,
             type: type[S],
-            history: int = 0,
+            **reader: Unpack[Naming],
+        ) -> MessageQueue[S]: ...
+
+        @overload
+        @classmethod
+        def attach(
+            cls, name: str, rank: int | None = None, *, codec: Codec[S], **reader: Unpack[Naming]
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -125,28 +106,9 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             name: str,
             rank: int | None = None,
             *,
-            timeout: float | None = ...,
-            reconnect: bool = False,
-            codec: Codec[S],
-            options: Options | None = None,
-            slow_reader: SlowReader | None = None,
-            history: int = 0,
-        ) -> MessageQueue[S]: ...
-
-        @overload
-        @classmethod
-        def attach(
-            cls,
-            name: str,
-            rank: int | None = None,
-            *,
-            timeout: float | None = ...,
-            reconnect: bool = False,
             codec: str | Codec | None = None,
-            options: Options | None = None,
-            slow_reader: SlowReader | None = None,
-            type: Any = None,
-            history: int = 0,
+            type: Any = None,  # also for a union, which is no `type` to type checkers
+            **reader: Unpack[Naming],
         ) -> Self: ...
 
         @classmethod
@@ -266,11 +228,6 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         end, handles = await call.one_reader(reader_rank, wait=blocking)
         return cast(MessageQueue[S], cls.around(end)), handles
 
-    def export_handle(self) -> Handle:
-        """Return what readers need in order to attach: picklable, and JSON by its ``to_json``."""
-        writer = self._writer or self._wrong_end("export_handle", "writer")
-        return writer.export_handle()
-
     async def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every reader has the ring mapped. Every end calls this.
 
@@ -303,7 +260,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             PeerDied: A reader died (with ``on_reader_death="raise"``).
             QueueClosed: This end was closed, or every reader has left.
         """
-        writer = self._writer or self._wrong_end("enqueue", "writer")
+        writer = self._writer_of("enqueue")
         outcome = writer.send(obj)
         if outcome is not None:
             await writer.enqueue(outcome, obj, timeout)
@@ -324,7 +281,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             CodecError: An object cannot be encoded; nothing was sent.
             PeerDied, QueueClosed: As `enqueue`.
         """
-        writer = self._writer or self._wrong_end("enqueue_many", "writer")
+        writer = self._writer_of("enqueue_many")
         await writer.enqueue_many(objs, timeout)
 
     def enqueue_nowait(self, obj: T) -> None:
@@ -337,7 +294,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             QueueFull: There is no room, or other tasks wait for some; nothing was sent. The text names who has to read.
             CodecError, PeerDied, QueueClosed: As `enqueue`.
         """
-        writer = self._writer or self._wrong_end("enqueue_nowait", "writer")
+        writer = self._writer_of("enqueue_nowait")
         writer.enqueue_nowait(obj)
 
     async def dequeue(
@@ -364,7 +321,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             ReaderEvicted: With ``slow_reader="evict"``: this reader was too slow, and receives nothing more.
             QueueRestarted: With ``reconnect=True``: the writer is another one, whose messages later calls return.
         """
-        reader = self._reader or self._wrong_end("dequeue", "reader")
+        reader = self._reader_of("dequeue")
         return await reader.calls.dequeue(timeout, cancel, indefinite)  # type: ignore[no-any-return]
 
     async def dequeue_many(
@@ -383,7 +340,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             TimeoutError, QueueCancelled, PeerDied, QueueClosed: As `dequeue`.
             CorruptSlot, CodecError: The first message was damaged; the next call begins with the one behind it.
         """
-        reader = self._reader or self._wrong_end("dequeue_many", "reader")
+        reader = self._reader_of("dequeue_many")
         return await reader.dequeue_many(max_items, timeout, cancel, indefinite)
 
     def dequeue_nowait(self) -> T:
@@ -393,7 +350,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             QueueEmpty: It is not, or other tasks wait for it.
             PeerDied, QueueClosed, CorruptSlot, CodecError: As `dequeue`.
         """
-        reader = self._reader or self._wrong_end("dequeue_nowait", "reader")
+        reader = self._reader_of("dequeue_nowait")
         return reader.dequeue_nowait()  # type: ignore[no-any-return]
 
     def acquire_write(
@@ -411,7 +368,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             TimeoutError, PeerDied, QueueClosed: As `enqueue`.
             ValueError: ``nbytes`` is out of range.
         """
-        writer = self._writer or self._wrong_end("acquire_write", "writer")
+        writer = self._writer_of("acquire_write")
         return writer.acquire_write(timeout, nbytes)
 
     def loan(
@@ -447,7 +404,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             SharedMemoryError: At the end: the array is still referred to, and the system refuses to take its memory
                 from it. Nothing was sent.
         """
-        writer = self._writer or self._wrong_end("loan", "writer")
+        writer = self._writer_of("loan")
         return writer.lender.loan(writer.prepare, ArraySpec.of(shape, dtype, like), timeout)
 
     def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractAsyncContextManager[memoryview]:
@@ -464,7 +421,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         Raises:
             TimeoutError, PeerDied, QueueClosed, MessageTooLarge, SharedMemoryError: As `loan`.
         """
-        writer = self._writer or self._wrong_end("loan_bytes", "writer")
+        writer = self._writer_of("loan_bytes")
         return writer.lender.loan_bytes(writer.prepare, nbytes, timeout)
 
     def build(self, nbytes: int | None = None, timeout: float | None = None) -> AbstractAsyncContextManager[Message]:
@@ -488,7 +445,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         Raises:
             TimeoutError, PeerDied, QueueClosed, CodecError, MessageTooLarge, SharedMemoryError: As `loan`.
         """
-        writer = self._writer or self._wrong_end("build", "writer")
+        writer = self._writer_of("build")
         return writer.lender.build(writer.prepare, nbytes, timeout)
 
     def acquire_read(
@@ -501,7 +458,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         Raises:
             TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot: As `dequeue`.
         """
-        reader = self._reader or self._wrong_end("acquire_read", "reader")
+        reader = self._reader_of("acquire_read")
         return reader.acquire_read(timeout, cancel, indefinite)
 
     def lease(
@@ -524,7 +481,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot, CodecError: As `dequeue`.
             SharedMemoryError: At the end: something is still held and there is no memory for its copy.
         """
-        reader = self._reader or self._wrong_end("lease", "reader")
+        reader = self._reader_of("lease")
         return reader.lease(timeout, cancel, indefinite)
 
     def leases(self) -> Leases[T]:
@@ -539,7 +496,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
                 its copy.
             RoleError: This is the writer's end.
         """
-        reader = self._reader or self._wrong_end("leases", "reader")
+        reader = self._reader_of("leases")
         return reader.leases()
 
     async def broadcast_object(self, obj: T | None = None) -> T:
@@ -550,29 +507,9 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         return cast(T, obj)
 
     @property
-    def last_trace_context(self) -> TraceContext | None:
-        """The context of the span in which the message was sent that this reader received last, or has leased.
-
-        None: no span was current there; what has come was none (`stats` counts these); or nothing was received. Only
-        where the writer has ``Options(trace_context=True)``. Ask before anybody else receives from this end: right
-        after `dequeue`, in an ``async for``, or in a lease's block. Of what a merge gives, the reader has it.
-        """
-        contexts = self.trace_contexts(1)
-        return contexts[0] if contexts else None
-
-    def trace_contexts(self, count: int) -> list[TraceContext | None]:
-        """Return the trace contexts of the last messages that this reader received, in their order.
-
-        Args:
-            count: Of how many, such as of those that `dequeue_many` has returned. Up to 1024 are kept.
-        """
-        reader = self._reader or self._wrong_end("trace_contexts", "reader")
-        return reader.trace_contexts(count)
-
-    @property
     def readers(self) -> tuple[ReaderInfo, ...]:
         """Who reads, at every place that has, had or awaits a reader; of the writer's end. Empty once it was closed."""
-        writer = self._writer or self._wrong_end("readers", "writer")
+        writer = self._writer_of("readers")
         return writer.readers()
 
     def membership(self, timeout: float | None = None) -> Membership:
@@ -584,7 +521,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         Args:
             timeout: Seconds for which each step waits before it raises ``TimeoutError``; the next one goes on.
         """
-        writer = self._writer or self._wrong_end("membership", "writer")
+        writer = self._writer_of("membership")
         return Membership(writer, timeout)
 
     def dismiss(self, rank: int) -> None:
@@ -599,12 +536,8 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             ValueError: No reader has this rank.
             QueueClosed: This end was closed.
         """
-        writer = self._writer or self._wrong_end("dismiss", "writer")
+        writer = self._writer_of("dismiss")
         writer.dismiss(rank)
-
-    def stats(self) -> QueueStats:
-        """Return what this end has done so far. Works at any time, also after closing."""
-        return self.end.state.stats()
 
     # Iterating, closing
 
@@ -642,15 +575,11 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         """
         await self.end.state.aclose()
 
-    def __reduce__(self) -> NoReturn:
-        refuse_to_pickle(self, writes=self._writer is not None)
-
     def __repr__(self) -> str:
         return repr(self.end)
 
-    def _wrong_end(self, call: str, end: str) -> NoReturn:
-        side = "reader" if self._writer is None else "writer"
-        raise RoleError(f"{call}() belongs to the queue's {end}; this is a {side}: {self!r}")
+
+Calls.document(MessageQueue.enqueue.__doc__ or "", MessageQueue.dequeue.__doc__ or "")  # for `help` on an instance
 
 
 class _Messages(Calls):

@@ -1,19 +1,24 @@
-"""Makes both APIs of a queue from a writer's arguments, or a writer's handle."""
+"""Both APIs of a queue: how they are made, and the calls that do not wait."""
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Generic, Self
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, Generic, NoReturn, Self, TypedDict, TypeVar
 
 from aioshm.codec import Codec, T
 from aioshm.config import Options, SlowReader
+from aioshm.errors import RoleError
 from aioshm.queue.ends.making import ReaderArguments, named_end, reading_end, writing_end
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
-from aioshm.queue.handle import Handle
+from aioshm.queue.handle import Handle, refuse_to_pickle
 from aioshm.queue.ranks import checked_ranks
+from aioshm.queue.stats import QueueStats
+from aioshm.queue.tracing import TraceContext
+
+Q = TypeVar("Q", bound="QueueBase[Any]")
 
 MAX_CHUNK_BYTES = 24 * 1024 * 1024
 MAX_CHUNKS = 10
@@ -22,8 +27,27 @@ ATTACH_TIMEOUT_S = 30.0
 """How long a reader waits for a writer of a name where nothing else is said."""
 
 
-class QueueBase(ABC, Generic[T]):
-    """How both faces are made; each holds the end in its own way."""
+class Reading(TypedDict, total=False):
+    """For type checkers: a reader's arguments that say nothing about the type of its messages."""
+
+    options: Options | None
+    slow_reader: SlowReader | None
+    reconnect: bool
+    history: int
+
+
+class Naming(Reading, total=False):
+    """The same of `QueueBase.attach`."""
+
+    timeout: float | None
+
+
+class QueueBase(Generic[T]):
+    """The parts that the awaited and the blocking API share.
+
+    Attributes:
+        end: The end that does the work; for this package.
+    """
 
     def __init__(
         self,
@@ -186,6 +210,68 @@ class QueueBase(ABC, Generic[T]):
         queue._hold(end)
         return queue
 
-    @abstractmethod
     def _hold(self, end: WritingEnd | ReadingEnd) -> None:
         """Become the queue of this end."""
+        self.end = end
+        self._writer = end if isinstance(end, WritingEnd) else None
+        self._reader = end if isinstance(end, ReadingEnd) else None
+
+    def _writer_of(self, call: str) -> WritingEnd:
+        return self._writer or self._wrong_end(call, "writer")
+
+    def _reader_of(self, call: str) -> ReadingEnd:
+        return self._reader or self._wrong_end(call, "reader")
+
+    def _wrong_end(self, call: str, end: str) -> NoReturn:
+        side = "reader" if self._writer is None else "writer"
+        raise RoleError(f"{call}() belongs to the queue's {end}; this is a {side}: {self.end!r}")
+
+    def export_handle(self) -> Handle:
+        """Return what readers need in order to attach: picklable, and JSON by its ``to_json``."""
+        return self._writer_of("export_handle").export_handle()
+
+    def stats(self) -> QueueStats:
+        """Return what this end has done so far. Works at any time, also after closing."""
+        return self.end.state.stats()
+
+    @property
+    def last_trace_context(self) -> TraceContext | None:
+        """The context of the span in which the message was sent that this reader received last, or has leased.
+
+        None: no span was current there, the context was damaged (`stats` counts these), or nothing was received. Only
+        where the writer has ``Options(trace_context=True)``. Read it before anybody else receives from this end: right
+        after `dequeue`, in a loop's body, or in a lease's block. For messages from ``merge()``, read it on the queue
+        that the message came from.
+        """
+        contexts = self.trace_contexts(1)
+        return contexts[0] if contexts else None
+
+    def trace_contexts(self, count: int) -> list[TraceContext | None]:
+        """Return the trace contexts of the last messages that this end's calls have returned, in their order.
+
+        Args:
+            count: Of how many, such as of those that `dequeue_many` has returned. Up to 1024 are kept.
+        """
+        return self._reader_of("trace_contexts").trace_contexts(count)
+
+    def __reduce__(self) -> NoReturn:
+        refuse_to_pickle(self, writes=self._writer is not None)
+
+
+def documented_as(awaited: type[QueueBase]) -> Callable[[type[Q]], type[Q]]:
+    """Return a class decorator that gives calls without a docstring that of the awaited call of their name."""
+
+    def document(blocking: type[Q]) -> type[Q]:
+        for name, call in vars(blocking).items():
+            if not name.startswith("_") and call.__doc__ is None:
+                target = call.__func__ if isinstance(call, classmethod) else call
+                target.__doc__ = getattr(awaited, name).__doc__
+        return blocking
+
+    return document
+
+
+for _call in vars(QueueBase).values():  # errors about arguments name the class that users know
+    _function = getattr(_call, "__func__", _call)
+    if isinstance(_function, FunctionType):
+        _function.__qualname__ = f"MessageQueue.{_function.__name__}"

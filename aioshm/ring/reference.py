@@ -724,8 +724,13 @@ class Calls:
         self._ask = slow_path
         self.core: WriterBase | ReaderBase | None = None
 
+    @staticmethod
+    def document(enqueue: str, dequeue: str) -> None:
+        """Set the docstrings of `enqueue` and `dequeue`."""
+        Calls.enqueue.__doc__ = enqueue
+        Calls.dequeue.__doc__ = dequeue
+
     async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
-        """Send an object to every reader; see `aioshm.MessageQueue.enqueue`."""
         outcome = None
         if isinstance(self.core, WriterBase):
             try:
@@ -737,7 +742,6 @@ class Calls:
         await self._ask(outcome, obj, timeout)
 
     async def dequeue(self, timeout: float | None = None, cancel: Any = None, indefinite: bool = False) -> Any:
-        """Receive the next message; see `aioshm.MessageQueue.dequeue`."""
         outcome = None
         if isinstance(self.core, ReaderBase):
             try:

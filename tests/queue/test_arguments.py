@@ -229,6 +229,23 @@ def test_both_faces_show_the_same_arguments_and_describe_each() -> None:
         assert all(f"\n    {name}: " in described for name in shown.parameters)
 
 
+def test_blocking_calls_have_the_docstrings_of_the_awaited_ones() -> None:
+    for name in dir(MessageQueue):
+        if not name.startswith("_") and hasattr(blocking.MessageQueue, name):
+            assert inspect.getdoc(getattr(MessageQueue, name))
+            if name not in ("aclose", "messages"):
+                described = inspect.getdoc(getattr(blocking.MessageQueue, name))
+                assert described == inspect.getdoc(getattr(MessageQueue, name)), name
+
+
+@pytest.mark.parametrize("face", [MessageQueue, blocking.MessageQueue])
+def test_call_without_its_arguments_names_the_class_that_users_know(face: Any) -> None:
+    with pytest.raises(TypeError, match=r"^MessageQueue\.__init__\(\) missing"):
+        face()
+    with pytest.raises(TypeError, match=r"^MessageQueue\.attach\(\) missing"):
+        face.attach()
+
+
 @bad([NAN, INF, 1.5, True, TEXT, NUMBERS, -1, 1, HUGE, 10**400, ENDLESS])
 async def test_ranks_of_readers(value: Any) -> None:
     writer = MessageQueue(1, 1, max_chunk_bytes=100)

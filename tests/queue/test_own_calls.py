@@ -68,6 +68,9 @@ async def test_they_are_documented_and_the_wrong_end_has_none() -> None:
     async with attached() as (writer, [reader]):
         assert str(inspect.signature(writer.enqueue)).startswith("(obj")
         assert inspect.signature(reader.dequeue).parameters["cancel"].default is None
+        for own, call in ((writer.enqueue, MessageQueue.enqueue), (reader.dequeue, MessageQueue.dequeue)):
+            assert "Raises:" in (inspect.getdoc(own) or "")
+            assert inspect.getdoc(own) == inspect.getdoc(call)
         with pytest.raises(RoleError):
             await reader.enqueue("x")
         with pytest.raises(RoleError):

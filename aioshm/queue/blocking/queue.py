@@ -8,14 +8,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, Unpack, cast, overload
 
 from aioshm.closing import Closing
 from aioshm.codec import Codec, S, T
-from aioshm.config import Options, SlowReader, check_int
-from aioshm.errors import QueueClosed, QueueEmpty, QueueFull, RoleError
+from aioshm.config import Options, check_int
+from aioshm.errors import QueueClosed, QueueEmpty, QueueFull
 from aioshm.process.loop_thread import process_lock
-from aioshm.queue.base import QueueBase
+from aioshm.queue import api
+from aioshm.queue.base import Naming, QueueBase, Reading, documented_as
 from aioshm.queue.blocking.blocks import EachLeased, LeaseBlock, WriteBlock
 from aioshm.queue.blocking.end import BlockingEnd, made
 from aioshm.queue.ends.lending import Message
@@ -23,10 +24,9 @@ from aioshm.queue.ends.membership import Membership
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.groups.making import GroupCall
-from aioshm.queue.handle import Handle, refuse_to_pickle
+from aioshm.queue.handle import Handle
 from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import Change, ReaderInfo
-from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext
 from aioshm.wait.limits import thread_deadline_after
 
@@ -49,6 +49,7 @@ class Leases(Protocol[T_co]):
         """End the lease of the latest message."""
 
 
+@documented_as(api.MessageQueue)
 class MessageQueue(QueueBase[T], Closing):
     """A queue from one writer to many readers, for threads without an event loop.
 
@@ -79,11 +80,10 @@ class MessageQueue(QueueBase[T], Closing):
     """
 
     def _hold(self, end: WritingEnd | ReadingEnd) -> None:
+        super()._hold(end)
         self.held: BlockingEnd = BlockingEnd(end)
-        self._writer = end if isinstance(end, WritingEnd) else None
-        self._reader = end if isinstance(end, ReadingEnd) else None
 
-    if TYPE_CHECKING:  # the type of what it returns depends on the face; what it does does not
+    if TYPE_CHECKING:  # the type of the messages is that of ``type``, or of the codec
 
         @overload
         @classmethod
@@ -93,25 +93,14 @@ class MessageQueue(QueueBase[T], Closing):
             rank: int | None = None,
             *,
             codec: str | Codec | None = None,
-            options: Options | None = None,
-            slow_reader: SlowReader | None = None,
             type: type[S],
-            reconnect: bool = False,
-            history: int = 0,
+            **reader: Unpack[Reading],
         ) -> MessageQueue[S]: ...
 
         @overload
         @classmethod
         def create_from_handle(
-            cls,
-            handle: Handle | str | bytes,
-            rank: int | None = None,
-            *,
-            codec: Codec[S],
-            options: Options | None = None,
-            slow_reader: SlowReader | None = None,
-            reconnect: bool = False,
-            history: int = 0,
+            cls, handle: Handle | str | bytes, rank: int | None = None, *, codec: Codec[S], **reader: Unpack[Reading]
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -122,11 +111,8 @@ class MessageQueue(QueueBase[T], Closing):
             rank: int | None = None,
             *,
             codec: str | Codec | None = None,
-            options: Options | None = None,
-            slow_reader: SlowReader | None = None,
             type: Any = None,  # also for a union, which is no `type` to type checkers
-            reconnect: bool = False,
-            history: int = 0,
+            **reader: Unpack[Reading],
         ) -> Self: ...
 
         @classmethod
@@ -139,13 +125,15 @@ class MessageQueue(QueueBase[T], Closing):
             name: str,
             rank: int | None = None,
             *,
-            timeout: float | None = ...,
-            reconnect: bool = False,
             codec: str | Codec | None = None,
-            options: Options | None = None,
-            slow_reader: SlowReader | None = None,
             type: type[S],
-            history: int = 0,
+            **reader: Unpack[Naming],
+        ) -> MessageQueue[S]: ...
+
+        @overload
+        @classmethod
+        def attach(
+            cls, name: str, rank: int | None = None, *, codec: Codec[S], **reader: Unpack[Naming]
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -155,28 +143,9 @@ class MessageQueue(QueueBase[T], Closing):
             name: str,
             rank: int | None = None,
             *,
-            timeout: float | None = ...,
-            reconnect: bool = False,
-            codec: Codec[S],
-            options: Options | None = None,
-            slow_reader: SlowReader | None = None,
-            history: int = 0,
-        ) -> MessageQueue[S]: ...
-
-        @overload
-        @classmethod
-        def attach(
-            cls,
-            name: str,
-            rank: int | None = None,
-            *,
-            timeout: float | None = ...,
-            reconnect: bool = False,
             codec: str | Codec | None = None,
-            options: Options | None = None,
-            slow_reader: SlowReader | None = None,
-            type: Any = None,
-            history: int = 0,
+            type: Any = None,  # also for a union, which is no `type` to type checkers
+            **reader: Unpack[Naming],
         ) -> Self: ...
 
         @classmethod
@@ -198,11 +167,6 @@ class MessageQueue(QueueBase[T], Closing):
         slots: int | None = None,
         type: type[S] | None = None,  # noqa: A002
     ) -> MessageQueue[S]:
-        """Make a queue from one rank of a process group to all the others; every rank calls this.
-
-        As `aioshm.MessageQueue.create_from_process_group`; the ranks may use either API. What a signal's handler
-        raises takes effect as cancelling that does.
-        """
         call = GroupCall(pg, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type)
         end = made(lambda: call.one_writer(writer_rank, external_writer_handle, wait=False), lambda end: end)
         return cast(MessageQueue[S], cls.around(end)._become_ready(blocking))
@@ -222,10 +186,6 @@ class MessageQueue(QueueBase[T], Closing):
         slots: int | None = None,
         type: type[S] | None = None,  # noqa: A002
     ) -> tuple[MessageQueue[S], list[Handle]]:
-        """Make a queue from every rank of a process group to one of them; every rank calls this.
-
-        As `aioshm.MessageQueue.create_from_process_group_single_reader`.
-        """
         call = GroupCall(pg, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type)
         end, handles = made(lambda: call.one_reader(reader_rank, wait=False), lambda made: made[0])
         queue = cls.around(end)._become_ready(blocking and call.rank != reader_rank)
@@ -242,13 +202,7 @@ class MessageQueue(QueueBase[T], Closing):
 
     # Attaching
 
-    def export_handle(self) -> Handle:
-        """Return what readers need in order to attach."""
-        writer = self._writer_of("export_handle")
-        return writer.export_handle()
-
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until every reader is attached; every end calls this."""
         held, end = self.held, self.held.end
         deadline = thread_deadline_after(timeout)
         held.acquire(deadline)
@@ -261,7 +215,6 @@ class MessageQueue(QueueBase[T], Closing):
     # Sending
 
     def enqueue(self, obj: T, timeout: float | None = None) -> None:
-        """Send an object to every reader, waiting for a free slot."""
         held = self.held
         try:  # as `BlockingEnd.send_now`, whose call would cost as much as a tenth of a small message
             message = held.send_if_room(obj)
@@ -274,7 +227,6 @@ class MessageQueue(QueueBase[T], Closing):
             held.send(obj, message, thread_deadline_after(timeout))
 
     def enqueue_many(self, objs: Iterable[T], timeout: float | None = None) -> None:
-        """Send objects, in order and one right after the other: all or none."""
         writer, held = self._writer_of("enqueue_many"), self.held
         deadline = thread_deadline_after(timeout)
         held.acquire(deadline)
@@ -287,7 +239,6 @@ class MessageQueue(QueueBase[T], Closing):
             held.release()
 
     def enqueue_nowait(self, obj: T) -> None:
-        """Send an object to every reader now."""
         writer, held = self._writer_of("enqueue_nowait"), self.held
         message = self.held.send_now(obj)
         if message is None:
@@ -310,7 +261,6 @@ class MessageQueue(QueueBase[T], Closing):
     def acquire_write(
         self, timeout: float | None = None, *, nbytes: int | None = None
     ) -> AbstractContextManager[memoryview]:
-        """Give so many writable bytes of the ring to the block to fill."""
         writer = self._writer_of("acquire_write")
         return WriteBlock(self.held, lambda left: writer.acquire_write(left, nbytes), timeout)
 
@@ -321,18 +271,15 @@ class MessageQueue(QueueBase[T], Closing):
         like: Like = "numpy",
         timeout: float | None = None,
     ) -> AbstractContextManager[Any]:
-        """Lend an array to the block, to be filled where readers will see it, and send it when the block ends."""
         writer = self._writer_of("loan")
         spec = ArraySpec.of(shape, dtype, like)
         return WriteBlock(self.held, lambda left: writer.lender.loan(writer.prepare, spec, left), timeout)
 
     def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractContextManager[memoryview]:
-        """Lend so many writable bytes to the block, as `loan` does an array."""
         writer = self._writer_of("loan_bytes")
         return WriteBlock(self.held, lambda left: writer.lender.loan_bytes(writer.prepare, nbytes, left), timeout)
 
     def build(self, nbytes: int | None = None, timeout: float | None = None) -> AbstractContextManager[Message]:
-        """Lend a message to the block that can have arrays inside, to be filled where readers will see them."""
         writer = self._writer_of("build")
         return WriteBlock(self.held, lambda left: writer.lender.build(writer.prepare, nbytes, left), timeout)
 
@@ -341,7 +288,6 @@ class MessageQueue(QueueBase[T], Closing):
     def dequeue(
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
     ) -> T:
-        """Receive the next message; ``cancel``, a `threading.Event`, ends the wait within `CANCEL_POLL_S`."""
         held = self.held
         undelivered = held.undelivered
         if not undelivered:
@@ -373,7 +319,6 @@ class MessageQueue(QueueBase[T], Closing):
         cancel: threading.Event | None = None,
         indefinite: bool = False,
     ) -> list[T]:
-        """Wait for a message and return it with those behind it that are there."""
         self._reader_of("dequeue_many")
         check_int("max_items", max_items, minimum=1)
         held = self.held
@@ -389,7 +334,6 @@ class MessageQueue(QueueBase[T], Closing):
             held.receive(deadline, cancel, indefinite, max_items)
 
     def dequeue_nowait(self) -> T:
-        """Receive the next message if it is there."""
         reader, held = self._reader_of("dequeue_nowait"), self.held
         undelivered = held.undelivered
 
@@ -414,37 +358,20 @@ class MessageQueue(QueueBase[T], Closing):
     def acquire_read(
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
     ) -> AbstractContextManager[memoryview]:
-        """Give the next message's bytes, undecoded and read-only, to the block."""
         self._reader_of("acquire_read")
         return LeaseBlock(self.held, timeout, cancel, indefinite, decoded=False)
 
     def lease(
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
     ) -> AbstractContextManager[T]:
-        """Give the next message to the block, decoded where it lies."""
         self._reader_of("lease")
         return LeaseBlock(self.held, timeout, cancel, indefinite, decoded=True)
 
     def leases(self) -> Leases[T]:
-        """Return an iterator over messages, each leased until the next one is asked for; until the writer closes.
-
-        A loop that is left ends its last lease, unless the iterator has a name: then its ``close()`` does, or its end.
-        """
         self._reader_of("leases")
         return EachLeased(self.lease)
 
-    def _reader_of(self, call: str) -> ReadingEnd:
-        return self._reader or self._wrong_end(call, "reader")
-
-    def _writer_of(self, call: str) -> WritingEnd:
-        return self._writer or self._wrong_end(call, "writer")
-
-    def _wrong_end(self, call: str, end: str) -> NoReturn:
-        side = "reader" if self._writer is None else "writer"
-        raise RoleError(f"{call}() belongs to the queue's {end}; this is a {side}: {self.held.end!r}")
-
     def broadcast_object(self, obj: T | None = None) -> T:
-        """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""
         if self._writer is None:
             return self.dequeue()
         self.enqueue(cast(T, obj))  # None may be a message, too
@@ -461,47 +388,26 @@ class MessageQueue(QueueBase[T], Closing):
 
     # Telling about itself, closing
 
-    @property
-    def last_trace_context(self) -> TraceContext | None:
-        """The context of the span in which the last message was sent; as that of `aioshm.MessageQueue`."""
-        contexts = self.trace_contexts(1)
-        return contexts[0] if contexts else None
-
     def trace_contexts(self, count: int) -> list[TraceContext | None]:
-        """Return the trace contexts of the last messages that this end's calls have returned, in their order."""
         return self._reader_of("trace_contexts").trace_contexts(count, len(self.held.undelivered))
 
     @property
     def readers(self) -> tuple[ReaderInfo, ...]:
-        """Who reads; as that of `aioshm.MessageQueue`."""
         writer = self._writer_of("readers")
         return () if self.held.state.closed else self.held.loop().do(writer.readers)
 
     def membership(self, timeout: float | None = None) -> Iterator[Change]:
-        """Iterate over what becomes of readers from now on, until this end is closed.
-
-        As that of `aioshm.MessageQueue`; a step that has waited for ``timeout`` seconds raises ``TimeoutError``, and
-        the next one goes on.
-        """
         writer = self._writer_of("membership")
         return _Changes(self.held, self.held.loop().do(lambda: Membership(writer, timeout)), timeout)
 
     def dismiss(self, rank: int) -> None:
-        """Go on without a reader, also while another thread's call waits for it."""
         writer = self._writer_of("dismiss")
         self.held.loop().do(lambda: writer.dismiss(rank))
-
-    def stats(self) -> QueueStats:
-        """Return what this end has done so far."""
-        return self.held.state.stats()
 
     @property
     def messages(self) -> int:
         """How many messages this end has sent, or its calls have returned: tells what became of an interrupted call."""
         return self.stats().messages - len(self.held.undelivered)
-
-    def __reduce__(self) -> NoReturn:
-        refuse_to_pickle(self, writes=self._writer is not None)
 
     def __repr__(self) -> str:
         return repr(self.held)

@@ -312,12 +312,34 @@ static void calls_dealloc(Calls *self)
     Py_DECREF(type);
 }
 
-static PyMethodDef calls_methods[] = {
-    {"enqueue", FAST calls_enqueue, METH_FASTCALL | METH_KEYWORDS,
-     "enqueue($self, obj, timeout=None)\n--\n\nSend an object to every reader; see `aioshm.MessageQueue.enqueue`."},
-    {"dequeue", FAST calls_dequeue, METH_FASTCALL | METH_KEYWORDS,
-     "dequeue($self, timeout=None, cancel=None, indefinite=False)\n--\n\n"
-     "Receive the next message; see `aioshm.MessageQueue.dequeue`."},
+static PyMethodDef calls_methods[4];
+
+/* Gives the two calls the docstrings of MessageQueue's, so that each stands once. */
+static PyObject *calls_document(PyObject *Py_UNUSED(type), PyObject *args)
+{
+    static const char *const SIGNATURES[] = {
+        "enqueue($self, obj, timeout=None)\n--\n\n",
+        "dequeue($self, timeout=None, cancel=None, indefinite=False)\n--\n\n",
+    };
+    const char *docs[2];
+    if (!PyArg_ParseTuple(args, "ss:document", &docs[0], &docs[1]))
+        return NULL;
+    for (int n = 0; n < 2; n++) {
+        size_t signature = strlen(SIGNATURES[n]), doc = strlen(docs[n]) + 1;
+        char *text = PyMem_Malloc(signature + doc); /* for as long as the type, which is never unloaded */
+        if (text == NULL)
+            return PyErr_NoMemory();
+        memcpy(text, SIGNATURES[n], signature);
+        memcpy(text + signature, docs[n], doc);
+        calls_methods[n].ml_doc = text;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef calls_methods[4] = {
+    {"enqueue", FAST calls_enqueue, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"dequeue", FAST calls_dequeue, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"document", calls_document, METH_VARARGS | METH_STATIC, "Set the docstrings of enqueue and dequeue."},
     {NULL, NULL, 0, NULL},
 };
 
