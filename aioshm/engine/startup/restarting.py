@@ -34,15 +34,13 @@ class EngineLife(Life):
 
     def __init__(self, rank: int, restart: Restart) -> None:
         super().__init__(rank, restart)
-        self.turn: asyncio.Future[ProcessExit | None] | None = None
-        self.doomed: bool = False
+        self.begin()
 
-    def settle(self, found: ProcessExit | None) -> bool:
-        """Report that the engine is ready, or has exited; return whether a task waited for that."""
-        if self.turn is None or self.turn.done() or (found is None and self.doomed):
-            return False
-        self.turn.set_result(found)
-        return True
+    def begin(self) -> None:
+        """Expect the READY and the exit of a new process."""
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.exited: asyncio.Future[ProcessExit] = loop.create_future()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +70,7 @@ class Restarting:
         self._of_all = RestartHistory(restart)
         self._of_coordinator = RestartHistory(restart)
         self._group: asyncio.Task[None] | None = None
-        self._relapse: tuple[Life, ProcessExit] | None = None  # a ready engine died while others start
+        self._fallen: tuple[EngineLife, str] | None = None  # in lockstep: the first to die, and the cause
         for process in self._processes:
             rank = engine_index(process.name)
             assert rank is not None
@@ -101,7 +99,7 @@ class Restarting:
         life = self.lives[rank] = EngineLife(rank, self._rules.restart)
         local = self._manager.is_local(rank) if isinstance(self._manager, CoreEngineActorManager) else True
         self._startup.handshake.add(CoreEngine(rank, local))
-        life.task = self._spawn(self._bring_up(life, None), f"engine-{rank}")
+        life.task = self._spawn(self._bring_up(life, ""), f"engine-{rank}")
         return life.task
 
     async def remove(self, rank: int) -> None:
@@ -133,16 +131,15 @@ class Restarting:
             error = EngineDead(describe_exit(found), engine=life.rank, pid=found.pid)
             self._members.died(error, self._manager.next_incarnation(life.rank) - 1)
         self._void_keys(life.rank)
-        if self.failure is not None or life.settle(found):
+        if not life.exited.done():
+            life.exited.set_result(found)
+        if self.failure is not None or life.state == "starting":  # the task that starts it handles its exit
             return
+        cause = self._died(life, found)
         if self._rules.lockstep:
-            if self._group is None or self._group.done():
-                self._group = self._spawn(self._bring_back_all(life, found), "all-engines")
-            elif life.state == "running" and life.pid == found.pid and self._relapse is None:
-                self._relapse = life, found
-                self._kill_processes()  # the others may wait for it
+            self._fall(life, cause)
         else:
-            life.task = self._spawn(self._bring_up(life, found), f"engine-{life.rank}")
+            life.task = self._spawn(self._bring_up(life, cause), f"engine-{life.rank}")
 
     def _void_keys(self, rank: int) -> None:
         """Refuse the keys of an exited engine process at every socket."""
@@ -157,16 +154,15 @@ class Restarting:
     def ready(self, rank: int) -> None:
         """Note that an engine has said READY."""
         life = self.lives.get(rank)
-        if life is not None:
-            life.settle(None)
+        if life is not None and not life.ready.done():
+            life.ready.set_result(None)
         if isinstance(self._members, FrontEnds):
             self._members.returned(rank)
 
     # Started, and started again
 
-    async def _bring_up(self, life: EngineLife, found: ProcessExit | None) -> None:
-        """Start an engine until it is ready, or in a crash loop; ``found`` is the exit of its predecessor."""
-        cause = "" if found is None else self._died(life, found)
+    async def _bring_up(self, life: EngineLife, cause: str) -> None:
+        """Start an engine until it is ready; ``cause`` is how its predecessor died."""
 
         def wait(cause: str) -> None:
             logger.warning("%s; restarting it (%s)", cause, life.history.number)
@@ -175,12 +171,23 @@ class Restarting:
         if not await bring_back(life.history, cause, lambda: self._start(life), wait):
             self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
 
-    async def _bring_back_all(self, life: EngineLife, found: ProcessExit) -> None:
-        """Stop the remaining engines, and start all of them."""
-        cause = self._died(life, found)
-        while True:
+    def _fall(self, life: EngineLife, cause: str) -> None:
+        """Kill and restart all engines, in lockstep: they may wait for the one that has died."""
+        if self._fallen is None:
+            self._fallen = life, cause
+            for process in self._processes:
+                process.kill()
+            if self._group is None or self._group.done():
+                self._group = self._spawn(self._bring_back_all(), "all-engines")
+
+    async def _bring_back_all(self) -> None:
+        """Start all engines, until all of them are ready."""
+        while self._fallen is not None:
+            life, cause = self._fallen
             delay = self._of_all.died(asyncio.get_running_loop().time(), cause)
-            await self._kill_all()
+            alive = [each.exited for each in self.lives.values() if not each.exited.done()]
+            if alive:
+                await asyncio.wait(alive)
             if delay is None:
                 self._give_up(f"the engines are in a crash loop: {self._of_all.story}", life)
                 return
@@ -192,46 +199,23 @@ class Restarting:
             if coordinator is not None:  # what it knows of waves is void
                 await ashutdown([coordinator.proc], 0)
                 await self._coordinator_back(coordinator)
-            self._relapse = None
-            causes = await asyncio.gather(*(self._start_in_group(each) for each in self.lives.values()))
-            if self._relapse is not None:
-                life = self._relapse[0]
-                cause = self._died(*self._relapse)
-                continue
-            cause = "; ".join(filter(None, causes))
-            if not cause:
-                return
-            life = next(each for each, said in zip(self.lives.values(), causes, strict=True) if said)
+            self._fallen = None
+            await asyncio.gather(*map(self._start_in_step, self.lives.values()))
 
-    async def _start_in_group(self, life: EngineLife) -> str:
+    async def _start_in_step(self, life: EngineLife) -> None:
         cause = await self._start(life)
-        if cause:  # the others may wait for it
-            self._kill_processes()
-        return cause
-
-    def _kill_processes(self) -> None:
-        for process in self._processes:
-            process.kill()
-
-    async def _kill_all(self) -> None:
-        turns = []
-        for life, process in zip(self.lives.values(), self._processes, strict=True):
-            if not _has_exited(process):
-                life.turn = asyncio.get_running_loop().create_future()
-                turns.append(life.turn)
-                process.kill()
-        if turns:
-            await asyncio.wait(turns)
+        if cause:
+            self._fall(life, cause)
 
     async def _start(self, life: EngineLife) -> str:
         """Start an engine, and wait until it is ready; return the cause of a failure, else ""."""
         rank = life.rank
         self._startup.expect(rank)
-        life.turn = asyncio.get_running_loop().create_future()
-        life.doomed = False
+        life.begin()
         try:
             process = await in_thread(lambda: self._manager.start_engine(rank))
         except Exception as error:
+            life.exited.cancel()
             life.cause = f"engine {rank} could not be started: {error}"
             return life.cause
         life.pid = process.pid
@@ -239,20 +223,21 @@ class Restarting:
         self._watch.add([process], managed=True)
         if isinstance(self._members, EngineClient):
             self._members.watch(self._manager)
-        within_s = self._rules.start_timeout
-        await asyncio.wait([life.turn], timeout=within_s)
-        if not life.turn.done():
-            life.doomed = True
+        if self._fallen is not None:
             process.kill()
-            await life.turn
+        within_s = self._rules.start_timeout
+        first: list[asyncio.Future[Any]] = [life.ready, life.exited]
+        await asyncio.wait(first, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        if life.exited.done():
+            return self._died(life, life.exited.result())
+        if not life.ready.done():
+            process.kill()
+            await asyncio.wait([life.exited])
             life.cause = f"engine {rank} (pid {process.pid}) was killed: not ready after {within_s:g} s"
             return life.cause
-        found = life.turn.result()
-        if found is None:
-            self.set_state(life, "running")
-            logger.info("engine %d (pid %d) is ready, after %d restarts", rank, life.pid, life.history.restarts)
-            return ""
-        return self._died(life, found)
+        self.set_state(life, "running")
+        logger.info("engine %d (pid %d) is ready, after %d restarts", rank, life.pid, life.history.restarts)
+        return ""
 
     async def _bring_back_coordinator(self, cause: str) -> None:
         coordinator = self._launch.coordinator
@@ -311,7 +296,3 @@ class Restarting:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._give_up(f"the supervisor has failed: {type(error).__name__}: {error}", None)
-
-
-def _has_exited(process: Child | EngineActor) -> bool:
-    return process.ended if isinstance(process, EngineActor) else process.exitcode is not None

@@ -71,7 +71,6 @@ class EngineSupervisor(AsyncClosing):
         client = options.pop("client", None) or ClientOptions()
         if client.on_engine_change is not None:
             raise TypeError("on_engine_change is the supervisor's own, and cannot be given")
-        self._lives: dict[int, EngineLife] = {}
         self._restarting: Restarting | None = None
         if start_timeout is not None:
             check_seconds("start_timeout", start_timeout)
@@ -120,7 +119,8 @@ class EngineSupervisor(AsyncClosing):
     @property
     def engines(self) -> tuple[RankInfo, ...]:
         """The engines of this host, by rank."""
-        return tuple(life.info for _, life in sorted(self._lives.items()))
+        lives = {} if self._restarting is None else self._restarting.lives
+        return tuple(life.info for _, life in sorted(lives.items()))
 
     def stats(self) -> EngineSupervisorStats:
         """Return the counters of the engines and of their client; from any thread."""
@@ -151,7 +151,6 @@ class EngineSupervisor(AsyncClosing):
             # Before the client waits: an engine that dies now is started again, too.
             self._restarting = Restarting(self._launch, self._rules)
             stack.push_async_callback(self._restarting.aclose)
-            self._lives = self._restarting.lives
             await self._launch.wait_until_ready()
             self._scaling: asyncio.Lock = asyncio.Lock()
             self._stack = stack.pop_all()
@@ -169,9 +168,7 @@ class EngineSupervisor(AsyncClosing):
             raise EngineDead(*failure.args, engine=failure.engine, pid=failure.pid)
         raise EndClosed("the supervisor of engines was closed")
 
-    async def join_first(self) -> None:
-        """Do what `wait` does, for `wait_for_completion_or_failure`."""
-        await self.wait()
+    join_first = wait  # for `wait_for_completion_or_failure`
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every engine serves, also after deaths; see `EngineClient.wait_until_ready`.
@@ -215,7 +212,8 @@ class EngineSupervisor(AsyncClosing):
         members = self._members()
         if self._rules.lockstep:
             raise RoleError("engines in lockstep cannot be scaled: they need each other")
-        lives = self._lives
+        restarting = self._supervision()
+        lives = restarting.lives
         if len(members.ranks) != len(lives):
             raise RoleError("engines are scaled where all of them are this process'")
         manager = self._launch.engine_manager
@@ -228,7 +226,7 @@ class EngineSupervisor(AsyncClosing):
             for rank in range(len(lives), engine_count):
                 members.add_engine(rank)
                 self._tell_coordinator()
-                newcomers.append(self._supervision().add(rank))
+                newcomers.append(restarting.add(rank))
             if newcomers:
                 await asyncio.gather(*map(asyncio.shield, newcomers))
                 await members.wait_until_ready(self._rules.start_timeout)
@@ -250,8 +248,9 @@ class EngineSupervisor(AsyncClosing):
         await restarting.remove(life.rank)
 
     def _engine_changed(self, rank: int, error: EngineDead | None) -> None:
-        if error is not None and self._restarting is not None and rank not in self._lives:
-            self._restarting.expect(rank)
+        restarting = self._restarting
+        if error is not None and restarting is not None and rank not in restarting.lives:
+            restarting.expect(rank)
 
     def _members(self) -> EngineClient | FrontEnds:
         members = self._open().members

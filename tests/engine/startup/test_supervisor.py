@@ -23,9 +23,7 @@ from aioshm.engine import (
     StartupOptions,
     StartupProgress,
 )
-from aioshm.engine.startup.restarting import EngineLife
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
-from aioshm.process.watch import ProcessExit
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
@@ -163,16 +161,6 @@ async def test_one_that_does_not_get_ready_is_killed_and_tried_again(tmp_path: P
         # A slow machine may take longer than two seconds for a good start, too: it is tried until it succeeds.
         await supervisor.wait_until_ready(30)
         assert len(await collected(supervisor.client.submit(ask("y", 2)))) == 2
-
-
-async def test_being_ready_comes_too_late_for_one_that_was_killed() -> None:
-    life, turn = EngineLife(0, MANY), asyncio.get_running_loop().create_future()
-    life.turn, life.doomed = turn, True
-    assert not life.settle(None)
-    found = ProcessExit("EngineCore_0", 1, -9)
-    assert life.settle(found)
-    assert turn.result() is found
-    assert not life.settle(found)
 
 
 @pytest.mark.slow
