@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine
-from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +14,9 @@ T = TypeVar("T")
 FAILED = 1
 UNUSABLE = 2
 """Exit code for wrong arguments, or an environment in which the command cannot start."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNAL_S = 0.01
 
 
 class CommandFailed(Exception):
@@ -27,11 +29,38 @@ class CommandFailed(Exception):
 
 def run_interruptibly(work: Coroutine[Any, Any, T], loop: str = "asyncio") -> T:
     """Run ``work``, which SIGINT and SIGTERM cancel; the exit code is then 128 + the signal."""
+    before = [(number, signal.getsignal(number)) for number in _SIGNALS]
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # an exception in the constructor of a loop leaves it open
     try:
-        with _Signals() as signals, asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
-            return runner.run(signals.run(work))
+        with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
+            return runner.run(_interruptible(work))
     finally:
-        work.close()  # a signal may have come before it started
+        work.close()  # it may not have started
+        for number, handler in before:  # uvloop leaves its own
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+    noted: list[int] = []
+
+    def note(number: int) -> None:
+        if not noted:  # a second Ctrl-C does not interrupt the clean-up
+            noted.append(number)
+            task.cancel()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, note, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    try:
+        return await task
+    except (asyncio.CancelledError, Exception) as error:
+        await asyncio.sleep(_SIGNAL_S)  # a signal to the whole group may have ended a child first: this error
+        if not noted:
+            raise
+        raise interrupted(noted[0]) from error
 
 
 def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -47,43 +76,6 @@ def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
 def interrupted(signum: int = signal.SIGINT) -> CommandFailed:
     """Return the error of a command that a signal interrupted."""
     return CommandFailed("interrupted" if signum == signal.SIGINT else "terminated", 128 + signum)
-
-
-class _Signals:
-    """Cancels a task on SIGINT and SIGTERM; handlers of the loop would run too late."""
-
-    def __init__(self) -> None:
-        self._noted: list[int] = []
-        self._cancel: Callable[[], object] | None = None
-
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        self._noted.append(number)
-        if self._cancel is not None and len(self._noted) == 1:  # a second Ctrl-C does not interrupt the clean-up
-            self._cancel()
-
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` until it ends or a signal comes, or came before."""
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(work)
-        self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
-        if self._noted:
-            task.cancel()
-        try:
-            return await task
-        except (asyncio.CancelledError, Exception) as error:
-            if not self._noted:
-                raise
-            raise interrupted(self._noted[0]) from error
-        finally:
-            self._cancel = None
 
 
 def print_json(report: dict[str, Any]) -> None:

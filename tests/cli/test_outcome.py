@@ -26,33 +26,6 @@ def strike(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-@pytest.mark.parametrize("when", ["before the loop is made", "after it was made"])
-def test_a_signal_before_the_work_begins(
-    when: str, loop: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[bool] = []
-    loops: list[asyncio.AbstractEventLoop] = []
-
-    async def work() -> None:
-        begun.append(True)
-
-    def make() -> asyncio.AbstractEventLoop:
-        if when == "before the loop is made":
-            strike()
-        loops.append(MAKES[loop]())
-        if when == "after it was made":
-            strike()
-        return loops[0]
-
-    monkeypatch.setattr(outcome, "loop_factory", lambda _name: make)
-    with pytest.raises(outcome.CommandFailed, match=r"interrupted|terminated") as caught:
-        outcome.run_interruptibly(work(), loop)
-    assert caught.value.exit_code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-    assert not begun
-    assert loops[0].is_closed()
-
-
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_more_signals_do_not_interrupt_the_cleaning_up(
     loop: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from aioshm.process.background import in_thread, notify
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.restart import Life, ProcessPhase, RankInfo, Restart, bring_back
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
-from aioshm.process.watch import ProcessExit, ProcessWatch
+from aioshm.process.watch import ProcessExit, ProcessWatch, WatchedProcess
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -141,11 +141,11 @@ class APIServerProcessManager(ProcessManager):
             if (failure := self._failure) is not None:
                 raise ProcessDied(failure.name, failure.pid, failure.exitcode, failure.story)
         else:
-            with ProcessWatch(self.processes) as watch:
-                while watch.running:
-                    for found in await watch.next():
-                        if found.exitcode != 0 and not self._closing:
-                            raise ProcessDied(found.name, found.pid, found.exitcode)
+            try:
+                await all_succeed(self.processes)
+            except ProcessDied:
+                if not self._closing:
+                    raise
         if self._closing:
             raise EndClosed("the manager of the API servers was closed")
 
@@ -228,6 +228,15 @@ class APIServerProcessManager(ProcessManager):
         life.state = state
         if self._on_change is not None and self._loop is not None:
             self._loop.call_soon(notify, self._on_change, life.info)
+
+
+async def all_succeed(processes: Sequence[WatchedProcess]) -> None:
+    """Wait until all processes have exited; raise `ProcessDied` for the first with a code other than 0."""
+    with ProcessWatch(processes) as watch:
+        while watch.running:
+            for found in await watch.next():
+                if found.exitcode != 0:
+                    raise ProcessDied(found.name, found.pid, found.exitcode)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:

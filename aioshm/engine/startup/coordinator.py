@@ -90,11 +90,10 @@ class _Failure(NamedTuple):
 
 
 class _ProgressClock:
-    """Measures the time without progress, and calls back after it and for reminders in between."""
+    """Calls back after a time without progress, and for reminders in between."""
 
     def __init__(self, patience_s: float, on_timeout: Callable[[], None], on_reminder: Callable[[], None]) -> None:
-        self.patience_s: float = patience_s
-        self.since: dict[int, float] = {}  # the last progress of each engine
+        self._patience_s = patience_s
         self._on_timeout = on_timeout
         self._on_reminder = on_reminder
         self._timers: list[asyncio.TimerHandle] = []
@@ -107,7 +106,7 @@ class _ProgressClock:
         self.stop()
         loop = asyncio.get_running_loop()
         self._timers = [
-            loop.call_later(self.patience_s, self._on_timeout),
+            loop.call_later(self._patience_s, self._on_timeout),
             loop.call_later(REMINDER_S, self._remind, REMINDER_S),
         ]
 
@@ -184,9 +183,10 @@ class EngineStartupCoordinator(AsyncClosing):
         self.progress_timeout: float = (
             engine_ready_timeout() if chosen.progress_timeout is None else chosen.progress_timeout
         )
+        self._since: dict[int, float] = {}  # the last progress of each engine
         self._clock = _ProgressClock(self.progress_timeout, self._give_up, self._remind)
-        self.limiter: LogLimiter = LogLimiter(_LOG_INTERVAL_S)
-        self.ignored: str = ""  # the last refused message that may be a stranger's
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+        self._ignored = ""  # the last refused message that may be a stranger's
         self._processes = Supervision(chosen.watched_processes, self._process_exited)
         self._settled = asyncio.Event()
         self._report: StartupReport | None = None
@@ -227,7 +227,7 @@ class EngineStartupCoordinator(AsyncClosing):
         self._router = HandshakeRouter(
             self._place, self.take, self.handshake.engines, keys=chosen.keys, secure=chosen.secure
         )
-        self._clock.since = dict.fromkeys(self.handshake.engines, monotonic())
+        self._since = dict.fromkeys(self.handshake.engines, monotonic())
         try:
             self._processes.watch(self.proc_manager, self.coord_process)
         except BaseException:
@@ -332,19 +332,27 @@ class EngineStartupCoordinator(AsyncClosing):
     # Messages
 
     def take(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
-        """Handle a message; return whether to read more."""
-        if self._settled.is_set() and self._on_ready is None:
-            return self._hear_out(identity, frames, sender)
+        """Handle a message; return whether to read more.
+
+        After the exit of a process, messages are still read for `SETTLE_S`: the kernel reports an exit immediately, and
+        ZeroMQ's thread delivers the last message, which may name the cause, a little later.
+        """
         assert self._router is not None
+        if not self._reads:
+            return False
         index = int.from_bytes(identity, "little")
         engine = self.handshake.engines.get(index)
         before = None if engine is None else engine.state
         try:
             reply = self.handshake.receive(identity, frames)
         except HandshakeError as error:
-            return self._refuse(f"{error}; it came from {sender}", error, goes_on=not self._router.trusted)
+            self._refuse(f"{error}; it came from {sender}", error, goes_on=not self._router.trusted)
+            return self._reads
         except (TypeError, ValueError) as error:  # the addresses were changed to something else
-            return self._refuse(f"engine {index} cannot be told the addresses: {error}")
+            self._refuse(f"engine {index} cannot be told the addresses: {error}")
+            return self._reads
+        if self._failure is not None:
+            return True
         if reply is not None:
             try:
                 self._router.answer(reply)
@@ -353,43 +361,31 @@ class EngineStartupCoordinator(AsyncClosing):
                 if goes_on:  # it may come back: its connection broke
                     self.handshake.forget(index)
                 text = f"engine {index} left before it could be told the addresses: {error}; it was at {sender}"
-                return self._refuse(text, goes_on=goes_on)
+                self._refuse(text, goes_on=goes_on)
         if engine is not None and engine.state is not before:
             self._move(index)
+        return self._reads
+
+    @property
+    def _reads(self) -> bool:
+        if self._failure is not None:
+            return not self._failure.cause
         return self._on_ready is not None or not self._settled.is_set()
 
-    def _refuse(self, text: str, error: HandshakeError | None = None, *, goes_on: bool = False) -> bool:
-        """Fail, or ignore a message that may be a stranger's; return whether to continue."""
+    def _refuse(self, text: str, error: HandshakeError | None = None, *, goes_on: bool = False) -> None:
+        """Fail, or ignore a message that may be a stranger's."""
         if not goes_on and self._on_ready is None:
             self._fail(text, error)
-            return False
-        self.ignored = text
-        self.limiter.warn(logger, "ignored a message: %s", text)
-        return True
-
-    def _hear_out(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
-        """Handle a message of a process whose exit was noticed first; return as `take` does.
-
-        The kernel reports an exit immediately, and ZeroMQ's thread delivers messages a little later.
-        """
-        assert self._router is not None
-        if self._failure is None or self._failure.cause:
-            return False
-        try:
-            self.handshake.receive(identity, frames)
-        except HandshakeError as error:
-            if self._router.trusted:
-                self._failure = _Failure(f"{error}; it came from {sender}", error)
-        except (TypeError, ValueError):  # the addresses were changed to something else
-            return False
-        return not self._failure.cause
+            return
+        self._ignored = text
+        self._limiter.warn(logger, "ignored a message: %s", text)
 
     def _move(self, index: int) -> None:
         if self._on_ready is not None:
             if self.handshake.engines[index].state is CoreEngineState.READY:
                 notify(self._on_ready, index)
             return
-        self._clock.since[index] = monotonic()
+        self._since[index] = monotonic()
         addresses = self.handshake.addresses
         if addresses.frontend_stats_publish_address is None:
             addresses.frontend_stats_publish_address = self.handshake.stats_address
@@ -419,7 +415,7 @@ class EngineStartupCoordinator(AsyncClosing):
         self._fail()
 
     def _fail(self, cause: str = "", refusal: HandshakeError | None = None) -> None:
-        if not self._settled.is_set():
+        if not self._settled.is_set() or (self._failure is not None and not self._failure.cause):
             self._failure = _Failure(cause, refusal)
             self._settle()
 
@@ -431,7 +427,7 @@ class EngineStartupCoordinator(AsyncClosing):
 
     def _give_up(self) -> None:
         text = f"no progress for {self.progress_timeout:g} s"
-        self._fail(f"{text}; the last message that was ignored: {self.ignored}" if self.ignored else text)
+        self._fail(f"{text}; the last message that was ignored: {self._ignored}" if self._ignored else text)
 
     def _remind(self) -> None:
         progress = self._progress(None)
@@ -444,7 +440,7 @@ class EngineStartupCoordinator(AsyncClosing):
         now = monotonic()
         pids = {index: process.pid for index, process in self._processes.engines().items()}
         waiting = tuple(
-            Waiting(index, engine.state, now - self._clock.since.get(index, now), pids.get(index))
+            Waiting(index, engine.state, now - self._since.get(index, now), pids.get(index))
             for index, engine in self.handshake.engines.items()
             if engine.state is not CoreEngineState.READY
         )

@@ -246,19 +246,13 @@ class TestWaiting:
         assert "could not stop everything: no way" in caplog.text
         assert all_ended(api)
 
-    async def test_handlers_are_as_before(self) -> None:
-        before = signal.getsignal(signal.SIGINT)
-        await wait_for_completion_or_failure(servers([0]))
-        assert signal.getsignal(signal.SIGINT) is before
-
 
 FRONT_END = """
-import asyncio, os, signal, sys
+import asyncio, sys
 import engine_targets as targets
 from aioshm.engine import APIServerProcessManager, CoreEngineProcManager, wait_for_completion_or_failure
 
 async def main():
-    ticking = asyncio.ensure_future(tick())
     engines = CoreEngineProcManager(targets.say_and_stay, 1)
     servers = APIServerProcessManager(targets.{target}, "here", None, [None], 1, ["a"], ["b"], shutdown_timeout=60)
     pids = [process.pid for manager in (engines, servers) for process in manager.processes]
@@ -267,70 +261,33 @@ async def main():
     asyncio.get_running_loop().call_later(0.1, print, "waiting", *pids)
     asyncio.get_running_loop().call_later(0.1, sys.stdout.flush)
     await wait_for_completion_or_failure(servers, engines)
-    print("over")
-
-async def tick():
-    while {ticks}:  # a handler of signal.signal may be called only when the loop wakes
-        await asyncio.sleep(0.02)
 
 if __name__ == "__main__":
     {run}
 """
 
-RUNS = {
-    "asyncio": "asyncio.run(main())",
-    "uvloop": "import uvloop; uvloop.run(main())",
-    "loop": "asyncio.new_event_loop().run_until_complete(main())",
-}
 
-
-class TestCtrlC:
-    @pytest.mark.slow_on_uvloop
-    @pytest.mark.parametrize("run", RUNS)
-    def test_ends_it_quietly(self, run: str, tmp_path: Path) -> None:
-        front_end, pids = self.start("say_and_stay", run, tmp_path)
-        front_end.send_signal(signal.SIGINT)
-        output, errors = front_end.communicate(timeout=20)
-        assert (front_end.returncode, output) == (0, "over\n")
-        assert "Traceback" not in errors
-        assert all(gone(pid) for pid in pids)
-
-    def test_twice_kills(self, tmp_path: Path) -> None:
-        front_end, pids = self.start("refuse_to_serve_and_to_end", "asyncio", tmp_path)
-        front_end.send_signal(signal.SIGINT)
-        eventually(lambda: gone(pids[0]), "the engine's end: of two signals at once only one would be seen")
-        assert front_end.poll() is None
-        front_end.send_signal(signal.SIGINT)
-        output, errors = front_end.communicate(timeout=20)
-        assert output == ""
-        assert errors.splitlines()[-1] == "KeyboardInterrupt"
-        assert all(gone(pid) for pid in pids)
-
-    def test_a_program_that_handles_it_itself(self, tmp_path: Path) -> None:
-        handled = "signal.signal(signal.SIGINT, lambda *_: os.write(1, b'mine\\n')); asyncio.run(main())"
-        front_end, pids = self.start("say_and_stay", handled, tmp_path)
-        front_end.send_signal(signal.SIGINT)
-        assert front_end.stdout is not None
-        assert front_end.stdout.readline() == "mine\n"
-        assert not any(gone(pid) for pid in pids)
-        front_end.terminate()
-        front_end.communicate(timeout=20)
-        eventually(lambda: all(gone(pid) for pid in pids))
-
-    def start(self, target: str, run: str, tmp_path: Path) -> tuple[subprocess.Popen[str], list[int]]:
-        script = tmp_path / "front_end.py"
-        script.write_text(
-            textwrap.dedent(FRONT_END.format(target=target, run=RUNS.get(run, run), ticks=run not in RUNS))
-        )
-        path = os.pathsep.join(sys.path)
-        front_end = subprocess.Popen(
-            [sys.executable, script],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+@pytest.mark.slow_on_uvloop
+@pytest.mark.parametrize("run", ["asyncio.run(main())", "import uvloop; uvloop.run(main())"])
+@pytest.mark.parametrize(("target", "interrupts"), [("say_and_stay", 1), ("refuse_to_serve_and_to_end", 2)])
+def test_ctrl_c_stops_everything_and_a_second_one_kills(target: str, interrupts: int, run: str, tmp_path: Path) -> None:
+    script = tmp_path / "front_end.py"
+    script.write_text(textwrap.dedent(FRONT_END.format(target=target, run=run)))
+    with subprocess.Popen(
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as front_end:
         assert front_end.stdout is not None
         word, *pids = front_end.stdout.readline().split()
         assert word == "waiting"
-        return front_end, [int(pid) for pid in pids]
+        front_end.send_signal(signal.SIGINT)
+        if interrupts == 2:
+            eventually(lambda: gone(int(pids[0])), "the engine's end: of two signals at once only one would be seen")
+            assert front_end.poll() is None
+            front_end.send_signal(signal.SIGINT)
+        _, errors = front_end.communicate(timeout=20)
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert all(gone(int(pid)) for pid in pids)
