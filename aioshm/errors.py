@@ -322,11 +322,11 @@ class EngineDead(AioshmError):
 
 
 class CallFailed(AioshmError, RuntimeError):
-    """A method that was called in an engine has failed there; the text is what the engine says.
+    """A method that was called in an engine or in workers has raised there; the text says what it raised.
 
     Attributes:
-        engine: The engine's rank.
-        method: What was called.
+        engine: The engine's rank; None for workers, see `WorkerError`.
+        method: The name of the method.
     """
 
     def __init__(self, *args: object, engine: int | None = None, method: str = "") -> None:
@@ -426,14 +426,14 @@ class RemoteFailure(NamedTuple):
         return f"{self.kind}: {self.text}" if self.text else self.kind
 
 
-class WorkerError(AioshmError, RuntimeError):
-    """A call has raised in at least one worker of a group; the group goes on.
+class WorkerError(CallFailed):
+    """A method has raised in at least one worker of a group; the group continues.
 
     The text names every rank that failed, and has the traceback of the first.
 
     Attributes:
-        method: What was called.
-        errors: What was raised, by rank.
+        method: The name of the method.
+        errors: The exceptions, by rank.
     """
 
     def __init__(self, method: str, errors: Mapping[int, RemoteFailure]) -> None:
@@ -441,8 +441,7 @@ class WorkerError(AioshmError, RuntimeError):
         rank, first = next(iter(errors.items()))
         if first.traceback:
             lines += [f"rank {rank}'s traceback:", first.traceback.rstrip()]
-        super().__init__("\n".join(lines))
-        self.method = method
+        super().__init__("\n".join(lines), method=method)
         self.errors: dict[int, RemoteFailure] = dict(errors)
 
     def __reduce__(self) -> tuple[type[WorkerError], tuple[str, dict[int, RemoteFailure]]]:

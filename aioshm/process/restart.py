@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from aioshm.arguments import check_int, check_seconds
 
 MAX_RESTARTS, WITHIN_S = 5, 60.0
 BACKOFF_S, BACKOFF_MAX_S = 0.1, 10.0
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _SHOWN_CAUSES = 8  # of a crash loop's deaths, the latest ones, in the text of an error
 
@@ -128,18 +131,21 @@ class Life:
 
 
 async def bring_back(
-    history: RestartHistory, cause: str, start: Callable[[], Awaitable[str]], on_wait: Callable[[str], object]
+    history: RestartHistory,
+    cause: str,
+    start: Callable[[], Awaitable[str]],
+    on_wait: Callable[[str], object] | None = None,
 ) -> bool:
-    """Start a process, as often as its restart policy allows, until it runs.
+    """Start a process until it runs, as often as its restart policy allows; log each restart.
 
     Args:
-        history: Its deaths.
-        cause: How it has died; empty to start it for the first time.
-        start: Starts it; returns the cause where that failed and no process is left, or an empty string.
+        history: The deaths of the process.
+        cause: How it died; empty to start it for the first time.
+        start: Starts the process; returns the cause if that failed and no process is left, or an empty string.
         on_wait: Called with the cause of a death, before the wait for the restart.
 
     Returns:
-        Whether it runs; otherwise this is a crash loop, whose causes the history has.
+        Whether it runs; False for a crash loop, whose causes the history has.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -147,7 +153,9 @@ async def bring_back(
             delay = history.died(loop.time(), cause)
             if delay is None:
                 return False
-            on_wait(cause)
+            logger.warning("%s; restarting it (%s)", cause, history.number)
+            if on_wait is not None:
+                on_wait(cause)
             await asyncio.sleep(delay)
         cause = await start()
         if not cause:

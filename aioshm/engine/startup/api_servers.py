@@ -198,9 +198,8 @@ class APIServerProcessManager(ProcessManager):
                 life.task = self._loop.create_task(self._bring_back(life, found), name=f"aioshm-restarts-{found.name}")
 
     async def _bring_back(self, life: Life, found: ProcessExit) -> None:
-        def wait(cause: str) -> None:
+        def on_wait(cause: str) -> None:
             life.cause = cause
-            logger.warning("%s; restarting it (%s)", cause, life.history.number)
             self._set(life, "waiting")
 
         async def start() -> str:
@@ -216,7 +215,7 @@ class APIServerProcessManager(ProcessManager):
             return ""
 
         cause = found.describe()
-        if not await bring_back(life.history, cause, start, wait):
+        if not await bring_back(life.history, cause, start, on_wait):
             life.cause = cause
             self._set(life, "exited")
             story = f"it is in a crash loop: {life.history.story}"

@@ -164,11 +164,10 @@ class Restarting:
     async def _bring_up(self, life: EngineLife, cause: str) -> None:
         """Start an engine until it is ready; ``cause`` is how its predecessor died."""
 
-        def wait(cause: str) -> None:
-            logger.warning("%s; restarting it (%s)", cause, life.history.number)
+        def on_wait(_cause: str) -> None:
             self.set_state(life, "waiting")
 
-        if not await bring_back(life.history, cause, lambda: self._start(life), wait):
+        if not await bring_back(life.history, cause, lambda: self._start(life), on_wait):
             self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
 
     def _fall(self, life: EngineLife, cause: str) -> None:
@@ -253,10 +252,7 @@ class Restarting:
                 return str(error)
             return ""
 
-        def wait(cause: str) -> None:
-            logger.warning("%s; restarting it (%s)", cause, history.number)
-
-        if not await bring_back(history, cause, start, wait):
+        if not await bring_back(history, cause, start):
             self._give_up(f"the coordinator is in a crash loop: {history.story}", None)
 
     async def _coordinator_back(self, coordinator: DPCoordinator) -> None:

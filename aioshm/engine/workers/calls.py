@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Set
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from aioshm.engine.workers.channel import Channel
-from aioshm.engine.workers.inbox import Inbox, Waiter
 from aioshm.engine.workers.messages import (
     CALL,
     CANCEL,
@@ -28,15 +27,14 @@ from aioshm.errors import (
     OutOfDescriptors,
     PeerDied,
     QueueClosed,
+    QueueEmpty,
+    QueueFull,
     SharedMemoryError,
 )
-from aioshm.queue import MessageQueue
+from aioshm.queue import MessageQueue, merge
 
 if TYPE_CHECKING:
     from aioshm.engine.workers.session import Session
-
-CODE_WITHIN_S = 1.0
-"""How long a worker with a closed queue may take to exit. After that it is killed, or reported without exit code."""
 
 
 class Calls:
@@ -55,18 +53,18 @@ class Calls:
         self._exit = session.exit
         self.n_workers = n_workers
         self.schedule: Schedule = Schedule()
-        self.inbox: Inbox = Inbox(self)
         self.channels: dict[int, Channel] = {}
         self.absent: set[int] = set()
         self.lock: asyncio.Lock = asyncio.Lock()
         self._all_present = asyncio.Event()
         self._all_present.set()
         self._calls: dict[int, Call] = {}  # by number: sent, or being sent, and not answered yet
-        self._asking: set[Call] = set()  # the calls that wait for a worker
         self._number = 0
         self._last_broadcast = 0
-        self._draining: dict[Waiter, list[int]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._answers = merge({}, errors="yield")
+        self._reading: asyncio.Task[None] | None = None
+        self._draining: dict[asyncio.Event, list[int]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def sent_to(self, rank: int) -> list[Call]:
         """Return the calls that a worker has received and not answered."""
@@ -87,7 +85,7 @@ class Calls:
                 await self.all_present()
                 n_workers = self.n_workers
                 await self._send_to_all(call, request)
-                await self.inbox.wait(call)
+                await call.wait()
         finally:
             call.done = True  # later answers are dropped
         call.check()
@@ -105,7 +103,7 @@ class Calls:
             for rank in call.missing:
                 self.schedule.broadcast_ends(rank)
             if isinstance(error, PeerDied):
-                await self.lost(error.rank)
+                await self._session.lost(error.rank)
             raise
         call.sent = True
         self._last_broadcast = call.number
@@ -120,16 +118,11 @@ class Calls:
         self._exit.check()
 
     def _waits_for_all(self, call: Call) -> str:
-        if call.missing:  # the reader may wake for one rank only, with other answers unread
-            late = [rank for rank in sorted(call.missing) if not self._has_answered(rank)]
-            return f"no answer from {self._session.processes.describe(late or sorted(call.missing))}"
+        if call.missing:
+            return f"no answer from {self._session.processes.describe(sorted(call.missing))}"
         if self.absent:
             return "waits for the successors of workers that have died"
         return "waits for the calls before it"
-
-    def _has_answered(self, rank: int) -> bool:
-        channel = self.channels.get(rank)
-        return channel is not None and channel.replies.stats().backlog > 0
 
     # Calls of one worker
 
@@ -138,7 +131,7 @@ class Calls:
         try:
             async with self._within(timeout, call, self._waits_for_one):
                 await self._send(call, CALL, request)
-                await self.inbox.wait(call)
+                await call.wait()
         finally:
             self.leave_call(call)
         call.check()
@@ -146,21 +139,17 @@ class Calls:
 
     async def next_item(self, call: Call, request: Request, timeout: float | None) -> Any:
         """Start the stream unless that was done, and return its next item; raise StopAsyncIteration at the end."""
-        if not (call.sent and call.ready):
-            try:
-                async with self._within(timeout, call, self._waits_for_one):
-                    if not call.sent:
-                        await self._send(call, STREAM, request)
-                    await self.inbox.wait(call)
-            except TimeoutError:
-                if not call.sent and call not in self._asking:
-                    self.leave_call(call)  # a worker was assigned, but its queue had no room
-                raise
+        if not (call.sent and call.ready.is_set()):
+            async with self._within(timeout, call, self._waits_for_one):
+                if not call.sent:
+                    await self._send(call, STREAM, request)
+                await call.wait()
         if not call.items:
             call.check()
             raise StopAsyncIteration
         item = call.items.popleft()
-        call.ready = bool(call.items) or call.done
+        if not (call.items or call.done):
+            call.ready.clear()
         call.taken += 1
         if call.taken == max(1, request.prefetch // 2) and not call.done:
             self._post(call, CREDIT, call.taken)
@@ -179,27 +168,27 @@ class Calls:
             channel = self.channels[rank]
             self._register(call, (rank,))
             after = self._last_broadcast if self._last_broadcast > channel.after else 0
+            message = (kind, call.number, after, tuple(request))
             try:
-                await channel.send((kind, call.number, after, tuple(request)))
+                await channel.send(message)
             except (PeerDied, QueueClosed):  # the worker is gone, and has not received the call
-                if not channel.closed:
-                    self.queue_ended(rank)
-                    await self.inbox.wait(call)
-                self._exit.check()
+                if channel is self.channels.get(rank):
+                    self._session.queue_ended(rank)
+                    await call.wait()
                 continue
+            except BaseException:  # its queue has had no room in time
+                self.leave_call(call)
+                raise
             call.sent = True
             return
 
     async def _get_turn(self, call: Call) -> None:
-        if call not in self._asking:  # else an earlier wait has timed out
-            call.ready = False
-            self._asking.add(call)
+        if not (call.queued or self.schedule.holds(call)):  # else an earlier wait has timed out
+            call.ready.clear()
             self.schedule.ask(call)
-            if not call.ready:
-                self.inbox.widen()
-        await self.inbox.wait(call)
-        self._asking.discard(call)
+        await call.wait()
         call.check()
+        self._exit.check()
 
     def leave_call(self, call: Call) -> None:
         """Abandon a call whose caller has stopped waiting; cancel the call if it was sent."""
@@ -210,16 +199,20 @@ class Calls:
             call.items.clear()
             return
         self._calls.pop(call.number, None)
-        self._asking.discard(call)
         if call.order:
-            call.order = 0
             self.schedule.withdraw(call)
         self._look_at_drained()
 
     def _post(self, call: Call, kind: int, value: Any = None) -> None:
         channel = None if call.rank is None else self.channels.get(call.rank)
-        if channel is not None and call.number in self._calls:
-            channel.post((kind, call.number, 0, value))
+        if channel is None or call.number not in self._calls:
+            return
+        message = (kind, call.number, 0, value)
+        with suppress(AioshmError):  # the worker is gone: all its calls fail anyway
+            try:
+                channel.requests.enqueue_nowait(message)
+            except QueueFull:  # of calls that the worker has not read
+                self._spawn(channel.post_late(message))
 
     def _waits_for_one(self, call: Call) -> str:
         rank = call.rank
@@ -248,20 +241,29 @@ class Calls:
         self._number += 1
         call.number = self._number
         call.missing = set(ranks)
-        call.ready = False
+        call.ready.clear()
         self._calls[call.number] = call
-        if len(self._calls) > 1:
-            self.inbox.widen()
+        self._read_answers()
 
     # Answers
 
-    def needed(self) -> Set[int]:
-        """Return the ranks that have to answer the only call in flight, if that is a call of all workers."""
-        calls = [*self._calls.values()]
-        alone = len(calls) == 1 and calls[0].slot is None and not self._asking
-        return calls[0].missing if alone else frozenset()
+    def _read_answers(self) -> None:
+        if self._calls and (self._reading is None or self._reading.done()):
+            self._reading = self._session.spawn(self._read(), "aioshm-reads-answers")
 
-    def receive(self, rank: int, message: Any) -> None:
+    async def _read(self) -> None:
+        """Deliver the messages of all workers while calls are in flight."""
+        while self._calls:
+            try:
+                rank, message = await anext(self._answers)
+            except StopAsyncIteration:  # there is no queue, or all have ended
+                return
+            if isinstance(message, AioshmError) and rank in self._answers.failed:
+                self._session.queue_ended(rank)
+            else:
+                self._receive(rank, message)
+
+    def _receive(self, rank: int, message: Any) -> None:
         """Deliver a message of a worker, or the error of a message that cannot be received."""
         if isinstance(message, tuple):
             self._deliver(rank, message)
@@ -309,33 +311,13 @@ class Calls:
             self.schedule.answered(call)
         self._look_at_drained()
 
-    def queue_ended(self, rank: int) -> None:
-        """Note that a queue of a worker has ended; check later that the worker process has exited."""
-        channel = self.channels.get(rank)
-        if channel is not None and not channel.lost:
-            channel.lost = True
-            asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_lost, channel)
-
-    def _check_lost(self, channel: Channel) -> None:
-        if not channel.closed and self._exit.failure is None:
-            self._session.worker_lost(channel.rank)
-
-    async def lost(self, rank: int) -> NoReturn:
-        """Raise the exit of a worker after its socket or queue has ended. For groups that do not replace workers."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CODE_WITHIN_S):
-                await self._exit.ended.wait()
-        self._session.worker_lost(rank)
-        await self._exit.ended.wait()
-        assert self._exit.failure is not None
-        raise self._exit.failure()
-
     # Workers come and go
 
     def add(self, rank: int, requests: MessageQueue, replies: MessageQueue) -> None:
         """Start to send calls to a worker that is ready."""
-        self.channels[rank] = Channel(rank, requests, replies, self._last_broadcast)
-        self.inbox.add(rank, replies)
+        self.channels[rank] = Channel(requests, replies, self._last_broadcast)
+        self._answers.add(rank, replies)
+        self._read_answers()
         self.schedule.arrived(rank)
 
     def mark_absent(self, ranks: Iterable[int]) -> None:
@@ -354,10 +336,10 @@ class Calls:
         """Fail calls in flight on a dead worker. Queued calls stay queued for its replacement."""
         channel = self.channels.pop(rank, None)
         if channel is not None:
-            self.inbox.remove(rank)
-            for reply in channel.rest():  # answers that the worker sent before it died are valid
-                self._deliver(rank, reply)
-            channel.closed = True
+            self._answers.remove(rank)
+            with suppress(AioshmError, QueueEmpty):
+                while True:  # answers that the worker sent before it died are valid
+                    self._deliver(rank, channel.replies.dequeue_nowait())
             self._spawn(channel.aclose())
         self.schedule.gone(rank)
         for call in [*self._calls.values()]:
@@ -384,32 +366,32 @@ class Calls:
         leaving = [*ranks]
         for rank in leaving:
             self.schedule.set_leaving(rank)
-        waiter = Waiter()
-        self._draining[waiter] = leaving
+        drained = asyncio.Event()
+        self._draining[drained] = leaving
         try:
             self._look_at_drained()
-            await self.inbox.wait(waiter)
+            await drained.wait()
         finally:
-            del self._draining[waiter]
+            del self._draining[drained]
         self._exit.check()
 
     def _look_at_drained(self) -> None:
-        for waiter, ranks in self._draining.items():
-            if not waiter.ready and self.schedule.done(ranks):
-                waiter.notify()
+        for drained, ranks in self._draining.items():
+            if self.schedule.done(ranks):
+                drained.set()
 
     def end(self, failure: Callable[[], AioshmError]) -> None:
         """Fail all calls."""
-        for call in [*self._asking, *self._calls.values()]:
+        for call in [*self.schedule.waiting(), *self._calls.values()]:
             call.fail(failure)
-        for waiter in self._draining:
-            waiter.notify()
+        for drained in self._draining:
+            drained.set()
         self._all_present.set()
 
-    def _spawn(self, closing: Any) -> None:
-        task = asyncio.get_running_loop().create_task(closing)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def aclose(self) -> None:
         """Close all queues, which makes the workers end their calls and exit. Idempotent."""
@@ -418,8 +400,8 @@ class Calls:
         for channel in channels.values():
             self._spawn(channel.aclose())
         try:
-            await self.inbox.aclose()
-            while self._closing:
-                await asyncio.wait(self._closing)
+            await self._answers.aclose()
+            while self._tasks:
+                await asyncio.wait(self._tasks)
         finally:
             await self._broadcasts.aclose()

@@ -7,23 +7,21 @@ import pickle
 import socket
 import struct
 import weakref
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from aioshm.engine.workers.messages import Message
-from aioshm.errors import AioshmError, QueueEmpty, QueueFull
+from aioshm.errors import AioshmError, QueueFull
 from aioshm.queue import Handle, MessageQueue
 
 _LENGTH = struct.Struct("!Q")
 
 
-class Assignment(NamedTuple):
-    """The assignment of a rank to a process. The pickled call that creates the worker is the next message."""
+class Requests(NamedTuple):
+    """The handles of the queues with the calls for a worker."""
 
-    rank: int
-    broadcasts: Handle  # the queue of calls of all workers
-    requests: Handle  # the queue of calls of this worker
+    of_all: Handle
+    of_one: Handle
 
 
 class WorkerQueues(NamedTuple):
@@ -88,15 +86,11 @@ class ControlSocket:
 class Channel:
     """The two queues of one worker process: for calls of this worker only, and for all of its answers."""
 
-    def __init__(self, rank: int, requests: MessageQueue, replies: MessageQueue, after: int) -> None:
-        self.rank = rank
+    def __init__(self, requests: MessageQueue, replies: MessageQueue, after: int) -> None:
         self.requests = requests
         self.replies = replies
         self.n_requests: int = 0  # calls sent over this channel
         self.after = after  # the last broadcast that was sent before this worker was ready
-        self.lost = False  # whether a queue has ended; the exit of the process may not be known yet
-        self.closed: bool = False  # whether the process is gone
-        self._posting: set[asyncio.Task[None]] = set()
 
     async def send(self, message: Message) -> None:
         """Send a call; raises PeerDied or QueueClosed if the worker is gone and has not received the call."""
@@ -106,32 +100,13 @@ class Channel:
             await self.requests.enqueue(message)
         self.n_requests += 1
 
-    def post(self, message: Message) -> None:
-        """Send a message, or do so in a task while the queue is full of calls that the worker has not read."""
-        try:
-            self.requests.enqueue_nowait(message)
-        except QueueFull:
-            task = asyncio.get_running_loop().create_task(self._post_late(message))
-            self._posting.add(task)
-            task.add_done_callback(self._posting.discard)
-        except AioshmError:  # the worker is gone: all its calls fail anyway
-            pass
-
-    async def _post_late(self, message: Message) -> None:
+    async def post_late(self, message: Message) -> None:
+        """Send a message that is no call, if the worker is still there."""
         with suppress(AioshmError):
             await self.requests.enqueue(message)
 
-    def rest(self) -> Iterable[Any]:
-        """Take the last messages of a dead worker. Call this only when no other task reads the queue."""
-        with suppress(AioshmError, QueueEmpty):
-            while True:
-                yield self.replies.dequeue_nowait()
-
     async def aclose(self) -> None:
         """Close both queues. Idempotent."""
-        self.closed = True
-        for task in self._posting:
-            task.cancel()
         try:
             await self.requests.aclose()
         finally:

@@ -36,9 +36,9 @@ class WorkerGroup(AsyncClosing):
             text = await group.call_any("tokenize", prompt)
 
     Entering the block starts the processes. Each process calls ``worker(*args, rank=rank, **kwargs)`` to create an
-    object; an awaitable result is awaited. Its methods may be coroutines. A worker runs one call at a time, in the
-    order of sending: calls of all workers and its own calls. If the object has a method ``close``, closing the group
-    calls it.
+    object, without ``rank`` if ``worker`` has no such parameter; an awaitable result is awaited. The object's methods
+    may be coroutines. A worker runs one call at a time, in the order of sending: calls of all workers and its own
+    calls. If the object has a method ``close``, closing the group calls it.
 
     The processes exit with this process, in whatever way it ends. If a worker exits while the group is open, each
     waiting call raises `WorkerDied`, and so does every later call: the group can only be closed then. With ``restart``
@@ -53,7 +53,7 @@ class WorkerGroup(AsyncClosing):
             if the arguments have more than a few MiB or hundreds of thousands of objects.
         n_workers: The number of workers.
         args: Positional arguments of ``worker``.
-        kwargs: Keyword arguments of ``worker``.
+        kwargs: Keyword arguments of ``worker``, without ``rank``.
         name: Name of the processes: ``{name}_0`` and so on.
         options: Options of all queues between the workers and this process.
         max_chunk_bytes: Room for one message in each queue's ring, in bytes; larger messages take longer.
@@ -101,10 +101,13 @@ class WorkerGroup(AsyncClosing):
         check_int("n_workers", n_workers, minimum=1)
         if check_int("standbys", standbys, minimum=0) and restart is None:
             raise ValueError(f"standbys must be 0 without restart=Restart(...), not {standbys}")
+        keywords = _keywords(kwargs)
+        if "rank" in keywords:
+            raise ValueError(f"kwargs must not have rank, which each worker gets for itself, not {keywords['rank']!r}")
         self._settings = Settings(
             worker=worker,
             args=_arguments(args),
-            kwargs=_keywords(kwargs),
+            kwargs=keywords,
             n_workers=n_workers,
             name=name,
             options=Options.from_env() if options is None else options,

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import socket
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from aioshm.config import Options
 from aioshm.engine.workers.channel import ControlSocket
 from aioshm.engine.workers.worker import LoopFactory, run_worker
-from aioshm.errors import RemoteFailure, WorkerDied
+from aioshm.errors import WorkerDied
 from aioshm.lifeline.address import sweep_leftovers
 from aioshm.process.background import in_thread
 from aioshm.process.child import Child
@@ -57,6 +57,7 @@ class WorkerProcess:
         self.name: str = process.name
         self.pid: int = process.pid or 0
         self.rank: int | None = None
+        self.constructed: bool = False  # whether the constructor has returned
         self.exited: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
         self._handle: str | None = None
 
@@ -68,23 +69,6 @@ class WorkerProcess:
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"
-
-
-class Construction:
-    """Workers that are constructed together."""
-
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self.missing: set[int] = set(ranks)  # the ranks whose constructors have not returned
-        self.failures: dict[int, RemoteFailure] = {}
-        self._barrier = asyncio.Barrier(len(self.missing))
-
-    async def returned(self, rank: int, failure: RemoteFailure | None) -> bool:
-        """Note the end of a constructor; wait for the other constructors, and return whether all succeeded."""
-        self.missing.discard(rank)
-        if failure is not None:
-            self.failures[rank] = failure
-        await self._barrier.wait()
-        return not self.failures
 
 
 class WorkerProcesses:
@@ -105,6 +89,10 @@ class WorkerProcesses:
         )
         this = weakref.proxy(self)  # the loop references the watch
         self._watch = ProcessWatch(manager=self._manager, on_exit=lambda: this._exited())
+
+    def late(self, n_workers: int) -> list[int]:
+        """Return the ranks whose constructors have not returned."""
+        return [rank for rank in range(n_workers) if rank not in self.workers or not self.workers[rank].constructed]
 
     @property
     def pids(self) -> list[int]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from aioshm.engine.workers.processes import Construction, Settings, WorkerProcess
+from aioshm.engine.workers.processes import Settings, WorkerProcess
 from aioshm.errors import AioshmError
 from aioshm.process.restart import Life, ProcessPhase, RankInfo, Restart, RestartHistory, bring_back
 
@@ -37,7 +36,6 @@ class Replacer:
             life.state = "running"
         self._standbys: list[WorkerProcess] = []
         self._standby_history = RestartHistory(restart)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._filling: asyncio.Task[None] | None = None
         self._fill()
 
@@ -83,25 +81,18 @@ class Replacer:
                 texts.append(f"{who} is {info.state}{f' (pid {info.pid})' if info.state == 'starting' else ''}")
         return "; ".join(texts)
 
-    async def aclose(self) -> None:
-        """Stop replacing. Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     # A process for a rank
 
     def _replace(self, life: Life, cause: str) -> asyncio.Task[None]:
-        life.task = self._spawn(self._bring_back(life, cause), f"worker-{life.rank}")
+        life.task = self._session.spawn(self._bring_back(life, cause), f"aioshm-replaces-worker-{life.rank}")
         return life.task
 
     async def _bring_back(self, life: Life, cause: str) -> None:
-        def wait(cause: str) -> None:
+        def on_wait(cause: str) -> None:
             life.cause = cause
-            logger.warning("%s; restarting it (%s)", cause, life.history.number)
             self._set(life, "waiting")
 
-        if not await bring_back(life.history, cause, lambda: self._start(life), wait):
+        if not await bring_back(life.history, cause, lambda: self._start(life), on_wait):
             self._session.end(self._processes.death_of(life.rank, f"a crash loop: {life.history.story}"))
 
     async def _start(self, life: Life) -> str:
@@ -125,13 +116,14 @@ class Replacer:
         """Create a worker in a process; return the cause if that failed, after the exit of the process, else ""."""
         cause = ""
         within_s = self._ready_timeout
-        construction = Construction([rank])
+        self._processes.assign(process, rank)
         try:
             async with asyncio.timeout(within_s):
-                await self._session.create(rank, process, construction)
-            if not construction.failures:
-                return ""
-            cause = f"{process} could not be made: {construction.failures[rank]}"
+                failure = await self._session.construct(process)
+                if failure is None:
+                    await self._session.connect(rank, process)
+                    return ""
+            cause = f"{process} could not be made: {failure}"
         except AioshmError as error:
             cause = f"the queues of {process} cannot be attached to: {error}"
         except TimeoutError:
@@ -147,11 +139,11 @@ class Replacer:
     def _fill(self, cause: str = "") -> None:
         """Start the missing standbys; ``cause`` is how the last one has died, if one has."""
         if len(self._standbys) < self._wanted and (self._filling is None or self._filling.done()):
-            self._filling = self._spawn(self._start_standbys(cause), "standbys")
+            self._filling = self._session.spawn(self._start_standbys(cause), "aioshm-starts-standbys")
 
     async def _start_standbys(self, cause: str) -> None:
         while len(self._standbys) < self._wanted:
-            if not await bring_back(self._standby_history, cause, self._start_standby, logger.warning):
+            if not await bring_back(self._standby_history, cause, self._start_standby):
                 logger.error("no standbys any more: %s", self._standby_history.story)
                 self._wanted = 0
             cause = ""
@@ -181,16 +173,3 @@ class Replacer:
     def _set(self, life: Life, state: ProcessPhase) -> None:
         life.state = state
         self._session.worker_changed(life.info)
-
-    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=f"aioshm-replaces-{what}")
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            text = f"workers cannot be replaced: {type(error).__name__}: {error}"
-            logger.error("%s", text, exc_info=error)
-            self._session.end(lambda: AioshmError(text))

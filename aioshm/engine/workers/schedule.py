@@ -9,15 +9,15 @@ calls of any worker.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from aioshm.engine.workers.inbox import Waiter
 from aioshm.errors import AioshmError, RemoteFailure, WorkerError
 
 
-class Call(Waiter):
+class Call:
     """A call of one worker, of any, or of all, until its caller has the result."""
 
     __slots__ = (
@@ -29,6 +29,7 @@ class Call(Waiter):
         "missing",
         "number",
         "order",
+        "ready",
         "results",
         "sent",
         "slot",
@@ -38,7 +39,6 @@ class Call(Waiter):
     )
 
     def __init__(self, method: str, wanted: int | None = None, *, stream: bool = False) -> None:
-        super().__init__()
         self.method: str = method  # the name of the method, for error texts
         self.wanted: int | None = wanted  # the worker's rank; None: any, or all
         self.stream: bool = stream
@@ -53,11 +53,25 @@ class Call(Waiter):
         self.taken: int = 0  # items taken since the worker last got credit for more
         self.failure: Callable[[], AioshmError] | None = None  # set if the call failed outside of the method
         self.done: bool = False  # whether the caller has nothing more to wait for
+        self.ready: asyncio.Event = asyncio.Event()  # set when the caller has to look at the call
 
     @property
     def rank(self) -> int | None:
         """The rank of the worker that has the call, or will get the call."""
         return self.wanted if self.slot is None else self.slot.rank
+
+    @property
+    def queued(self) -> bool:
+        """Whether the call waits for a worker."""
+        return self.order > 0 and self.slot is None
+
+    async def wait(self) -> None:
+        """Wait for the next `notify`."""
+        await self.ready.wait()
+
+    def notify(self) -> None:
+        """Wake the caller."""
+        self.ready.set()
 
     def finish(self) -> None:
         """Mark the call as done, and wake the caller."""
@@ -121,8 +135,10 @@ class Schedule:
 
     def withdraw(self, call: Call) -> None:
         """Drop a call that was not sent."""
+        call.order = 0
         if call.slot is not None:
             self.answered(call)
+            call.slot = None
             return
         queue = self._any if call.wanted is None else self._slot(call.wanted).queue
         if call in queue:
@@ -139,6 +155,10 @@ class Schedule:
         else:
             slot.calls -= 1
         self._free(slot)
+
+    def waiting(self) -> list[Call]:
+        """Return the calls that wait for a worker."""
+        return [*self._any, *(call for slot in self._slots.values() for call in slot.queue)]
 
     def holds(self, call: Call) -> bool:
         """Return whether the worker process that was assigned to a call is still the present one."""

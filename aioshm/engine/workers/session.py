@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
+from typing import Any, NoReturn
 
 import msgspec
 
 from aioshm.engine.workers.calls import Calls
-from aioshm.engine.workers.channel import Assignment
+from aioshm.engine.workers.channel import Requests
 from aioshm.engine.workers.messages import MessageCodec, method_name
-from aioshm.engine.workers.processes import Construction, Settings, WorkerProcess, WorkerProcesses
+from aioshm.engine.workers.processes import Settings, WorkerProcess, WorkerProcesses
 from aioshm.engine.workers.replacement import Replacer
-from aioshm.errors import AioshmError, CodecError, EndClosed, WorkerError
+from aioshm.errors import AioshmError, CodecError, EndClosed, RemoteFailure, WorkerError
 from aioshm.process.background import completed, in_thread
 from aioshm.process.restart import RankInfo
 from aioshm.queue import MessageQueue
+
+CODE_WITHIN_S = 1.0
+"""How long a worker with a closed queue may take to exit. After that it is killed, or reported without exit code."""
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class GroupExit:
@@ -55,6 +62,7 @@ class Session:
         self.exit = group_exit
         self.n_workers: int = settings.n_workers
         self.callable: int = settings.n_workers
+        self._tasks: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Queue[RankInfo | None]] = set()
         self._own_options = msgspec.structs.replace(
             settings.options, on_reader_death="raise", max_readers=None, slow_reader="block", prefault_bytes=0
@@ -77,7 +85,6 @@ class Session:
     async def start(self) -> None:
         """Start the processes, and wait until every worker is created."""
         settings = self._settings
-        construction = Construction(range(self.n_workers))
         call = settings.worker, settings.args, settings.kwargs
         try:
             async with asyncio.timeout(settings.ready_timeout) as scope:
@@ -87,11 +94,11 @@ class Session:
                     text = f"worker, args and kwargs cannot be pickled: {type(error).__name__}: {error}"
                     raise CodecError(text) from error
                 await self.processes.start_workers(self.n_workers)
-                await self._create_all(construction)
+                await self._create_all()
         except TimeoutError:
             if not scope.expired():
                 raise
-            late = self.processes.describe(sorted(construction.missing))
+            late = self.processes.describe(self.processes.late(self.n_workers))
             raise TimeoutError(
                 f"the start of the workers: no answer from {late} within {settings.ready_timeout} s"
             ) from None
@@ -100,44 +107,50 @@ class Session:
         else:
             self.replacer = Replacer(self, settings, settings.restart)
 
-    async def _create_all(self, construction: Construction) -> None:
-        async def create(rank: int, worker: WorkerProcess) -> None:
+    async def _create_all(self) -> None:
+        async def started(rank: int, step: Coroutine[Any, Any, Any]) -> Any:
             try:
-                await self.create(rank, worker, construction)
+                return await step
             except AioshmError:  # some are an OSError, too
                 raise
             except (EOFError, OSError):
-                await self.calls.lost(rank)
+                await self.lost(rank)
 
-        admitting = asyncio.create_task(self.calls.admit())
-        tasks = [asyncio.create_task(create(rank, worker)) for rank, worker in self.processes.workers.items()]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in (admitting, *tasks):
-                task.cancel()
-            await asyncio.gather(admitting, *tasks, return_exceptions=True)
-        if construction.failures:
-            raise WorkerError(method_name(self._settings.worker), dict(sorted(construction.failures.items())))
+        workers = self.processes.workers
+        results = await _all(started(rank, self.construct(worker)) for rank, worker in workers.items())
+        failures = {rank: failure for rank, failure in zip(workers, results, strict=True) if failure is not None}
+        if failures:
+            raise WorkerError(method_name(self._settings.worker), failures)
+        connecting = [started(rank, self.connect(rank, worker)) for rank, worker in workers.items()]
+        await _all((self.calls.admit(), *connecting))
 
-    async def create(self, rank: int, worker: WorkerProcess, construction: Construction) -> None:
-        """Create the worker of a rank in a process; ``construction`` receives a failure of the constructor.
+    async def construct(self, worker: WorkerProcess) -> RemoteFailure | None:
+        """Create the object in a process that has a rank; return the exception of its constructor.
+
+        Raises:
+            EOFError, OSError: The process has exited.
+        """
+        await worker.handle()
+        await worker.control.send(worker.rank)
+        await worker.control.send_pickled(self._pickled)
+        failure: RemoteFailure | None = await worker.control.receive()
+        worker.constructed = True
+        return failure
+
+    async def connect(self, rank: int, worker: WorkerProcess) -> None:
+        """Open the queues of a worker that was constructed, and start to send calls to it.
 
         Raises:
             EOFError, OSError: The process has exited.
             AioshmError: A queue cannot be opened.
         """
-        self.processes.assign(worker, rank)
         options = self._own_options
         async with AsyncExitStack() as unused:
             requests = MessageQueue(1, 1, None, *self._settings.sizes, codec=MessageCodec(), options=options)
             unused.push_async_callback(requests.aclose)
-            await worker.control.send(Assignment(rank, self._broadcasts, requests.export_handle()))
-            await worker.control.send_pickled(self._pickled)
+            await worker.control.send(Requests(self._broadcasts, requests.export_handle()))
             replies = MessageQueue.create_from_handle(await worker.handle(), 0, codec=MessageCodec(), options=options)
             unused.push_async_callback(replies.aclose)
-            if not await construction.returned(rank, await worker.control.receive()):
-                return
             admitting = asyncio.create_task(requests.wait_until_ready())
             try:
                 await replies.wait_until_ready()
@@ -180,12 +193,39 @@ class Session:
                 self.calls.died(rank, self.processes.death_of(rank))
             self.replacer.died(worker)
 
-    def worker_lost(self, rank: int) -> None:
-        """End a worker whose queue has ended, but not its process."""
+    def queue_ended(self, rank: int) -> None:
+        """Note that a queue or the socket of a worker has ended: its process has to exit soon."""
+        worker = self.processes.workers[rank]
+        asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_exited, rank, worker)
+
+    def _check_exited(self, rank: int, worker: WorkerProcess) -> None:
+        if worker.exited.done() or self.exit.failure is not None:
+            return
         if self.replacer is None:
             self.end(self.processes.death(rank))
         else:
-            self.processes.workers[rank].process.kill()
+            worker.process.kill()
+
+    async def lost(self, rank: int) -> NoReturn:
+        """Raise the exit of a worker whose socket or queue has ended. For groups that do not replace workers."""
+        self.queue_ended(rank)
+        await self.exit.ended.wait()
+        assert self.exit.failure is not None
+        raise self.exit.failure()
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run a task of the group until it closes; a failure ends the group."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            text = f"{task.get_name()} has failed: {type(error).__name__}: {error}"
+            logger.error("%s", text, exc_info=error)
+            self.end(lambda: AioshmError(text))
 
     def describe_absent(self) -> str:
         """Name the workers that have died and have no replacement yet."""
@@ -263,7 +303,19 @@ class Session:
 
     async def _close_queues(self) -> None:
         try:
-            if self.replacer is not None:
-                await self.replacer.aclose()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
             await self.calls.aclose()
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run coroutines side by side; if one fails, cancel the others and wait for them."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

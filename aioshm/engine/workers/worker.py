@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from aioshm.config import Options
-from aioshm.engine.workers.channel import Assignment, ControlSocket, WorkerQueues
+from aioshm.engine.workers.channel import ControlSocket, Requests, WorkerQueues
 from aioshm.engine.workers.messages import MessageCodec, Request, failure_of
 from aioshm.engine.workers.server import CallServer
 from aioshm.errors import HandleError, PeerDied, QueueClosed, RemoteFailure
@@ -32,9 +32,9 @@ def run_worker(
 ) -> None:
     """Work until the driver closes its queues, or dies.
 
-    When everything is imported, the process sends the handle of its queue of answers. It receives an `Assignment` and
-    the pickled constructor call, and sends the constructor's `RemoteFailure`, or None. A last message reports that the
-    process has attached to its queues.
+    When everything is imported, the process sends the handle of its queue of answers. It receives its rank and the
+    pickled constructor call, and sends the constructor's `RemoteFailure`, or None. It receives the `Requests`, and
+    reports with a last message that it has attached to its queues.
 
     Args:
         driver: Connects to the driver.
@@ -77,30 +77,38 @@ async def _serve(driver: ControlSocket, sizes: tuple[int, int], options: Options
         worker = Worker(termination)
         try:
             await driver.send(replies.export_handle().to_json())
-            assignment: Assignment = await driver.receive()
-            failure = await worker.create(assignment.rank, await driver.receive_pickled())
-            await driver.send(failure)
-            if failure is not None:
-                await driver.receive()  # the driver ends this process
-            await _serve_calls(driver, worker, assignment, replies)
+            rank: int = await driver.receive()
+            await driver.send(await worker.create(rank, await driver.receive_pickled()))
+            await _serve_calls(driver, worker, rank, replies)
         except (EOFError, OSError, PeerDied, QueueClosed, HandleError):  # the group was closed, or the driver has died
             return
         finally:
             await worker.close()
 
 
-async def _serve_calls(driver: ControlSocket, worker: Worker, assignment: Assignment, replies: MessageQueue) -> None:
-    rank = assignment.rank
+async def _serve_calls(driver: ControlSocket, worker: Worker, rank: int, replies: MessageQueue) -> None:
+    handles: Requests = await driver.receive()  # does not come if the object could not be created
     codec = MessageCodec()
     async with (
-        MessageQueue.create_from_handle(assignment.broadcasts, rank, codec=codec) as broadcasts,
-        MessageQueue.create_from_handle(assignment.requests, 0, codec=codec) as requests,
+        MessageQueue.create_from_handle(handles.of_all, rank, codec=codec) as broadcasts,
+        MessageQueue.create_from_handle(handles.of_one, 0, codec=codec) as requests,
     ):
         queues = WorkerQueues(broadcasts, requests, replies)
         for queue in queues:
             await queue.wait_until_ready()
         await driver.send("ready")
         await CallServer(worker, rank, queues).run()
+
+
+def takes_rank(constructor: Callable[..., Any]) -> bool:
+    """Return whether a callable accepts ``rank`` as a keyword, or does not say what it accepts."""
+    try:
+        parameters = inspect.signature(constructor).parameters
+    except (TypeError, ValueError):
+        return True
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return True
+    return "rank" in parameters and parameters["rank"].kind is not inspect.Parameter.POSITIONAL_ONLY
 
 
 class Worker:
@@ -119,7 +127,9 @@ class Worker:
         """Create the object by a pickled call; return the exception, if the call raises one."""
         try:
             constructor, args, kwargs = pickle.loads(construction)
-            made = constructor(*args, rank=rank, **kwargs)
+            if takes_rank(constructor):
+                kwargs = {**kwargs, "rank": rank}
+            made = constructor(*args, **kwargs)
             self._object = await made if inspect.isawaitable(made) else made
         except (Exception, asyncio.CancelledError) as error:
             return failure_of(error)

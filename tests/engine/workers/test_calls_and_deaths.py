@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import worker_targets as targets
 from managed import gone
-from support import until
+from support import eventually, until
 from test_calls import calls_of
 
 from aioshm import WorkerDied
@@ -92,8 +92,9 @@ async def test_what_a_worker_has_sent_before_it_died_counts() -> None:
     async with group_of(1) as group:
         stream = group.stream(0, "count", prefetch=8)
         assert await anext(stream) == 0
-        channel = group._session.calls.channels[0]  # type: ignore[union-attr]
-        await until(lambda: channel.replies.stats().backlog == 7)  # nobody reads them
+        replies = group._session.calls.channels[0].replies  # type: ignore[union-attr]
+        # Blocks the loop, which reads none of them meanwhile.
+        eventually(lambda: replies.stats().backlog + len(stream._call.items) == 7)
         pid = group.pids[0]
         os.kill(pid, signal.SIGKILL)
         await until(lambda: group.workers[0].restarts == 1)

@@ -291,7 +291,7 @@ async def test_one_that_dies_before_it_is_known_to_be_there_is_replaced_too(
 
 
 async def test_a_worker_whose_queue_has_ended_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioshm.engine.workers.calls.CODE_WITHIN_S", 0.05)
+    monkeypatch.setattr("aioshm.engine.workers.session.CODE_WITHIN_S", 0.05)
     async with group_of(2) as group:
         for call in (
             lambda: group.collective_rpc("hang_up", (0,), timeout=60),

@@ -52,6 +52,10 @@ class TestCalls:
             with pytest.raises(TimeoutError, match="slowly: no answer from Worker_0"):
                 await group.broadcast("slowly", targets.LONG_S, timeout=0.01)
 
+    async def test_worker_whose_constructor_takes_no_rank_is_created_without(self) -> None:
+        async with group_of(2, targets.Rankless, kwargs={"factor": 3}) as group:
+            assert await group.broadcast("multiply", 5) == [15, 15]
+
     async def test_a_worker_may_be_made_by_a_coroutine(self) -> None:
         async with group_of(1, targets.made_slowly) as group:
             assert await group.collective_rpc("add", (1,)) == [1]
@@ -158,6 +162,7 @@ class TestErrors:
             ({"n_workers": 0}, ValueError),
             ({"args": 3}, TypeError),
             ({"kwargs": 3}, TypeError),
+            ({"kwargs": {"rank": 1}}, ValueError),
             ({"name": ""}, ValueError),
             ({"ready_timeout": 0}, ValueError),
             ({"shutdown_timeout": "soon"}, TypeError),

@@ -152,6 +152,16 @@ def sigterm_at_line(worker: Worker, number: int, sent: str, *, scheduling: bool 
     sys.settrace(tracing)
 
 
+class Rankless:
+    """A worker that does not care about its rank."""
+
+    def __init__(self, factor: int = 2) -> None:
+        self.factor = factor
+
+    def multiply(self, number: int) -> int:
+        return number * self.factor
+
+
 async def made_slowly(rank: int) -> Worker:
     await asyncio.sleep(0.01)
     return Worker(rank=rank)
