@@ -191,6 +191,44 @@ def test_what_a_handler_raises_ends_the_wait_and_loses_nothing() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_handler_that_iterates_over_the_merge_it_has_interrupted_is_refused() -> None:
+    refused: list[RoleError] = []
+
+    with queues(1) as (writers, readers):
+        merged = merge(readers)
+
+        def handle(*_: object) -> None:
+            with pytest.raises(RoleError, match="called by a signal handler") as caught:
+                next(merged)
+            refused.append(caught.value)
+            writers[0].enqueue("after", 20)
+
+        def interrupt() -> None:
+            asleep(readers)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            interrupting = Thread(interrupt)
+            assert next(merged) == (0, "after")
+            interrupting.result()
+            assert len(refused) == 1
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+
+def test_reader_that_another_thread_has_in_a_block_is_merged_afterwards() -> None:
+    with queues(2) as (writers, readers):
+        writers[0].enqueue_many(["leased", "next"], 20)
+        merged = merge(readers)
+        with readers[0].lease(20) as leased:
+            waiting = Thread(next, merged)
+            eventually(lambda: readers[1].held.lock.owner, "a sleep")
+            assert waiting.running
+        assert leased == "leased"
+        assert waiting.result() == (0, "next")
+
+
 def test_an_idle_merge_burns_no_cpu() -> None:
     with queues(3) as (writers, readers):
         waiting = Thread(next, merge(readers))

@@ -77,12 +77,7 @@ class BlockingEnd:
         Raises:
             RoleError: The thread runs an event loop, or is a codec or signal handler inside of another call.
         """
-        if asyncio._get_running_loop() is not None:
-            raise RoleError(f"{self!r} would block this thread's event loop: use aioshm.MessageQueue there")
-        if process_lock.owner == get_ident():
-            raise RoleError(
-                f"{self!r}: a codec or a signal handler called inside of another call, and would wait for it"
-            )
+        check_thread(self)
         if self._loop is None:
             self._loop = shared_loop()
         return self._loop
@@ -507,6 +502,14 @@ class BlockingEnd:
 
     def __repr__(self) -> str:
         return f"<blocking {self.end!r}>"
+
+
+def check_thread(owner: object) -> None:
+    """Raise `RoleError`, which names ``owner``, if the calling thread may not wait for the background loop."""
+    if asyncio._get_running_loop() is not None:
+        raise RoleError(f"{owner!r} would block this thread's event loop: use aioshm.MessageQueue there")
+    if process_lock.owner == get_ident():
+        raise RoleError(f"{owner!r}: a codec or a signal handler called inside of another call, and would wait for it")
 
 
 def _send_nothing(_obj: Any) -> bool:

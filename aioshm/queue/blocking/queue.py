@@ -223,7 +223,8 @@ class MessageQueue(QueueBase[T], Closing):
         except BaseException as error:
             held.interrupted(error)
         if message is not None:
-            self._writer_of("enqueue")
+            if self._writer is None:
+                self._wrong_end("enqueue", "writer")
             held.send(obj, message, thread_deadline_after(timeout))
 
     def enqueue_many(self, objs: Iterable[T], timeout: float | None = None) -> None:
@@ -303,7 +304,8 @@ class MessageQueue(QueueBase[T], Closing):
             obj = undelivered[0]
             del undelivered[0]
             return obj  # type: ignore[no-any-return]  # what the codec has decoded
-        self._reader_of("dequeue")
+        if self._reader is None:
+            self._wrong_end("dequeue", "reader")
         deadline = thread_deadline_after(timeout, cancel, indefinite)
         while True:
             held.receive(deadline, cancel, indefinite)

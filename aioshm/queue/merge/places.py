@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 from aioshm.codec import cannot_decode
 from aioshm.errors import AioshmError, RoleError
+from aioshm.queue.base import QueueBase
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.writing import WritingEnd
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.poller import Poller
+from aioshm.wait.threads import ThreadPoller
 
-Q = TypeVar("Q")
+Q = TypeVar("Q", bound=QueueBase[Any])
 
 
 class SharedSleep:
@@ -26,7 +27,7 @@ class SharedSleep:
 
     def __init__(self) -> None:
         self.rings: Sequence[RingReader] = ()
-        self.poller: Poller | None = None
+        self.poller: Poller | ThreadPoller | None = None
         self.yields = False
         self._pid = os.getpid()
 
@@ -84,9 +85,10 @@ class Place:
         "watching",
     )
 
-    def __init__(self, rank: int, reader: ReadingEnd, shared: SharedSleep) -> None:
+    def __init__(self, rank: int, queue: QueueBase[Any], shared: SharedSleep) -> None:
+        assert isinstance(queue.end, ReadingEnd)
         self.rank: int = rank
-        self.reader: ReadingEnd = reader
+        self.reader: ReadingEnd = queue.end
         self.receive: Callable[[], Any] = _nothing
         # `receive` while the reader is healthy; None until it is ready.
         self.quick: Callable[[], Any] | None = None
@@ -102,7 +104,7 @@ class Place:
         self.running: bool = True
         self.watching: bool = False
         self._shared = shared
-        self._source = reader.source
+        self._source = self.reader.source
 
     def now_ready(self) -> None:
         """Note that the reader is ready."""
@@ -139,13 +141,6 @@ class Place:
         if self.entered:
             self.entered = False
             state.leave()
-
-    def reserve(self) -> bool:
-        """Return whether the merge may use the source now."""
-        return self.entered
-
-    def release(self) -> None:
-        """Do nothing: the merge keeps the call lock."""
 
     def may_go_on(self) -> bool:
         """Return whether there is anything to do."""
@@ -215,31 +210,26 @@ def check_rank(must: str, rank: object) -> None:
         raise TypeError(f"{must}, not {rank!r}")
 
 
-def checked_reader(
-    what: str, reader: object, kind: type[Q], name: str, end_of: Callable[[Q], ReadingEnd | WritingEnd]
-) -> ReadingEnd:
-    """Return a reader's end; ``what`` names the argument for errors."""
+def checked_reader(what: str, reader: object, kind: type[Q], name: str) -> Q:
+    """Return a reader; ``what`` names the argument for errors, ``name`` the kind."""
     if not isinstance(reader, kind):
         raise TypeError(f"{what} must be {name}, not {reader!r}")
-    end = end_of(reader)
-    if not isinstance(end, ReadingEnd):
+    if not isinstance(reader.end, ReadingEnd):
         raise RoleError(f"{what} must be a reader; this is a writer: {reader!r}")
-    return end
+    return reader
 
 
-def checked_readers(
-    readers: Mapping[int, Q], kind: type[Q], name: str, end_of: Callable[[Q], ReadingEnd | WritingEnd]
-) -> dict[int, ReadingEnd]:
-    """Return the ends of ``merge``'s argument, checked; ``name`` is the kind's name for errors."""
+def checked_readers(readers: Mapping[int, Q], kind: type[Q], name: str) -> Mapping[int, Q]:
+    """Return ``merge``'s argument, checked."""
     if not isinstance(readers, Mapping):
         raise TypeError(f"readers must be a mapping from ranks to readers, not {readers!r}")
-    ranks: dict[ReadingEnd, int] = {}
+    ranks: dict[object, int] = {}
     for rank, reader in readers.items():
         check_rank("the keys of readers must be ints", rank)
-        end = checked_reader(f"readers[{rank}]", reader, kind, name, end_of)
+        end = checked_reader(f"readers[{rank}]", reader, kind, name).end
         if ranks.setdefault(end, rank) != rank:
             raise ValueError(f"readers[{ranks[end]}] and readers[{rank}] must not be the same reader")
-    return {rank: end for end, rank in ranks.items()}
+    return readers
 
 
 def _nothing() -> Any:

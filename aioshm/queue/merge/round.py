@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from itertools import cycle
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal
 
 from aioshm.errors import AioshmError, EndClosed
 from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.merge.places import Place
 from aioshm.wait.limits import MIN_PAUSE_S, answer_within
-
-
-class Place(Protocol):
-    """One reader's place in the round."""
-
-    rank: int
-    reader: ReadingEnd
-    running: bool
-
-    def reserve(self) -> bool:
-        """Return whether the merge may use the reader now; if so, `release` follows."""
-
-    def release(self) -> None: ...
-
-
-P = TypeVar("P", bound=Place)
 
 Errors = Literal["raise", "yield"]
 """What becomes of a queue's error: it comes out of the iteration, or is an item of it."""
@@ -46,55 +30,46 @@ def ranked(error: AioshmError, rank: int) -> AioshmError:
     return error
 
 
-class Round(Generic[P]):
-    """The queues of a merge: each has its turn before any has another.
+class Round:
+    """The queues of a merge: each has its turn before any has another."""
 
-    Threads may add and remove queues while another thread has a message taken: ``running`` is
-    replaced, never changed.
-    """
-
-    def __init__(self, places: Iterable[P], after_s: float, now: float) -> None:
-        # The queues that have not ended.
-        self.running: list[P] = list(places)
+    def __init__(self, places: Iterable[Place], after_s: float, now: float) -> None:
+        # The queues that have not ended; replaced, never changed.
+        self.running: list[Place] = list(places)
         # The same in turn, endlessly; its position is the beginning of the next round.
-        self.order: cycle[P] = cycle(self.running)
+        self.order: cycle[Place] = cycle(self.running)
         # The errors of ended queues, by rank.
         self.failed: dict[int, AioshmError] = {}
         self.closed: bool = False
         self._places = {place.rank: place for place in self.running}  # also those that have ended
-        self._changing = threading.RLock()  # a signal's handler may come in between
         self._after_s = after_s
         self.watch_silence(now)
 
     # Whose turn it is
 
-    def in_turn(self) -> list[P]:
+    def in_turn(self) -> list[Place]:
         """Return the open queues in order, the next one first."""
         return [next(self.order) for _ in self.running]
 
-    def behind(self, place: P) -> list[P]:
+    def behind(self, place: Place) -> list[Place]:
         """Return the open queues, beginning behind one of them."""
         running = self.running
         at = running.index(place) + 1 if place in running else 0
         return running[at:] + running[:at]
 
-    def begin_behind(self, place: P) -> None:
+    def begin_behind(self, place: Place) -> None:
         """Begin the next round behind this queue, which has had its turn."""
-        with self._changing:
-            self.order = cycle(self.behind(place))
+        self.order = cycle(self.behind(place))
 
-    def drop(self, place: P) -> None:
+    def drop(self, place: Place) -> None:
         """Leave out a queue that has ended; the next round begins behind it."""
-        with self._changing:
-            place.running = False
-            self._go_round([other for other in self.behind(place) if other is not place])
+        place.running = False
+        self._go_round([other for other in self.behind(place) if other is not place])
 
-    def fail(self, place: P, error: AioshmError) -> None:
+    def fail(self, place: Place, error: AioshmError) -> None:
         """Leave out a queue that has ended with an error."""
-        with self._changing:
-            if place.running:  # nobody has removed it meanwhile
-                self.drop(place)
-                self.failed[place.rank] = error
+        self.drop(place)
+        self.failed[place.rank] = error
 
     def check_addition(self, rank: int, reader: ReadingEnd) -> None:
         """Refuse a taken rank, a reader that is there already, or any after closing."""
@@ -106,36 +81,32 @@ class Round(Generic[P]):
             if place.reader is reader:
                 raise ValueError(f"{reader!r} is there already, as rank {place.rank}")
 
-    def add(self, place: P, now: float) -> None:
+    def add(self, place: Place, now: float) -> None:
         """Add a queue behind all others; it may replace an ended one."""
-        with self._changing:
-            self.check_addition(place.rank, place.reader)
-            self._places[place.rank] = place
-            self.failed.pop(place.rank, None)
-            self._heard[place.rank] = (place.reader.source.progress, now)
-            self._go_round([*self.in_turn(), place])
+        self._places[place.rank] = place
+        self.failed.pop(place.rank, None)
+        self._heard[place.rank] = (place.reader.source.progress, now)
+        self._go_round([*self.in_turn(), place])
 
-    def remove(self, rank: int) -> P | None:
+    def remove(self, rank: int) -> Place | None:
         """Remove a queue and its error; return its place, unless it has ended."""
-        with self._changing:
-            place = self._places.pop(rank, None)
-            if place is None:
-                known = sorted(self._places) or "none at all"
-                raise ValueError(f"rank {rank!r} is not in this merge: there is {known}")
-            self.failed.pop(rank, None)
-            if not place.running:
-                return None
-            place.running = False
-            self._go_round([other for other in self.in_turn() if other is not place])
-            return place
+        place = self._places.pop(rank, None)
+        if place is None:
+            known = sorted(self._places) or "none at all"
+            raise ValueError(f"rank {rank!r} is not in this merge: there is {known}")
+        self.failed.pop(rank, None)
+        if not place.running:
+            return None
+        place.running = False
+        self._go_round([other for other in self.in_turn() if other is not place])
+        return place
 
     def close(self) -> None:
         """Leave out every queue."""
-        with self._changing:
-            self.closed = True
-            self._go_round([])
+        self.closed = True
+        self._go_round([])
 
-    def _go_round(self, running: list[P]) -> None:
+    def _go_round(self, running: list[Place]) -> None:
         self.running = running
         self.order = cycle(running)
 
@@ -144,7 +115,7 @@ class Round(Generic[P]):
     def watch_silence(self, now: float) -> None:
         """Count from here how long each queue is silent."""
         self.look_at: float = now + self._after_s
-        self.asked: list[P] = []
+        self.asked: list[Place] = []
         self._heard = {place.rank: (place.reader.source.progress, now) for place in self.running}
 
     def silence_due(self, now: float) -> bool:
@@ -160,20 +131,17 @@ class Round(Generic[P]):
         again_s = max(MIN_PAUSE_S, self._after_s - answer_s) if asked else self._after_s
         for place in asked or self.running:
             source = place.reader.source
-            if not place.running or self._moved(place, now) or not place.reserve():
+            if not place.running or self._moved(place, now) or not place.entered:
                 continue
-            try:
-                if not asked and source.ask_writer():
-                    self.asked.append(place)
-                    again_s = answer_s
-                else:
-                    source.report_waiting(now - self._heard[place.rank][1])
-            finally:
-                place.release()
+            if not asked and source.ask_writer():
+                self.asked.append(place)
+                again_s = answer_s
+            else:
+                source.report_waiting(now - self._heard[place.rank][1])
         self.look_at = now + again_s
         return again_s
 
-    def _moved(self, place: P, now: float) -> bool:
+    def _moved(self, place: Place, now: float) -> bool:
         """Return whether the reader has finished with messages since this was asked last."""
         progress = place.reader.source.progress
         if progress == self._heard[place.rank][0]:

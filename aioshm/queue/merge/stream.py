@@ -19,9 +19,8 @@ from aioshm.codec import T
 from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, QueueClosed, RoleError
 from aioshm.queue.api import MessageQueue
+from aioshm.queue.base import QueueBase
 from aioshm.queue.call_lock import CallLock
-from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
 from aioshm.queue.state import TURN_MESSAGES, TURN_NS
@@ -30,6 +29,7 @@ from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import Stall
 from aioshm.wait.policy import Policy
 from aioshm.wait.poller import Poller
+from aioshm.wait.threads import ThreadPoller
 
 
 def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -> Merged[T]:
@@ -49,7 +49,7 @@ def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -
         RoleError: One of them is a writer.
     """
     check_errors(errors)
-    return Merged(checked_readers(readers, MessageQueue, _KIND, _end_of), errors)
+    return Merged(checked_readers(readers, MessageQueue, _KIND), errors)
 
 
 class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
@@ -78,10 +78,10 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             then the sleep is for one of them, and the others' messages wake nobody. Usually empty.
     """
 
-    def __init__(self, readers: Mapping[int, ReadingEnd], errors: Errors = "raise") -> None:
+    def __init__(self, readers: Mapping[int, QueueBase[T]], errors: Errors = "raise") -> None:
         self._raises = errors == "raise"
-        self._shared = shared = SharedSleep()
-        places = [Place(rank, reader, shared) for rank, reader in readers.items()]
+        self._shared = SharedSleep()
+        places = [self._place(rank, queue) for rank, queue in readers.items()]
         self._options = places[0].reader.state.options if places else Options()
         self._round = Round(places, self._options.stall_warning_s, monotonic())
         self.failed: dict[int, AioshmError] = self._round.failed
@@ -94,6 +94,9 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._past = 0  # messages of the rings that have dropped out
         self._newest_ns = 0
         self._changed = False  # whether a queue was added or removed since the lines were joined
+
+    def _place(self, rank: int, queue: QueueBase[Any]) -> Place:
+        return Place(rank, queue, self._shared)
 
     # Changing what is merged
 
@@ -111,12 +114,15 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             EndClosed: This was closed.
         """
         check_rank("rank must be an int", rank)
-        end = checked_reader("reader", reader, MessageQueue, _KIND, _end_of)
+        self.add_checked(rank, checked_reader("reader", reader, MessageQueue, _KIND))
+
+    def add_checked(self, rank: int, queue: QueueBase[T]) -> None:
+        """Add a reader of either API."""
         self._check_here()
-        self._round.check_addition(rank, end)
+        place = self._place(rank, queue)
+        self._round.check_addition(rank, place.reader)
         if not self._round.running:
-            self._options = end.state.options
-        place = Place(rank, end, self._shared)
+            self._options = place.reader.state.options
         if self._loop is not None:
             _attach(place)
         self._round.add(place, monotonic())
@@ -279,27 +285,38 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         rings = needed[-1:] or [ring for _, ring in watched]
         poller = shared.poller
         if poller is None:
-            shared.poller = poller = self._new_poller(self._loop)
+            shared.poller = poller = self._new_poller()
         shared.rings = rings
         stall = Stall(self._round.look_at - monotonic(), self._tell_silence)
+        deadline = self._look_again_at(entered)
         try:
-            if await poller.wait(self._may_go_on, count, self._newest_ns, stall=stall):
+            if await poller.wait(self._may_go_on, count, self._newest_ns, deadline=deadline, stall=stall):
                 self._new_turn()
+        except TimeoutError:
+            pass  # another thread may be done with its reader
         finally:
             shared.rings = ()
             self._spin_ns = poller.inline_spin_ns
 
-    def _new_poller(self, loop: asyncio.AbstractEventLoop) -> Poller:
+    def _look_again_at(self, entered: Sequence[Place]) -> float | None:
+        """Return when to look at readers that were left out, if none of them wakes this."""
+        return None
+
+    def _new_poller(self) -> Poller | ThreadPoller:
         others: list[int] = []
         for place in self._round.running:
             if place.ring is not None:
                 others += place.reader.source.other_ends()
         if not others:  # what comes through sockets cannot be spun for
-            return Poller(loop, self._shared, Policy(may_spin=False), self._shared.spin)
+            return self._poller_of(Policy(may_spin=False))
         processes = [*{pid for pid in others if pid}, *(pid for pid in others if not pid)]
         policy = policy_for(processes, self._options)
         self._shared.yields = policy.crowded
-        return Poller(loop, self._shared, policy, self._shared.spin)
+        return self._poller_of(policy)
+
+    def _poller_of(self, policy: Policy) -> Poller | ThreadPoller:
+        assert self._loop is not None
+        return Poller(self._loop, self._shared, policy, self._shared.spin)
 
     def _may_go_on(self) -> bool:
         for place in self._round.running:
@@ -309,7 +326,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     def _lines_changed(self) -> bool:
         """Return whether a reader that was left out need not be any more."""
-        return any(not place.entered and not place.reader.state.lock.calls for place in self._round.running)
+        return any(not place.entered and place.may_go_on() for place in self._round.running)
 
     def _note_ready(self, entered: Sequence[Place]) -> None:
         for place in entered:
@@ -346,7 +363,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 self._turn -= 1
                 if not place.hidden:
                     self._round.begin_behind(place)
-                return place.rank, obj
+                return self._give(place, obj)
             if place.late:
                 if source.gone is None:
                     return None
@@ -372,6 +389,9 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._round.fail(place, error)
         return self._tell(place, error)
 
+    def _give(self, place: Place, obj: Any) -> tuple[int, Any]:
+        return place.rank, obj
+
     def _tell(self, place: Place, error: AioshmError) -> tuple[int, Any]:
         """Return an error as an item, or raise it."""
         self._turn -= 1
@@ -384,6 +404,10 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     async def aclose(self) -> None:
         """End the iteration: a waiting task's, too. The readers stay open. Idempotent."""
+        self.end()
+
+    def end(self) -> None:
+        """Do that, on the loop that this belongs to."""
         self._round.close()
         self._shared.wake()
         self._shared.close()
@@ -397,10 +421,6 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
 
 _KIND = "a MessageQueue"
-
-
-def _end_of(reader: MessageQueue[Any]) -> ReadingEnd | WritingEnd:
-    return reader.end
 
 
 def _attach(place: Place) -> None:
