@@ -11,6 +11,7 @@ import typer
 from aioshm.cli.outcome import UNUSABLE, CommandFailed, run_interruptibly
 from aioshm.deferred import import_extra
 from aioshm.errors import AioshmError
+from aioshm.lifeline.address import bracketed
 
 if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
@@ -55,8 +56,7 @@ async def _serve(client: Any, registry: CollectorRegistry, host: str, port: int)
     except OSError as error:
         raise CommandFailed(f"cannot serve at {host}:{port}: {error.strerror or error}", UNUSABLE) from error
     try:
-        shown = f"[{host}]" if ":" in host else host
-        typer.echo(f"metrics of the queues of this host: http://{shown}:{server.server_port}/metrics")
+        typer.echo(f"metrics of the queues of this host: http://{bracketed(host)}:{server.server_port}/metrics")
         sys.stdout.flush()
         await asyncio.Event().wait()
     finally:

@@ -6,8 +6,9 @@ import secrets
 
 import msgspec
 
+from aioshm.arguments import check_int
 from aioshm.config import Options
-from aioshm.lifeline.address import new_address
+from aioshm.lifeline.address import bracketed, new_address
 
 _LAST_PORT = 65535
 
@@ -31,15 +32,10 @@ def get_engine_client_zmq_addr(local_only: bool, host: str, port: int = 0) -> st
     if local_only:
         options = msgspec.structs.replace(Options.from_env(), lifeline="directory")
         return f"ipc://{new_address(options, secrets.token_bytes(8), 'engine')}"
-    if not isinstance(port, int) or isinstance(port, bool):
-        raise TypeError(f"port must be an int, not {port!r}")
-    if not 0 <= port <= _LAST_PORT:
-        raise ValueError(f"port must be 0 to {_LAST_PORT}, not {port}")
+    check_int("port", port, minimum=0, maximum=_LAST_PORT)
     if not isinstance(host, str) or not host:
         raise ValueError(f"host must be an address, not {host!r}")
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
-    return f"tcp://{host}:{port}"
+    return f"tcp://{bracketed(host)}:{port}"
 
 
 def check_handshake_address(address: object) -> str:

@@ -92,8 +92,12 @@ def connectable(endpoint: str) -> str:
     host, _, port = rest.rpartition(":")
     if transport != "tcp" or host not in WILDCARD_HOSTS:
         return endpoint
-    own = own_address()
-    return f"tcp://[{own}]:{port}" if ":" in own else f"tcp://{own}:{port}"
+    return f"tcp://{bracketed(own_address())}:{port}"
+
+
+def bracketed(host: str) -> str:
+    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def check_ip(address: object) -> str | None:

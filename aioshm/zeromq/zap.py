@@ -1,31 +1,26 @@
 """ZAP (RFC 27): decides which peers may connect to the sockets of a context.
 
-pyzmq's `zmq.auth` cannot do that here. It answers each question immediately, and only with 200 or 400. This
-authenticator has to postpone answers: it admits engines one after the other, and waits for keys that may be known soon.
+pyzmq's `zmq.auth` answers each question immediately, and only with 200 or 400. This authenticator can wait for keys
+that may be known soon.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 
 import zmq
 
 from aioshm.process.limits import naming_limits
 from aioshm.process.threads import start_thread
-from aioshm.zeromq.pump import Pump, drain, whole
+from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import Socket, Sockets
-
-PATIENCE_S = 0.1
-"""How long an admitted connection may be silent before the next one is admitted."""
 
 UNKNOWN_S = 2.0
 """How long to wait for a key to become known. Afterwards the peer tries again when its handshake times out."""
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 _POLL_S = 0.05
-_ANY_DOMAIN = "aioshm"
 _REQUEST_FRAMES = 8  # a peer, a delimiter, and the six of a request without credentials
 _VERSION, _ADMITTED, _TRY_AGAIN, _REFUSED = b"1.0", b"200", b"300", b"400"
 
@@ -40,59 +35,32 @@ class ZapAuthenticator:
 
     Args:
         sockets: The context, which closes the authenticator's socket, too.
-        recognise: Recognises peers by their keys; None admits all.
+        recognise: Recognises peers by their keys.
         retry: Whether an unknown key may be known soon; a peer that is refused never tries again.
     """
 
-    def __init__(self, sockets: Sockets, recognise: Recognise | None = None, *, retry: bool = False) -> None:
+    def __init__(self, sockets: Sockets, recognise: Recognise, *, retry: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
         self._recognise = recognise
         self._retry = retry
-        self._one_by_one = False
-        self._requests: deque[list[bytes]] = deque()
-        self._silent: asyncio.TimerHandle | None = None  # runs until the admitted connection has sent a message
         self._socket = sockets.add(sockets.context.socket(zmq.ROUTER))
         self._socket.bind(_ENDPOINT)
-        self._pump = Pump(self._loop, self._socket, self._work)
-
-    def admit_one_by_one(self, router: Socket) -> None:
-        """Admit the next connection only when `heard` was called for the previous one.
-
-        A ROUTER that hands over drops unread messages of a peer when a second peer of the same identity comes. If the
-        first HELLO were lost, the duplicate rank would stay unnoticed.
-        """
-        self._one_by_one = True
-        if not router.getsockopt(zmq.ZAP_DOMAIN):  # without a domain, peers without keys cause no request
-            router.setsockopt_string(zmq.ZAP_DOMAIN, _ANY_DOMAIN)
-
-    def heard(self) -> None:
-        """Note that the admitted connection has sent a message."""
-        if self._silent is not None:
-            self._silent.cancel()
-            self._silent = None
-            self._pump.run()
+        self._pump = Pump.of_messages(self._loop, self._socket, self._take, whole(self._socket))
 
     def close(self) -> None:
         """Admit no more peers. Idempotent."""
         self._pump.pause()
-        if self._silent is not None:
-            self._silent.cancel()
 
-    def _work(self) -> bool:
-        more = drain(self._socket, whole(self._socket), self._requests.append)
-        if self._silent is not None or not self._requests:
-            return more
-        request = self._requests.popleft()
+    def _take(self, request: list[bytes]) -> None:
         if len(request) >= _REQUEST_FRAMES:
             peer, _, _, number, domain, _, _, mechanism, *keys = request
             key = keys[0] if mechanism == b"CURVE" and keys else b""
             self._answer(peer, number, domain.decode(errors="replace"), key)
-        return True
 
     def _answer(self, peer: bytes, request: bytes, domain: str, key: bytes, until: float = 0.0) -> None:
         if self._pump.paused:
             return
-        user = "" if self._recognise is None else self._recognise(domain, key)
+        user = self._recognise(domain, key)
         now = self._loop.time()
         until = until or now + UNKNOWN_S
         if user is None and self._retry and now < until:
@@ -105,8 +73,6 @@ class ZapAuthenticator:
             [peer, b"", _VERSION, request, status, b"", (user or "").encode(), b""], zmq.NOBLOCK
         )
         self._pump.run_soon()  # sending may clear the sign that there is something to read
-        if self._one_by_one and user is not None:
-            self._silent = self._loop.call_later(PATIENCE_S, self.heard)
 
 
 def admit_only(context: zmq.Context[Socket], key: bytes, what: str) -> None:

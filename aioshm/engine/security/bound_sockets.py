@@ -86,22 +86,20 @@ class Connections(Monitor):
 class BoundSockets:
     """The bound sockets of one front end, or of the coordinator, on the running loop.
 
-    With ``asks`` a `ZapAuthenticator` admits peers even if no keys are in use. With ``retry`` a peer with an unknown
-    key may try again, since the key may be known soon.
+    With ``retry`` a peer with an unknown key may try again, since the key may be known soon.
     """
 
-    def __init__(self, protection: Protection, *, retry: bool = False, asks: bool = False) -> None:
+    def __init__(self, protection: Protection, *, retry: bool = False) -> None:
         self._protection = protection
         self._loop = asyncio.get_running_loop()
         self._pumps: list[Pump] = []
         self._files: list[BoundFile] = []
         self._connections: list[Connections] = []
-        self.authenticator: ZapAuthenticator | None = None
+        self._authenticator: ZapAuthenticator | None = None
         self.sockets: Sockets = Sockets()
         try:
-            if protection.recognises or asks:
-                recognise = protection.recognise if protection.recognises else None
-                self.authenticator = ZapAuthenticator(self.sockets, recognise, retry=retry)
+            if protection.recognises:
+                self._authenticator = ZapAuthenticator(self.sockets, protection.recognise, retry=retry)
         except BaseException:
             self.sockets.close()
             raise
@@ -172,8 +170,8 @@ class BoundSockets:
             file.remove()
         for connections in self._connections:
             connections.close()
-        if self.authenticator is not None:
-            self.authenticator.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
 
     def close(self) -> None:
         """Close all sockets, and drop messages that were not delivered yet. Idempotent."""

@@ -88,6 +88,7 @@ class EngineCredentials:
         return f"<EngineCredentials of engine {self.rank}>"
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class EngineKeys:
     """The keys of one deployment: its front ends, its coordinator and its engines.
 
@@ -105,21 +106,20 @@ class EngineKeys:
     gets the keys of its next incarnation. Earlier keys become void then; with an `EngineSupervisor`, as soon as the
     death is known.
 
-    Args:
+    Attributes:
         secret: 32 random bytes, from which all keys are derived.
 
     Raises:
         ValueError: The secret has another length.
     """
 
-    __slots__ = ("_secret",)
+    secret: bytes
 
-    def __init__(self, secret: bytes) -> None:
-        if not isinstance(secret, bytes):
-            raise TypeError(f"secret must be bytes, not {type(secret).__name__}")
-        if len(secret) != SECRET_BYTES:
-            raise ValueError(f"secret must be {SECRET_BYTES} bytes, not {len(secret)}")
-        self._secret = secret
+    def __post_init__(self) -> None:
+        if not isinstance(self.secret, bytes):
+            raise TypeError(f"secret must be bytes, not {type(self.secret).__name__}")
+        if len(self.secret) != SECRET_BYTES:
+            raise ValueError(f"secret must be {SECRET_BYTES} bytes, not {len(self.secret)}")
 
     @classmethod
     def generate(cls) -> EngineKeys:
@@ -144,7 +144,7 @@ class EngineKeys:
             FileExistsError: The file exists.
             OSError: The file cannot be written.
         """
-        _write(path, _File(secret=self._secret))
+        _write(path, _File(secret=self.secret))
 
     @property
     def front_end(self) -> CurveKeys:
@@ -186,11 +186,7 @@ class EngineKeys:
         )
 
     def of_engine(self, rank: int, incarnation: int = 0) -> CurveKeys:
-        """Return the key pair of an engine.
-
-        Raises:
-            TypeError, ValueError: The rank or the incarnation is invalid.
-        """
+        """Return the key pair of an engine."""
         return self._pair(b"engine" + _incarnated(rank, incarnation))
 
     def name(self, rank: int, incarnation: int = 0) -> bytes:
@@ -202,16 +198,7 @@ class EngineKeys:
         return CurveKeys(public=zmq.curve_public(secret), secret=secret)
 
     def _derived(self, what: bytes) -> bytes:
-        return blake2b(what, key=self._secret, digest_size=SECRET_BYTES, person=_PERSON).digest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, EngineKeys) and self._secret == other._secret
-
-    def __hash__(self) -> int:
-        return hash(self._secret)
-
-    def __reduce__(self) -> tuple[type[EngineKeys], tuple[bytes]]:
-        return type(self), (self._secret,)
+        return blake2b(what, key=self.secret, digest_size=SECRET_BYTES, person=_PERSON).digest()
 
     def __repr__(self) -> str:
         return "<EngineKeys>"
@@ -307,7 +294,7 @@ class _File(msgspec.Struct, tag="aioshm-engine-keys", omit_defaults=True):
 
 
 def _encode(keys: AnyKeys) -> bytes:
-    file = _File(secret=keys._secret) if isinstance(keys, EngineKeys) else _File(engine=keys)
+    file = _File(secret=keys.secret) if isinstance(keys, EngineKeys) else _File(engine=keys)
     return msgspec.json.encode(file)
 
 

@@ -129,7 +129,8 @@ class EngineStartupCoordinator(AsyncClosing):
 
     The startup fails if a watched process exits, even with code 0, or after ``progress_timeout`` without progress. It
     also fails if a handshake message is refused, from any sender: an engine with a wrong rank is an unknown sender, and
-    the missing engine would never come. A failure, or leaving the block before every engine is ready, stops the engines
+    the missing engine would never come. Two engines of one rank that come at the same moment are noticed only by the
+    lack of progress. A failure, or leaving the block before every engine is ready, stops the engines
     of ``proc_manager`` and ``coord_process``.
 
     From the beginning of the block on, messages are read and processes watched. The time without progress runs from the
@@ -138,8 +139,7 @@ class EngineStartupCoordinator(AsyncClosing):
 
     Args:
         handshake_address: Where engines say HELLO: an ``ipc://`` or ``tcp://`` address to bind, or a bound ROUTER
-            socket (plain, or of ``zmq.asyncio``). Such a socket stays open, and nothing else may read from it. Two
-            engines of one rank that come at the same moment are noticed there only by the lack of progress.
+            socket (plain, or of ``zmq.asyncio``). Such a socket stays open, and nothing else may read from it.
         engines: The expected engines; their states are kept up to date.
         addresses: The addresses that engines get, as of their HELLO. Receives the ``frontend_stats_publish_address``
             that an engine passes on.

@@ -54,7 +54,7 @@ class HandshakeRouter:
             self._encrypts = False
             if not self.trusted:
                 warn_of_strangers([self.address])
-        self._bound = BoundSockets(self.protection, asks=self.trusted and isinstance(place, str))
+        self._bound = BoundSockets(self.protection)
         try:
             self._router = self._open(place) if isinstance(place, str) else zmq.Socket.shadow(place)
             # An INIT that reaches nobody shall be an error.
@@ -75,8 +75,6 @@ class HandshakeRouter:
     def _open(self, address: str) -> Socket:
         max_bytes = MAX_FRAME_BYTES if self.trusted else MAX_STRANGE_BYTES
         router = self._bound.open(zmq.ROUTER, address, hwm=_HWM, max_bytes=max_bytes)
-        if self._bound.authenticator is not None:
-            self._bound.authenticator.admit_one_by_one(router)
         if over_tcp([address]):
             self._bound.watch(router)
         return router
@@ -109,8 +107,6 @@ class HandshakeRouter:
     def answer(self, frames: list[bytes]) -> None:
         """Answer an engine; the first frame is its identity. `zmq.ZMQError`: the engine is not connected."""
         self._router.send_multipart([self._names.get(frames[0], frames[0]), *frames[1:]], zmq.NOBLOCK)
-        if self._bound.authenticator is not None:
-            self._bound.authenticator.heard()
 
     def close(self) -> None:
         """Stop reading, and close the socket unless it was given. Idempotent."""

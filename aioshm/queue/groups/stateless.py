@@ -21,6 +21,7 @@ import msgspec
 
 from aioshm.config import check_int, check_seconds, shown
 from aioshm.errors import GroupBroken, RoleError
+from aioshm.lifeline.address import bracketed
 from aioshm.process.background import run_apart
 from aioshm.process.state import process_state
 from aioshm.queue.groups.process_group import check_rank
@@ -150,7 +151,7 @@ class StatelessProcessGroup:
             raise TypeError(f"name must be a string, not {shown(name)}")
         make_store = _import_store()  # takes seconds, which are none of the time to meet in
         deadline = monotonic() + timeout
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = f"{bracketed(host)}:{port}"
         group = cls(None, address, rank, world_size, timeout, name)
         claim = _Claim(group._token, platform.node(), os.getpid(), _pid_namespace())
         listening = _listen(host, port) if rank == 0 else None

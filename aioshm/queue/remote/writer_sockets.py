@@ -13,7 +13,7 @@ from zmq.utils import z85
 
 from aioshm.config import Options
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
-from aioshm.lifeline.address import own_address
+from aioshm.lifeline.address import bracketed, own_address
 from aioshm.queue.names.identity import Identity
 from aioshm.queue.remote import wire
 from aioshm.zeromq.curve import CurveKeys, limit_frames
@@ -58,7 +58,7 @@ class WriterSockets:
                     self.keys = CurveKeys.generate(server.public)
                 assert self.keys is not None
                 admit_only(context, z85.decode(self.keys.public), "a writer with remote readers")
-            host = _host(own_address() if ip is None else ip)
+            host = bracketed(own_address() if ip is None else ip)
             # A reader may have a window's messages on their way, once more if they are sent again. More than that waits
             # only on a connection that has ended without either end having noticed yet, where it may be dropped.
             parts = max(options.remote_window_bytes, options.max_message_bytes) // wire.PART_BYTES + 1
@@ -124,7 +124,7 @@ class WriterSockets:
                 raise ValueError(f"connect_ip must be an address of this host, not {ip or host!r}") from None
             raise SharedMemoryError(error.errno, f"no port to be had for remote readers: {error.strerror}") from None
         if ip in _WILDCARDS:
-            return f"tcp://{_host(own_address())}:{_port(bound)}"
+            return f"tcp://{bracketed(own_address())}:{_port(bound)}"
         return bound
 
     def start(
@@ -199,7 +199,3 @@ class WriterSockets:
 
 def _port(endpoint: str) -> int:
     return int(endpoint.rpartition(":")[2])
-
-
-def _host(ip: str) -> str:
-    return f"[{ip}]" if ":" in ip else ip

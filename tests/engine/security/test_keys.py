@@ -44,13 +44,13 @@ class TestKeys:
     def test_an_engine_has_its_own_only(self) -> None:
         keys = EngineKeys.generate()
         one, two = keys.for_engine(1), keys.for_engine(2)
-        assert one == EngineKeys(keys._secret).for_engine(1)
+        assert one == EngineKeys(keys.secret).for_engine(1)
         assert len({one.public, two.public, one.secret, two.secret, one.name, two.name}) == 6
         assert (one.front_end, one.coordinator) == (keys.front_end.public, keys.coordinator.public)
         assert one.to_front_end().server == keys.front_end.public
         assert one.to_coordinator().server == keys.coordinator.public
         assert keys.front_end.secret not in repr(one).encode() + pickle.dumps(one)
-        assert keys._secret not in pickle.dumps(one)
+        assert keys.secret not in pickle.dumps(one)
         assert one.for_engine(1) is one
         with pytest.raises(RoleError, match="the keys of engine 1, and engine 2 needs its own"):
             one.for_engine(2)
@@ -62,7 +62,7 @@ class TestKeys:
     def test_equality(self) -> None:
         keys = EngineKeys.generate()
         assert pickle.loads(pickle.dumps(keys)) == keys
-        assert hash(EngineKeys(keys._secret)) == hash(keys)
+        assert hash(EngineKeys(keys.secret)) == hash(keys)
         assert EngineKeys.generate() != keys
 
     def test_bad_secrets(self) -> None:
