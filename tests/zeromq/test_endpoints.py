@@ -11,6 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -56,9 +57,10 @@ BINDS: dict[str, Make] = {
         endpoint, [CoreEngine(0)], EngineZmqAddresses([FREE], [FREE])
     ),
 }
+ENGINE = Mock(spec=["initialize", "add_request", "abort_requests", "step"])
 CONNECTS: dict[str, Make] = {
     "subscriber": EventSubscriber,
-    "engine": lambda endpoint: run_engine_core(None, endpoint, 0),  # type: ignore[arg-type]
+    "engine": lambda endpoint: run_engine_core(ENGINE, endpoint, 0),
 }
 
 
