@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
@@ -21,7 +21,7 @@ from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
-from aioshm.ring.cores import Calls
+from aioshm.ring.calls import Calls
 from aioshm.wait.limits import deadline_after
 
 if TYPE_CHECKING:
@@ -579,7 +579,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         return repr(self.end)
 
 
-Calls.document(MessageQueue.enqueue.__doc__ or "", MessageQueue.dequeue.__doc__ or "")  # for `help` on an instance
+Calls.docs = MessageQueue.enqueue.__doc__ or "", MessageQueue.dequeue.__doc__ or ""  # for `help` on an instance
 
 
 class _Messages(Calls):
@@ -592,7 +592,8 @@ class _Messages(Calls):
     def __aiter__(self) -> Self:
         return self
 
-    __anext__ = Calls.dequeue
+    def __anext__(self) -> Coroutine[Any, Any, Any]:
+        return self.dequeue()
 
     async def _slow_path(self, *args: Any) -> Any:
         try:

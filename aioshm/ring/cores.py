@@ -22,7 +22,6 @@ __all__ = [
     "RECHECK_S",
     "SLOW_PATH",
     "STRONG_ORDER",
-    "Calls",
     "ReaderBase",
     "ReaderCore",
     "WriterBase",
@@ -55,17 +54,11 @@ FULL_FENCE = native_core or STRONG_ORDER
 """Whether `memory_fence` is a full one, so that no wake-up can be lost."""
 
 if TYPE_CHECKING:
-    from aioshm.ring.reference import EMPTY, SLOW_PATH, Calls, ReaderBase, WriterBase, memory_fence
+    from aioshm.ring.reference import EMPTY, SLOW_PATH, ReaderBase, WriterBase, memory_fence
 elif native_core:
-    from aioshm.ring._native import EMPTY, SLOW_PATH, Calls, ReaderBase, WriterBase, memory_fence
+    from aioshm.ring._native import EMPTY, SLOW_PATH, ReaderBase, WriterBase, memory_fence
 else:
-    from aioshm.ring.reference import EMPTY, SLOW_PATH, Calls, memory_fence
-
-    if STRONG_ORDER:
-        from aioshm.ring.reference import ReaderBase, WriterBase
-    else:
-        from aioshm.ring.reference import OrderedReaderBase as ReaderBase
-        from aioshm.ring.reference import OrderedWriterBase as WriterBase
+    from aioshm.ring.reference import EMPTY, SLOW_PATH, ReaderBase, WriterBase, memory_fence
 
 if TYPE_CHECKING:
     _ReaderBase = ReaderBase

@@ -11,7 +11,7 @@ import platform
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any, Final
@@ -53,9 +53,9 @@ def memory_fence() -> None:
 class _End(ABC):
     """The part that both ends share: who may use it, spinning, memory."""
 
-    reorders = False  # whether the processor reorders loads and stores, so that they need fences between them
+    reorders = not STRONG_ORDER  # whether loads and stores need fences between them
 
-    def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], view: memoryview, line: int) -> None:
+    def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], view: memoryview, line: int, parked: memoryview) -> None:
         if not sizes.slots or len(view) < sizes.total_bytes:
             raise ValueError("the memory is smaller than the layout says, or is misaligned")
         if view.readonly:
@@ -87,7 +87,7 @@ class _End(ABC):
         self._row_bytes = 1 + sizes.n_reader
         self._own = view[line : line + at.LINE]
         self._count = self._own.cast("Q")  # and the other words of the line
-        self._fence = threading.Lock()
+        self._parked = parked
 
     def bind(self, code: Callable[[Any], Any], what: int, raw: bool, on_parked: Callable[[], object] | None, /) -> None:
         """Set the codec, an ordinary message's first word, whether bytes stand for themselves, how to wake a peer."""
@@ -162,7 +162,7 @@ class _End(ABC):
             raise BufferError("the ring is in use")
         self.open = False
         self._closed = True
-        for part in (self._view, self._flags, self._count, self._own):
+        for part in (self._view, self._flags, self._count, self._own, self._parked):
             part.release()
 
     @abstractmethod
@@ -173,11 +173,10 @@ class _End(ABC):
         if self.reorders:
             memory_fence()
 
-    def _fence_now(self) -> None:
-        # No other thread has this lock. It is not waited for: an exception that a signal handler raises between the
-        # two calls leaves it taken, and release() alone is a fence.
-        self._fence.acquire(False)
-        self._fence.release()
+    def _peer_parked(self) -> bool:
+        """Return whether the peer, or one of the readers, has to be woken."""
+        memory_fence()
+        return any(self._parked)
 
     def check_open(self) -> None:
         """Raise if the ring was closed."""
@@ -234,11 +233,10 @@ class WriterBase(_End):
     in_use: int
 
     def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], view: memoryview, record: bytearray, /) -> None:
-        super().__init__(sizes, pools, view, at.WRITER_LINE)
+        parked = view[at.READERS_PARKED : at.READERS_PARKED + sizes.n_reader]
+        super().__init__(sizes, pools, view, at.WRITER_LINE, parked)
         self._record = WriterRecord(sizes, pools, record)
-        self._parked = view[at.READERS_PARKED : at.READERS_PARKED + sizes.n_reader]
         self._ones = memoryview(bytes([1]) * self._row_bytes)
-        self._zeros = bytes(sizes.n_reader)
         self.claimed_bytes: int = 0  # of the message that the claimed slot is for
         self.awaited: int = NO_MESSAGE  # the message that all read before a spin ends; NO_MESSAGE: the next slot's
 
@@ -257,7 +255,7 @@ class WriterBase(_End):
         """Publish the claimed slot; return whether a reader is parked and has to be woken."""
         self.check_unused()
         self._publish()
-        return self._readers_parked()
+        return self._peer_parked()
 
     def put(self, message: Any, /) -> bool:
         """Publish what encoding returned; return False if it is no ordinary message, or there is no room."""
@@ -272,7 +270,7 @@ class WriterBase(_End):
         self._fill(message, now)
         self._publish()
         self._spend(1, now)
-        self._notify(self._readers_parked())
+        self._notify(self._peer_parked())
         return True
 
     def put_many(self, messages: list[Any], start: int, /) -> int:
@@ -295,7 +293,7 @@ class WriterBase(_End):
         if amount:
             self.published_ns = now
             self._spend(amount, monotonic_ns())
-            self._notify(self._readers_parked())
+            self._notify(self._peer_parked())
         return amount
 
     def send(self, obj: Any, /) -> Any:
@@ -331,17 +329,8 @@ class WriterBase(_End):
         self.copied += nbytes
         self._publish()
         self._spend(1, monotonic_ns())
-        self._notify(self._readers_parked())
+        self._notify(self._peer_parked())
         return True
-
-    def close(self) -> None:
-        super().close()
-        self._parked.release()
-
-    def _readers_parked(self) -> bool:
-        self._fence_now()
-        places = self._record.places
-        return self._parked[:places] != self._zeros[:places]
 
     # Claiming
 
@@ -441,7 +430,7 @@ class ReaderBase(_End):
         histogram: int,
         /,
     ) -> None:
-        super().__init__(sizes, pools, view, line)
+        super().__init__(sizes, pools, view, line, view[at.WRITER_PARKED : at.WRITER_PARKED + 1])
         self._record = ReaderRecord(sizes, record)
         self._flag = 1 + reader
         self.kept: bool = False  # whether a slot was skipped and has not been given back
@@ -452,17 +441,12 @@ class ReaderBase(_End):
         self._finished_ns = 0
         with view[histogram : histogram + 8 * at.LATENCY_BUCKETS] as part:
             self._latencies = part.cast("Q")
-        self._parked = view[at.WRITER_PARKED : at.WRITER_PARKED + 1]
 
     def release(self) -> bool:
         """Finish with the slot; return whether the writer is parked and has to be woken."""
         self.check_unused()
         self._finish()
-        return self._writer_parked()
-
-    def _writer_parked(self) -> bool:
-        self._fence_now()
-        return self._parked[0] != 0
+        return self._peer_parked()
 
     def start_at(self, seq: int, /) -> None:
         """Continue at a message, whatever lies before it."""
@@ -570,7 +554,7 @@ class ReaderBase(_End):
         if len(batch) % BATCH_LOOKS:
             self._note_latency(now)
         self._spend(len(batch), now)
-        self._notify(self._writer_parked())
+        self._notify(self._peer_parked())
         if failure is not None:
             raise failure
         return batch
@@ -650,7 +634,6 @@ class ReaderBase(_End):
 
     def close(self) -> None:
         super().close()
-        self._parked.release()
         self._latencies.release()
 
     # Latency, size, trace context
@@ -695,59 +678,3 @@ class ReaderBase(_End):
     def _read_trace(self) -> bytes:
         start = self._slot() + self._trace_at
         return bytes(self._view[start : start + at.TRACE_BYTES])
-
-
-class OrderedWriterBase(WriterBase):
-    """The writer's end where the processor reorders stores."""
-
-    reorders = True
-
-
-class OrderedReaderBase(ReaderBase):
-    """A reader's end where the processor reorders loads."""
-
-    reorders = True
-
-
-class Calls:
-    """The calls of an awaited queue, which ask a core first; the native ones take no frame unless they have to wait.
-
-    Args:
-        slow_path: Makes the coroutine that continues where the core could not. Its arguments are the core's answer, its
-            exception, or None without a core, and then those of `enqueue` or `dequeue`.
-
-    Attributes:
-        core: The core that is asked first; None: there is none, or it is of another make.
-    """
-
-    def __init__(self, slow_path: Callable[..., Coroutine[Any, Any, Any]], /) -> None:
-        self._ask = slow_path
-        self.core: WriterBase | ReaderBase | None = None
-
-    @staticmethod
-    def document(enqueue: str, dequeue: str) -> None:
-        """Set the docstrings of `enqueue` and `dequeue`."""
-        Calls.enqueue.__doc__ = enqueue
-        Calls.dequeue.__doc__ = dequeue
-
-    async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
-        outcome = None
-        if isinstance(self.core, WriterBase):
-            try:
-                outcome = self.core.send(obj)
-            except Exception as error:
-                outcome = error
-            if outcome is None:
-                return
-        await self._ask(outcome, obj, timeout)
-
-    async def dequeue(self, timeout: float | None = None, cancel: Any = None, indefinite: bool = False) -> Any:
-        outcome = None
-        if isinstance(self.core, ReaderBase):
-            try:
-                obj = outcome = self.core.receive()
-            except Exception as error:
-                obj, outcome = EMPTY, error
-            if obj is not EMPTY and obj is not SLOW_PATH:
-                return obj
-        return await self._ask(outcome, timeout, cancel, indefinite)

@@ -40,10 +40,12 @@ class ReferenceWriter(WriterControl, reference.WriterBase): ...
 class ReferenceReader(ReaderControl, reference.ReaderBase): ...
 
 
-class OrderedWriter(WriterControl, reference.OrderedWriterBase): ...
+class OrderedWriter(ReferenceWriter):
+    reorders = True
 
 
-class OrderedReader(ReaderControl, reference.OrderedReaderBase): ...
+class OrderedReader(ReferenceReader):
+    reorders = True
 
 
 NATIVE: Cores | None = None

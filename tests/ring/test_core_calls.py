@@ -1,4 +1,4 @@
-"""Awaited calls, which ask a core first and continue in Python where the core could not; native and Python."""
+"""Awaited calls, which ask a core first and continue in Python where the core could not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 from pairs_of_cores import NewPair, Notes, Pair
-from rings import Cores
+from rings import CORES, Cores
+
+from aioshm.ring.calls import Calls
+from aioshm.ring.cores import EMPTY, native_core
+
+
+@pytest.fixture
+def cores() -> Cores:
+    """The core that this process uses."""
+    return CORES["native" if native_core else "portable"]
 
 
 class Calling(Notes):
@@ -20,14 +29,13 @@ class Calling(Notes):
 
     def __init__(self, pair: Pair, core: Any, slow_path: Any = None) -> None:
         self.future: asyncio.Future[str] | None = None
-        self.module = pair.cores.module
-        self.calls = self.module.Calls(slow_path or self.slow_path)
+        self.calls = Calls(slow_path or self.slow_path)
         self.calls.core = core
 
     async def slow_path(self, outcome: Any, *args: Any) -> Any:
         if isinstance(outcome, Exception):
             raise outcome
-        self.append(f"{'empty' if outcome is self.module.EMPTY else outcome} {args}")
+        self.append(f"{'empty' if outcome is EMPTY else outcome} {args}")
         return "later" if self.future is None else await self.future
 
 
@@ -273,7 +281,7 @@ class TestMemory:
         gc.collect()
         assert known() is None
 
-    def test_a_cycle_through_a_call_is_garbage(self, cores: Cores, sending: Calling) -> None:
+    def test_a_cycle_through_a_call_is_garbage(self, sending: Calling) -> None:
         class Message:
             call: Any = None
 
@@ -282,7 +290,7 @@ class TestMemory:
         message.call.close()
         message.call = None
         known = weakref.ref(message)
-        waiting = cores.module.Calls(lambda *args: _wait_with(args))
+        waiting = Calls(lambda *args: _wait_with(args))
         message.call = waiting.enqueue(message)
         message.call.send(None)
         del message

@@ -53,36 +53,12 @@ class WatchedSlots:
         return SimpleNamespace(body=Watched(slot.body, "body", self._log))
 
 
-class NotedLock:
-    """A lock that notes the round trip through it: a fence, too."""
-
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-
-    def acquire(self, blocking: bool = True) -> bool:
-        return True
-
-    def release(self) -> None:
-        self._log.append("fence")
-
-    __enter__ = acquire
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-
 class ParkedFlags(Watched):
     """Parked flags, of which also a look is noted."""
 
     def __getitem__(self, index: Any) -> Any:
         self._log.append("look at the parked flags")
         return super().__getitem__(index)
-
-    def __eq__(self, other: object) -> bool:
-        self._log.append("look at the parked flags")
-        return super().__eq__(other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def watch(cursor: RingWriter | RingReader, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -92,7 +68,6 @@ def watch(cursor: RingWriter | RingReader, monkeypatch: pytest.MonkeyPatch) -> l
     core._flags = Watched(core._flags, "flags", log)
     core._slots = WatchedSlots(core._slots, log)
     core._parked = ParkedFlags(core._parked, "parked", log)
-    core._fence = NotedLock(log)
     monkeypatch.setattr(reference, "memory_fence", lambda: log.append("fence"))
     return log
 

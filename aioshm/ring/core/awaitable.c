@@ -1,22 +1,18 @@
-/* What enqueue() and dequeue() return: asks the core, and takes a Python coroutine only where it has to wait. */
+/* What enqueue() and dequeue() return: asks the core, and takes a Python coroutine only where it has to wait. calls.py
+ * has the same in Python. */
 
 #include "core.h"
 
-/* Makes the awaitables of one end of a queue. */
-typedef struct {
-    PyObject_HEAD
-    PyObject *core;           /* asked first, where it is a native one of this end */
-    PyObject *slow_path;      /* makes the coroutine: of the core's outcome, then of the call's arguments */
-    PyTypeObject *writer, *reader, *call;
-    void *spare;              /* the memory of a call that has ended: 10% of a message of 64 bytes */
-} Calls;
+#define ARGS 5
 
 typedef struct {
     PyObject_HEAD
-    Calls *calls;
-    PyObject *args[3];        /* enqueue: obj, timeout, NULL; dequeue: timeout, cancel, indefinite; NULL once begun */
+    /* The core, which is asked first; slow_path, which makes the coroutine that continues; then the arguments of enqueue
+     * (obj, timeout, NULL) or dequeue (timeout, cancel, indefinite). NULL once begun. */
+    PyObject *args[ARGS];
     PyObject *rest;           /* the coroutine that continues where the core could not; NULL: none, or it has ended */
-    bool sends;
+    const char *name;
+    State *state;             /* of the module, which the type keeps */
 } Call;
 
 static bool is_new(const Call *self)
@@ -24,10 +20,15 @@ static bool is_new(const Call *self)
     return self->args[0] != NULL;
 }
 
+static void clear_args(PyObject **args)
+{
+    for (int n = 0; n < ARGS; n++)
+        Py_CLEAR(args[n]);
+}
+
 static int call_clear(Call *self)
 {
-    for (int n = 0; n < 3; n++)
-        Py_CLEAR(self->args[n]);
+    clear_args(self->args);
     Py_CLEAR(self->rest);
     return 0;
 }
@@ -45,48 +46,43 @@ static PyObject *fetch_error(void)
     return error;
 }
 
-/* Make the coroutine that continues: what a core did not do (None: none was asked), or it raises the core's error. */
-static PySendResult begin_rest(Call *self, PyObject *outcome, PyObject **args)
-{
-    self->rest = PyObject_CallFunctionObjArgs(self->calls->slow_path, outcome, args[0], args[1], args[2], NULL);
-    Py_DECREF(outcome);
-    for (int n = 0; n < 3; n++)
-        Py_XDECREF(args[n]);
-    return self->rest == NULL ? PYGEN_ERROR : PYGEN_NEXT;
-}
-
-/* Have the core do it. PYGEN_NEXT: it could not, and the rest continues. */
+/* Have the core do it. PYGEN_NEXT: it could not, and the rest continues with what the core answered or raised. */
 static PySendResult begin(Call *self, bool asks, PyObject **result)
 {
-    PyObject *args[3], *core = self->calls->core, *outcome = Py_NewRef(Py_None);
+    PyObject *args[ARGS], *outcome = Py_NewRef(Py_None);
     memcpy(args, self->args, sizeof args);
     memset(self->args, 0, sizeof args);
-    if (asks && core != NULL && PyObject_TypeCheck(core, self->sends ? self->calls->writer : self->calls->reader)) {
-        End *end = (End *)Py_NewRef(core);
+    bool done = false, sends = args[4] == NULL;
+    if (asks && PyObject_TypeCheck(args[0], sends ? self->state->writer : self->state->reader)) {
+        End *end = (End *)args[0];
         Py_DECREF(outcome);
-        outcome = self->sends ? writer_send((WriterEnd *)end, args[0]) : reader_receive((ReaderEnd *)end, NULL);
-        bool done = self->sends ? outcome == Py_None : outcome != end->empty && outcome != end->slow_path;
-        Py_DECREF(core);
-        if (outcome == NULL && PyErr_ExceptionMatches(PyExc_Exception)) {
-            outcome = fetch_error();
-        } else if (outcome == NULL || done) {
-            for (int n = 0; n < 3; n++)
-                Py_XDECREF(args[n]);
-            *result = outcome;
-            return outcome == NULL ? PYGEN_ERROR : PYGEN_RETURN;
+        outcome = sends ? writer_send((WriterEnd *)end, args[2]) : reader_receive((ReaderEnd *)end, NULL);
+        done = sends ? outcome == Py_None : outcome != end->empty && outcome != end->slow_path;
+        if (outcome == NULL) {
+            done = !PyErr_ExceptionMatches(PyExc_Exception);
+            if (!done)
+                outcome = fetch_error();
         }
     }
-    return begin_rest(self, outcome, args);
+    if (!done) {
+        self->rest = PyObject_CallFunctionObjArgs(args[1], outcome, args[2], args[3], args[4], NULL);
+        Py_CLEAR(outcome);
+    }
+    clear_args(args);
+    *result = outcome;
+    if (done)
+        return outcome == NULL ? PYGEN_ERROR : PYGEN_RETURN;
+    return self->rest == NULL ? PYGEN_ERROR : PYGEN_NEXT;
 }
 
 static PySendResult call_am_send(Call *self, PyObject *sent, PyObject **result)
 {
     PySendResult outcome = PYGEN_NEXT;
-    *result = NULL;
     if (is_new(self)) {
         outcome = begin(self, true, result);
     } else if (self->rest == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited coroutine");
+        *result = NULL;
         return PYGEN_ERROR;
     }
     if (outcome == PYGEN_NEXT) {
@@ -146,21 +142,10 @@ static PyObject *call_close(Call *self, PyObject *Py_UNUSED(ignored))
 static int call_traverse(Call *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)self));
-    Py_VISIT(self->calls);
-    for (int n = 0; n < 3; n++)
+    for (int n = 0; n < ARGS; n++)
         Py_VISIT(self->args[n]);
     Py_VISIT(self->rest);
     return 0;
-}
-
-static const char *name_of(const Call *self)
-{
-    return self->sends ? "MessageQueue.enqueue" : "MessageQueue.dequeue";
-}
-
-static PyObject *call_name(Call *self, void *Py_UNUSED(closure))
-{
-    return PyUnicode_FromString(name_of(self));
 }
 
 static void call_dealloc(Call *self)
@@ -170,17 +155,15 @@ static void call_dealloc(Call *self)
     if (is_new(self)) {
         PyObject *kind, *error, *traceback;
         PyErr_Fetch(&kind, &error, &traceback);
-        if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1, "coroutine '%s' was never awaited", name_of(self)) < 0)
-            PyErr_WriteUnraisable((PyObject *)self->calls);
+        if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1, "coroutine '%s' was never awaited", self->name) < 0)
+            PyErr_WriteUnraisable(self->args[1]);
         PyErr_Restore(kind, error, traceback);
     }
     call_clear(self);
-    Calls *calls = self->calls;
-    if (calls->spare == NULL)
-        calls->spare = self;
+    if (self->state->spare == NULL)
+        self->state->spare = self;
     else
         PyObject_GC_Del(self);
-    Py_DECREF((PyObject *)calls);
     Py_DECREF(type);
 }
 
@@ -191,9 +174,9 @@ static PyMethodDef call_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef call_attributes[] = {
-    {"__qualname__", (getter)call_name, NULL, "The method that was called.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef call_members[] = {
+    {"__qualname__", T_STRING, offsetof(Call, name), READONLY, "The method that was called."},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot call_slots[] = {
@@ -206,7 +189,7 @@ static PyType_Slot call_slots[] = {
     {Py_am_await, PyObject_SelfIter},
     {Py_am_send, call_am_send},
     {Py_tp_methods, call_methods},
-    {Py_tp_getset, call_attributes},
+    {Py_tp_members, call_members},
     {0, NULL},
 };
 
@@ -215,16 +198,16 @@ PyType_Spec call_spec = {
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, call_slots,
 };
 
-/* Calls */
-
-/* Make a call from arguments by place or name; `found` has the defaults. */
-static PyObject *new_call(Calls *calls, const char *const *names, Py_ssize_t most, PyObject **found,
+/* Make a call from arguments by place or name. `self` is the module and the parts of `Calls`; `found` has the core, the
+ * slow path and the arguments' defaults. */
+static PyObject *new_call(PyObject *self, const char *const *names, Py_ssize_t most, PyObject **found,
                           PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
+    PyObject *parts = PyTuple_GetItem(self, 1);
     if (nargs > most)
         return PyErr_Format(PyExc_TypeError, "%s() takes at most %zd arguments (%zd given)", names[0], most, nargs);
     for (Py_ssize_t n = 0; n < nargs; n++)
-        found[n] = args[n];
+        found[2 + n] = args[n];
     for (Py_ssize_t n = 0; kwnames != NULL && n < PyTuple_Size(kwnames); n++) {
         PyObject *word = PyTuple_GetItem(kwnames, n);
         Py_ssize_t at = 0;
@@ -233,133 +216,67 @@ static PyObject *new_call(Calls *calls, const char *const *names, Py_ssize_t mos
         if (at == most || at < nargs)
             return PyErr_Format(PyExc_TypeError, "%s() got %s argument '%U'", names[0],
                                 at == most ? "an unexpected keyword" : "multiple values for", word);
-        found[at] = args[nargs + n];
+        found[2 + at] = args[nargs + n];
     }
-    if (found[0] == NULL)
+    if (found[2] == NULL)
         return PyErr_Format(PyExc_TypeError, "%s() missing a required argument: '%s'", names[0], names[1]);
-    Call *made = calls->spare == NULL ? PyObject_GC_New(Call, calls->call)
-                                      : (Call *)PyObject_Init(calls->spare, calls->call);
+    found[0] = PyList_GetItem(parts, 0);
+    found[1] = PyList_GetItem(parts, 1);
+    if (found[0] == NULL || found[1] == NULL)
+        return NULL;
+    State *state = PyModule_GetState(PyTuple_GetItem(self, 0));
+    Call *made = state->spare == NULL ? PyObject_GC_New(Call, state->call)
+                                      : (Call *)PyObject_Init(state->spare, state->call);
     if (made == NULL)
         return NULL;
-    calls->spare = NULL;
-    made->calls = (Calls *)Py_NewRef((PyObject *)calls);
-    for (int n = 0; n < 3; n++)
+    state->spare = NULL;
+    for (int n = 0; n < ARGS; n++)
         made->args[n] = Py_XNewRef(found[n]);
     made->rest = NULL;
-    made->sends = found[2] == NULL;
+    made->name = names[0];
+    made->state = state;
     PyObject_GC_Track(made);
     return (PyObject *)made;
 }
 
-static PyObject *calls_enqueue(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *enqueue(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    static const char *const NAMES[] = {"enqueue", "obj", "timeout"};
-    PyObject *found[3] = {NULL, Py_None, NULL};
+    static const char *const NAMES[] = {"MessageQueue.enqueue", "obj", "timeout"};
+    PyObject *found[ARGS] = {NULL, NULL, NULL, Py_None, NULL};
     return new_call(self, NAMES, 2, found, args, nargs, kwnames);
 }
 
-static PyObject *calls_dequeue(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *dequeue(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    static const char *const NAMES[] = {"dequeue", "timeout", "cancel", "indefinite"};
-    PyObject *found[3] = {Py_None, Py_None, Py_False};
+    static const char *const NAMES[] = {"MessageQueue.dequeue", "timeout", "cancel", "indefinite"};
+    PyObject *found[ARGS] = {NULL, NULL, Py_None, Py_None, Py_False};
     return new_call(self, NAMES, 3, found, args, nargs, kwnames);
 }
 
-static int calls_init(Calls *self, PyObject *args, PyObject *kwargs)
+static PyMethodDef enqueue_def = {"enqueue", FAST enqueue, METH_FASTCALL | METH_KEYWORDS, NULL};
+static PyMethodDef dequeue_def = {"dequeue", FAST dequeue, METH_FASTCALL | METH_KEYWORDS, NULL};
+
+/* The docstring of a call: that of MessageQueue, where it stands once. The text is kept for ever, as the calls are. */
+static const char *document(const char *signature, PyObject *doc)
 {
-    PyObject *slow_path;
-    State *state = state_of((PyObject *)self);
-    if (state == NULL || no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "O:Calls", &slow_path))
-        return -1;
-    if (self->call != NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "this was made already");
-        return -1;
-    }
-    self->slow_path = Py_NewRef(slow_path);
-    self->writer = (PyTypeObject *)Py_NewRef((PyObject *)state->writer);
-    self->reader = (PyTypeObject *)Py_NewRef((PyObject *)state->reader);
-    self->call = (PyTypeObject *)Py_NewRef((PyObject *)state->call);
-    return 0;
+    PyObject *text = PyUnicode_FromFormat("%s\n--\n\n%U", signature, doc);
+    return text == NULL ? NULL : PyUnicode_AsUTF8AndSize(text, NULL);
 }
 
-static int calls_traverse(Calls *self, visitproc visit, void *arg)
+PyObject *bind_calls(PyObject *module, PyObject *args)
 {
-    Py_VISIT(Py_TYPE((PyObject *)self));
-    Py_VISIT(self->core);
-    Py_VISIT(self->slow_path);
-    return 0;
-}
-
-static int calls_clear(Calls *self)
-{
-    Py_CLEAR(self->core);
-    Py_CLEAR(self->slow_path);
-    return 0;
-}
-
-static void calls_dealloc(Calls *self)
-{
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-    PyObject_GC_UnTrack(self);
-    calls_clear(self);
-    if (self->spare != NULL)
-        PyObject_GC_Del(self->spare);
-    Py_CLEAR(self->writer);
-    Py_CLEAR(self->reader);
-    Py_CLEAR(self->call);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF(type);
-}
-
-static PyMethodDef calls_methods[4];
-
-/* Gives the two calls the docstrings of MessageQueue's, so that each stands once. */
-static PyObject *calls_document(PyObject *Py_UNUSED(type), PyObject *args)
-{
-    static const char *const SIGNATURES[] = {
-        "enqueue($self, obj, timeout=None)\n--\n\n",
-        "dequeue($self, timeout=None, cancel=None, indefinite=False)\n--\n\n",
-    };
-    const char *docs[2];
-    if (!PyArg_ParseTuple(args, "ss:document", &docs[0], &docs[1]))
+    PyObject *parts, *docs[2];
+    if (!PyArg_ParseTuple(args, "O!UU:bind_calls", &PyList_Type, &parts, &docs[0], &docs[1]))
         return NULL;
-    for (int n = 0; n < 2; n++) {
-        size_t signature = strlen(SIGNATURES[n]), doc = strlen(docs[n]) + 1;
-        char *text = PyMem_Malloc(signature + doc); /* for as long as the type, which is never unloaded */
-        if (text == NULL)
-            return PyErr_NoMemory();
-        memcpy(text, SIGNATURES[n], signature);
-        memcpy(text + signature, docs[n], doc);
-        calls_methods[n].ml_doc = text;
-    }
-    Py_RETURN_NONE;
+    if (enqueue_def.ml_doc == NULL)
+        enqueue_def.ml_doc = document("enqueue($self, obj, timeout=None)", docs[0]);
+    if (dequeue_def.ml_doc == NULL)
+        dequeue_def.ml_doc = document("dequeue($self, timeout=None, cancel=None, indefinite=False)", docs[1]);
+    PyObject *self = enqueue_def.ml_doc && dequeue_def.ml_doc ? PyTuple_Pack(2, module, parts) : NULL;
+    if (self == NULL)
+        return NULL;
+    PyObject *made = Py_BuildValue("NN", PyCFunction_NewEx(&enqueue_def, self, NULL),
+                                   PyCFunction_NewEx(&dequeue_def, self, NULL));
+    Py_DECREF(self);
+    return made;
 }
-
-static PyMethodDef calls_methods[4] = {
-    {"enqueue", FAST calls_enqueue, METH_FASTCALL | METH_KEYWORDS, NULL},
-    {"dequeue", FAST calls_dequeue, METH_FASTCALL | METH_KEYWORDS, NULL},
-    {"document", calls_document, METH_VARARGS | METH_STATIC, "Set the docstrings of enqueue and dequeue."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyMemberDef calls_members[] = {
-    {"core", T_OBJECT, offsetof(Calls, core), 0, "The core that is asked first, or None."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot calls_slots[] = {
-    {Py_tp_doc, "The calls of an awaited queue; see reference.py."},
-    {Py_tp_init, calls_init},
-    {Py_tp_dealloc, calls_dealloc},
-    {Py_tp_traverse, calls_traverse},
-    {Py_tp_clear, calls_clear},
-    {Py_tp_methods, calls_methods},
-    {Py_tp_members, calls_members},
-    {0, NULL},
-};
-
-PyType_Spec calls_spec = {
-    "aioshm.ring._native.Calls", sizeof(Calls), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, calls_slots,
-};

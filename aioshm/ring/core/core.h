@@ -113,6 +113,7 @@ typedef struct {
 typedef struct {
     PyObject *empty, *slow_path;
     PyTypeObject *writer, *reader, *call;
+    void *spare;              /* the memory of a call that has ended: 10% of a message of 64 bytes */
 } State;
 
 /* Places */
@@ -292,7 +293,10 @@ State *state_of(PyObject *self);
 PyObject *writer_send(WriterEnd *self, PyObject *obj);
 PyObject *reader_receive(ReaderEnd *self, PyObject *ignored);
 
-extern PyType_Spec writer_spec, reader_spec, calls_spec, call_spec;
+/* awaitable.c */
+PyObject *bind_calls(PyObject *module, PyObject *args);
+
+extern PyType_Spec writer_spec, reader_spec, call_spec;
 
 /* What the types of both ends begin with. */
 

@@ -12,6 +12,7 @@ static PyObject *fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)
 
 static PyMethodDef functions[] = {
     {"memory_fence", fence, METH_NOARGS, "Let no earlier load or store pass a later one."},
+    {"bind_calls", bind_calls, METH_VARARGS, "Return enqueue() and dequeue() of a list's core and slow path; see calls.py."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -38,9 +39,7 @@ static int execute(PyObject *module)
         return -1;
     state->writer = add_type(module, &writer_spec);
     state->reader = add_type(module, &reader_spec);
-    PyTypeObject *calls = add_type(module, &calls_spec);
-    Py_XDECREF((PyObject *)calls);
-    return state->writer == NULL || state->reader == NULL || calls == NULL ? -1 : 0;
+    return state->writer == NULL || state->reader == NULL ? -1 : 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -67,7 +66,10 @@ static int module_clear(PyObject *module)
 
 static void module_free(void *module)
 {
+    State *state = PyModule_GetState(module);
     module_clear(module);
+    if (state->spare != NULL)
+        PyObject_GC_Del(state->spare);
 }
 
 /* All state is the module's or an object's. But that an end is used by one thread at a time is checked by plain loads and
