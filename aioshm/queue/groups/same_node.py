@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
+import errno
 import hmac
 import logging
 import os
 import secrets
-from contextlib import ExitStack, closing
+import select
+import socket
+import struct
+import time
+from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from aioshm.config import Options
-from aioshm.errors import HandleError, LimitReached
-from aioshm.lifeline.address import new_address
-from aioshm.lifeline.dialer import attach, dial
-from aioshm.lifeline.listener import LifelineListener
-from aioshm.lifeline.peer import Peer
-from aioshm.lifeline.protocol import Hello, Welcome
-from aioshm.process.background import run_apart
-from aioshm.process.limits import check_descriptors, naming_limits
+from aioshm.errors import LimitReached, SharedMemoryError
+from aioshm.lifeline.address import new_address, peer_credentials, remove, sockaddr
+from aioshm.lifeline.descriptors import receive
+from aioshm.process.limits import naming_limits, out_of_descriptors
 from aioshm.process.threads import start_thread
 from aioshm.queue.groups.process_group import ObjectGroup, as_group, check_rank, gather, tell
-from aioshm.ring.layout import VERSION
 from aioshm.ring.segment import Segment
 
 if TYPE_CHECKING:
@@ -32,9 +31,11 @@ logger: logging.Logger = logging.getLogger("aioshm.queue")
 PROBE_TIMEOUT_S = 20.0
 """How long a rank waits for the segment: only a machine that is overloaded takes more than an instant."""
 
-_LOOP_DESCRIPTORS = 3  # one that is made in part only is not given back
+_WHAT = "finding out who shares memory"
+_PAUSE_S = 0.01  # after a failed accept
 _SECRET_BYTES = 32
 _MARK_BYTES = 16
+_HERE = b"+"  # comes with the descriptor, if there is one
 
 
 def in_the_same_node_as(
@@ -87,91 +88,69 @@ class _Invitation(NamedTuple):
     """The source's message to the other ranks."""
 
     address: str
-    queue_id: bytes
-    token: bytes  # lets in any process that knows it
     secret: bytes  # what is found in the memory, if it is the same
     segment: str | None
     size: int
 
 
 class _Door:
-    """The source's segment with a secret, and its listener, on a loop in a thread."""
+    """The source's segment with a secret, and a thread that hands its descriptor to this user's processes."""
 
     def __init__(self, options: Options, world_size: int) -> None:
-        queue_id, token, secret = secrets.token_bytes(16), secrets.token_bytes(32), secrets.token_bytes(_SECRET_BYTES)
-        self._world_size = world_size
-        what = "finding out who shares memory"
-        with naming_limits(what), ExitStack() as undo:
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        with naming_limits(_WHAT), ExitStack() as undo:
             self._segment = Segment.create(_SECRET_BYTES + world_size * _MARK_BYTES, options.backing)
             undo.callback(self._segment.close)
             self._segment.view[:_SECRET_BYTES] = secret
-            address = new_address(options, queue_id, "probe")
-            self._listener = LifelineListener(address, queue_id, token, backlog=max(64, world_size))
-            undo.callback(self._listener.close)
-            check_descriptors(what, _LOOP_DESCRIPTORS)
-            self._loop = asyncio.SelectorEventLoop()
-            undo.callback(self._loop.close)
-            self._listener.start(self._loop, self)
-            self._thread = start_thread(self._loop.run_forever, name="aioshm-probe", what=what)
-            undo.pop_all()
-        self.invitation = _Invitation(address, queue_id, token, secret, self._segment.name, self._segment.size)
+            self._address = new_address(options, secrets.token_bytes(16), "probe")
+            self._sock = undo.enter_context(socket.socket(socket.AF_UNIX))
+            try:
+                self._sock.bind(sockaddr(self._address))
+                undo.callback(remove, self._address)
+                self._sock.listen(max(64, world_size))
+            except OSError as error:
+                raise SharedMemoryError(error.errno, f"cannot listen on {self._address}: {error.strerror}") from None
+            self._sock.setblocking(False)
+            stop, stopped = socket.socketpair()
+            self._stop = undo.enter_context(stop)
+            self._stopped = undo.enter_context(stopped)
+            self._thread = start_thread(self._serve, name="aioshm-probe", what=_WHAT)
+            self._undo = undo.pop_all()
+        self.invitation = _Invitation(self._address, secret, self._segment.name, self._segment.size)
 
     def has(self, rank: int, mark: bytes | None) -> bool:
         """Return whether a rank has left this mark in the memory, as it says."""
         return mark is not None and hmac.compare_digest(self._segment.view[_place_of(rank)], mark)
 
+    def _serve(self) -> None:
+        fds = [self._segment.fd] if self._segment.name is None else []
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.register(self._stopped, select.POLLIN)
+        while self._stopped.fileno() not in [fd for fd, _ in poll.poll()]:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:  # it has gone again, or there are no descriptors just now
+                time.sleep(_PAUSE_S)
+                continue
+            with sock, suppress(OSError):  # nothing is read, so nobody can keep this waiting
+                if peer_credentials(sock)[1] == os.geteuid():
+                    socket.send_fds(sock, [_HERE], fds)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._stop.close()
         self._thread.join()
-        self._listener.close()
-        self._loop.close()
-        self._segment.close()
-
-    # What the listener asks and tells (see `aioshm.lifeline.peer.Host`)
-
-    def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
-        if not 0 <= hello.rank < self._world_size:
-            raise HandleError(f"there is no rank {hello.rank} in this group")
-        by_descriptor = self._segment.name is None
-        welcome = Welcome(os.getpid(), b"", by_descriptor, bells=False)
-        return welcome, [self._segment.fd] if by_descriptor else []
-
-    def awaits_end(self, hello: Hello) -> bool:
-        """Return False: nobody waits for a rank."""
-        return False
-
-    def missed(self, hello: Hello, said_goodbye: bool) -> None:
-        pass
-
-    def attached(self, peer: Peer) -> None:
-        pass
-
-    def announce(self) -> None:
-        pass
-
-    def withdrawn(self, welcome: Welcome) -> None:
-        pass
-
-    def proven(self, peer: Peer) -> None:
-        pass
-
-    def gone(self, peer: Peer, said_goodbye: bool) -> None:
-        pass
-
-    def woken(self) -> None:
-        pass
+        self._undo.close()
 
 
 def _leave_mark(invitation: _Invitation, rank: int) -> bytes | None:
     """Return the mark that this rank left in the source's memory, or None if out of reach."""
     try:
-        # In a thread, because this one may have an event loop that runs.
-        silence = TimeoutError(f"nothing came from {invitation.address}")
-        with naming_limits("finding out who shares memory"):
-            fd = run_apart(lambda: _fetch(invitation, rank), 2 * PROBE_TIMEOUT_S, silence)
+        with naming_limits(_WHAT):
+            fd = _fetch(invitation.address)
         size = invitation.size
         if fd is not None:
             segment = Segment(fd, size, None)
@@ -192,19 +171,21 @@ def _leave_mark(invitation: _Invitation, rank: int) -> bytes | None:
         return None
 
 
-def _fetch(invitation: _Invitation, rank: int) -> int | None:
-    """Attach as a queue's reader would; return the received descriptor, if any."""
-    hello = Hello(VERSION, invitation.queue_id, invitation.token, rank, os.getpid())
-
-    async def call() -> int | None:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            lifeline = await attach(invitation.address, hello, dial(invitation.address, hello))
-        with closing(lifeline):
-            return lifeline.take_segment() if lifeline.welcome.segment else None
-
-    check_descriptors("finding out who shares memory", _LOOP_DESCRIPTORS)
-    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-        return runner.run(call())
+def _fetch(address: str) -> int | None:
+    """Connect as a queue's reader would; return the received descriptor, if any."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        limit = struct.pack("@ll", int(PROBE_TIMEOUT_S), int(PROBE_TIMEOUT_S % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)  # connecting waits while the backlog is full
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        sock.connect(sockaddr(address))
+        if peer_credentials(sock)[1] != os.geteuid():
+            raise OSError(errno.EACCES, f"{address} is another user's")
+        data, fds, cut = receive(sock)
+    if cut:
+        raise out_of_descriptors(_WHAT)
+    if data != _HERE:
+        raise OSError(errno.ECONNRESET, f"{address} was closed")
+    return fds[0] if fds else None
 
 
 def _place_of(rank: int) -> slice:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
@@ -23,9 +23,7 @@ from aioshm.config import check_int, check_seconds, shown
 from aioshm.errors import GroupBroken, RoleError
 from aioshm.lifeline.address import bracketed
 from aioshm.process.background import run_apart
-from aioshm.process.state import process_state
 from aioshm.queue.groups.process_group import check_rank
-from aioshm.queue.handle import host_id
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -43,35 +41,20 @@ _DIAL_PAUSE_S = 0.05
 _MIN_WAIT_S = 0.001  # what the store counts in; 0 would be for ever
 _SOMETHING = b"."  # the answer to the question for an empty value takes the store 200 ms
 
-_LAYOUT = 1
-"""The version of the keys and values in the store; a change of them needs a new number."""
-
 _IDENTITY = "aioshm/group"
-"""Rank 0 sets this key before any other; the keys of all calls begin with the nonce in it."""
+"""Rank 0 sets this key before any other."""
 
 
 class _Identity(msgspec.Struct, frozen=True):
     """Which group has the store, and the process of its rank 0."""
 
-    layout: int
-    name: str = ""
-    world_size: int = 0
-    nonce: str = ""
-    host: str = ""
-    pid: int = 0
+    name: str
+    world_size: int
+    process: str = ""
 
     def __str__(self) -> str:
-        at = f" (rank 0 is pid {self.pid} on {self.host})" if self.pid else ""
+        at = f" (rank 0 is {self.process})" if self.process else ""
         return f"group {shown(self.name)} with {self.world_size} rank{'s' * (self.world_size > 1)}{at}"
-
-
-class _Claim(msgspec.Struct, frozen=True):
-    """The process at a rank; ``token`` identifies one call of `create`."""
-
-    token: str
-    host: str
-    pid: int
-    namespace: str  # the machine, and the pid namespace on it, in which the pid means this process
 
 
 class StatelessProcessGroup:
@@ -97,8 +80,6 @@ class StatelessProcessGroup:
         name: The group's name.
     """
 
-    _tokens: ClassVar[set[str]] = set()  # of this process' claims that are not given up
-
     def __init__(
         self, store: TCPStore | None, address: str, rank: int, world_size: int, timeout: float, name: str = ""
     ) -> None:
@@ -107,8 +88,8 @@ class StatelessProcessGroup:
         self.rank = rank
         self.world_size = world_size
         self.name = name
-        self._nonce = ""
-        self._token = secrets.token_hex(8)
+        # In the store, the process that has this rank; the number tells calls of `create` apart.
+        self._claim = f"pid {os.getpid()} on {platform.node()}#{secrets.token_hex(8)}"
         self._timeout = timeout
         self._calls = 0
         self._broken: str | None = None
@@ -120,8 +101,7 @@ class StatelessProcessGroup:
     ) -> StatelessProcessGroup:
         """Join a group, and wait until everybody has.
 
-        After an error the rank is free again. Until the group has met, the rank of a process that died is free, too,
-        for another process on the same machine (in the same pid namespace).
+        After an error the rank is free again.
 
         Args:
             host: Where rank 0 listens: an address of its machine, or a name of one.
@@ -153,13 +133,12 @@ class StatelessProcessGroup:
         deadline = monotonic() + timeout
         address = f"{bracketed(host)}:{port}"
         group = cls(None, address, rank, world_size, timeout, name)
-        claim = _Claim(group._token, platform.node(), os.getpid(), _pid_namespace())
         listening = _listen(host, port) if rank == 0 else None
         if listening is None:
             _await_listener(host, port, deadline, f"rank 0 did not come: nobody listens at {address}")
 
-        def enter() -> tuple[TCPStore, str]:
-            store = make_store(
+        def enter() -> None:
+            group._store = make_store(
                 host,
                 port,
                 None,  # who is there is found out below, where the missing can be named
@@ -169,22 +148,18 @@ class StatelessProcessGroup:
                 master_listen_fd=None if listening is None else listening.detach(),
                 use_libuv=False,  # the other kind refuses objects of more than 8 MiB
             )
-            return store, group._enter(store, claim, deadline)
+            group._enter(deadline)
 
-        cls._tokens.add(group._token)
         try:
             try:
                 # In a thread, because it waits without a timeout for the answer of what accepts but does not speak.
                 silence = GroupBroken(f"what listens at {address} does not answer as rank 0 would")
-                within_s = max(deadline - monotonic(), 0) + GRACE_S
-                group._store, group._nonce = run_apart(enter, within_s, silence)
+                run_apart(enter, max(deadline - monotonic(), 0) + GRACE_S, silence)
             except RuntimeError as error:
                 raise GroupBroken(f"cannot connect to rank 0 at {address}: {error}") from error
-            group._meet("create", deadline)
-            if rank == 0:
-                group._set(group._key("met"), _SOMETHING)
+            group._exchange("create", _SOMETHING, deadline)
         except BaseException:
-            group._give_up(claim)
+            group._give_up()
             raise
         return group
 
@@ -234,12 +209,11 @@ class StatelessProcessGroup:
             TimeoutError: Not everybody came; the text says who is missing.
             GroupBroken: The store of rank 0 is gone, or this group was closed.
         """
-        self._meet("barrier", monotonic() + self._timeout)
+        self._exchange("barrier", _SOMETHING, monotonic() + self._timeout)
 
     def close(self) -> None:
         """Leave the group; rank 0's store ends. Idempotent."""
         self._store = None
-        self._tokens.discard(self._token)
 
     def __enter__(self) -> Self:
         return self
@@ -254,72 +228,49 @@ class StatelessProcessGroup:
         name = self.name and f"{shown(self.name)} "
         return f"<StatelessProcessGroup {name}at {self._address}, rank {self.rank} of {self.world_size}, {state}>"
 
-    # How a rank enters: it checks the identity that rank 0 has published, then claims its rank. Until it has the claim,
-    # it sets no other key.
+    # How a rank enters: it checks the identity that rank 0 has published, then claims its rank.
 
-    def _enter(self, store: TCPStore, claim: _Claim, deadline: float) -> str:
-        """Publish the identity of the group, or check it and claim the rank; return the nonce."""
+    def _enter(self, deadline: float) -> None:
+        """Publish the identity of the group, or check it and claim the rank."""
+        store = self._live()
+        process = self._claim.rpartition("#")[0]
         if self.rank == 0:
-            nonce = secrets.token_hex(8)
-            own = _Identity(_LAYOUT, self.name, self.world_size, nonce, claim.host, claim.pid)
+            own = _Identity(self.name, self.world_size, process)
             store.set(_IDENTITY, msgspec.json.encode(own))  # type: ignore[arg-type]  # see `_set`
-            return nonce
+            return
         group = _read_identity(store, self._address, deadline)
         if (group.name, group.world_size) != (self.name, self.world_size):
-            wanted = _Identity(_LAYOUT, self.name, self.world_size)
+            wanted = _Identity(self.name, self.world_size)
             raise GroupBroken(
                 f"{group} listens at {self._address}, not {wanted}: use another port, or pass the same name and "
                 "world_size at every rank"
             )
-        self._nonce = group.nonce
-        mine = msgspec.json.encode(claim).decode()
-        key = self._claim_key()
-        found = ""  # compare_set takes a key that is missing for an empty one; it returns the new value
-        while found != mine and (not found or self._is_abandoned(store, found)):
-            found = store.compare_set(key, found, mine).decode()
-        if found != mine:
-            holder = msgspec.json.decode(found, type=_Claim)
+        found = store.compare_set(self._claim_key, "", self._claim).decode()  # the value that the key has then
+        if found != self._claim:
             raise GroupBroken(
-                f"rank {self.rank} of {group} at {self._address} is taken by pid {holder.pid} on {holder.host}: use "
-                "another rank, or for a group of its own another port or another name; if that process is gone, create "
-                "the group again at every rank"
+                f"rank {self.rank} of {group} at {self._address} is taken by {found.rpartition('#')[0]}: use another "
+                "rank, or for a group of its own another port or another name; if that process is gone, create the "
+                "group again at every rank"
             )
-        return group.nonce
 
-    def _is_abandoned(self, store: TCPStore, found: str) -> bool:
-        """Return whether, before the group met, a claim's process died or gave it up."""
-        claim = msgspec.json.decode(found, type=_Claim)
-        if claim.namespace != _pid_namespace() or store.check([self._key("met")]):
-            return False
-        if claim.pid == os.getpid():
-            return claim.token not in self._tokens
-        return process_state(claim.pid) in ("gone", "zombie", "dead")
-
-    def _give_up(self, claim: _Claim) -> None:
-        """Release the claim, if the store answers, and close."""
+    def _give_up(self) -> None:
+        """Release the claim, if there is one and the store answers, and close."""
         store = self._store
-        key = self._claim_key()
         try:
             if store is not None and self.rank != 0:
-                mine = msgspec.json.encode(claim).decode()
                 silence = GroupBroken(f"the store of rank 0 at {self._address} does not answer")
-                run_apart(lambda: store.compare_set(key, mine, ""), GRACE_S, silence)
+                run_apart(lambda: store.compare_set(self._claim_key, self._claim, ""), GRACE_S, silence)
         except (GroupBroken, RuntimeError):
-            pass  # the store is gone, or this process may take the rank again because it dropped the token
+            pass  # the store is gone, and the claim with it
         finally:
             self.close()
 
-    def _key(self, name: str) -> str:
-        return f"{self._nonce}/{name}"
-
+    @property
     def _claim_key(self) -> str:
-        return self._key(f"claim/{self.rank}")
+        return f"claim/{self.rank}"
 
     # How a call goes: each rank sets the keys that the others wait for, and, when it needs nothing more, its done key,
     # as its last word to the store. Rank 0 waits for those and removes everything.
-
-    def _meet(self, what: str, deadline: float) -> None:
-        self._exchange(what, _SOMETHING, deadline)
 
     def _exchange(self, what: str, sent: bytes, deadline: float) -> list[bytes]:
         def call(prefix: str, deadline: float) -> list[bytes]:
@@ -374,7 +325,8 @@ class StatelessProcessGroup:
             silence = f"the store of rank 0 at {self._address} does not answer"
             # Whatever keeps this call from ending in good order, such as Ctrl-C, leaves the group unusable.
             self._broken = f"{self!r}: an earlier call was broken off"
-            prefix, within_s = self._key(str(self._calls)), max(deadline - monotonic(), 0) + GRACE_S
+            prefix = str(self._calls)
+            within_s = max(deadline - monotonic(), 0) + GRACE_S
             try:
                 # In a thread, because nothing but a wait for keys has a timeout in a store whose machine has vanished.
                 result = run_apart(lambda: call(prefix, deadline), within_s, GroupBroken(silence))
@@ -402,13 +354,6 @@ def _import_store() -> Callable[..., TCPStore]:
     return TCPStore
 
 
-def _pid_namespace() -> str:
-    """Return an id that processes share if they know each other by the same pids."""
-    with contextlib.suppress(OSError):  # no /proc: there are no namespaces either
-        return f"{host_id()} {os.readlink('/proc/self/ns/pid')}"
-    return host_id()
-
-
 def _read_identity(store: TCPStore, address: str, deadline: float) -> _Identity:
     """Return the identity of the group that has the store; wait for it where the store is still empty."""
     unknown = f"the store at {address} belongs to no group of this version of aioshm: use another port"
@@ -421,15 +366,9 @@ def _read_identity(store: TCPStore, address: str, deadline: float) -> _Identity:
         if not store.check([_IDENTITY]):  # raises, too, if the store is lost
             raise GroupBroken(unknown) from error
     try:
-        identity = msgspec.json.decode(store.get(_IDENTITY), type=_Identity)
+        return msgspec.json.decode(store.get(_IDENTITY), type=_Identity)
     except msgspec.DecodeError as error:
         raise GroupBroken(unknown) from error
-    if identity.layout != _LAYOUT:
-        raise GroupBroken(
-            f"{identity} at {address} has layout {identity.layout} of its keys, this version of aioshm has layout "
-            f"{_LAYOUT}: install the same version at every rank"
-        )
-    return identity
 
 
 def _listen(host: str, port: int) -> socket.socket:
