@@ -15,8 +15,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 from aioshm.engine import (
+    CoreEngineState,
     DPCoordinator,
     EngineLayout,
+    EngineStartupCoordinator,
     EngineSupervisor,
     Restart,
     WorkerGroup,
@@ -28,7 +30,6 @@ from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.engine.startup.restarting import EngineLife, Restarting
 from aioshm.process.child import _Popen
-from aioshm.process.watch import ProcessExit
 
 FOR_EVER = 1_000_000.0
 SLOWLY = Restart(backoff_s=FOR_EVER, backoff_max_s=FOR_EVER)
@@ -141,14 +142,13 @@ def after(owner: type, name: str) -> Callable[[], None]:
 
 def after_killing_all() -> None:
     """Stop once the engines that a group has left are dead."""
-    kill_all = Restarting._kill_all
 
-    async def stopping(self: Restarting) -> None:
-        await kill_all(self)
+    def stopping(self: Restarting, _life: EngineLife, state: str) -> NoReturn:
+        assert state == "waiting"
         assert all(process.exitcode is not None for process in self._manager.processes)
         stop_here()
 
-    Restarting._kill_all = stopping  # type: ignore[method-assign]
+    Restarting.set_state = stopping  # type: ignore[method-assign]
 
 
 def nothing() -> None:
@@ -157,12 +157,14 @@ def nothing() -> None:
 
 def when_ready() -> None:
     """Stop when an engine has said READY."""
-    settle = EngineLife.settle
+    move = EngineStartupCoordinator._move
 
-    def stopping(self: EngineLife, found: ProcessExit | None) -> bool:
-        return stop_here() if found is None else settle(self, found)
+    def stopping(self: EngineStartupCoordinator, index: int) -> None:
+        if self.handshake.engines[index].state is CoreEngineState.READY:
+            stop_here()
+        move(self, index)
 
-    EngineLife.settle = stopping  # type: ignore[method-assign]
+    EngineStartupCoordinator._move = stopping  # type: ignore[method-assign]
 
 
 def when_bound() -> None:

@@ -155,8 +155,8 @@ class TestStarting:
     ) -> None:
         """It has exited, as any other, and the rest is as it was."""
         command = child._command
-        commands = iter([command, lambda **_: [sys.executable, "-Sc", "raise SystemExit(4)"]])
-        monkeypatch.setattr(child, "_command", lambda **handles: next(commands)(**handles))
+        commands = iter([command, lambda _name, **_: [sys.executable, "-Sc", "raise SystemExit(4)"]])
+        monkeypatch.setattr(child, "_command", lambda name, **handles: next(commands)(name, **handles))
         with CoreEngineProcManager(targets.say_and_stay, 2, padding=b"x" * 5_000_000) as manager:
             wait_for_line(manager, "EngineCore_0", "up")
             eventually(manager.finished_procs, "the exit of the other one")
