@@ -230,9 +230,9 @@ class Cluster:
         self.startup = EngineStartupCoordinator("ipc://none", [CoreEngine(rank) for rank in range(count)], addresses)
         self.handshake = self.startup.handshake
         self.manager = Manager(self)
-        self.balance = LoadBalancer(count)
+        self.balance = LoadBalancer(range(count))
         self.ranks = list(range(count))
-        self.pending = Pending(EnvelopeDecoder(), self.balance, self.ranks)
+        self.pending = Pending(EnvelopeDecoder(), self.balance)
         self.down: set[int] = set()
         self.outcomes: dict[str, str] = {}
         self.failure: EngineDead | None = None
@@ -306,7 +306,7 @@ class Cluster:
         self.down.add(engine.rank)
         self.balance.leave_out(engine.rank)
         self.waves.forget(engine.rank, self.world.now)
-        for request_id in self.pending.by_engine().get(engine.rank, []):
+        for request_id in self.pending.of_engine(engine.rank):
             self.pending.finish(request_id, lambda: EngineDead("dead", engine=engine.rank))
         if self.lockstep:  # the coordinator starts anew with them
             self.waves = Waves(len(self.ranks), lockstep=True)
@@ -321,10 +321,10 @@ class Cluster:
         self.world.check(choices == self.balance.choices, "a dead engine gets requests")
         if not choices or self.failure is not None:
             return
-        position = self.balance.choose()
-        generation, _ = self.pending.new_generation(position, [])
-        self.streams[request_id] = self.pending.add(request_id, position, generation)
-        engine, wave = self.manager.table[position], self.waves.wave
+        rank = self.balance.choose()
+        generation, _ = self.pending.new_generation(rank, [])
+        self.streams[request_id] = self.pending.add(request_id, rank, generation)
+        engine, wave = self.manager.table[rank], self.waves.wave
         engine._later(lambda: engine.process.does(lambda: engine.add(request_id, wave)))
 
     def from_engine(self, engine: Engine, frames: list[bytes]) -> None:
@@ -423,7 +423,8 @@ async def run(world: World) -> dict[str, int]:
             world.check(not finals, f"{request_id} is answered, and failed")
             world.check(str(inbox.error()), f"{request_id} fails without a word")
         world.check(all(output[0] == request_id for output in inbox.outputs), f"{request_id} gets another's output")
-    world.check(all(count == 0 for count in cluster.balance.in_flight), f"{cluster.balance.in_flight} are in flight")
+    in_flight = cluster.balance.in_flight
+    world.check(not any(in_flight.values()), f"{in_flight} are in flight")
     for rank, life in cluster.supervisor.lives.items():
         if cluster.failure is None:
             known = cluster.handshake.engines[rank].state
@@ -436,10 +437,10 @@ async def run(world: World) -> dict[str, int]:
 
 def _check(cluster: Cluster) -> None:
     world = cluster.world
-    world.check(all(count >= 0 for count in cluster.balance.in_flight), "less than no requests are in flight")
-    in_flight = [0] * len(cluster.ranks)
+    world.check(all(count >= 0 for count in cluster.balance.in_flight.values()), "less than no requests are in flight")
+    in_flight = dict.fromkeys(cluster.ranks, 0)
     for inbox in cluster.pending.inboxes.values():
-        in_flight[inbox.position] += 1
+        in_flight[inbox.engine] += 1
     world.check(
         in_flight == cluster.balance.in_flight, f"{cluster.balance.in_flight} are counted, {in_flight} in flight"
     )

@@ -273,24 +273,24 @@ class EngineClient(AsyncClosing):
         former = link.pending.inboxes.get(request_id)
         if former is not None and not former.interrupted:
             raise ValueError(f"request_id {request_id!r} is that of another request in flight")
-        position = link.engines.choose(engine)
+        rank = link.engines.choose(engine)
         self._stamp(request)
         frames = self._encode(request)
         if former is not None:
             link.leave(request_id, former)
         while True:
-            link.pending.check_reuse(request_id, position)
-            generation, marked = link.pending.new_generation(position, frames)
+            link.pending.check_reuse(request_id, rank)
+            generation, marked = link.pending.new_generation(rank, frames)
             try:
-                link.send(position, _ADD, marked)
+                link.send(rank, _ADD, marked)
                 break
             except EngineDead:
                 if engine is not None or not link.goes_on:
                     raise
-                position = link.engines.choose(None)  # another engine: `lost` has removed this one from the choices
+                rank = link.engines.choose(None)  # another engine: `lost` has removed this one from the choices
         # Frames of arrays are views of the caller's memory, who may change it by the time that an engine dies.
         kept: list[Frame] | None = [bytes(frame) for frame in frames] if self._resubmits else None
-        inbox = link.pending.add(request_id, position, generation, kept)
+        inbox = link.pending.add(request_id, rank, generation, kept)
         return OutputStream(request_id, inbox, link.leave)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
@@ -304,10 +304,12 @@ class EngineClient(AsyncClosing):
         """
         link = self._link
         link.check_ready()
-        for position, ids in link.pending.by_engine(request_ids).items():
+        if isinstance(request_ids, str):
+            request_ids = [request_ids]
+        for rank, ids in link.pending.by_engine(request_ids).items():
             for request_id in ids:
                 link.pending.abort(request_id)
-            link.send(position, _ABORT, [_encode_plain(ids)])
+            link.send(rank, _ABORT, [_encode_plain(ids)])
 
     async def call(self, method: str, *args: Any, engine: int | None = None) -> Any:
         """Call a method of the engine.
@@ -331,12 +333,12 @@ class EngineClient(AsyncClosing):
         """
         link = self._link
         link.check_ready()
-        positions = link.engines.all_positions() if engine is None else [link.engines.choose(engine)]
+        ranks = link.engines.in_service() if engine is None else [link.engines.choose(engine)]
         calls: list[PendingCall] = []
         try:
-            for position in positions:
-                calls.append(link.pending.call(method, position))
-                link.send(position, _UTILITY, self._encode((link.index, calls[-1].call_id, method, args)))
+            for rank in ranks:
+                calls.append(link.pending.call(method, rank))
+                link.send(rank, _UTILITY, self._encode((link.index, calls[-1].call_id, method, args)))
             results = await asyncio.gather(*(call.answer for call in calls))
         finally:
             link.pending.forget(calls)

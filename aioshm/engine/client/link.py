@@ -23,7 +23,6 @@ from aioshm.engine.client.sockets import ClientSockets
 from aioshm.engine.client.streams import Inbox
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.protocol.balance import LoadBalancer
-from aioshm.engine.protocol.membership import Membership
 from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestType
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.protocol.reports import encode_scale
@@ -49,7 +48,7 @@ class EngineLink:
     def __init__(
         self, addresses: EngineZmqAddresses, engines: Sequence[CoreEngine] | int, chosen: ClientOptions
     ) -> None:
-        self._opened = self._closed = False
+        self._opened = self.closed = False
         ranks: Iterable[int]
         if isinstance(engines, int):
             ranks = range(check_int("engines", engines, minimum=1))
@@ -92,7 +91,7 @@ class EngineLink:
 
     def open(self) -> None:
         """Bind the addresses and begin to read."""
-        if self._opened or self._closed:
+        if self._opened or self.closed:
             raise RoleError("a client of engines can be entered once")
         self.settled: asyncio.Event = asyncio.Event()  # all engines have registered, or never will
         self._thread = threading.get_ident()
@@ -101,7 +100,7 @@ class EngineLink:
         address = self._chosen.membership_address
         protection = Protection.of_front_end(addresses, self.engines.ranks, keys=self._chosen.keys, secure=self._secure)
         self._protection = protection
-        self.engines.identities = [protection.name(rank, addresses[0]) for rank in self.engines.ranks]
+        self.engines.names = {rank: protection.name(rank, addresses[0]) for rank in self.engines.ranks}
         this: EngineLink = weakref.proxy(self)  # the loop holds on to what it calls; a forgotten client shall end
         self.sockets: ClientSockets = ClientSockets(
             *addresses,
@@ -116,30 +115,30 @@ class EngineLink:
         self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
         self.liveness: Liveness = Liveness(this)
         if address is not None:
-            self.pending.idle = lambda _position: this.say_progress()
+            self.pending.idle = lambda _rank: this.say_progress()
             keys = keys_for_front_end(self._chosen.keys) if self._secure and over_tcp([address]) else None
             try:
                 self._membership = MembershipListener(address, this, None if keys is None else keys.to_front_end())
             except BaseException:
-                self._closed = True
+                self.closed = True
                 self.liveness.stop()
                 self.sockets.close()
                 raise
 
     async def aclose(self) -> None:
         """Abort all requests, and close the sockets."""
-        if self._closed or not self._opened:
-            self._closed = True
+        if self.closed or not self._opened:
+            self.closed = True
             return
-        for position, ids in self.pending.by_engine().items():
-            self.abort(position, ids)
-        self._closed = True
+        for rank, ids in self.pending.by_engine(self.pending.inboxes).items():
+            self.abort(rank, ids)
+        self.closed = True
         self._stop_listening()
         self._fail(lambda: EndClosed("the client of the engines was closed"))
         await self.sockets.aclose()
 
     def __del__(self) -> None:
-        if self._opened and not self._closed:
+        if self._opened and not self.closed:
             warn_not_closed(self)
             self._stop_listening()
             self.sockets.close()
@@ -155,7 +154,7 @@ class EngineLink:
             raise RoleError("the engines are not ready: await wait_until_ready() first")
 
     def check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise EndClosed("the client of the engines was closed")
         if not self._opened:
             raise RoleError("a client of engines is used inside `async with`")
@@ -166,34 +165,33 @@ class EngineLink:
 
     # Sending
 
-    def send(self, position: int, kind: bytes, frames: list[Frame]) -> None:
+    def send(self, rank: int, kind: bytes, frames: list[Frame]) -> None:
         """Send a message to an engine; raises `EngineDead` if the engine is gone."""
         try:
-            self.sockets.send(self.engines.identities[position], kind, frames)
+            self.sockets.send(self.engines.names[rank], kind, frames)
         except zmq.ZMQError as error:
-            rank = self.engines.ranks[position]
             self.liveness.lost(rank)
             raise EngineDead(f"engine {rank} cannot be reached: {error}", engine=rank) from None
         if not self._complete:
             self.sockets.registrations.run_soon()  # sending may have swallowed the sign of one
 
-    def abort(self, position: int, request_ids: list[str]) -> None:
+    def abort(self, rank: int, request_ids: list[str]) -> None:
         """Abort requests at their engine, if it is still there."""
-        if self.dead is None and self.engines.ranks[position] not in self.engines.deaths:
+        if self.dead is None and rank not in self.engines.deaths:
             try:
-                self.send(position, _ABORT, [_encode_plain(request_ids)])
+                self.send(rank, _ABORT, [_encode_plain(request_ids)])
             except EngineDead:
                 pass  # the waiting calls are told
 
     def leave(self, request_id: str, inbox: Inbox) -> None:
         """Abort a request whose stream was left."""
-        if inbox.ended or self._closed or self._loop.is_closed():
+        if inbox.ended or self.closed or self._loop.is_closed():
             return
         if threading.get_ident() != self._thread:  # the garbage collector's choice
             self._loop.call_soon_threadsafe(self.leave, request_id, inbox)
             return
         self.pending.abort(request_id)
-        self.abort(inbox.position, [request_id])
+        self.abort(inbox.engine, [request_id])
 
     # Receiving
 
@@ -224,9 +222,9 @@ class EngineLink:
         if self.sockets.register_by_keys:
             self._incarnations[rank] = int(user.partition(".")[2])
         self.engines.take_in(rank)
-        self._settle()
+        self.settle()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Admit calls if all present engines have registered."""
         self.say_progress()
         if self.engines.missing or (self._membership is not None and not self._membership.version):
@@ -263,16 +261,15 @@ class EngineLink:
         except CodecError as error:
             self._limiter.warn(logger, "a message from an engine is dropped: %s", error)
             return
-        for position, request_id in unwanted:
-            self.abort(position, [request_id])
+        for rank, request_id in unwanted:
+            self.abort(rank, [request_id])
 
     def counts(self, payload: bytes) -> None:
         """Handle a publication of the coordinator."""
         try:
             counts, self.wave, _running = _decode_counts(payload)
             if counts is not None:
-                # An engine that was just added may not be counted yet.
-                self.balance.update([counts[rank] if rank < len(counts) else [0, 0] for rank in self.engines.ranks])
+                self.balance.update(counts)
         except ValueError as error:
             self._limiter.warn(logger, "counts from the coordinator are ignored: %s", error)
 
@@ -280,12 +277,12 @@ class EngineLink:
 
     def lose(self, rank: int) -> None:
         """Send no more requests to an unreachable engine; its death is reported soon."""
-        if self.goes_on and rank in self.engines.ranks:
-            self.engines.leave_out(rank)
+        if self.goes_on:
+            self.balance.leave_out(rank)
 
     def die(self, error: EngineDead) -> None:
         """Handle the death of an engine, or of all if the error names none."""
-        if self._closed or self.dead is not None:
+        if self.closed or self.dead is not None:
             return
         self.sockets.outputs.run()  # its last words
         if self.goes_on and error.engine in self.engines.ranks:
@@ -306,7 +303,7 @@ class EngineLink:
 
     def give_up(self, error: EngineDead) -> None:
         """Fail everything that is pending, and all later calls, with this error."""
-        if not self._closed and self.dead is None:
+        if not self.closed and self.dead is None:
             self.dead = error
             self.liveness.stop()
             self._fail(lambda: again(error))
@@ -340,7 +337,7 @@ class EngineLink:
     def remove_last(self) -> None:
         """Remove the last engine; its remaining requests fail."""
         self.liveness.dismiss(self.engines.remove_last())
-        self._settle()
+        self.settle()
 
     def tell_scale(self) -> None:
         """Report the number of engines to the coordinator, if there is one."""
@@ -354,36 +351,13 @@ class EngineLink:
 
     # Membership
 
-    def follow(self, told: Membership) -> None:
-        """Apply a published membership: more engines, fewer, leaving ones, and deaths."""
-        if self.dead is not None or self._closed:
-            return
-        engines = self.engines
-        membership = self._membership
-        sockets = self.sockets
-        assert membership is not None
-        for rank in sorted(told.engines.keys() - engines.ranks):
-            self.add(rank)
-        while engines.ranks[-1] not in told.engines and len(engines.ranks) > 1:
-            self.remove_last()
-        for rank, incarnation in told.engines.items():
-            self.void_keys(rank, incarnation)
-        for rank in engines.leaving.difference(told.leaving):
-            engines.stay(rank)
-        for rank in set(told.leaving).intersection(engines.ranks) - engines.leaving:
-            for answer in self.pending.calls_of(engines.begin_to_leave(rank)):
-                answer.add_done_callback(lambda _answer: self._loop.call_soon(self.say_progress))
-        for rank, death in told.deaths.items():
-            is_this = self._incarnations.get(rank) == death.incarnation if sockets.register_by_keys else None
-            self.liveness.explain(EngineDead(death.text, engine=rank, pid=death.pid), is_this=is_this)
-        membership.version = told.version
-        for name in membership.early.keys() & set(engines.identities):
-            self.registered(name, *membership.early.pop(name))
-        if told.failure is not None:
-            self.give_up(EngineDead(told.failure.text, engine=told.failure.engine, pid=told.failure.pid))
-        self._settle()
+    def explain(self, rank: int, incarnation: int, error: EngineDead) -> None:
+        """Handle the launching process's account of a death."""
+        by_keys = self.sockets.register_by_keys
+        is_this = self._incarnations.get(rank) == incarnation if by_keys else None
+        self.liveness.explain(error, is_this=is_this)
 
     def say_progress(self) -> None:
         """Report to the launching process how far this front end has applied the membership."""
-        if self._membership is not None and not self._closed:
+        if self._membership is not None and not self.closed:
             self._membership.say(self.engines.missing, self.engines.busy())

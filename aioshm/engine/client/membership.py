@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
-from aioshm.engine.protocol.membership import MAX_MEMBERSHIP_BYTES, Progress, decode_membership, encode
+from aioshm.engine.protocol.membership import (
+    MAX_MEMBERSHIP_BYTES,
+    Membership,
+    Progress,
+    decode_membership,
+    encode,
+)
+from aioshm.errors import EngineDead
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
@@ -61,7 +68,7 @@ class MembershipListener:
             self._sockets.add(self._monitor.pair)
             attach(self._dealer, address, bind=False)
             self._dealer.send(encode(self._said), zmq.NOBLOCK)
-            loop = asyncio.get_running_loop()
+            loop = self._loop = asyncio.get_running_loop()
             self._pump = Pump.of_messages(loop, self._dealer, self._take, whole(self._dealer))
             self._connection = Pump(loop, self._monitor.pair, self._look_at_connection)
         except BaseException:
@@ -97,6 +104,34 @@ class MembershipListener:
 
     def _take(self, frames: list[bytes]) -> None:
         try:
-            self._link.follow(decode_membership(frames))
+            told = decode_membership(frames)
         except ValueError as error:
             self._limiter.warn(logger, "what was said of the engines is ignored: %s", error)
+            return
+        if self._link.dead is None and not self._link.closed:
+            self._follow(told)
+
+    def _follow(self, told: Membership) -> None:
+        """Apply a membership: more engines, fewer, leaving ones, and deaths."""
+        link = self._link
+        engines = link.engines
+        for rank in sorted(told.engines.keys() - engines.ranks):
+            link.add(rank)
+        while engines.ranks[-1] not in told.engines and len(engines.ranks) > 1:
+            link.remove_last()
+        for rank, incarnation in told.engines.items():
+            link.void_keys(rank, incarnation)
+        for rank in engines.leaving.difference(told.leaving):
+            engines.stay(rank)
+        for rank in set(told.leaving).intersection(engines.ranks) - engines.leaving:
+            engines.begin_to_leave(rank)
+            for answer in link.pending.calls_of(rank):
+                answer.add_done_callback(lambda _answer: self._loop.call_soon(link.say_progress))
+        for rank, death in told.deaths.items():
+            link.explain(rank, death.incarnation, EngineDead(death.text, engine=rank, pid=death.pid))
+        self.version = told.version
+        for name in self.early.keys() & set(engines.names.values()):
+            link.registered(name, *self.early.pop(name))
+        if told.failure is not None:
+            link.give_up(EngineDead(told.failure.text, engine=told.failure.engine, pid=told.failure.pid))
+        link.settle()

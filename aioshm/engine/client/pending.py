@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import count
 from time import monotonic
 from typing import Any, NamedTuple
@@ -34,84 +34,83 @@ class PendingCall(NamedTuple):
 
     call_id: int  # what the answer names
     method: str
-    position: int  # of the engine that was called
+    engine: int  # the rank
     answer: asyncio.Future[Any]
 
 
 class Pending:
     """The table of requests and calls in flight; dispatches outputs to them."""
 
-    def __init__(self, decoder: EnvelopeDecoder, balance: LoadBalancer, ranks: Sequence[int]) -> None:
+    def __init__(self, decoder: EnvelopeDecoder, balance: LoadBalancer) -> None:
         self.inboxes: dict[str, Inbox] = {}  # of the requests in flight, by id
+        self.calls: dict[int, PendingCall] = {}  # that wait for their answers, by id
         self.late_outputs: int = 0
         self.requests: int = 0  # how many requests were sent in all
         self.failed: int = 0  # how many of them ended with an error
-        self.idle: Callable[[int], None] | None = None
+        self.idle: Callable[[int], None] | None = None  # called with the rank of an engine without requests
         self._decoder = decoder
         self._balance = balance
-        self._ranks = ranks
-        self.calls: dict[int, PendingCall] = {}  # that wait for their answers, by id
         # Answers to calls of a former client at this address must not match calls of this one.
         self._call_ids = count(secrets.randbits(48))
         self._generations = count(1 + secrets.randbits(48))
-        self._sends_generations: dict[int, bool] = {}  # by rank, once it is known
-        self._aborted: dict[tuple[int, str], float] = {}  # when, at engines that may not send generations
+        self._marking: set[int] = set()  # the ranks of engines that have sent generations
+        self._unmarked: set[int] = set()  # the ranks of engines that send none
+        self._aborted: dict[tuple[int, str], float] = {}  # when, at engines that send no generations
+
+    # Requests
 
     def registered(self, rank: int, fields: dict[str, Any]) -> None:
         """Note a registration: vLLM's engines name their release, and send no generations."""
-        self._sends_generations.pop(rank, None)
+        self._marking.discard(rank)
+        self._unmarked.discard(rank)
         if "vllm_version" in fields:
-            self._sends_generations[rank] = False
+            self._unmarked.add(rank)
 
-    def new_generation(self, position: int, request: list[Frame]) -> tuple[int, list[Frame]]:
+    def new_generation(self, rank: int, request: list[Frame]) -> tuple[int, list[Frame]]:
         """Return the generation of a new submission, and the frames for its engine."""
         generation = next(self._generations)
-        if self._sends_generations.get(self._ranks[position]) is False:
-            return generation, request
-        return generation, mark(request, generation)
+        return generation, request if rank in self._unmarked else mark(request, generation)
 
-    def check_reuse(self, request_id: str, position: int) -> None:
+    def check_reuse(self, request_id: str, rank: int) -> None:
         """Raise if an engine cannot tell a new request from an aborted one with the same id."""
-        key = self._ranks[position], request_id
-        if key not in self._aborted or self._sends_generations.get(key[0]) is not False:
+        if (rank, request_id) not in self._aborted:
             return
-        left = self._aborted[key] + REUSE_AFTER_S - monotonic()
+        left = self._aborted[rank, request_id] + REUSE_AFTER_S - monotonic()
         if left > 0:
             raise ValueError(
-                f"request_id {request_id!r} is that of an aborted request, and engine {key[0]} has not confirmed the "
+                f"request_id {request_id!r} is that of an aborted request, and engine {rank} has not confirmed the "
                 f"abort: its outputs could not be told apart; use another id, or wait for {left:.0f} s"
             )
-        del self._aborted[key]
+        del self._aborted[rank, request_id]
 
-    def add(self, request_id: str, position: int, generation: int, request: list[Frame] | None = None) -> Inbox:
+    def add(self, request_id: str, rank: int, generation: int, request: list[Frame] | None = None) -> Inbox:
         """Add a request that an engine has received."""
-        self._balance.sent(position)
+        self._balance.sent(rank)
         self.requests += 1
-        inbox = self.inboxes[request_id] = Inbox(position, self._ranks[position], generation, request)
+        inbox = self.inboxes[request_id] = Inbox(rank, generation, request)
         return inbox
 
-    def move(self, request_id: str, position: int, generation: int) -> None:
+    def move(self, request_id: str, rank: int, generation: int) -> None:
         """Move a request of a dead engine to another engine."""
         inbox = self.inboxes[request_id]
-        self._balance.done(inbox.position)
-        self._balance.sent(position)
-        inbox.tried += (inbox.position,)
-        inbox.position = position
-        inbox.engine = self._ranks[position]
+        self._balance.done(inbox.engine)
+        self._balance.sent(rank)
+        inbox.tried += (inbox.engine,)
+        inbox.engine = rank
         inbox.generation = generation
 
     def abort(self, request_id: str, error: Callable[[], Exception] | None = None) -> None:
         """End a request whose engine is asked to abort it; ``error`` creates its error, if it failed."""
-        engine = self.inboxes[request_id].engine
-        if not self._sends_generations.get(engine):
+        rank = self.inboxes[request_id].engine
+        if rank in self._unmarked:
             now = monotonic()
             while self._aborted and now - next(iter(self._aborted.values())) > REUSE_AFTER_S:
                 del self._aborted[next(iter(self._aborted))]
-            self._aborted.pop((engine, request_id), None)
-            self._aborted[engine, request_id] = now
+            self._aborted.pop((rank, request_id), None)
+            self._aborted[rank, request_id] = now
         if error is None:
             text = f"request {request_id!r} was aborted before its last output"
-            self._end(request_id, lambda: RequestAborted(text, engine=engine, request_id=request_id))
+            self._end(request_id, lambda: RequestAborted(text, engine=rank, request_id=request_id))
         else:
             self.finish(request_id, error)
 
@@ -122,27 +121,29 @@ class Pending:
 
     def _end(self, request_id: str, error: Callable[[], Exception] | None) -> None:
         inbox = self.inboxes.pop(request_id)
-        self._balance.done(inbox.position)
+        self._balance.done(inbox.engine)
         inbox.end(error)
-        if self.idle is not None and not self._balance.in_flight[inbox.position]:
-            self.idle(inbox.position)
+        if self.idle is not None and not self._balance.in_flight[inbox.engine]:
+            self.idle(inbox.engine)
 
-    def by_engine(self, request_ids: str | Iterable[str] | None = None) -> dict[int, list[str]]:
-        """Return the ids of these requests, or of all, by position of their engine."""
-        if request_ids is None:
-            request_ids = list(self.inboxes)
-        elif isinstance(request_ids, str):
-            request_ids = [request_ids]
+    def of_engine(self, rank: int) -> list[str]:
+        """Return the ids of the requests of an engine."""
+        return [request_id for request_id, inbox in self.inboxes.items() if inbox.engine == rank]
+
+    def by_engine(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
+        """Return these ids, without those that are not in flight, by the ranks of their engines."""
         found: dict[int, list[str]] = {}
         for request_id in dict.fromkeys(request_ids):
             inbox = self.inboxes.get(request_id)
             if inbox is not None:
-                found.setdefault(inbox.position, []).append(request_id)
+                found.setdefault(inbox.engine, []).append(request_id)
         return found
 
-    def call(self, method: str, position: int) -> PendingCall:
+    # Calls
+
+    def call(self, method: str, rank: int) -> PendingCall:
         """Add a call of an engine."""
-        call = PendingCall(next(self._call_ids), method, position, asyncio.get_running_loop().create_future())
+        call = PendingCall(next(self._call_ids), method, rank, asyncio.get_running_loop().create_future())
         self.calls[call.call_id] = call
         return call
 
@@ -153,123 +154,103 @@ class Pending:
             if call.answer.done() and not call.answer.cancelled():
                 call.answer.exception()  # retrieved, so that asyncio does not report it
 
+    def calls_of(self, rank: int) -> list[asyncio.Future[Any]]:
+        """Return the futures of an engine's answers."""
+        return [call.answer for call in self.calls.values() if call.engine == rank]
+
+    # Failures
+
     def fail(self, error: Callable[[], Exception]) -> None:
         """Fail all requests and calls."""
-        for request_id in list(self.inboxes):
+        for rank in list(self._balance.in_flight):
+            self.fail_engine(rank, error)
+
+    def fail_engine(self, rank: int, error: Callable[[], Exception]) -> None:
+        """Fail the requests and calls of one engine."""
+        for request_id in self.of_engine(rank):
             self.finish(request_id, error)
-        self.fail_calls(error)
+        for answer in self.calls_of(rank):
+            if not answer.done():
+                answer.set_exception(error())
 
-    def fail_calls(self, error: Callable[[], Exception], position: int | None = None) -> None:
-        """Fail the calls of one engine, or of all."""
-        for call in self.calls.values():
-            if position in (None, call.position) and not call.answer.done():
-                call.answer.set_exception(error())
+    # Outputs
 
-    def calls_of(self, position: int) -> list[asyncio.Future[Any]]:
-        """Return the futures of an engine's answers."""
-        return [call.answer for call in self.calls.values() if call.position == position]
-
-    def take(self, frames: list[Frame], sender: int | None = None) -> Iterable[tuple[int, str]]:
-        """Dispatch a message of an engine; return requests to abort."""
+    def take(self, frames: list[Frame], sender: int | None = None) -> list[tuple[int, str]]:
+        """Dispatch a message of an engine; return requests to abort, each with the rank of its engine."""
+        failures: list[Failure] = []
         try:
             envelope = self._decoder.decode(frames)
         except CodecError:
-            return self._salvage(frames, sender)
-        return self._deliver(envelope, sender)
-
-    def _deliver(self, envelope: MarkedOutputs[Any], sender: int | None) -> list[tuple[int, str]]:
-        if sender is None and len(self._ranks) == 1:
-            envelope.engine_index = self._ranks[0]  # there are engines that count otherwise
-        engine = envelope.engine_index
-        if sender is not None and engine != sender:
-            raise CodecError(f"engine {sender} speaks for engine {engine}")
-        if envelope.utility_output is not None:
-            self._answer(engine, envelope.utility_output)
-        generations = generations_of(envelope)
-        unwanted = self._learn(engine, envelope)
-        nobodys = None
-        for output, generation in zip(envelope.outputs, generations, strict=True):
-            try:
-                request_id = request_id_of(output)
-            except CodecError as error:
-                nobodys = error
-                continue
-            if not self._has(engine, request_id, generation):
-                self.late_outputs += 1
-                if generation is None and self._aborted and is_finished(output):
-                    self._aborted.pop((engine, request_id), None)
-                continue
-            if not is_finished(output):
-                self.inboxes[request_id].put(output)
-            elif (text := refusal_of(output)) is not None:
-                self.finish(request_id, Failure(request_id, text, finished=True).raising(engine))
-            else:
-                self.inboxes[request_id].put(output)
-                self.finish(request_id)
+            envelope, failures = self._decoder.salvage(frames)
+        nobodys = self._deliver(envelope, sender)
+        unwanted = self._fail_unreadable(envelope, failures)
         self._finish_all(envelope)
         if nobodys is not None:
             raise nobodys
         return unwanted
 
+    def _deliver(self, envelope: MarkedOutputs[Any], sender: int | None) -> CodecError | None:
+        if sender is None and len(self._balance.in_flight) == 1:
+            envelope.engine_index = next(iter(self._balance.in_flight))  # there are engines that count otherwise
+        engine = envelope.engine_index
+        if sender is not None and engine != sender:
+            raise CodecError(f"engine {sender} speaks for engine {engine}")
+        if envelope.utility_output is not None:
+            self._answer(engine, envelope.utility_output)
+        if envelope.generations is not None:
+            self._marking.add(engine)
+        nobodys = None
+        for output, generation in zip(envelope.outputs, generations_of(envelope), strict=True):
+            try:
+                request_id = request_id_of(output)
+            except CodecError as error:
+                nobodys = error
+                continue
+            inbox = self._inbox(engine, request_id, generation)
+            is_last = is_finished(output)
+            if inbox is None:
+                self.late_outputs += 1
+                if is_last:
+                    self._aborted.pop((engine, request_id), None)
+            elif not is_last:
+                inbox.put(output)
+            elif (text := refusal_of(output)) is not None:
+                self.finish(request_id, Failure(request_id, text, finished=True).raising(engine))
+            else:
+                inbox.put(output)
+                self.finish(request_id)
+        return nobodys
+
     def _finish_all(self, envelope: MarkedOutputs[Any]) -> None:
         engine = envelope.engine_index
-        generations = envelope.generations
         for request_id in envelope.finished_requests or ():
-            if generations is None:
-                self._aborted.pop((engine, request_id), None)
-                if self._has(engine, request_id, None):
-                    self.finish(request_id)
-            elif any(self._has(engine, request_id, generation) for generation in generations):
+            self._aborted.pop((engine, request_id), None)
+            generations = [None] if envelope.generations is None else envelope.generations
+            if any(self._inbox(engine, request_id, generation) for generation in generations):
                 self.finish(request_id)
 
-    def _has(self, engine: int, request_id: str, generation: int | None) -> bool:
-        """Return whether an engine has this request, in this generation if the engine sends one."""
+    def _inbox(self, engine: int, request_id: str, generation: int | None) -> Inbox | None:
+        """Return the inbox of a request that this engine has, in this generation if the engine sends one."""
         inbox = self.inboxes.get(request_id)
         if inbox is None or inbox.engine != engine:
-            return False
-        return inbox.generation == generation or (generation is None and not self._sends_generations.get(engine))
+            return None
+        if generation == inbox.generation or (generation is None and engine not in self._marking):
+            return inbox
+        return None
 
-    def _learn(self, engine: int, envelope: MarkedOutputs[Any]) -> list[tuple[int, str]]:
-        """Note whether an engine sends generations, as its first outputs show; return requests to abort.
-
-        Without generations, outputs may belong to a request or to an aborted one with the same id.
-        """
-        sends = envelope.generations is not None
-        if engine in self._sends_generations or not (sends or envelope.outputs or envelope.finished_requests):
-            return []
-        self._sends_generations[engine] = sends
-        aborted = [request_id for rank, request_id in self._aborted if rank == engine]
+    def _fail_unreadable(self, envelope: MarkedOutputs[Any], failures: list[Failure]) -> list[tuple[int, str]]:
+        """Fail the requests of outputs that cannot be decoded; return those that the engine works on."""
+        engine = envelope.engine_index
         unwanted = []
-        for request_id in aborted:
-            if sends:
-                del self._aborted[engine, request_id]
-            elif self._has(engine, request_id, None):
-                text = (
-                    f"its id, {request_id!r}, is that of an aborted request, and outputs of engine {engine} do not say "
-                    "whose they are: use another id"
-                )
-                unwanted.append((self.inboxes[request_id].position, request_id))
-                self.abort(request_id, Failure(request_id, text, finished=False).raising(engine))
-        return unwanted
-
-    def _salvage(self, frames: list[Frame], sender: int | None) -> list[tuple[int, str]]:
-        """Dispatch the readable outputs of an envelope, and fail the requests of the others."""
-        envelope, failures = self._decoder.salvage(frames)
-        finished = envelope.finished_requests or set()
-        envelope.finished_requests = None
-        unwanted = self._deliver(envelope, sender)
         for failure in failures:
             request_id = failure.request_id
-            error = failure.raising(envelope.engine_index)
-            if not self._has(envelope.engine_index, request_id, failure.generation):
+            if self._inbox(engine, request_id, failure.generation) is None:
                 continue
-            if failure.finished or request_id in finished:
-                self.finish(request_id, error)
+            if failure.finished or request_id in (envelope.finished_requests or ()):
+                self.finish(request_id, failure.raising(engine))
             else:
-                unwanted.append((self.inboxes[request_id].position, request_id))
-                self.abort(request_id, error)
-        envelope.finished_requests = finished
-        self._finish_all(envelope)
+                unwanted.append((engine, request_id))
+                self.abort(request_id, failure.raising(engine))
         return unwanted
 
     def _answer(self, engine: int, answer: UtilityOutput) -> None:

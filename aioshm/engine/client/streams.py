@@ -22,11 +22,10 @@ class Inbox:
     The client references this object, and the user an `OutputStream`, which the garbage collector can free.
     """
 
-    position: int  # of the engine that has the request
-    engine: int  # the rank of that engine
+    engine: int  # the rank of the engine that has the request
     generation: int  # the generation of the submission that it has
     request: list[Frame] | None = None  # for another engine if this one dies before the first output
-    tried: tuple[int, ...] = ()  # the positions of engines that had the request, and died
+    tried: tuple[int, ...] = ()  # the ranks of engines that had the request, and died
     outputs: deque[Any] = field(default_factory=deque)
     waiter: asyncio.Future[None] | None = None  # of the task that waits
     ended: bool = False

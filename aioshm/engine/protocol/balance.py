@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 WAITING_WEIGHT = 4.0
 """A request that waits counts as much as so many that run: its engine has no room for more."""
@@ -23,84 +23,74 @@ class LoadBalancer:
     the next publication.
     """
 
-    def __init__(self, n_engines: int, first: int = 0, n_clients: int = 1) -> None:
-        self.in_flight: list[int] = [0] * n_engines
-        self.choices: list[int] = list(range(n_engines))  # the positions of the engines that get requests
+    def __init__(self, ranks: Iterable[int], first: int = 0, n_clients: int = 1) -> None:
+        self.in_flight: dict[int, int] = dict.fromkeys(ranks, 0)  # of this client, by rank
+        self.choices: list[int] = [*self.in_flight]  # the engines that get requests; of equals the first is chosen
+        for _ in range(first % len(self.choices)):
+            self.choices.append(self.choices.pop(0))
         self._n_clients = n_clients
-        self._published: list[float] | None = None
-        self._usage = [0] * n_engines  # in tenths
-        self._weights = [1.0] * n_engines  # of a request that is sent now
-        self._turn = first % n_engines
+        self._published: dict[int, float] = {}  # the loads; empty: not known
+        self._usage: dict[int, int] = {}  # in tenths
+        self._weights: dict[int, float] = {}  # of a request that is sent now
 
     def choose(self, among: Sequence[int] | None = None) -> int:
-        """Return the position of the engine for the next request; call `sent` afterwards."""
-        loads = self.in_flight
-        usage = self._usage
-        turn = self._turn
-        n_clients = self._n_clients
+        """Return the rank of the engine for the next request; call `sent` afterwards."""
+        choices = among or self.choices
+        in_flight = self.in_flight
         published = self._published
-        if published is None:
-            return min(among or self.choices, key=lambda at: (loads[at], (at - turn) % len(loads)))
-        # The distance from whose turn it is breaks ties.
-        return min(
-            among or self.choices,
-            key=lambda at: (max(published[at], n_clients * loads[at]), usage[at], (at - turn) % len(loads)),
-        )
+        if not published:
+            return min(choices, key=in_flight.__getitem__)
+        usage = self._usage
+        n_clients = self._n_clients
+        return min(choices, key=lambda rank: (max(published[rank], n_clients * in_flight[rank]), usage[rank]))
 
-    def sent(self, position: int) -> None:
+    def sent(self, rank: int) -> None:
         """Note that an engine was sent a request."""
-        self.in_flight[position] += 1
-        if self._published is not None:
-            self._published[position] += self._n_clients * self._weights[position]
-        self._turn = (position + 1) % len(self.in_flight)
+        self.in_flight[rank] += 1
+        if self._published:
+            self._published[rank] += self._n_clients * self._weights[rank]
+        if rank in self.choices:
+            self.choices.remove(rank)
+            self.choices.append(rank)
 
-    def done(self, position: int) -> None:
+    def done(self, rank: int) -> None:
         """Note that a request has ended there."""
-        self.in_flight[position] -= 1
+        self.in_flight[rank] -= 1
 
-    def leave_out(self, position: int) -> None:
+    def leave_out(self, rank: int) -> None:
         """Stop choosing an engine. Idempotent."""
-        if position in self.choices:
-            self.choices.remove(position)
+        if rank in self.choices:
+            self.choices.remove(rank)
 
-    def take_in(self, position: int) -> None:
+    def take_in(self, rank: int) -> None:
         """Choose an engine from now on. Idempotent."""
-        if position not in self.choices:
-            self.choices.append(position)
-            self.choices.sort()
+        if rank not in self.choices:
+            self.choices.append(rank)
 
-    def resize(self, n_engines: int) -> None:
-        """Add engines, which `take_in` admits, or remove the last ones.
+    def add(self, rank: int) -> None:
+        """Add an engine, which `take_in` admits; published loads are void until the next publication."""
+        self.in_flight[rank] = 0
+        self._published = {}
 
-        Published loads are void until the next publication.
-        """
-        more = n_engines - len(self.in_flight)
-        self.in_flight = self.in_flight[:n_engines] + [0] * more
-        self._published = None
-        self._usage = [0] * n_engines
-        self._weights = [1.0] * n_engines
-        self.choices = [position for position in self.choices if position < n_engines]
-        self._turn %= n_engines
+    def remove(self, rank: int) -> None:
+        """Remove an engine."""
+        self.leave_out(rank)
+        del self.in_flight[rank]
 
     def update(self, counts: Sequence[Sequence[float]]) -> None:
-        """Apply a publication: for each engine its waiting and running requests, and the usage of its KV cache.
+        """Apply a publication: for each rank the waiting and running requests, and the usage of the KV cache.
 
-        The usage is missing in publications of older releases of vLLM.
+        The usage is missing in publications of older releases of vLLM, and so is an engine that was just added.
         """
-        loads: list[float] = []
-        usages: list[int] = []
-        weights: list[float] = []
-        for waiting, running, *more in counts:
-            if more:
-                usage = min(max(more[0], 0.0), 1.0)
-                weight = 1 + PRESSURE_WEIGHT * max(0.0, usage - PRESSURE_FROM)
-                loads.append(weight * waiting + running)
-            else:
-                usage = 0.0
-                weight = 1.0
-                loads.append(WAITING_WEIGHT * waiting + running)
-            usages.append(int(_USAGE_STEPS * usage))
-            weights.append(weight)
+        loads: dict[int, float] = {}
+        usages: dict[int, int] = {}
+        weights: dict[int, float] = {}
+        for rank in self.in_flight:
+            waiting, running, *more = counts[rank] if rank < len(counts) else (0, 0)
+            usage = min(max(more[0], 0.0), 1.0) if more else 0.0
+            weights[rank] = 1 + PRESSURE_WEIGHT * max(0.0, usage - PRESSURE_FROM)
+            loads[rank] = (weights[rank] if more else WAITING_WEIGHT) * waiting + running
+            usages[rank] = int(_USAGE_STEPS * usage)
         self._published = loads
         self._usage = usages
         self._weights = weights

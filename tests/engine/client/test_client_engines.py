@@ -17,8 +17,8 @@ def test_engines_that_cannot_be_reached_are_named_before_their_deaths_are_told()
     engines = three()
     engines.begin_to_leave(5)
     for rank in (4, 6):
-        engines.leave_out(rank)
-    for choose in (lambda: engines.choose(None), engines.all_positions):
+        engines.balance.leave_out(rank)
+    for choose in (lambda: engines.choose(None), engines.in_service):
         with pytest.raises(EngineDead) as caught:
             choose()
         assert str(caught.value) == (
@@ -31,7 +31,7 @@ def test_engines_that_cannot_be_reached_are_named_before_their_deaths_are_told()
 def test_a_death_that_was_told_is_named_with_its_process() -> None:
     engines = three()
     for rank in (4, 5):
-        engines.leave_out(rank)
+        engines.balance.leave_out(rank)
     engines.go_on_without(6, EngineDead("engine 6 (pid 77) was killed", engine=6, pid=77), lambda *_: None)
     with pytest.raises(EngineDead, match=r"^engine 6 \(pid 77\) was killed$") as caught:
         engines.choose(None)

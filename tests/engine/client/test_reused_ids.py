@@ -210,22 +210,3 @@ async def test_engine_of_vllm_never_sees_generations_and_unconfirmed_ids_are_ref
             await client.submit(ask("b")).aclose()
             monkeypatch.setattr(pending, "REUSE_AFTER_S", 0.0)
             assert client.submit(ask("b")).engine == 0
-
-
-async def test_engine_that_ignores_generations_fails_a_request_that_may_get_anothers_outputs() -> None:
-    async with clients_of(here_and_there(), 1, 1) as serving:
-        client = serving.client
-        with zmq.Context() as context, BareEngine(context, client) as engine:
-            await client.wait_until_ready(30)
-            await client.submit(ask("a")).aclose()
-            stream = client.submit(ask("a"))  # it is not known yet that the engine sends no generations
-            for kind in (b"\x00", b"\x01", b"\x00"):
-                assert (await engine.hears())[0] == kind
-            engine.says(said("whose?"))
-            with pytest.raises(RequestFailed, match="do not say whose they are: use another id"):
-                await anext(stream)
-            assert await engine.hears() == [b"\x01", msgspec.msgpack.encode(["a"])]
-            other = client.submit({"request_id": "b"})
-            assert await engine.hears() == [b"\x00", msgspec.msgpack.encode({"request_id": "b"})]
-            engine.says({"request_id": "b", "word": "own", "finished": True})
-            assert await words(other) == "own"
