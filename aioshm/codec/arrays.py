@@ -1,10 +1,8 @@
-"""NumPy arrays on the wire: one block of memory, and its dtype, shape and order. Imports NumPy."""
+"""NumPy arrays: their elements as one block of memory, and the way back. Imports NumPy."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable
 from functools import lru_cache
 from pickle import PickleBuffer
 from typing import Any, TypeAlias
@@ -12,99 +10,59 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from aioshm.codec.array_heads import NUMPY, ArrayHead, Order, describers, message_head, numbers, packers, reducers
 from aioshm.codec.base import Encoded
-from aioshm.codec.buffers import OUT_OF_BAND_BYTES
-from aioshm.codec.frames import NUMPY, ArrayKind, Order, pack_array_head
-from aioshm.errors import CodecError
 
 Array: TypeAlias = npt.NDArray[Any]
-Memory: TypeAlias = bytearray | PickleBuffer
 
 # What dtype.str can be for elements without Python objects: more would let a sender choose what np.dtype() does.
 _PLAIN_KINDS = "biufcSUVmM"
-PLAIN_DTYPE = re.compile(r"[<>|=][biufcSUVmM]\d{1,9}(\[\w{1,20}\])?")
+_PLAIN_DTYPE = re.compile(rf"[<>|=][{_PLAIN_KINDS}]\d{{1,9}}(\[\w{{1,20}}\])?")
 
 
-def memory_of(array: Array) -> tuple[Memory, Order]:
-    """Return the buffer that pickle stores of an array's elements, and their order."""
-    flags = array.flags
-    order: Order = "F" if flags.fnc else "C"
-    if array.nbytes < OUT_OF_BAND_BYTES:
-        # A bytearray arrives as one, so writable; and it takes pickle less time than a buffer that it has to ask about.
-        return bytearray(array.tobytes(order)), order
-    return _exported(array), order
+def order_of(array: Array) -> Order:
+    """Return the order in which `elements` has the elements."""
+    return "F" if array.flags.fnc else "C"
 
 
-def _exported(array: Array) -> PickleBuffer:
-    """Return the elements in their order; copied only where they are not contiguous."""
+def elements(array: Array) -> memoryview:
+    """Return the elements as bytes; copied only where they are not contiguous."""
+    return exported(array).raw()
+
+
+def exported(array: Any) -> PickleBuffer:
+    """Return the elements as a buffer of the array itself, not of ``array.data``: see `buffers.flat`."""
     if not array.flags.forc:
         array = array.copy()
     try:
-        return PickleBuffer(_exporter(array))
+        return PickleBuffer(array)
     except ValueError:  # the buffer protocol has no word for some types, dates among them
-        return PickleBuffer(_exporter(array.ravel("K").view(np.uint8)))
-
-
-def _exporter(array: Any) -> Any:
-    # Not array.data, because of what `buffers.flat` says. That an array exports its memory, its stubs do not say.
-    return array
+        return PickleBuffer(array.ravel("K").view(np.uint8))
 
 
 def reduce_array(array: Array) -> str | tuple[Any, ...]:
-    """Reduce an array for pickle: twice as fast as its own reduction when small, and out of band in every layout."""
+    """Reduce an array for pickle: out of band in every layout, and writable where it arrives."""
     dtype = array.dtype
     if dtype.hasobject or not dtype.itemsize:
         return array.__reduce_ex__(5)
-    memory, order = memory_of(array)
+    if not array.flags.writeable:
+        array = array.copy("K")  # pickle would wrap the received memory in a read-only view
     # NumPy's singletons are their names; other types (byte order, fields, units, metadata) are more.
     element = dtype.str if dtype.isbuiltin == 1 else dtype
-    if not array.flags.writeable and type(memory) is PickleBuffer:
-        return _writable_array, (array.shape, element, memory, order)
-    if order == "C":
-        return np.ndarray, (array.shape, element, memory)
-    return np.ndarray, (array.shape, element, memory, 0, None, order)
+    return np.ndarray, (array.shape, element, exported(array), 0, None, order_of(array))
 
 
-def _writable_array(shape: tuple[int, ...], element: Any, memory: Any, order: Order) -> Array:
-    """Rebuild an array whose source was read-only: pickle wraps new memory in a read-only view."""
-    if not isinstance(memory, memoryview):
-        return np.ndarray(shape, element, bytearray(memory), 0, None, order)
-    owner: Any = memory.obj
-    return np.ndarray(shape, element, owner, _address(memory) - _address(owner), None, order)
+def describe(array: Array) -> tuple[ArrayHead, memoryview]:
+    """Return an array's head, and its elements.
 
-
-def _address(memory: Any) -> int:
-    address: int = np.ndarray((), np.uint8, memory).__array_interface__["data"][0]
-    return address
-
-
-def lent_array(shape: tuple[int, ...], element: Any, memory: Any, order: Order) -> Array:
-    """Stand in for `_writable_array` where memory is lent: it stays as it is, read-only."""
-    return np.ndarray(shape, element, memory, 0, None, order)
-
-
-class _Holder:
-    """Shows an array through NumPy's array interface as if it could be written to, and keeps it alive."""
-
-    def __init__(self, array: Array) -> None:
-        self._array = array
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
-
-
-def array_for_torch(shape: tuple[int, ...], dtype: np.dtype[Any], memory: Any, order: Order) -> Array:
-    """Lay an array over memory, without a copy, for a tensor: torch knows none that is read-only, and would warn."""
-    array: Array = np.ndarray(shape, dtype, memory, 0, None, order)
-    if array.flags.writeable:
-        return array
-    owner = memory.obj if isinstance(memory, memoryview) else None
-    address: int | None = getattr(owner, "address", None)
-    if address is not None:  # of a lease's mapping, which is writable though this view of it is not
-        over: Any = owner
-        array = np.ndarray(shape, dtype, over, array.__array_interface__["data"][0] - address, None, order)
-    return array if array.flags.writeable else np.asarray(_Holder(array))
-
-
-# Messages that are one array
+    Raises:
+        TypeError: The array has Python objects in it, or elements without a size.
+    """
+    dtype = array.dtype
+    if dtype.hasobject or not dtype.itemsize:
+        raise TypeError(f"arrays of dtype {dtype} cannot travel")
+    name = dtype.str if dtype.fields is None else dtype.descr
+    return ArrayHead(NUMPY, name, array.shape, order_of(array)), elements(array)
 
 
 def pack(array: Array) -> Encoded | None:
@@ -112,36 +70,67 @@ def pack(array: Array) -> Encoded | None:
     dtype = array.dtype
     if dtype.kind not in _PLAIN_KINDS or dtype.metadata:  # of others not all can be hashed
         return None
-    order: Order = "F" if array.flags.fnc else "C"
-    head = _head(dtype, array.shape, order)
-    return None if head is None else ((head,), (flat(array),))
-
-
-def flat(array: Array) -> memoryview:
-    """Return the elements as bytes, in their order; copied only where they are not contiguous."""
-    return _exported(array).raw()
+    head = _message_head(dtype, array.shape, order_of(array))
+    return None if head is None else ((head,), (elements(array),))
 
 
 @lru_cache(256)
-def _head(dtype: np.dtype[Any], shape: tuple[int, ...], order: Order) -> bytes | None:
-    plain = dtype.fields is None and dtype.subdtype is None and dtype.itemsize and PLAIN_DTYPE.fullmatch(dtype.str)
-    return pack_array_head(NUMPY, order, shape, dtype.str) if plain else None
+def _message_head(dtype: np.dtype[Any], shape: tuple[int, ...], order: Order) -> bytes | None:
+    plain = dtype.fields is None and dtype.itemsize and _PLAIN_DTYPE.fullmatch(dtype.str)
+    return message_head(ArrayHead(NUMPY, dtype.str, shape, order)) if plain else None
 
 
-def kind_of(shape: tuple[int, ...], dtype: str, order: Order) -> ArrayKind:
-    """Return the array's size, and the function that lays the array over memory."""
-    if not PLAIN_DTYPE.fullmatch(dtype):
-        raise CodecError(f"damaged array: no dtype {dtype!r}")
-    try:
-        element = np.dtype(dtype)
-    except (TypeError, ValueError) as error:
-        raise CodecError(f"damaged array: {error}") from error
-
-    def over(memory: Any) -> Array:
-        return np.ndarray(shape, element, memory, 0, None, order)
-
-    return ArrayKind(element.itemsize * math.prod(shape), over)
+def rebuild(head: ArrayHead, memory: Any) -> Array:
+    """Return an array over memory, without a copy."""
+    element = _named(head.dtype) if isinstance(head.dtype, str) else _structured(head.dtype)
+    return np.ndarray(head.shape, element, memory, 0, None, head.order)
 
 
-PACKERS: dict[type, Callable[[Any], Encoded | None]] = {np.ndarray: pack}
-REDUCERS: dict[type, Callable[[Any], Any]] = {np.ndarray: reduce_array}
+@lru_cache(256)
+def _named(name: str) -> np.dtype[Any]:
+    if not _PLAIN_DTYPE.fullmatch(name):
+        raise ValueError(f"no dtype: {name!r}")
+    return np.dtype(name)
+
+
+def _structured(fields: Any) -> np.dtype[Any]:
+    """Return the dtype of a ``dtype.descr``."""
+    if isinstance(fields, str):
+        return _named(fields)
+    if not isinstance(fields, list):
+        raise ValueError(f"no dtype: {fields!r}")
+    names: list[Any] = []
+    formats: list[Any] = []
+    offsets: list[int] = []
+    titles: list[Any] = []
+    end = 0
+    for name, inner, *shape in fields:
+        field = np.dtype((_structured(inner), tuple(shape[0]))) if shape else _structured(inner)
+        title, known_as = name if isinstance(name, list) else (None, name)
+        if known_as:  # padding has no name
+            names.append(known_as)
+            formats.append(field)
+            offsets.append(end)
+            titles.append(title)
+        end += field.itemsize
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "titles": titles, "itemsize": end})
+
+
+class _Writable:
+    """Shows an array through NumPy's array interface as if it could be written to, and keeps it alive."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
+
+
+def writable(array: Array) -> Array:
+    """Return an array over the same memory for a tensor: torch knows none that is read-only, and would warn."""
+    return array if array.flags.writeable else np.asarray(_Writable(array))
+
+
+packers[np.ndarray] = pack
+describers[np.ndarray] = describe
+reducers[np.ndarray] = reduce_array
+numbers.update((np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64))
+numbers.update((np.float16, np.float32, np.float64))

@@ -32,20 +32,13 @@ place of a table, behind them, which says where each part is, the main part firs
     +-------+--------------------------------+--------------------+------------------------------+-----------------+
     | table | buffers, with gaps between ... | main's offset, u64 | n x (offset u64, length u64) | main, as a rule |
     +-------+--------------------------------+--------------------+------------------------------+-----------------+
-
-Where a message is one array, or one tensor, the main part is the head of the array, and the only buffer has its
-elements. No pickle and no MessagePack begins with `ARRAY_MARKER`. Reading a head runs no code that the sender chooses:
-
-    +-----------+------------+-------------------+---------------+----------------+-------------------+
-    | marker u8 | library u8 | order u8 (C or F) | dimensions u8 | shape: n x u64 | name of the dtype |
-    +-----------+------------+-------------------+---------------+----------------+-------------------+
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any
 
 from aioshm.errors import CodecError
 
@@ -75,7 +68,6 @@ zeros could be read as millions of them."""
 _LENGTH = struct.Struct("<Q")
 _LENGTH_BYTES = 8
 _ENTRY_BYTES = 2 * _LENGTH_BYTES
-_ONE = struct.Struct("<3Q")  # the table of a placed body with one buffer
 
 
 def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
@@ -88,20 +80,12 @@ def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
     return end
 
 
-def body_bytes_of_one(main_bytes: int, buffer_bytes: int) -> int:
-    """Do as `body_bytes` for one buffer, in less time."""
-    return ((2 * ALIGNMENT - 1 + main_bytes) & -ALIGNMENT) + buffer_bytes
-
-
 def write_body(
     target: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[bytes | bytearray | memoryview]
 ) -> int:
     """Write a message's main part and buffers into memory; return the bytes of the main part."""
     main = 0
-    if len(buffers) == 1:  # the same as below, in less time
-        _LENGTH.pack_into(target, 0, len(buffers[0]))
-        main = ALIGNMENT
-    elif buffers:
+    if buffers:
         sizes = [len(buffer) for buffer in buffers]
         struct.pack_into(f"<{len(sizes)}Q", target, 0, *sizes)
         main = _aligned(_LENGTH_BYTES * len(sizes))
@@ -123,12 +107,6 @@ def split_body(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[memor
         if not 0 <= main_bytes <= len(body):
             raise CodecError(f"damaged message: {main_bytes} bytes announced, {len(body)} there")
         return body[:main_bytes], []
-    if n_buffers == 1 and len(body) >= _LENGTH_BYTES:  # the same as below, in half of the time
-        (size,) = _LENGTH.unpack_from(body)
-        end = ALIGNMENT + main_bytes
-        start = _aligned(end)
-        if main_bytes >= 0 and start + size <= len(body):
-            return body[ALIGNMENT:end], [body[start : start + size]]
     if not 0 < n_buffers <= MAX_BUFFERS or _LENGTH_BYTES * n_buffers > len(body):
         raise CodecError(f"damaged message: {n_buffers} buffers announced in {len(body)} bytes")
     sizes: tuple[int, ...] = struct.unpack_from(f"<{n_buffers}Q", body)
@@ -176,12 +154,6 @@ def placed_end(body: memoryview, n_buffers: int, main_bytes: int) -> int:
 
 def split_placed(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[memoryview, list[memoryview]]:
     """Return views of the main part and each buffer of a placed body; check all bounds first."""
-    if n_buffers == 1 and main_bytes >= 0 and (length := len(body)) >= _LENGTH_BYTES:  # the same, in half of the time
-        (table,) = _LENGTH.unpack_from(body)
-        if table + _ONE.size <= length:
-            main, start, size = _ONE.unpack_from(body, table)
-            if main + main_bytes <= length and start + size <= length:
-                return body[main : main + main_bytes], [body[start : start + size]]
     end = placed_end(body, n_buffers, main_bytes)
     (table,) = _LENGTH.unpack_from(body)
     main, *entries = struct.unpack_from(f"<{1 + 2 * n_buffers}Q", body, table)
@@ -202,40 +174,3 @@ def split(body: memoryview, how: int, n_buffers: int, main_bytes: int) -> tuple[
 
 def _aligned(offset: int) -> int:
     return (offset + ALIGNMENT - 1) & -ALIGNMENT
-
-
-# Arrays
-
-ARRAY_MARKER: Final = 0xC1
-NUMPY: Final = 0
-TORCH: Final = 1
-
-Order: TypeAlias = Literal["C", "F"]
-
-_ARRAY_HEAD = struct.Struct("<BBcB")
-
-
-class ArrayKind(NamedTuple):
-    """The size of an array in bytes, and the function that lays the array over memory of that size."""
-
-    nbytes: int
-    over: Callable[[Any], Any]
-
-
-def pack_array_head(library: int, order: Order, shape: tuple[int, ...], dtype: str) -> bytes:
-    """Return the head of an array of `NUMPY` or `TORCH`."""
-    fixed = _ARRAY_HEAD.pack(ARRAY_MARKER, library, order.encode(), len(shape))
-    return b"".join((fixed, struct.pack(f"<{len(shape)}Q", *shape), dtype.encode()))
-
-
-def split_array_head(head: bytes) -> tuple[int, Order, tuple[int, ...], str]:
-    """Return library, order, shape and dtype."""
-    try:
-        _, library, order, dimensions = _ARRAY_HEAD.unpack_from(head)
-        shape = struct.unpack_from(f"<{dimensions}Q", head, _ARRAY_HEAD.size)
-        dtype = head[_ARRAY_HEAD.size + _LENGTH_BYTES * dimensions :].decode("ascii")
-    except (struct.error, UnicodeDecodeError) as error:
-        raise CodecError(f"damaged array: {error}") from error
-    if library not in (NUMPY, TORCH) or order not in (b"C", b"F"):
-        raise CodecError(f"damaged array: library {library}, order {order!r}")
-    return library, "F" if order == b"F" else "C", shape, dtype

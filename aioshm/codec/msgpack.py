@@ -1,14 +1,13 @@
 """MessagePack: plain data and typed structs, with arrays, tensors and large bytes beside the stream instead of in it.
 
-Three extension types stand for what MessagePack has no word for. Each begins with a 32-bit number: which buffer of the
+Two extension types stand for what MessagePack has no word for. Each begins with a 32-bit number: which buffer of the
 message holds the memory, or `_INLINE` where it follows in the extension itself.
 
-    101  bytes    number
-    102  ndarray  number | bytes of head u16 | head | memory if inline
-    103  tensor   number | bytes of head u16 | head | memory if inline
+    101  bytes              number
+    102  array or tensor    number | bytes of head u16 | head | memory if inline
 
-A head is itself MessagePack; see msgpack_arrays.py and msgpack_tensors.py. All numbers are little-endian. A message
-that is one array is written without any of that; see array_messages.py.
+A head is itself MessagePack, see array_heads.py. All numbers are little-endian. A message that is one array has no
+extension, but a marker in front of the head.
 """
 
 from __future__ import annotations
@@ -17,21 +16,31 @@ import builtins
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pickle import PickleBuffer
 from typing import Any, Generic, Self, overload
 
 import msgspec
 from msgspec.msgpack import Ext
 
 from aioshm.arguments import check_plain, shown
-from aioshm.codec.array_messages import is_array, load_packers, packers, unpack
+from aioshm.codec.array_heads import (
+    decode_head,
+    describers,
+    encode_head,
+    is_array,
+    load_libraries,
+    numbers,
+    packers,
+    rebuild,
+    unpack_message,
+)
 from aioshm.codec.base import Encoded, T, cannot_decode, check_again
-from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat, is_loaded, own_copy
+from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
 from aioshm.codec.walk import find_refused, substitute
 from aioshm.errors import CodecError
 
-_BYTES, _ARRAY, _TENSOR = 101, 102, 103
+_BYTES = 101
+_ARRAY = 102
 _INDEX = struct.Struct("<I")
 _HEAD = struct.Struct("<IH")
 _INLINE = 2**32 - 1
@@ -41,9 +50,6 @@ _WALKS_ON_SUSPICION = 16
 
 _BUILTIN_TYPES = (bytes, bytearray, memoryview)
 
-_packers: dict[type, tuple[int, Callable[[Any], tuple[bytes, Any]]]] = {}
-_numbers: set[type] = set()
-
 
 class MsgpackCodec(Generic[T]):
     """Carries what msgspec does, NumPy arrays and dense torch tensors. Decoding runs no code of the sender's choice.
@@ -52,7 +58,7 @@ class MsgpackCodec(Generic[T]):
     shape and order, but not the metadata of the dtype; tensors keep ``requires_grad``, being a ``Parameter`` and their
     device, but not Python attributes, hooks and ``.grad``. Identity is not kept: what is in a message twice arrives
     as two. Where a typed message has buffers beside it, it cannot have ``msgspec.Raw`` in it. The extension types
-    101 to 103 are this codec's own.
+    101 and 102 are this codec's own.
 
     Args:
         type: What messages are decoded as; None for what the queue's ``type`` says, or else for dicts, lists and other
@@ -124,37 +130,29 @@ class MsgpackCodec(Generic[T]):
         pack = packers.get(type(obj))
         if pack is not None and (message := pack(obj)) is not None:
             return message
-        if not self._suspicion:
-            try:
-                main = self._pack(obj)
-            except Exception as error:
-                raise self._refusal(obj, error) from error
-            except BaseException:
-                self._leaving.clear()
-                raise
-            if len(main) < OUT_OF_BAND_BYTES:
-                return ((main,), self._take_leaving()) if self._leaving else main
-            # Large bytes begin with one of these two; a search for them is much quicker than a walk.
-            if b"\xc5" not in main and b"\xc6" not in main:
-                return ((main,), self._take_leaving()) if self._leaving else main
-            first = self._take_leaving()
-        else:
-            main, first = b"", ()
+        main = b""
+        beside: tuple[memoryview, ...] = ()
         try:
+            if not self._suspicion:
+                main = self._pack(obj)
+                beside = self._take_leaving() if self._leaving else ()
+                # Large bytes begin with one of these two; a search for them is much quicker than a walk.
+                if len(main) < OUT_OF_BAND_BYTES or (b"\xc5" not in main and b"\xc6" not in main):
+                    return ((main,), beside) if beside else main
             walked = substitute(obj, self._set_aside)
             if walked is not obj:
                 self._suspicion = _WALKS_ON_SUSPICION
-            elif main:
-                return ((main,), first) if first else main
-            else:
+            elif self._suspicion:
                 self._suspicion -= 1
-            main = self._pack(walked)
+            if walked is not obj or not main:
+                main = self._pack(walked)
+                beside = self._take_leaving()
         except Exception as error:
             raise self._refusal(obj, error) from error
         except BaseException:
             self._leaving.clear()
             raise
-        return ((main,), self._take_leaving()) if self._leaving else main
+        return ((main,), beside) if beside else main
 
     def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> T:
         """Decode a message.
@@ -195,7 +193,7 @@ class MsgpackCodec(Generic[T]):
 
     def _decode_all(self, main: bytes | memoryview, buffers: Sequence[memoryview], *, show: bool) -> Any:
         if is_array(main):
-            array = unpack(main, buffers, show=show)
+            array = unpack_message(main, buffers, show=show)
             return array if self._type is None else self._converted(array)
         before = self._arriving, self._show
         arriving: list[memoryview | None] = list(buffers)
@@ -221,7 +219,7 @@ class MsgpackCodec(Generic[T]):
             (index,) = _INDEX.unpack(data)
             buffer = self._take_arriving(index)
             return buffer.toreadonly() if self._show else bytes(buffer)
-        if code != _ARRAY and code != _TENSOR:
+        if code != _ARRAY:
             return Ext(code, bytes(data))
         index, head_bytes = _HEAD.unpack_from(data)
         start = _HEAD.size + head_bytes
@@ -231,14 +229,7 @@ class MsgpackCodec(Generic[T]):
         else:
             memory = self._take_arriving(index)
             memory = memory.toreadonly() if self._show else own_copy(memory)
-        head = data[_HEAD.size : start]
-        if code == _ARRAY:
-            from aioshm.codec.msgpack_arrays import unpack_array
-
-            return unpack_array(head, memory)
-        from aioshm.codec.msgpack_tensors import unpack_tensor
-
-        return unpack_tensor(head, memory)
+        return rebuild(decode_head(data[_HEAD.size : start]), memory)
 
     def _take_arriving(self, index: int) -> memoryview:
         if index >= len(self._arriving):
@@ -252,20 +243,17 @@ class MsgpackCodec(Generic[T]):
     def _stand_in(self, obj: Any) -> Any:
         """Replace an object that msgspec does not know by an extension."""
         kind = type(obj)
-        packer = _packers.get(kind)
-        if packer is None:
-            if kind in _numbers:
-                return obj.item()
-            _learn()
-            packer = _packers.get(kind)
-            if packer is None:
-                return obj.item() if kind in _numbers else self._ask_the_user(obj)
-        code, pack = packer
-        head, memory = pack(obj)
-        if isinstance(memory, PickleBuffer) and len(self._leaving) < MAX_BUFFERS:
-            self._leaving.append(memory.raw())
-            return Ext(code, _HEAD.pack(len(self._leaving) - 1, len(head)) + head)
-        return Ext(code, b"".join((_HEAD.pack(_INLINE, len(head)), head, memory)))
+        if kind not in describers and kind not in numbers:
+            load_libraries()
+        describe = describers.get(kind)
+        if describe is None:
+            return obj.item() if kind in numbers else self._ask_the_user(obj)
+        described, memory = describe(obj)
+        head = encode_head(described)
+        if memory.nbytes >= OUT_OF_BAND_BYTES and len(self._leaving) < MAX_BUFFERS:
+            self._leaving.append(memory)
+            return Ext(_ARRAY, _HEAD.pack(len(self._leaving) - 1, len(head)) + head)
+        return Ext(_ARRAY, b"".join((_HEAD.pack(_INLINE, len(head)), head, memory)))
 
     def _ask_the_user(self, obj: Any) -> Any:
         if self._enc_hook is None:
@@ -301,17 +289,3 @@ class MsgpackCodec(Generic[T]):
         self._leaving.clear()
         path, part, why = found or ("$", obj, str(error))
         return CodecError(f"cannot encode {type(part).__qualname__} at {path}: {why}")
-
-
-def _learn() -> None:
-    """Load the encoders of arrays and tensors once the program has imported their libraries, never before."""
-    load_packers()
-    if is_loaded("numpy"):
-        from aioshm.codec import msgpack_arrays
-
-        _packers.update((kind, (_ARRAY, pack)) for kind, pack in msgpack_arrays.PACKERS.items())
-        _numbers.update(msgpack_arrays.NUMBERS)
-    if is_loaded("torch"):
-        from aioshm.codec import msgpack_tensors
-
-        _packers.update((kind, (_TENSOR, pack)) for kind, pack in msgpack_tensors.PACKERS.items())

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copyreg
-import io
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aioshm.codec.array_messages import is_array, load_packers, packers, unpack
+from aioshm.codec.array_heads import is_array, load_libraries, packers, reducers, unpack_message
 from aioshm.codec.base import Encoded, cannot_decode, check_again
 from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
@@ -71,40 +69,27 @@ def _decoded(main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
     if not buffers:
         return _loads(main)
     if is_array(main):
-        return unpack(main, buffers, show=False)
-    return _with_buffers(main, [own_copy(view) for view in buffers], _loads)
+        return unpack_message(main, buffers, show=False)
+    return _with_buffers(main, [own_copy(view) for view in buffers])
 
 
 def _seen(main: memoryview, buffers: Sequence[memoryview]) -> Any:
     if not buffers:
         return _loads(main)
     if is_array(main):
-        return unpack(main, buffers, show=True)
-    return _with_buffers(main, buffers, _loads_lent)
+        return unpack_message(main, buffers, show=True)
+    return _with_buffers(main, buffers)
 
 
-def _find_reducers() -> int:
-    """Load the reducers of arrays and tensors once the program has imported their libraries, never before.
-
-    Returns:
-        The number of modules that there were; -1 if one of these two was still being imported.
-    """
-    # Both noted first: another thread may be importing, and what it does after this moment is looked at next time.
-    seen = len(_modules)
-    half_imported = any(_modules.get(name) is not None and not is_loaded(name) for name in ("numpy", "torch"))
-    if is_loaded("numpy"):
-        from aioshm.codec import arrays
-
-        _reducers.update(arrays.REDUCERS)
-    if is_loaded("torch"):
-        with suppress(ImportError):  # torch without numpy: then torch pickles its tensors in its own way
-            from aioshm.codec import tensors
-
-            _reducers.update(tensors.REDUCERS)
-    return -1 if half_imported else seen
+def _with_buffers(main: bytes | memoryview, buffers: Sequence[Any]) -> Any:
+    left = iter(buffers)
+    obj = _loads(main, buffers=left)
+    if next(left, _NONE_LEFT) is not _NONE_LEFT:
+        raise pickle.UnpicklingError("it has more buffers than it uses")
+    return obj
 
 
-class _Reducers(dict[type, Callable[[Any], Any]]):
+class _DispatchTable(dict[type, Callable[[Any], Any]]):
     """The reducers of arrays and tensors, by exact type; all others are pickle's own.
 
     A pickler with a dispatch table of its own does not ask ``copyreg`` any more. Passing the question on, rather than
@@ -114,7 +99,21 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
     __missing__ = copyreg.dispatch_table.__getitem__
 
 
-_reducers = _Reducers()
+_dispatch_table = _DispatchTable()
+
+
+def _load_reducers() -> int:
+    """Load the reducers of arrays and tensors once the program has imported their libraries, never before.
+
+    Returns:
+        The number of modules that there were; -1 if one of these two was still being imported.
+    """
+    # Both noted first: another thread may be importing, and what it does after this moment is looked at next time.
+    seen = len(_modules)
+    half_imported = any(_modules.get(name) is not None and not is_loaded(name) for name in ("numpy", "torch"))
+    load_libraries()
+    _dispatch_table.update(reducers)
+    return -1 if half_imported else seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +140,8 @@ def _new_encode() -> Callable[[Any], Encoded]:
 
     def new_pickler() -> tuple[Callable[[Any], None], Callable[[], None]]:
         pickler = pickle.Pickler(_Sink(chunks.append), 5, buffer_callback=keep_in_band)
-        if _reducers:  # an empty table would still slow down every object that has to be reduced
-            pickler.dispatch_table = _reducers
+        if _dispatch_table:  # an empty table would still slow down every object that has to be reduced
+            pickler.dispatch_table = _dispatch_table
         return pickler.dump, pickler.clear_memo
 
     dump, forget = new_pickler()
@@ -159,8 +158,7 @@ def _new_encode() -> Callable[[Any], Encoded]:
         if busy:
             return _new_encode()(obj)
         if len(_modules) != modules_seen:
-            modules_seen = _find_reducers()
-            load_packers()
+            modules_seen = _load_reducers()
             dump, forget = new_pickler()
         kind = type(obj)
         if kind in packers and (message := packers[kind](obj)) is not None:
@@ -192,27 +190,3 @@ def _new_encode() -> Callable[[Any], Encoded]:
         return main
 
     return encode
-
-
-def _with_buffers(main: bytes | memoryview, buffers: Iterable[Any], loads: Callable[..., Any]) -> Any:
-    left = iter(buffers)
-    obj = loads(main, buffers=left)
-    if next(left, _NONE_LEFT) is not _NONE_LEFT:
-        raise pickle.UnpicklingError("it has more buffers than it uses")
-    return obj
-
-
-class _LentUnpickler(pickle.Unpickler):
-    """Unpickles zero-copy, also arrays that were read-only at their source."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name == "_writable_array" and module == "aioshm.codec.arrays":
-            name = "lent_array"
-        return super().find_class(module, name)
-
-
-def _loads_lent(main: bytes | memoryview, buffers: Iterable[Any]) -> Any:
-    data = bytes(main)
-    if b"_writable_array" not in data:  # an unpickler of a class of one's own takes several times as long
-        return _loads(data, buffers=buffers)
-    return _LentUnpickler(io.BytesIO(data), buffers=buffers).load()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aioshm.codec import Encoded
-from aioshm.codec.frames import body_bytes, body_bytes_of_one, write_body
+from aioshm.codec.frames import body_bytes, write_body
 
 
 def message_bytes(message: Encoded) -> int:
@@ -13,8 +13,6 @@ def message_bytes(message: Encoded) -> int:
     if isinstance(message, bytes):
         return body_bytes(len(message), [])
     parts, buffers = message
-    if len(parts) == len(buffers) == 1:
-        return body_bytes_of_one(len(parts[0]), len(buffers[0]))
     return body_bytes(sum(map(len, parts)), [len(buffer) for buffer in buffers])
 
 

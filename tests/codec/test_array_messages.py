@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioshm.codec import Codec, get_codec
-from aioshm.codec.array_messages import is_array
-from aioshm.codec.frames import ARRAY_MARKER, NUMPY, TORCH, pack_array_head
+from aioshm.codec.array_heads import ARRAY_MARKER, NUMPY, TORCH, ArrayHead, encode_head, is_array
 from aioshm.errors import CodecError
 
 CODECS = [get_codec("pickle"), get_codec("msgpack")]
@@ -126,30 +125,34 @@ def test_buffers_of_another_size_are_refused(codec: Codec[Any], buffers: list[by
 @pytest.mark.parametrize(
     "head",
     [
-        bytes([ARRAY_MARKER]),
-        pack_array_head(2, "C", (2,), "<f4"),
-        pack_array_head(NUMPY, "C", (2,), "<f4").replace(b"C", b"K"),
-        pack_array_head(NUMPY, "C", (2,), "O"),
-        pack_array_head(NUMPY, "C", (2,), "<f4,<i4"),
-        pack_array_head(NUMPY, "C", (2,), "<f3"),
-        pack_array_head(NUMPY, "C", (1,) * 65, "<f4"),
-        pack_array_head(NUMPY, "C", (2**63, 2), "<f4"),
-        pack_array_head(TORCH, "C", (2,), "strided"),
-        pack_array_head(NUMPY, "C", (2,), "<f4")[:-5],
+        b"",
+        encode_head(ArrayHead(2, "<f4", (2,), "C")),
+        encode_head(ArrayHead(NUMPY, "<f4", (2,), "C")).replace(b"C", b"K"),
+        encode_head(ArrayHead(NUMPY, "O", (2,), "C")),
+        encode_head(ArrayHead(NUMPY, [["a", "O"]], (1,), "C")),
+        encode_head(ArrayHead(NUMPY, "<f4,<i4", (2,), "C")),
+        encode_head(ArrayHead(NUMPY, "<f3", (2,), "C")),
+        encode_head(ArrayHead(NUMPY, 4, (2,), "C")),
+        encode_head(ArrayHead(NUMPY, "<f4", (-1,), "C")),
+        encode_head(ArrayHead(NUMPY, "<f4", (1,) * 65, "C")),
+        encode_head(ArrayHead(NUMPY, "<f4", (2**63, 2), "C")),
+        encode_head(ArrayHead(TORCH, "strided", (2,), "C")),
+        encode_head(ArrayHead(TORCH, ["float32"], (2,), "C")),
+        encode_head(ArrayHead(NUMPY, "<f4", (2,), "C"))[:-2],
     ],
 )
 def test_damaged_head_is_refused_without_memory_for_it(codec: Codec[Any], head: bytes) -> None:
     if head[1:2] == bytes([TORCH]):
         pytest.importorskip("torch")
     with pytest.raises(CodecError):
-        codec.decode(head, [memoryview(bytes(8))])
+        codec.decode(ARRAY_MARKER + head, [memoryview(bytes(8))])
 
 
 @given(garbage=st.binary(max_size=60), size=st.integers(0, 64))
 def test_garbage_behind_the_marker_is_an_array_or_a_codec_error(garbage: bytes, size: int) -> None:
     for codec in CODECS:
         try:
-            received = codec.decode(bytes([ARRAY_MARKER]) + garbage, [memoryview(bytes(size))])
+            received = codec.decode(ARRAY_MARKER + garbage, [memoryview(bytes(size))])
         except CodecError:
             continue
         assert received.nbytes == size

@@ -1,0 +1,103 @@
+"""Arrays and tensors on the wire: a head that describes the elements, and the elements as bytes.
+
+A message that is one array has the head as its main part, behind `ARRAY_MARKER`, and the elements as its only buffer.
+Inside MessagePack, an extension holds the head. Reading a head runs no code that the sender chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from aioshm.codec.base import Encoded
+from aioshm.codec.buffers import is_loaded, own_copy
+from aioshm.errors import CodecError
+
+ARRAY_MARKER: Final = b"\xc1"
+"""The first byte of a message that is one array; no pickle and no MessagePack begins with it."""
+
+NUMPY: Final = 0
+TORCH: Final = 1
+
+Order: TypeAlias = Literal["C", "F"]
+Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # NumPy gives -1 a meaning of its own
+
+
+class ArrayHead(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
+    """The description of an array (`NUMPY`) or a tensor (`TORCH`); a MessagePack array on the wire."""
+
+    library: int
+    dtype: Any  # a name, or the fields of a structured dtype
+    shape: tuple[Length, ...]
+    order: Order
+    requires_grad: bool = False
+    is_parameter: bool = False
+    device: str = ""  # empty: the CPU
+
+
+encode_head: Callable[[ArrayHead], bytes] = msgspec.msgpack.Encoder().encode
+decode_head: Callable[[bytes | memoryview], ArrayHead] = msgspec.msgpack.Decoder(ArrayHead).decode
+
+# By exact type; empty until the program has imported NumPy or torch.
+packers: dict[type, Callable[[Any], Encoded | None]] = {}
+"""Encode an array as a message of its own; None where the codec has to encode the array: objects, gradients."""
+describers: dict[type, Callable[[Any], tuple[ArrayHead, memoryview]]] = {}
+"""Return head and elements of an array inside MessagePack."""
+reducers: dict[type, Callable[[Any], Any]] = {}
+"""Reduce an array for pickle."""
+numbers: set[type] = set()
+"""NumPy's scalar types."""
+
+
+def load_libraries() -> None:
+    """Fill the tables above for NumPy and torch, if the program has imported them."""
+    if is_loaded("numpy"):
+        from aioshm.codec import arrays
+
+        assert arrays
+    if is_loaded("torch"):
+        with suppress(ImportError):  # torch without NumPy
+            from aioshm.codec import tensors
+
+            assert tensors
+
+
+def rebuild(head: ArrayHead, memory: Any) -> Any:
+    """Return an array or a tensor over memory, without a copy."""
+    if head.library == NUMPY:
+        from aioshm.codec import arrays
+
+        return arrays.rebuild(head, memory)
+    if head.library == TORCH:
+        from aioshm.codec import tensors
+
+        return tensors.rebuild(head, memory)
+    raise CodecError(f"damaged array: library {head.library}")
+
+
+def is_array(main: bytes | memoryview) -> bool:
+    """Return whether the main part of a message is the head of an array."""
+    return main[:1] == ARRAY_MARKER
+
+
+def message_head(head: ArrayHead) -> bytes:
+    """Return the main part of a message that is one array."""
+    return ARRAY_MARKER + encode_head(head)
+
+
+def unpack_message(main: bytes | memoryview, buffers: Sequence[memoryview], *, show: bool) -> Any:
+    """Return the array of a message: a copy, or for ``show`` a read-only view of the buffer."""
+    [elements] = buffers
+    array = rebuild(_parse(bytes(main)), elements.toreadonly() if show else own_copy(elements))
+    if array.nbytes != elements.nbytes:
+        raise CodecError(f"damaged array: {array.nbytes} bytes announced, {elements.nbytes} there")
+    return array
+
+
+@lru_cache(256)
+def _parse(main: bytes) -> ArrayHead:
+    return decode_head(main[1:])
