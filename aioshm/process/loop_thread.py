@@ -12,13 +12,12 @@ import os
 import selectors
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from contextvars import Context, copy_context
+from functools import partial
 from threading import get_ident
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from aioshm.arguments import check_plain
 from aioshm.errors import EndClosed, QueueClosed, RoleError
@@ -33,12 +32,15 @@ PATIENCE_S = 1.0
 END_S = 10.0
 """How long `stop` waits for the thread to end. A thread that takes longer is stuck in a callback."""
 
-LOOP_DESCRIPTORS = 5  # an epoll, a pair of sockets, a pipe
+LOOP_DESCRIPTORS = 5  # enough for a loop of asyncio or of uvloop
 
 process_lock: ProcessLock = ProcessLock(recheck_s=0.01)
 """The process lock: the shared loop holds it in callbacks, other threads hold it for short pieces of their calls."""
 
 T = TypeVar("T")
+
+_Made: TypeAlias = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
+"""A loop, and the future that stops it."""
 
 
 class LoopThread:
@@ -63,17 +65,23 @@ class LoopThread:
         self._owner = owner
         self._pid = os.getpid()
         self._ended = False
-        self._host = _Host(owner, loop_factory or asyncio.new_event_loop)
-        self._thread = start_thread(self._host.run, name="aioshm-loop", what=owner)
-        self._wait_for(self._host.making)
-        self.loop: asyncio.AbstractEventLoop = self._host.making.outcome()
+        self._made: _Errand[_Made] = _Errand()
+        factory = loop_factory or asyncio.new_event_loop
+        self._thread = start_thread(_serve, owner, factory, self._made, name="aioshm-loop", what=owner)
+        self._wait_for(self._made)
+        self.loop: asyncio.AbstractEventLoop
+        self.loop, self._stopping = self._made.outcome()
         _running.add(self)
 
     def __del__(self) -> None:
-        """End the thread if a signal handler interrupted the constructor, or the caller that would keep this object."""
-        host: _Host | None = getattr(self, "_host", None)
-        if host is not None and not self._ended and not self.elsewhere:
-            host.end()
+        """End the thread if the caller was interrupted while this object was made, or has dropped the object."""
+        made: _Errand[_Made] | None = getattr(self, "_made", None)
+        if made is not None and not self._ended and not self.elsewhere:
+            made.dropped = True
+            if made.value is not None:
+                loop, stopping = made.value
+                with suppress(RuntimeError):  # the thread has ended by itself, and closed the loop
+                    loop.call_soon_threadsafe(_stop, stopping)
 
     @property
     def elsewhere(self) -> bool:
@@ -104,12 +112,8 @@ class LoopThread:
             RoleError: Called in a forked child, or in the thread itself.
         """
         errand: _Errand[T] = _Errand()
-        try:
-            self._post(lambda: errand.run(function))
-            self._wait_for(errand)
-        except BaseException:
-            self.post(errand.drop)
-            raise
+        self._post(lambda: errand.run(function))
+        self._wait_for(errand)
         return errand.outcome()
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -173,7 +177,7 @@ class LoopThread:
         if self.elsewhere:
             return
         if not self._ended:
-            self._host.end()
+            self._call_soon(partial(_stop, self._stopping))  # does not hold this object
             self._ended = True
         if get_ident() != self._thread.ident:
             self._thread.join(END_S)
@@ -189,7 +193,7 @@ class LoopThread:
                 await last()
             finally:
                 if not self.shared:
-                    self.loop.stop()
+                    _stop(self._stopping)
 
         def start() -> None:
             task = self.loop.create_task(run())
@@ -197,8 +201,7 @@ class LoopThread:
             task.add_done_callback(self._last.discard)
 
         self._ended = not self.shared
-        with suppress(EndClosed):  # the thread has ended by itself, and closed the loop
-            self._host.inbox.put(start)
+        self._call_soon(start)
 
     def _wait_for(self, errand: _Errand[Any]) -> None:
         while not errand.wait(LOOK_S):
@@ -207,60 +210,32 @@ class LoopThread:
 
     def _post(self, function: Callable[[], object]) -> None:
         self.check()
-        if self._ended or self.loop.is_closed():
+        if self._ended or not self._call_soon(function):
             raise EndClosed(f"{self._owner} was closed")
-        self._host.inbox.put(function)
 
-
-class _Inbox:
-    """Functions to run in the loop. `loop.call_soon_threadsafe` would swallow an OSError of a signal handler."""
-
-    def __init__(self) -> None:
-        self._functions: deque[tuple[Callable[[], object], Context]] = deque()
-        self._read = self._write = -1
-
-    def put(self, function: Callable[[], object]) -> None:
-        """Schedule a function in the loop's thread, in the caller's context."""
-        if self._write < 0:
-            raise EndClosed("the thread of this event loop has ended")
-        self._functions.append((function, copy_context()))
-        with suppress(BlockingIOError):  # the loop is awake, or about to be
-            os.write(self._write, b"\0")
-
-    def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Make the loop run the functions. Called in the loop's thread."""
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
-        loop.add_reader(self._read, self._run, loop)
-
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        with suppress(BlockingIOError):
-            os.read(self._read, 4096)
-        while self._functions:
-            function, context = self._functions.popleft()
-            loop.call_soon(function, context=context)
-
-    def close(self) -> None:
-        read, write = self._read, self._write
-        self._read = self._write = -1
-        if write >= 0:
-            os.close(read)
-            os.close(write)
+    def _call_soon(self, function: Callable[[], object]) -> bool:
+        try:
+            self.loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            if not self.loop.is_closed():
+                raise
+            return False
+        return True
 
 
 class _Errand(Generic[T]):
     """One function or coroutine to run in the thread, and its result or exception."""
 
-    __slots__ = ("_done", "_error", "_task", "_value", "dropped")
+    __slots__ = ("_done", "_error", "_task", "dropped", "value")
 
     def __init__(self) -> None:
+        # Not an Event or a Future: an exception of a signal handler in their `wait` may leave their lock acquired.
         self._done = threading.Lock()
         self._done.acquire()
-        self._value: Any = None
+        self.value: T | None = None  # None until there is one
         self._error: BaseException | None = None
         self._task: asyncio.Task[T] | None = None
-        self.dropped: bool = False
+        self.dropped: bool = False  # whether the caller was interrupted
 
     def wait(self, timeout: float) -> bool:
         if not self._done.acquire(timeout=timeout):
@@ -274,21 +249,16 @@ class _Errand(Generic[T]):
                 raise self._error
             finally:
                 self._error = None  # breaks a cycle: its traceback holds this frame
-        value: T = self._value
-        return value
+        return cast("T", self.value)
 
     # In the thread
 
     def run(self, function: Callable[[], T]) -> None:
         try:
-            self._value = function()
+            self.value = function()
         except BaseException as error:
             self._error = error
         self._done.release()
-
-    def drop(self) -> None:
-        """Free a result that no caller will take."""
-        self._value = self._error = None
 
     def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
         if not self.dropped:
@@ -296,12 +266,9 @@ class _Errand(Generic[T]):
             self._task.add_done_callback(self._take)
 
     async def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        if self.dropped:  # the caller has been interrupted
-            raise asyncio.CancelledError
         return await work()
 
     def cancel(self) -> None:
-        self.dropped = True
         if self._task is not None:
             self._task.cancel()
         elif self._done.locked():  # the call was interrupted before `start` was posted
@@ -313,69 +280,42 @@ class _Errand(Generic[T]):
         else:
             self._error = task.exception()
             if self._error is None:
-                self._value = task.result()
+                self.value = task.result()
         self._task = None
         self._done.release()
 
 
-class _Host:
-    """Runs in the thread, makes the loop there and runs it. A signal handler in the main thread leaves no half a loop.
+def _stop(stopping: asyncio.Future[None]) -> None:
+    if not stopping.done():
+        stopping.set_result(None)
 
-    Attributes:
-        inbox: The functions to run in the loop.
-        making: Returns the loop, or the error.
-    """
 
-    def __init__(self, owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
-        self._owner = owner
-        self._loop_factory = loop_factory
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._unwanted = self._stopped = False
-        self.inbox: _Inbox = _Inbox()
-        self.making: _Errand[asyncio.AbstractEventLoop] = _Errand()
+def _serve(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop], made: _Errand[_Made]) -> None:
+    """Make a loop in this thread, and run it until it is stopped, then its remaining tasks, which are cancelled."""
 
-    def end(self) -> None:
-        """End the thread soon. Idempotent; called in any thread, at any time."""
-        self._unwanted = True
-        with suppress(EndClosed):  # there is no loop yet, or the thread has ended by itself
-            self.inbox.put(self._stop)
+    def make() -> _Made:
+        check_descriptors(owner, LOOP_DESCRIPTORS)  # a constructor that fails halfway leaks descriptors
+        with naming_limits(owner):
+            loop = loop_factory()
+        return loop, loop.create_future()
 
-    def run(self) -> None:
-        try:
-            self.making.run(self._make)
-            if self._loop is not None and not self._unwanted:
-                self._serve(self._loop)
-        finally:
-            asyncio.set_event_loop(None)
-            if self._loop is not None:
-                self._loop.close()
-            self.inbox.close()
-
-    def _stop(self) -> None:
-        if self._loop is not None and not self._stopped:  # again would break off the last tasks
-            self._stopped = True
-            self._loop.stop()
-
-    def _make(self) -> asyncio.AbstractEventLoop:
-        check_descriptors(self._owner, LOOP_DESCRIPTORS)  # a constructor that fails halfway leaks descriptors
-        with naming_limits(self._owner):
-            self._loop = loop = self._loop_factory()
-            try:
-                self.inbox.open(loop)
-            except BaseException:
-                self._unwanted = True
-                raise
-        asyncio.set_event_loop(loop)
-        return loop
-
-    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.run_forever()
+    made.run(make)
+    if made.value is None:
+        return
+    loop, stopping = made.value
+    asyncio.set_event_loop(loop)
+    try:
+        if not made.dropped:
+            loop.run_until_complete(stopping)
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
         if left:
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 class _TurnSelector(selectors.BaseSelector):

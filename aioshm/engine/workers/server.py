@@ -31,6 +31,7 @@ from aioshm.engine.workers.messages import (
     failure_of,
 )
 from aioshm.errors import AioshmError, PeerDied, QueueClosed, QueueEmpty
+from aioshm.queue import MessageQueue
 
 if TYPE_CHECKING:
     from aioshm.engine.workers.worker import Worker
@@ -40,53 +41,51 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 Items: TypeAlias = Iterator[Any] | AsyncIterator[Any]
 
 
+BROADCASTS, REQUESTS = range(2)
+
+
 class CallOrder:
-    """Restores the order in which the driver sent calls through two queues."""
+    """Restores the order in which the driver sent calls through two queues. No I/O."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._due: deque[Message] = deque()
-        self._early: deque[Message] = deque()  # requests sent after a broadcast that has not arrived yet
+        self._queued: tuple[deque[Message], deque[Message]] = (deque(), deque())
         self._last_broadcast = 0
         self._n_requests = 0
-        self._more_requests = asyncio.Event()
         self._cancelled: set[int] = set()
 
-    async def add_broadcast(self, message: Message) -> None:
-        """Add a call of all workers behind the requests that were sent before it."""
-        _, number, _, value = message
-        sent_before = 0 if isinstance(value, Undecodable) else Request(*value).after.get(self._rank, 0)
-        while self._n_requests < sent_before:
-            self._more_requests.clear()
-            await self._more_requests.wait()
-        self._last_broadcast = number
-        self._due.append(message)
-        while self._early and self._early[0][2] <= number:
-            self._due.append(self._early.popleft())
-
-    def add_request(self, message: Message) -> None:
-        """Add a call of this worker."""
-        self._n_requests += 1
-        self._more_requests.set()
-        (self._early if message[2] > self._last_broadcast else self._due).append(message)
+    def add(self, source: int, message: Message) -> None:
+        """Add a call of all workers, or of this worker."""
+        self._queued[source].append(message)
 
     def cancel(self, number: int) -> bool:
         """Cancel a queued call; return whether it was queued."""
-        queued = any(each[1] == number for each in (*self._due, *self._early))
+        queued = any(message[1] == number for message in self._queued[REQUESTS])
         if queued:
             self._cancelled.add(number)
         return queued
 
     def next(self) -> Message | None:
-        """Return the next call; its kind is CANCEL if it was cancelled."""
-        if not self._due:
+        """Return the next call, if it has arrived; its kind is CANCEL if it was cancelled."""
+        broadcasts, requests = self._queued
+        if requests and requests[0][2] <= self._last_broadcast:
+            self._n_requests += 1
+            message = requests.popleft()
+        elif broadcasts and self._sent_before(broadcasts[0]) <= self._n_requests:
+            message = broadcasts.popleft()
+            self._last_broadcast = message[1]
+        else:
             return None
-        message = self._due.popleft()
         number = message[1]
         if number in self._cancelled:
             self._cancelled.discard(number)
             return CANCEL, number, 0, None
         return message
+
+    def _sent_before(self, broadcast: Message) -> int:
+        """Return how many requests of this worker the driver sent before a broadcast."""
+        value = broadcast[3]
+        return 0 if isinstance(value, Undecodable) else Request(*value).after.get(self._rank, 0)
 
 
 class _Stream:
@@ -131,11 +130,9 @@ class CallServer:
     async def run(self) -> None:
         """Serve until the driver closes its queues, dies, or ends this worker."""
         self._main = asyncio.current_task()
-        reading = self._spawn(self._read_requests())
+        reading = self._spawn(self._read(REQUESTS, self._queues.requests))
         try:
-            await self._read_broadcasts()
-        except (QueueClosed, PeerDied):  # the driver is gone
-            pass
+            await self._read(BROADCASTS, self._queues.broadcasts)
         except asyncio.CancelledError:
             if self._failure is None:
                 raise
@@ -143,29 +140,22 @@ class CallServer:
         finally:
             await self._stop(reading)
 
-    # Reading
-
-    async def _read_broadcasts(self) -> None:
-        while True:
-            message: Message = await self._queues.broadcasts.dequeue(indefinite=True)
-            if message[0] != LEAVE:
-                await self._order.add_broadcast(message)
-                await self._run_queued()
-            elif self._rank in message[3]:
-                return
-
-    async def _read_requests(self) -> None:
-        requests = self._queues.requests
-        with suppress(QueueClosed, PeerDied):  # the driver is gone: the queue of broadcasts ends, too
+    async def _read(self, source: int, queue: MessageQueue) -> None:
+        with suppress(QueueClosed, PeerDied):  # the driver is gone
             while True:
-                self._take(await requests.dequeue(indefinite=True))
-                # The next messages may cancel a call that would begin here.
+                message: Message = await queue.dequeue(indefinite=True)
+                if message[0] == LEAVE:
+                    if self._rank in message[3]:
+                        return
+                    continue
+                self._take(source, message)
+                # The next requests may cancel a call that would begin here.
                 with suppress(QueueEmpty):
-                    while True:
-                        self._take(requests.dequeue_nowait())
+                    while source == REQUESTS:
+                        self._take(source, queue.dequeue_nowait())
                 await self._run_queued()
 
-    def _take(self, message: Message) -> None:
+    def _take(self, source: int, message: Message) -> None:
         kind, number, _, value = message
         if kind == CANCEL:
             if not self._order.cancel(number):  # a task created just now begins first, and can answer then
@@ -174,7 +164,7 @@ class CallServer:
             if (stream := self._streams.get(number)) is not None:
                 stream.add_credit(value)
         else:
-            self._order.add_request(message)
+            self._order.add(source, message)
 
     def _interrupt(self, number: int) -> None:
         if number == self._awaited:
