@@ -31,11 +31,11 @@ from aioshm.wait.limits import Stall
 from aioshm.wait.poller import Poller, WaitStats
 from aioshm.wait.threads import ThreadPoller
 
-TURN_MESSAGES = 256
-TURN_NS = 1_000_000
+YIELD_AFTER_MESSAGES = 256
+YIELD_AFTER_NS = 1_000_000
 """The budget: a task that never waits yields to the loop after this many messages, or nanoseconds."""
 
-SHORT_TURN_MESSAGES = 16
+YIELD_SOON_AFTER_MESSAGES = 16
 """The same while a reader waits for the loop to attach."""
 
 NO_TURNS = 1 << 62
@@ -223,16 +223,16 @@ class EndState:
         if self.blocks:
             core.budget = core.budget_ends_ns = NO_TURNS
             return
-        core.budget = SHORT_TURN_MESSAGES if self._hurried else TURN_MESSAGES
+        core.budget = YIELD_SOON_AFTER_MESSAGES if self._hurried else YIELD_AFTER_MESSAGES
         self._hurried = False
-        core.budget_ends_ns = (now_ns or monotonic_ns()) + TURN_NS
+        core.budget_ends_ns = (now_ns or monotonic_ns()) + YIELD_AFTER_NS
 
     def hurry(self) -> None:
         """Shorten the budget, so that the loop runs soon."""
         if self.blocks:
             return
         self._hurried = True
-        self.core.budget = min(self.core.budget, SHORT_TURN_MESSAGES)
+        self.core.budget = min(self.core.budget, YIELD_SOON_AFTER_MESSAGES)
 
     def count_turn(self) -> None:
         """Count a message that did not pass the core."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,17 +16,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 _PLACES = Path("/proc/self/cgroup")
 _MAX_BYTES = 65_536
 
-QUOTAS_LAST_S = 1.0
-"""For so long quotas that were read are not read again: ends are made one after the other."""
-
 
 def _apart(peers: Sequence[int]) -> bool:
     """Return whether no peer is in this process, where spinning would keep its loop, or its GIL, from it."""
     return os.getpid() not in peers
-
-
-_latest: tuple[float, tuple[float, ...]] = (float("-inf"), ())
-"""When this process' quotas were read, and what they were."""
 
 
 def policy_for(peers: Sequence[int], options: Options, *, in_threads: bool = False) -> Policy:
@@ -56,28 +50,23 @@ def usable_cpus(cgroup: Path = _CGROUP, *, places: Path = _PLACES, own: int = 0,
         cpus = len(together)
     except AttributeError:  # macOS has no affinity
         cpus = os.cpu_count() or 1
-    quotas = _recent_quotas() if (cgroup, places) == (_CGROUP, _PLACES) else _quotas(cgroup, places)
-    return max(1, int(min([cpus, *quotas])))
+    return max(1, int(min([cpus, *_quotas(cgroup, places, int(monotonic()))])))
 
 
-def _recent_quotas() -> tuple[float, ...]:
-    global _latest
-    if monotonic() - _latest[0] > QUOTAS_LAST_S:
-        _latest = monotonic(), tuple(_quotas(_CGROUP, _PLACES))
-    return _latest[1]
-
-
-def _quotas(cgroup: Path, places: Path) -> Iterator[float]:
-    """Yield the CPUs that each cgroup of this process grants, parents included (cgroups(7))."""
+@functools.lru_cache(maxsize=1)
+def _quotas(cgroup: Path, places: Path, _second: int) -> list[float]:
+    """Return the CPUs that each cgroup of this process grants, parents included (cgroups(7)), read once a second."""
+    quotas = []
     for root, place, quota_of in _own_cgroups(str(cgroup), str(places)):
         folder = f"{root}/{place}" if place else root
         while True:
             quota = quota_of(folder)
             if quota is not None:
-                yield quota
+                quotas.append(quota)
             if folder == root:
                 break
             folder = os.path.dirname(folder)
+    return quotas
 
 
 def _own_cgroups(cgroup: str, places: str) -> Iterator[tuple[str, str, Callable[[str], float | None]]]:

@@ -22,11 +22,9 @@ def deadline_after(timeout: float | None, cancel: Any = None, indefinite: bool =
     """Check the arguments of a wait on an event loop; return its deadline by ``time.monotonic()``."""
     if timeout is None and cancel is None and indefinite is False:
         return None
-    timeout_s = check_timeout("timeout", timeout)
     if cancel is not None and not isinstance(cancel, asyncio.Event):
         raise TypeError(f"cancel must be an asyncio.Event or None, not {shown(cancel)}")
-    check_bool("indefinite", indefinite)
-    return None if timeout_s is None else monotonic() + timeout_s
+    return _checked_deadline(timeout, indefinite)
 
 
 def thread_deadline_after(timeout: float | None, cancel: Any = None, indefinite: bool = False) -> float | None:
@@ -35,6 +33,10 @@ def thread_deadline_after(timeout: float | None, cancel: Any = None, indefinite:
         return None
     if cancel is not None and not callable(getattr(cancel, "is_set", None)):
         raise TypeError(f"cancel must be a threading.Event or None, not {shown(cancel)}")
+    return _checked_deadline(timeout, indefinite)
+
+
+def _checked_deadline(timeout: float | None, indefinite: bool) -> float | None:
     check_bool("indefinite", indefinite)
     timeout_s = check_timeout("timeout", timeout)
     return None if timeout_s is None else monotonic() + timeout_s

@@ -92,7 +92,7 @@ _MAX_LATE_NS = 1_000_000.0  # a timer that is later shows only that the event lo
 _FOREVER_NS = 1 << 62
 
 
-class How(Enum):
+class WaitMode(Enum):
     """The ways to wait."""
 
     SPIN = "spin"
@@ -109,11 +109,11 @@ class How(Enum):
 class Step(msgspec.Struct, frozen=True, gc=False):
     """One step of a wait."""
 
-    how: How
+    mode: WaitMode
     until_ns: int = 0
 
 
-PARK = Step(How.PARK)
+PARK = Step(WaitMode.PARK)
 
 
 class WakeUpCost:
@@ -280,7 +280,7 @@ class Policy:
             now_ns: The time.
         """
         if self._mode == "spin":
-            return self._start(Step(How.SPIN, _FOREVER_NS), now_ns)
+            return self._start(Step(WaitMode.SPIN, _FOREVER_NS), now_ns)
         if self._mode == "park" or not (self._may_spin or self.crowded):
             return PARK
         self._settle_hit(count, at_ns)
@@ -293,22 +293,22 @@ class Policy:
     def missed(self, now_ns: int) -> Step:
         """Return the next step; the latest one ended without a message."""
         step = self._step
-        if step.how is How.NAP:
+        if step.mode is WaitMode.NAP:
             self._nap_ns *= 2
             if self._nap_ns < self._first_nap_ns * 2**NAPS:
-                return self._start(Step(How.NAP, now_ns + int(self._nap_ns)), now_ns)
+                return self._start(Step(WaitMode.NAP, now_ns + int(self._nap_ns)), now_ns)
             self._failures += 1
             return self._start(PARK, now_ns)
-        if step.how is How.SLEEP:
+        if step.mode is WaitMode.SLEEP:
             self._learn_lateness(now_ns - step.until_ns)
-            return self._start(Step(How.WINDOW, self._window_ends_ns), now_ns)
-        if step.how is How.WINDOW:
+            return self._start(Step(WaitMode.WINDOW, self._window_ends_ns), now_ns)
+        if step.mode is WaitMode.WINDOW:
             self._saved_ns -= now_ns - self._step_began_ns
             self._misses += 1
             if self._misses >= MISSES:
                 self._period.doubt()
                 return self._start(PARK, now_ns)
-        elif step.how is How.SPIN:
+        elif step.mode is WaitMode.SPIN:
             self._failures += 1
         return self._start(self._window(now_ns), now_ns)
 
@@ -318,7 +318,7 @@ class Policy:
 
     def stopped(self, now_ns: int) -> None:
         """Note that the wait was given up."""
-        if self._step.how is How.WINDOW:
+        if self._step.mode is WaitMode.WINDOW:
             self._saved_ns -= now_ns - self._step_began_ns
         self._step = PARK
 
@@ -332,11 +332,11 @@ class Policy:
         if self._hit is None:
             return
         (step, began_ns, looked_ns, woken), self._hit = self._hit, None
-        if step.how in (How.SPIN, How.NAP):
+        if step.mode in (WaitMode.SPIN, WaitMode.NAP):
             self._failures = 0
-            if step.how is How.SPIN and self._yields:
+            if step.mode is WaitMode.SPIN and self._yields:
                 self._waited_ns = min(self._waited_ns, self._patience_ns)
-        elif step.how is How.WINDOW:
+        elif step.mode is WaitMode.WINDOW:
             self._saved_ns -= min(max(at_ns, began_ns), looked_ns) - began_ns
         elif woken and count == self._count + 1 and began_ns <= at_ns <= min(looked_ns, began_ns + SHORT_SLEEP_NS):
             self.cost.learn(looked_ns - at_ns)
@@ -348,7 +348,7 @@ class Policy:
         nap_gap_ns = STREAM_GAP_NS if self._yields else cost.ns
         if self.crowded and 0 < self._gap_ns < nap_gap_ns and self._failures < FAILURES:
             self._nap_ns = self._first_nap_ns
-            return Step(How.NAP, now_ns + int(self._nap_ns))
+            return Step(WaitMode.NAP, now_ns + int(self._nap_ns))
         self._waits += 1
         if not self._may_spin:
             return PARK
@@ -357,7 +357,7 @@ class Policy:
         if self._yields and self._waited_ns <= self._patience_ns:
             self.hot = confident
             if confident or probe:
-                return Step(How.SPIN, now_ns + int(self._patience_ns))
+                return Step(WaitMode.SPIN, now_ns + int(self._patience_ns))
         of_beat = count - self._beat_count
         if of_beat == self._beat_size and (window := self._window(now_ns)) is not PARK:
             self.hot = False
@@ -367,7 +367,7 @@ class Policy:
             spin_ns = self._yielding_spin_ns if self._yields else cost.spin_ns
             if self.hot and not self._yields and self._gap_ns < STREAM_GAP_NS:
                 spin_ns = STREAM_SPIN_NS
-            return Step(How.SPIN, now_ns + int(spin_ns))
+            return Step(WaitMode.SPIN, now_ns + int(spin_ns))
         return self._window(now_ns)
 
     @property
@@ -414,8 +414,8 @@ class Policy:
             return PARK
         self._window_ends_ns = int(ends_ns)
         if begins_ns > now_ns:
-            return Step(How.SLEEP, begins_ns)
-        return Step(How.WINDOW, self._window_ends_ns)
+            return Step(WaitMode.SLEEP, begins_ns)
+        return Step(WaitMode.WINDOW, self._window_ends_ns)
 
     # Learning
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from aioshm.ring.cores import memory_fence
 from aioshm.wait.limits import Limits, Stall
-from aioshm.wait.policy import How, Policy, Step
+from aioshm.wait.policy import Policy, Step, WaitMode
 from aioshm.wait.timer import Timer
 
 INLINE_SPIN_NS = 20_000
@@ -33,9 +33,6 @@ IDLE_LOOP_NS = 40_000
 class WaitStats:
     """What an end's waits have done so far."""
 
-    spins: int = 0
-    # Of these, spins shortly before an expected message.
-    windows: int = 0
     naps: int = 0
     parks: int = 0
 
@@ -130,11 +127,9 @@ class Poller:
     async def _do(self, step: Step, look: Callable[[], object], limits: Limits) -> bool:
         """Wait as a step says; return whether ``look()`` was true before its end."""
         self._slept = False
-        if step.how is How.SPIN or step.how is How.WINDOW:
-            self.stats.spins += 1
-            self.stats.windows += step.how is How.WINDOW
+        if step.mode is WaitMode.SPIN or step.mode is WaitMode.WINDOW:
             return await self._spin(look, limits, step.until_ns)
-        if step.how is How.NAP:
+        if step.mode is WaitMode.NAP:
             return await self._nap(look, limits, step.until_ns)
         return await self._sleep(look, limits, step.until_ns)
 

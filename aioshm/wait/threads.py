@@ -21,7 +21,7 @@ from aioshm.process.limits import naming_limits
 from aioshm.process.loop_thread import process_lock
 from aioshm.ring.cores import memory_fence
 from aioshm.wait.limits import Limits, Stall
-from aioshm.wait.policy import How, Policy, Step
+from aioshm.wait.policy import Policy, Step, WaitMode
 from aioshm.wait.poller import INLINE_SPIN_NS, Flag, Poller, WaitStats
 from aioshm.wait.timer import open_timer, timerfd_settime
 
@@ -126,11 +126,9 @@ class ThreadPoller:
     def _do(self, step: Step, look: Callable[[], object], limits: Limits) -> bool:
         """Wait as a step says; return whether ``look()`` was true before its end."""
         self._slept = False
-        if step.how is How.SPIN or step.how is How.WINDOW:
-            self.stats.spins += 1
-            self.stats.windows += step.how is How.WINDOW
+        if step.mode is WaitMode.SPIN or step.mode is WaitMode.WINDOW:
             return self._spin(look, limits, step.until_ns)
-        if step.how is How.NAP:
+        if step.mode is WaitMode.NAP:
             self.stats.naps += 1
             time.sleep(max(0, step.until_ns - monotonic_ns()) / 1e9)
             if _looked(look):

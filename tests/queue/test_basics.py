@@ -23,7 +23,7 @@ from aioshm import (
     QueueFull,
     RoleError,
 )
-from aioshm.queue.state import TURN_MESSAGES
+from aioshm.queue.state import YIELD_AFTER_MESSAGES
 
 
 @pytest.mark.parametrize(("n_local", "n_remote"), [(3, 0), (2, 2)])
@@ -354,7 +354,7 @@ async def test_a_reader_that_never_waits_lets_other_tasks_run(n_local: int, n_re
         async with bystander() as other:
             for number in range(512):
                 assert await reader.dequeue() == number
-        assert other.turns >= 512 // TURN_MESSAGES - 1
+        assert other.turns >= 512 // YIELD_AFTER_MESSAGES - 1
 
 
 async def test_stats_stay_readable_after_closing() -> None:

@@ -14,7 +14,7 @@ from slots import slot_of
 from support import bystander, cancelled_after, examples
 
 from aioshm import CodecError, CorruptSlot, MessageQueue, QueueCancelled, QueueClosed, RoleError
-from aioshm.queue.state import TURN_MESSAGES
+from aioshm.queue.state import YIELD_AFTER_MESSAGES
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 
 OVERFLOW = 6000
@@ -248,12 +248,12 @@ async def test_a_stream_of_batches_starves_no_other_task() -> None:
         async with bystander() as other:
             for number in range(512):
                 await writer.enqueue_many([number])
-            assert other.turns >= 512 // TURN_MESSAGES - 1
+            assert other.turns >= 512 // YIELD_AFTER_MESSAGES - 1
             other.turns = 0
             received: list[int] = []
             while len(received) < 512:
                 received += await reader.dequeue_many(64)
-            assert other.turns >= 512 // TURN_MESSAGES - 1
+            assert other.turns >= 512 // YIELD_AFTER_MESSAGES - 1
         assert received == list(range(512))
 
 

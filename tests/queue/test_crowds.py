@@ -11,7 +11,7 @@ from pairs import attached
 from aioshm import Options, merge
 from aioshm.wait import cpus as cpus_module
 from aioshm.wait.cpus import policy_for
-from aioshm.wait.policy import How
+from aioshm.wait.policy import WaitMode
 
 
 @pytest.fixture(params=[(2, True), (3, False)], ids=["more ends than CPUs", "as many"])
@@ -53,4 +53,4 @@ def test_a_crowd_naps_in_a_stream(crowded: bool) -> None:
     for count in range(1, 30):
         at_ns += 5_000
         step = policy.begin(count, at_ns, at_ns)
-    assert (step.how is How.NAP) is crowded
+    assert (step.mode is WaitMode.NAP) is crowded

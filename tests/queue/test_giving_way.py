@@ -11,14 +11,14 @@ import pytest
 from pairs import attached
 
 from aioshm import MessageQueue, merge
-from aioshm.queue.state import TURN_MESSAGES
+from aioshm.queue.state import YIELD_AFTER_MESSAGES
 from aioshm.ring.cursors import GIVE_WAY_NS
 
 ONE_MORE_PLACE: dict[str, Any] = {
     "max_readers": 2,
     "wait": "park",
-    "slots": 2 * TURN_MESSAGES,
-    "chunks": 2 * TURN_MESSAGES,
+    "slots": 2 * YIELD_AFTER_MESSAGES,
+    "chunks": 2 * YIELD_AFTER_MESSAGES,
 }
 
 
@@ -36,12 +36,12 @@ doing = [""]
 
 async def pass_turn(writer: MessageQueue, *readers: MessageQueue) -> None:
     """Let each end have its turn, and begin another one."""
-    for number in range(TURN_MESSAGES + 1):
+    for number in range(YIELD_AFTER_MESSAGES + 1):
         doing[0] = "writer"
         await writer.enqueue(number)
     for index, reader in enumerate(readers):
         doing[0] = f"reader {index}"
-        for number in range(TURN_MESSAGES + 1):
+        for number in range(YIELD_AFTER_MESSAGES + 1):
             assert await reader.dequeue() == number
 
 
@@ -79,10 +79,10 @@ async def test_so_does_a_merge(handed_on: list[str], clock: Callable[[int], None
             for someone_attaches in (False, True):
                 handed_on.clear()
                 doing[0] = "writer"
-                for number in range(TURN_MESSAGES + 1):
+                for number in range(YIELD_AFTER_MESSAGES + 1):
                     await writer.enqueue(number)
                 doing[0] = "merge"
-                for number in range(TURN_MESSAGES + 1):
+                for number in range(YIELD_AFTER_MESSAGES + 1):
                     assert await anext(merged) == (0, number)
                 assert ("merge" in handed_on) is someone_attaches  # more than once where turns end by the clock
                 if not someone_attaches:

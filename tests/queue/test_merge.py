@@ -13,7 +13,7 @@ from support import bystander
 
 from aioshm import MessageQueue, RoleError
 from aioshm.queue.merge import merge
-from aioshm.queue.state import TURN_MESSAGES
+from aioshm.queue.state import YIELD_AFTER_MESSAGES
 
 
 class TestTurns:
@@ -108,7 +108,7 @@ class TestTurns:
                     writers[rank].enqueue_nowait("flood")
                     if number == 0:
                         other.turns = 0
-                assert other.turns >= 6400 // TURN_MESSAGES - 1
+                assert other.turns >= 6400 // YIELD_AFTER_MESSAGES - 1
 
     async def test_exceptions_can_be_messages(self) -> None:
         async with queues(1) as (writers, readers):

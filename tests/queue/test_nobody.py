@@ -10,7 +10,7 @@ import pytest
 from support import bystander
 
 from aioshm import CodecError, Handle, MessageQueue, Options, QueueCancelled, QueueClosed, RoleError, blocking, merge
-from aioshm.queue.state import TURN_MESSAGES
+from aioshm.queue.state import YIELD_AFTER_MESSAGES
 
 SIZES: dict[str, Any] = {"max_chunk_bytes": 4096, "max_chunks": 4, "slots": 4}
 
@@ -42,7 +42,7 @@ class TestAQueueWithoutReaders:
         async with MessageQueue(0, 0, **SIZES) as writer, bystander() as other:
             for number in range(10_000):
                 await writer.enqueue(number)
-            assert other.turns >= 10_000 // TURN_MESSAGES
+            assert other.turns >= 10_000 // YIELD_AFTER_MESSAGES
 
     async def test_takes_no_memory_for_what_nobody_reads(self) -> None:
         message = bytes(1_000_000)

@@ -36,7 +36,7 @@ from aioshm.lifeline.address import sockaddr
 from aioshm.lifeline.protocol import Hello, pack
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.membership import KEPT_CHANGES
-from aioshm.queue.state import SHORT_TURN_MESSAGES, TURN_MESSAGES, EndState
+from aioshm.queue.state import YIELD_AFTER_MESSAGES, YIELD_SOON_AFTER_MESSAGES, EndState
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.layout import VERSION
 
@@ -67,7 +67,7 @@ async def test_a_newcomer_waits_for_a_short_turn_of_a_writer_that_never_waits(mo
             async with MessageQueue.create_from_handle(writer.export_handle()) as newcomer:
                 coming = asyncio.ensure_future(newcomer.wait_until_ready(20))
                 while not coming.done():
-                    for _ in range(2 * TURN_MESSAGES):
+                    for _ in range(2 * YIELD_AFTER_MESSAGES):
                         await writer.enqueue("x")
                 await coming
                 change = await anext(changes)
@@ -76,7 +76,7 @@ async def test_a_newcomer_waits_for_a_short_turn_of_a_writer_that_never_waits(mo
     assert until_admitted[-1] == change.first
     assert len(until_admitted) == 4, "accepted, greeting read, places looked at, admitted"
     apart = [later - earlier for earlier, later in itertools.pairwise(until_admitted)]
-    assert max(apart) <= SHORT_TURN_MESSAGES, "some messages pass in between, and no more"
+    assert max(apart) <= YIELD_SOON_AFTER_MESSAGES, "some messages pass in between, and no more"
     assert not touched
 
 

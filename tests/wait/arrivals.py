@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aioshm.wait.policy import TYPICAL_WAKE_UP_NS, How, Policy, WakeUpCost
+from aioshm.wait.policy import TYPICAL_WAKE_UP_NS, Policy, WaitMode, WakeUpCost
 
 US = 1_000
 MS = 1_000_000
@@ -136,24 +136,24 @@ def _wait(
     at = arrivals[taken]
     step = policy.begin(taken, arrivals[taken - 1] if taken else 0, now)
     while True:
-        if step.how in (How.SPIN, How.WINDOW):
+        if step.mode in (WaitMode.SPIN, WaitMode.WINDOW):
             hit = at <= step.until_ns
             spent = max(0, min(at, step.until_ns) - now)
             now += spent
             record.spent.append((now, spent))
-            if step.how is How.WINDOW:
+            if step.mode is WaitMode.WINDOW:
                 record.watched.append((now, spent))
             if hit:
                 policy.hit(now, woken=False)
                 return now + US, True
-        elif step.how is How.NAP:
+        elif step.mode is WaitMode.NAP:
             now = step.until_ns + next(late)
             record.naps += 1
             record.wake_ups += 1
             if at <= now:
                 policy.hit(now, woken=False)
                 return now, False
-        elif step.how is How.SLEEP:
+        elif step.mode is WaitMode.SLEEP:
             fired = step.until_ns + next(late)
             record.wake_ups += 1
             woken_at = max(now, at) + machine.wake_up_ns

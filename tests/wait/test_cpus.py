@@ -9,7 +9,7 @@ import pytest
 from aioshm.config import Options
 from aioshm.wait import cpus
 from aioshm.wait.cpus import policy_for, usable_cpus
-from aioshm.wait.policy import How
+from aioshm.wait.policy import WaitMode
 
 
 @pytest.fixture(autouse=True)
@@ -102,18 +102,15 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
 
 
-def test_quotas_are_read_once_for_ends_that_are_made_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, quotas = 100.0, [2.0]
+def test_quotas_are_read_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(cpus, "_latest", (float("-inf"), ()))
     monkeypatch.setattr(cpus, "monotonic", lambda: now)
-    monkeypatch.setattr(cpus, "_quotas", lambda *_: iter(quotas))
-    assert usable_cpus() == 2
-    quotas[:] = [4.0]
-    now += cpus.QUOTAS_LAST_S
-    assert usable_cpus() == 2
-    now += 0.001
-    assert usable_cpus() == 4
+    assert usable_cpus(v2(tmp_path, "200000 100000")) == 2
+    (tmp_path / "cpu.max").write_text("400000 100000")
+    assert usable_cpus(tmp_path) == 2
+    now += 1
+    assert usable_cpus(tmp_path) == 4
 
 
 def test_the_cpus_of_other_ends_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +137,7 @@ class TestPlaces:
     def usable(self, root: Path, *lines: str) -> int:
         places = root / "places"
         places.write_text("".join(f"{line}\n" for line in lines))
+        cpus._quotas.cache_clear()
         return usable_cpus(root / "cgroup", places=places)
 
     def quota(self, root: Path, folder: str, name: str, text: str) -> None:
@@ -192,5 +190,5 @@ def test_more_ends_than_the_quota_are_crowded(
     at_ns, naps = 1_000_000_000, []
     for count in range(1, 30):
         at_ns += 5_000
-        naps.append(policy.begin(count, at_ns, at_ns).how is How.NAP)
+        naps.append(policy.begin(count, at_ns, at_ns).mode is WaitMode.NAP)
     assert any(naps) is crowded

@@ -10,7 +10,7 @@ from arrivals import TYPICAL, US, Machine, follow, machine, times
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshm.wait.policy import FAILURES, HOT_GAP_NS, MAX_PERIOD_NS, MISSES, NAPS, PARK, PROBE, How, Policy
+from aioshm.wait.policy import FAILURES, HOT_GAP_NS, MAX_PERIOD_NS, MISSES, NAPS, PARK, PROBE, Policy, WaitMode
 
 __all__ = ["machine"]  # a fixture
 
@@ -26,7 +26,7 @@ def budget_ns(policy: Policy, count: int, at_ns: int) -> int:
     """Return how long the next wait spins at once; it begins soon after the latest message."""
     now_ns = at_ns + 30_000
     step = policy.begin(count, at_ns, now_ns)
-    return step.until_ns - now_ns if step.how is How.SPIN else 0
+    return step.until_ns - now_ns if step.mode is WaitMode.SPIN else 0
 
 
 def spun_for(policy: Policy, hit: bool, at_ns: int = START) -> None:
@@ -222,11 +222,11 @@ class TestAnything:
             at_ns += gap
             now_ns = at_ns + 30_000
             step = policy.begin(count, at_ns, now_ns)
-            assert step.how is not How.NAP or crowded
+            assert step.mode is not WaitMode.NAP or crowded
             for _ in range(2 + NAPS + 2 * MISSES):
                 if step is PARK:
                     break
-                assert not (crowded and step.how in (How.SLEEP, How.WINDOW))
+                assert not (crowded and step.mode in (WaitMode.SLEEP, WaitMode.WINDOW))
                 assert now_ns < step.until_ns < now_ns + 8 * MAX_PERIOD_NS
                 if outcome == 0:
                     policy.stopped(now_ns)
@@ -264,7 +264,7 @@ class TestModes:
         for count, gap in enumerate(gaps):
             at_ns += gap
             step = policy.begin(count, at_ns, at_ns)
-            assert step.how is How.SPIN
+            assert step.mode is WaitMode.SPIN
             assert step.until_ns > at_ns + 10**15
 
     @given(st.lists(st.integers(0, 10**10), max_size=3 * PROBE))
@@ -309,7 +309,7 @@ class TestMoreEndsThanCpus:
     def test_two_ends_that_wake_each_other_come_to_spin(self, machine: Machine) -> None:
         policy, at_ns, spun = self.crowded(machine), START, []
         for count in range(1, 4 * PROBE):
-            spun.append(policy.begin(count, at_ns, at_ns + 10_000).how is How.SPIN)
+            spun.append(policy.begin(count, at_ns, at_ns + 10_000).mode is WaitMode.SPIN)
             at_ns += 10_000 + (20_000 if spun[-1] else int(machine.cost.hot_gap_ns * 3 // 2))
             if spun[-1]:
                 policy.hit(at_ns, woken=False)
@@ -334,7 +334,7 @@ class TestThreads:
             asked_ns = at_ns + 9 * MS  # works for 9 ms on each answer, then asks; the answer takes 1.5 ms
             step = policy.begin(count, at_ns, asked_ns)
             at_ns = asked_ns + 3 * MS // 2
-            spun.append(step.how is How.SPIN and step.until_ns >= at_ns)
+            spun.append(step.mode is WaitMode.SPIN and step.until_ns >= at_ns)
             if spun[-1]:
                 policy.hit(at_ns, woken=False)
             else:

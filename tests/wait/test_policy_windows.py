@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import RECORDED
 
-from aioshm.wait.policy import MAX_PERIOD_NS, MISSES, PARK, How
+from aioshm.wait.policy import MAX_PERIOD_NS, MISSES, PARK, WaitMode
 
 __all__ = ["machine", "quick_machine"]  # fixtures
 
@@ -121,7 +121,7 @@ class TestBursts:
         policy = quick_machine.policy()
         follow(quick_machine, policy, arrivals[:200])
         count = 203
-        assert policy.begin(count, arrivals[count - 1], arrivals[count - 1] + 30 * US).how is How.SLEEP
+        assert policy.begin(count, arrivals[count - 1], arrivals[count - 1] + 30 * US).mode is WaitMode.SLEEP
         step = policy.begin(count + 1, arrivals[count], arrivals[count] + 30 * US)
         window = policy.missed(step.until_ns)
         assert step.until_ns < arrivals[count + 1] < window.until_ns
@@ -156,7 +156,7 @@ class TestChange:
         now, hot = arrivals[-1], []
         for count in range(101, 130):
             now += 5 * US
-            hot.append(policy.begin(count, now, now).how is How.SPIN and policy.hot)
+            hot.append(policy.begin(count, now, now).mode is WaitMode.SPIN and policy.hot)
         assert all(hot[3:])
 
 
@@ -197,9 +197,9 @@ class TestSilence:
         follow(machine, policy, arrivals)
         step = policy.begin(100, arrivals[-1], arrivals[-1] + 30 * US)
         for _ in range(MISSES):
-            if step.how is How.SLEEP:
+            if step.mode is WaitMode.SLEEP:
                 step = policy.missed(step.until_ns)
-            assert step.how is How.WINDOW
+            assert step.mode is WaitMode.WINDOW
             step = policy.missed(step.until_ns)
         assert step is PARK
         assert policy.begin(100, arrivals[-1], arrivals[-1] + 100 * MS) is PARK

@@ -15,7 +15,7 @@ from waiters import MODES, End, Told, pollers
 
 from aioshm.config import Wait
 from aioshm.wait.limits import Stall
-from aioshm.wait.policy import How, Step
+from aioshm.wait.policy import Step, WaitMode
 
 __all__ = ["pollers"]  # a fixture
 
@@ -41,7 +41,7 @@ class TestSpinning:
         assert end.parked[0] == 0
         end.ready = True
         await asyncio.wait_for(task, 10)
-        assert (end.poller.stats.parks, end.poller.stats.spins) == (0, 1)
+        assert (end.poller.stats.parks, end.poller.modes[WaitMode.SPIN]) == (0, 1)
 
     async def test_mode_park_never_does(self) -> None:
         end = End("park")
@@ -50,12 +50,12 @@ class TestSpinning:
             task = await end.asleep()
             end.publish()
             await task
-        assert (end.poller.stats.spins, end.poller.stats.parks) == (0, 5)
+        assert (end.poller.modes[WaitMode.SPIN], end.poller.stats.parks) == (0, 5)
 
     async def test_mode_adaptive_asks_the_policy(self) -> None:
         end = End(mode="adaptive")
         now = monotonic_ns()
-        first, second = [Step(How.SPIN, now + 5_000_000_000)], [Step(How.SPIN, now)]
+        first, second = [Step(WaitMode.SPIN, now + 5_000_000_000)], [Step(WaitMode.SPIN, now)]
         told = end.poller.policy = Told(first, second)
         task = asyncio.ensure_future(end.poller.wait(end.look, 3, 4))
         await turns(5)
@@ -68,14 +68,14 @@ class TestSpinning:
         end.publish()
         await task
         assert told.learnt[4:] == [("hit", True)]
-        assert (end.poller.stats.spins, end.poller.stats.parks) == (2, 1)
+        assert (end.poller.modes[WaitMode.SPIN], end.poller.stats.parks) == (2, 1)
 
     async def test_not_where_the_policy_forbids_it(self) -> None:
         end = End("adaptive", may_spin=False)
         task = await end.asleep()
         end.publish()
         await task
-        assert end.poller.stats.spins == 0
+        assert end.poller.modes[WaitMode.SPIN] == 0
 
 
 class TestStalls:

@@ -17,7 +17,7 @@ from waiters import End, Told, pollers
 from aioshm.errors import QueueCancelled
 from aioshm.ring import memory_fence
 from aioshm.wait.limits import Stall
-from aioshm.wait.policy import How, Step
+from aioshm.wait.policy import Step, WaitMode
 from aioshm.wait.poller import INLINE_SPIN_NS
 
 __all__ = ["pollers"]  # a fixture
@@ -34,15 +34,15 @@ def planned(*waits: list[Step]) -> tuple[End, Told]:
 
 def window(begins_in_ns: int, lasts_ns: int) -> list[Step]:
     begins_ns = monotonic_ns() + begins_in_ns
-    return [Step(How.SLEEP, begins_ns), Step(How.WINDOW, begins_ns + lasts_ns)]
+    return [Step(WaitMode.SLEEP, begins_ns), Step(WaitMode.WINDOW, begins_ns + lasts_ns)]
 
 
 def begun(lasts_ns: int) -> list[Step]:
-    return [Step(How.WINDOW, monotonic_ns() + lasts_ns)]
+    return [Step(WaitMode.WINDOW, monotonic_ns() + lasts_ns)]
 
 
 def nap(*lengths_ns: int) -> list[Step]:
-    return [Step(How.NAP, monotonic_ns() + length_ns) for length_ns in lengths_ns]
+    return [Step(WaitMode.NAP, monotonic_ns() + length_ns) for length_ns in lengths_ns]
 
 
 class TestWindows:
@@ -50,14 +50,14 @@ class TestWindows:
         end, told = planned(window(100 * MS, LONG))
         task = await end.asleep()
         begins_ns = monotonic_ns() + 50 * MS
-        await until(lambda: end.poller.stats.windows, "the window")
+        await until(lambda: end.poller.modes[WaitMode.WINDOW], "the window")
         assert monotonic_ns() > begins_ns - 50 * MS
         assert told.learnt == [("begin", 0, 0), ("missed",)]
         await turns(5)
         assert end.parked[0] == 0, "the other end need not signal"
         end.ready = True
         await asyncio.wait_for(task, 10)
-        assert (end.poller.stats.windows, end.poller.stats.spins) == (1, 1)
+        assert (end.poller.modes[WaitMode.WINDOW], end.poller.modes[WaitMode.SPIN]) == (1, 0)
         assert told.learnt == [("begin", 0, 0), ("missed",), ("hit", False)]
 
     async def test_a_message_that_comes_early_wakes_it(self) -> None:
@@ -65,7 +65,7 @@ class TestWindows:
         task = await end.asleep()
         end.publish()
         assert await asyncio.wait_for(task, 10) is True
-        assert (end.poller.stats.windows, end.parked[0]) == (0, 0)
+        assert (end.poller.modes[WaitMode.WINDOW], end.parked[0]) == (0, 0)
         assert told.learnt == [("begin", 0, 0), ("hit", True)]
 
     async def test_after_one_in_vain_it_asks_again_and_then_parks(self) -> None:
@@ -73,7 +73,7 @@ class TestWindows:
         task = asyncio.ensure_future(end.wait())
         await until(lambda: told.learnt.count(("missed",)) == 4, "two windows")
         await until(lambda: end.parked[0], "parking")
-        assert end.poller.stats.windows == 2
+        assert end.poller.modes[WaitMode.WINDOW] == 2
         await asyncio.sleep(0.02)  # a timer that a late wait did not need may still expire
         looks = end.looks
         await asyncio.sleep(0.02)
@@ -84,7 +84,7 @@ class TestWindows:
     async def test_one_that_has_begun_is_spun_through_at_once(self) -> None:
         end, _ = planned(begun(LONG))
         task = asyncio.ensure_future(end.wait())
-        await until(lambda: end.poller.stats.windows, "the window")
+        await until(lambda: end.poller.modes[WaitMode.WINDOW], "the window")
         assert end.poller.stats.parks == 0
         end.ready = True
         await asyncio.wait_for(task, 10)
@@ -95,7 +95,7 @@ class TestWindows:
         for number in range(2, 10):
             end.poller.wake()
             await until(lambda parks=number: end.poller.stats.parks == parks, "parking again")
-        assert end.poller.stats.spins == 0
+        assert end.poller.modes[WaitMode.SPIN] == 0
         end.publish()
         await asyncio.wait_for(task, 10)
 
@@ -128,7 +128,7 @@ class TestWindows:
         with pytest.raises(TimeoutError):
             await end.wait(stall=stall, deadline=monotonic() + 0.05)
         assert (reports, end.parked[0], end.loop.pending()) == ([True], 0, [])
-        assert end.poller.stats.windows == 1
+        assert end.poller.modes[WaitMode.WINDOW] == 1
         assert told.learnt == [("begin", 0, 0), ("missed",), ("stopped",)]
 
     async def test_one_that_begins_before_they_are_due_needs_no_timer_of_the_loop(self) -> None:
@@ -165,7 +165,7 @@ class TestNaps:
         end.ready = True  # and nobody wakes it
         assert await asyncio.wait_for(task, 10) is True
         assert told.learnt == [("begin", 0, 0), ("hit", False)]
-        assert (end.poller.stats.parks, end.poller.stats.naps, end.poller.stats.spins) == (0, 1, 0)
+        assert (end.poller.stats.parks, end.poller.stats.naps, end.poller.modes[WaitMode.SPIN]) == (0, 1, 0)
 
     async def test_in_vain_end_in_parking(self) -> None:
         end, told = planned(nap(50_000, MS, 2 * MS))
@@ -231,7 +231,7 @@ async def test_a_steady_stream_is_met_in_windows() -> None:
     thread.start()
     try:
         deadline = monotonic() + 30
-        while end.poller.stats.windows < 10:
+        while end.poller.modes[WaitMode.WINDOW] < 10:
             count = len(published)
             look = lambda count=count: len(published) > count  # noqa: E731
             await end.poller.wait(look, count, published[-1] if published else 0, deadline=deadline)
@@ -246,7 +246,7 @@ async def test_cancelled_anywhere_it_leaves_nothing() -> None:
     outcomes = set()
     for _ in range(400):
         end.ready = False
-        spin = [Step(How.SPIN, monotonic_ns() + 100_000)]
+        spin = [Step(WaitMode.SPIN, monotonic_ns() + 100_000)]
         first = rng.choice([window(100_000, 300_000), begun(5 * MS), nap(30_000), spin])
         told.waits = [[*first, *window(500_000, 100_000)]]
         cancel = asyncio.Event()

@@ -20,7 +20,7 @@ from aioshm.wait.policy import (
     TYPICAL_WAKE_UP_NS,
     WAKE_UP_BOUNDS_NS,
     YIELDING_SPIN_NS,
-    How,
+    WaitMode,
     WakeUpCost,
     bounded,
 )
@@ -124,7 +124,7 @@ class TestWaits:
         """Let an end park from 1 ms on, and wait for the next message; return what a wake-up costs by then."""
         policy = TYPICAL.policy(may_spin=False, crowded=True)
         assert policy.cost.ns == TYPICAL_WAKE_UP_NS
-        assert policy.begin(5, 1, MS).how is How.PARK
+        assert policy.begin(5, 1, MS).mode is WaitMode.PARK
         policy.hit(looked_ns, woken)
         policy.begin(5 + passed, at_ns, looked_ns + MS)
         return policy.cost.ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine, Iterator
 from time import monotonic_ns
 from typing import Any
@@ -13,10 +14,22 @@ from support import until
 
 from aioshm.config import Wait
 from aioshm.ring import memory_fence
-from aioshm.wait.policy import PARK, Policy, Step
+from aioshm.wait.policy import PARK, Policy, Step, WaitMode
 from aioshm.wait.poller import Poller
 
 MODES: list[Wait] = ["adaptive", "spin", "park"]
+
+
+class NotingPoller(Poller):
+    """Counts the steps of its waits by their modes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.modes: Counter[WaitMode] = Counter()
+
+    async def _do(self, step: Step, *args: Any) -> bool:
+        self.modes[step.mode] += 1
+        return await super()._do(step, *args)
 
 
 class End:
@@ -28,7 +41,7 @@ class End:
         self.parked = bytearray(1)
         self.loop = WatchedLoop()
         self.policy = Policy(may_spin=may_spin, mode=mode)
-        self.poller = Poller(self.loop, memoryview(self.parked), self.policy, self.spin)  # type: ignore[arg-type]
+        self.poller = NotingPoller(self.loop, memoryview(self.parked), self.policy, self.spin)  # type: ignore[arg-type]
 
     def look(self) -> bool:
         self.looks += 1

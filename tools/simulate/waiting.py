@@ -5,7 +5,7 @@ Real: `Policy`.
 
 from __future__ import annotations
 
-from aioshm.wait.policy import FAILURES, NAPS, PARK, PROBE, STREAM_SPIN_NS, YIELDING_SPIN_NS, How, Policy
+from aioshm.wait.policy import FAILURES, NAPS, PARK, PROBE, STREAM_SPIN_NS, YIELDING_SPIN_NS, Policy, WaitMode
 from tools.simulate.world import World
 
 _WAITS = 150
@@ -35,7 +35,7 @@ async def run(world: World) -> dict[str, int]:
             world.check(step.until_ns > 0, f"a step without an end: {step}")
             steps += 1
             world.check(steps < 2 * NAPS + 4, "a wait that never parks")
-            if step.how is How.SPIN:
+            if step.mode is WaitMode.SPIN:
                 spin_ns = step.until_ns - now
                 world.check(spin_ns <= max(STREAM_SPIN_NS, 4 * YIELDING_SPIN_NS), f"a spin of {spin_ns} ns")
                 vain += 1
@@ -45,9 +45,9 @@ async def run(world: World) -> dict[str, int]:
                 )
             now = max(now, step.until_ns) + chance.randint(0, 50_000)
             step = policy.missed(now)
-        if step.how in (How.SPIN, How.NAP):  # either shows that messages come soon
+        if step.mode in (WaitMode.SPIN, WaitMode.NAP):  # either shows that messages come soon
             vain_in_row = 0
         at = arrives
         now = max(now, arrives) + chance.randint(0, 5_000)
-        policy.hit(now, woken=step.how in (How.SLEEP, How.PARK))
+        policy.hit(now, woken=step.mode in (WaitMode.SLEEP, WaitMode.PARK))
     return {"waits": _WAITS, "spins in vain": vain}

@@ -23,7 +23,7 @@ from aioshm.queue.base import QueueBase
 from aioshm.queue.call_lock import CallLock
 from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
-from aioshm.queue.state import TURN_MESSAGES, TURN_NS
+from aioshm.queue.state import YIELD_AFTER_MESSAGES, YIELD_AFTER_NS
 from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import Stall
@@ -234,9 +234,9 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             self._new_turn()
 
     def _new_turn(self) -> None:
-        self._turn = TURN_MESSAGES
+        self._turn = YIELD_AFTER_MESSAGES
         now_ns = monotonic_ns()  # the same for all, so that none goes on while others have to wait
-        self._turn_ends_ns = now_ns + TURN_NS
+        self._turn_ends_ns = now_ns + YIELD_AFTER_NS
         for place in self._round.running:
             place.reader.state.new_turn(now_ns)
             place.reader.state.core.spin_ns = 0  # spinning for one would keep the others waiting
