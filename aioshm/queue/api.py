@@ -405,7 +405,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
                 from it. Nothing was sent.
         """
         writer = self._writer_of("loan")
-        return writer.lender.loan(writer.prepare, ArraySpec.of(shape, dtype, like), timeout)
+        return writer.loan(ArraySpec(shape, dtype, like), timeout)
 
     def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractAsyncContextManager[memoryview]:
         """Lend so many writable bytes to the block, as `loan` does an array.
@@ -422,7 +422,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             TimeoutError, PeerDied, QueueClosed, MessageTooLarge, SharedMemoryError: As `loan`.
         """
         writer = self._writer_of("loan_bytes")
-        return writer.lender.loan_bytes(writer.prepare, nbytes, timeout)
+        return writer.loan_bytes(nbytes, timeout)
 
     def build(self, nbytes: int | None = None, timeout: float | None = None) -> AbstractAsyncContextManager[Message]:
         """Lend a message to the block that can have arrays inside, to be filled where readers will see them.
@@ -446,7 +446,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             TimeoutError, PeerDied, QueueClosed, CodecError, MessageTooLarge, SharedMemoryError: As `loan`.
         """
         writer = self._writer_of("build")
-        return writer.lender.build(writer.prepare, nbytes, timeout)
+        return writer.build(nbytes, timeout)
 
     def acquire_read(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False

@@ -114,14 +114,12 @@ def can_share_memory() -> bool:
     return True
 
 
-def send_frames(
-    socket: Socket, head: bytes, body: bytes | memoryview | None, share: Callable[[], bool] = can_share_memory
-) -> zmq.MessageTracker | None:
+def send_frames(socket: Socket, head: bytes, body: bytes | memoryview | None) -> zmq.MessageTracker | None:
     """Send a message without waiting; return what tells when the body's memory is free, None where it is already."""
     if body is None:
         socket.send(head, zmq.NOBLOCK)
         return None
-    shared = share()
+    shared = can_share_memory()
     socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
     if shared:
         return socket.send(body, zmq.NOBLOCK, copy=False, track=True)

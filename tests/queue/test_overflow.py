@@ -213,7 +213,7 @@ async def test_all_of_it_can_be_read_after_the_writer_has_closed(way: str) -> No
 async def test_a_full_ring_can_be_read_by_who_subscribes_when_the_writer_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(overflow_sockets.OverflowPublisher, "_take_subscriptions", lambda _self: None)
+    monkeypatch.setattr(overflow_sockets.OverflowPublisher, "look", lambda _self: False)
     async with attached(2, chunks=4, overflow="zmq") as (writer, readers):
         for number in range(4):
             writer.enqueue_nowait(bytes([number]) * BIG)

@@ -157,7 +157,7 @@ class TestSubscribing:
             subscription: Any = subscription_of(readers[0])
             while len(subscription._arrived) < 2:
                 await asyncio.sleep(0.001)
-            sub = subscription._inbox._socket
+            sub = subscription._subscriber._socket
             endpoint = sub.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
             sub.disconnect(endpoint)
             subscription._arrived.clear()
@@ -233,8 +233,7 @@ class TestTrouble:
             publisher: Any = publisher_of(writer)
             while not publisher._subscribed:
                 await asyncio.sleep(0.001)
-            with publisher._lock:
-                publisher._xpub.send(wire.address(publisher._secret, 0) + damage)
+            publisher._publisher.socket.send(wire.address(publisher._secret, 0) + damage)
             with pytest.raises(CorruptSlot, match="slot of message 0: damaged: what rank 0 was sent"):
                 await waiting
             release()
@@ -298,12 +297,12 @@ class TestTrouble:
             with pytest.raises(PeerDied, match="reader 0"):
                 await waiting
 
-    async def test_a_writer_that_was_forgotten_leaves_no_thread(self, recwarn: pytest.WarningsRecorder) -> None:
-        before = threading.active_count()
+    async def test_a_writer_that_was_forgotten_leaves_no_socket(self, recwarn: pytest.WarningsRecorder) -> None:
+        before = sockets_of_zeromq()
         writer = MessageQueue(1, 1, options=Options(overflow="zmq"))
-        assert threading.active_count() == before + 1
+        assert sockets_of_zeromq() == before + 1
         del writer
-        eventually(lambda: sockets_of_zeromq() >= 0 and threading.active_count() == before, "the end of its thread")
+        eventually(lambda: sockets_of_zeromq() == before, "the end of its sockets")
         assert [str(each.message) for each in recwarn if issubclass(each.category, ResourceWarning)]
 
 

@@ -252,7 +252,7 @@ async def test_not_asked_for() -> None:
 
 async def test_a_garbled_one_is_ignored_and_counted() -> None:
     async with ready_ends(1, 1, trace_context=True) as (writer, (local, remote)):
-        sender: Any = writer.end._sender
+        sender: Any = writer.end.sender
         sender._current_trace = lambda: TRACE.pack(9, 1, b"x" * 16, b"y" * 8)
         await writer.enqueue("whole")
         for reader in (local, remote):

@@ -273,16 +273,16 @@ class MessageQueue(QueueBase[T], Closing):
         timeout: float | None = None,
     ) -> AbstractContextManager[Any]:
         writer = self._writer_of("loan")
-        spec = ArraySpec.of(shape, dtype, like)
-        return WriteBlock(self.held, lambda left: writer.lender.loan(writer.prepare, spec, left), timeout)
+        spec = ArraySpec(shape, dtype, like)
+        return WriteBlock(self.held, lambda left: writer.loan(spec, left), timeout)
 
     def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractContextManager[memoryview]:
         writer = self._writer_of("loan_bytes")
-        return WriteBlock(self.held, lambda left: writer.lender.loan_bytes(writer.prepare, nbytes, left), timeout)
+        return WriteBlock(self.held, lambda left: writer.loan_bytes(nbytes, left), timeout)
 
     def build(self, nbytes: int | None = None, timeout: float | None = None) -> AbstractContextManager[Message]:
         writer = self._writer_of("build")
-        return WriteBlock(self.held, lambda left: writer.lender.build(writer.prepare, nbytes, left), timeout)
+        return WriteBlock(self.held, lambda left: writer.build(nbytes, left), timeout)
 
     # Receiving
 

@@ -55,7 +55,6 @@ class Sender:
         self._state = state
         self._ring = ring
         self._network = network
-        self.is_local: bool = network is None
         # Bytes of the messages that went over the network only.
         self.bytes_beside: int = 0
         self._core = core = ring.ring.core

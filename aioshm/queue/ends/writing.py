@@ -7,19 +7,21 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from pickle import PickleBuffer
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from aioshm.arguments import check_int
-from aioshm.codec import Codec, Encoded
+from aioshm.codec import Codec, Encoded, PickleCodec
 from aioshm.errors import AioshmError, PeerClosed, QueueFull
 from aioshm.process.limits import shortage
 from aioshm.queue.ends.lag import LagWatch
-from aioshm.queue.ends.lending import Lender
+from aioshm.queue.ends.lending import Loan, Message, itself, room_for
 from aioshm.queue.ends.sending import Sender
 from aioshm.queue.handle import Handle, host_id
+from aioshm.queue.local.loans import ArraySpec
 from aioshm.queue.local.readers import LocalReaders
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.names.files import OwnFile
@@ -66,9 +68,8 @@ class WritingEnd:
         self._parted = False  # whether the goodbye was said
         self._refused: Callable[[], AioshmError] | None = None  # with what, because of readers that are gone
         lag = LagWatch(state.options.lag_warning_s, state.options.stall_warning_s, self._report_lag)
-        self._sender = Sender(state, ring, network, codec, self._report_laggards, lag)
-        self.send: Callable[[Any], Any] = self._sender.send
-        self.lender: Lender = Lender(state, ring, self._sender, codec)
+        self.sender: Sender = Sender(state, ring, network, codec, self._report_laggards, lag)
+        self.send: Callable[[Any], Any] = self.sender.send
         state.core = ring.ring.core
         remote = set() if network is None else set(network.ranks).difference(ring.ranks)
         ring.ring.describe(name, codec.code, ring.ranks, len(remote))
@@ -223,42 +224,42 @@ class WritingEnd:
         deadline = deadline_after(timeout)
         if outcome is None or outcome is False:
             await self.prepare(deadline)
-            outcome = self._sender.encode(obj)
+            outcome = self.sender.encode(obj)
         await self.send_one(outcome, deadline)
 
     async def send_one(self, message: Encoded, deadline: float | None) -> None:
         """Send an encoded object, of an end that is ready."""
         core = self.state.core
-        if not (core.open and self._sender.put(message)):
+        if not (core.open and self.sender.put(message)):
             await self._put_waiting([message], deadline)
 
     async def wait_for_room(self, message: Encoded, deadline: float | None) -> bool:
         """Wait for room in the ring, or for news; return False if there is room. Waits for the poller only."""
-        need = self._sender.need([message])
-        if self._sender.has_room([message], need):
+        need = self.sender.need([message])
+        if self.sender.has_room([message], need):
             return False
-        await self._sender.wait_for_room([message], need, deadline)
+        await self.sender.wait_for_room([message], need, deadline)
         return True
 
     def block(self) -> None:
         """See `EndState.block`."""
         self.state.block()
-        self._sender.bind(self.state.defer_wakeup)
+        self.sender.bind(self.state.defer_wakeup)
 
     def encode(self, obj: Any) -> Encoded:
         """Encode an object that is to be sent."""
-        return self._sender.encode(obj)
+        return self.sender.encode(obj)
 
     async def enqueue_many(self, objs: Iterable[Any], timeout: float | None) -> None:
         """Send objects, as `aioshm.MessageQueue.enqueue_many`."""
         deadline = deadline_after(timeout)
         if not self.state.core.passes():
             await self.prepare(deadline)
-        await self.send_many(list(map(self._sender.encode, objs)), deadline)
+        await self.send_many(list(map(self.sender.encode, objs)), deadline)
 
     async def send_many(self, messages: list[Encoded], deadline: float | None) -> None:
         """Send encoded objects, of an end that is ready."""
-        sender, core = self._sender, self.state.core
+        sender, core = self.sender, self.state.core
         need = sender.need(messages)
         parts = sender.parts(messages, need)
         if core.passes() and len(parts) == 1 and sender.has_room(messages, need):
@@ -270,7 +271,7 @@ class WritingEnd:
     def enqueue_nowait(self, obj: Any) -> None:
         """Send an object now, as `aioshm.MessageQueue.enqueue_nowait`."""
         self.check_sending()
-        self.send_now(self._sender.encode(obj))
+        self.send_now(self.sender.encode(obj))
 
     def check_sending(self) -> None:
         """Raise whatever forbids to send an object now."""
@@ -280,14 +281,14 @@ class WritingEnd:
 
     def send_now(self, message: Encoded) -> None:
         """Send an encoded object of a ready end, or raise `QueueFull`."""
-        if self.state.lock.calls or not self._sender.put(message):
-            raise QueueFull(f"{self.state!r}: {self._sender.why_full(message)}")
+        if self.state.lock.calls or not self.sender.put(message):
+            raise QueueFull(f"{self.state!r}: {self.sender.why_full(message)}")
 
     @asynccontextmanager
     async def acquire_write(self, timeout: float | None, nbytes: int | None) -> AsyncIterator[memoryview]:
         """Give room in the ring to the block to fill, as `aioshm.MessageQueue.acquire_write`."""
         deadline = deadline_after(timeout)
-        state, sender, most = self.state, self._sender, self.ring.ring.layout.max_chunk_bytes
+        state, sender, most = self.state, self.sender, self.ring.ring.layout.max_chunk_bytes
         nbytes = most if nbytes is None else check_int("nbytes", nbytes, minimum=0, maximum=most)
         await self.prepare(deadline)
         await state.enter(deadline)
@@ -305,6 +306,25 @@ class WritingEnd:
         finally:
             state.leave()
 
+    def loan(self, spec: ArraySpec, timeout: float | None) -> Loan[Any]:
+        """Lend an array, as `aioshm.MessageQueue.loan`."""
+        room = room_for(spec.nbytes, self.state.options.max_message_bytes)
+        return Loan(self, room, lambda extent: extent.lend(spec), itself, timeout)
+
+    def loan_bytes(self, nbytes: int, timeout: float | None) -> Loan[memoryview]:
+        """Lend bytes, as `aioshm.MessageQueue.loan_bytes`."""
+        room = room_for(check_int("nbytes", nbytes, minimum=0), self.state.options.max_message_bytes)
+        as_sent = PickleBuffer if isinstance(self._codec, PickleCodec) else itself
+        return Loan(self, room, lambda extent: extent.lend_bytes(nbytes), as_sent, timeout)
+
+    def build(self, nbytes: int | None, timeout: float | None) -> Loan[Message]:
+        """Lend arrays inside of an object, as `aioshm.MessageQueue.build`."""
+        if nbytes is None:
+            room = self.ring.ring.layout.max_chunk_bytes
+        else:
+            room = room_for(check_int("nbytes", nbytes, minimum=0), self.state.options.max_message_bytes)
+        return Loan(self, room, Message, Message.take, timeout)
+
     async def prepare(self, deadline: float | None) -> None:
         """Prepare to send: be ready, give the loop its turn, raise a refusal."""
         state = self.state
@@ -318,7 +338,7 @@ class WritingEnd:
         """Send messages, for which there can be room, all at once."""
         if not messages:
             return
-        state, sender = self.state, self._sender
+        state, sender = self.state, self.sender
         need = sender.need(messages)
         await state.enter(deadline)
         try:
@@ -347,7 +367,7 @@ class WritingEnd:
             self.state,
             seconds(waited_s),
             self.ring.ring.seq,
-            self._sender.laggards(self._sender.wanted),
+            self.sender.laggards(self.sender.wanted),
         )
 
     def _report_lag(self, rank: int, held_s: float, waited_s: float) -> None:
@@ -368,7 +388,7 @@ class WritingEnd:
             overflows=ring.ring.overflows_written(),
             backlog=self.registry.backlog(),
             readers=self.registry.alive,
-            bytes=ring.ring.bytes_written() + self._sender.bytes_beside,
+            bytes=ring.ring.bytes_written() + self.sender.bytes_beside,
             per_reader=self.registry.stats(),
         )
         if network is None:

@@ -6,9 +6,7 @@ of the same size finds a segment that the readers know, and pages that were touc
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from operator import index
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -57,14 +55,6 @@ class ArraySpec:
         ImportError: NumPy or torch is not installed.
     """
 
-    @classmethod
-    def of(cls, shape: int | Sequence[int], dtype: Any, like: Like) -> ArraySpec:
-        """Return what the arguments say; mostly the same object for the same arguments."""
-        try:
-            return _known_spec(shape, dtype, like)
-        except TypeError:  # a list cannot be looked up, and other errors are told again
-            return cls(shape, dtype, like)
-
     def __init__(self, shape: int | Sequence[int], dtype: Any, like: Like) -> None:
         if like not in ("numpy", "torch"):
             raise ValueError(f"like must be 'numpy' or 'torch', not {shown(like)}")
@@ -83,22 +73,13 @@ class ArraySpec:
         except ImportError as error:
             raise ImportError(f"like={like!r} needs {like}: pip install 'aioshm[torch]' ({error})") from error
         self.nbytes: int = prod(self.shape) * int(self.dtype.itemsize)
-        # Makes it of shape, type, memory and offset; None for a tensor.
-        self.new: Any = None if self.torch else sys.modules["numpy"].ndarray
-
-    def fits(self, array: Any) -> bool:
-        """Return whether an array is still as it was loaned, but for its content; arrays only, not tensors."""
-        return (
-            type(array) is self.new
-            and array.shape == self.shape
-            and array.dtype == self.dtype
-            and array.flags.c_contiguous
-        )
 
     def over(self, memory: Any, offset: int) -> Any:
         """Return it over memory."""
         if not self.torch:
-            return self.new(self.shape, self.dtype, memory, offset)
+            import numpy as np
+
+            return np.ndarray(self.shape, self.dtype, memory, offset)
         import torch
 
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=offset)
@@ -115,11 +96,6 @@ class ArraySpec:
         import numpy as np
 
         return np.empty(self.shape, self.dtype)
-
-
-@lru_cache(maxsize=64, typed=True)
-def _known_spec(shape: Any, dtype: Any, like: Any) -> ArraySpec:
-    return ArraySpec(shape, dtype, like)
 
 
 def _numpy_dtype(dtype: Any) -> Any:

@@ -12,6 +12,7 @@ instead (``overflow_sockets.py``); a bit of the marker's number tells the two ap
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import socket
@@ -69,6 +70,9 @@ BY_ZEROMQ = 1 << 31
 
 class Overflow(Protocol):
     """The writer's way to send what does not fit a chunk."""
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to serve readers on the loop."""
 
     def put(
         self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
@@ -151,6 +155,9 @@ class OverflowSegments:
         self.segments: list[WrittenSegment] = []  # by number; a retired one has two numbers
         self._nothing_fd = -1  # of an empty file, which newcomers are passed for each number that is retired
         self._uses = 0
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Do nothing: segments need no loop."""
 
     def put(
         self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int

@@ -1,12 +1,12 @@
-"""Messages that do not fit a chunk, over ZeroMQ: the second way, beside overflow segments.
+"""Messages that do not fit a chunk, over ZeroMQ: the sockets and frames of remote readers, beside the ring.
 
 The writer's XPUB is bound to a socket file, in a directory that only this user can enter; each local reader's SUB is
 connected to it. A slot's marker has the number of its message's body, and is released when that has arrived. So the
-ring bounds what is on its way, and no high-water mark may: what ZeroMQ drops would be lost.
+ring bounds the bodies on their way, and no high-water mark may: a message that ZeroMQ drops would be lost.
 
-The writer keeps each body until every reader has finished with its slot. Who subscribes, for the first time or after a
-lost connection, is sent all that is kept. That takes a thread: a loop may be busy, and that of a writer whose calls
-block runs only during its calls.
+The writer keeps each body until every reader has finished with its slot, and sends all kept bodies to a reader that
+subscribes, for the first time or after a lost connection. A writer that closes with bodies kept delivers them in a
+thread, whatever becomes of the loop.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
-import select
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,20 +27,19 @@ import zmq
 
 from aioshm.codec.frames import INLINE
 from aioshm.config import Options
-from aioshm.errors import CorruptSlot, SharedMemoryError
+from aioshm.errors import CorruptSlot, OutOfThreads, SharedMemoryError
 from aioshm.lifeline.address import new_address
 from aioshm.lifeline.peer import Peer
 from aioshm.process.limits import Reserve, naming_limits
 from aioshm.process.threads import start_thread
 from aioshm.queue.local.overflow import BY_ZEROMQ, pack_marker
 from aioshm.queue.remote import wire
+from aioshm.queue.remote.data_sockets import DataPublisher, DataSubscriber
 from aioshm.queue.remote.outgoing import Outbox, Outgoing
-from aioshm.ring import RingWriter
 from aioshm.ring.segment import check_memory
-from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
-from aioshm.zeromq.monitor import Monitor
-from aioshm.zeromq.pump import Inbox, Pump
-from aioshm.zeromq.sockets import Sockets, can_share_memory, send_frames
+from aioshm.zeromq.endpoint import BoundFile, attach
+from aioshm.zeromq.pump import Pump
+from aioshm.zeromq.sockets import Sockets
 
 if TYPE_CHECKING:
     from aioshm.queue.local.readers import LocalReaders
@@ -53,65 +50,68 @@ BACKLOG = 100
 """Connections that may wait to be accepted, at least: it is ZeroMQ's default."""
 
 ZEROMQ_TICK_S = 0.002  # its timers may be early by this
+DELIVERY_POLL_MS = 50
 
 _NUMBERS = BY_ZEROMQ - 1  # what of a number is in a marker
 
 
 class OverflowPublisher:
-    """The writer's XPUB socket, and the thread that serves those who subscribe.
+    """The writer's side: the bodies that some reader may still need.
 
     Raises:
         SharedMemoryError, EndpointError: The socket file cannot be had.
         OutOfDescriptors, OutOfThreads: This process cannot have what this needs.
     """
 
-    def __init__(
-        self,
-        queue_id: bytes,
-        options: Options,
-        ring: RingWriter,
-        secret: bytes,
-        readers: LocalReaders,
-    ) -> None:
-        self._name = queue_id.hex()[:8]
-        self._ring = ring
-        self._secret = secret
+    def __init__(self, readers: LocalReaders, options: Options) -> None:
         self._readers = readers
-        n_reader = len(readers.ranks)
+        self._ring = readers.ring
+        self._secret = readers.secret
         self._patience_s = options.remote_timeout
         self._outbox = Outbox()
         self._kept: deque[tuple[int, Outgoing]] = deque()  # with the sequence numbers
         self._sent = 0
         self._subscribed: set[int] = set()
-        self._awaited: set[int] = set()  # when this closes: who has yet to subscribe
-        self._closing = False
-        self._lock = threading.Lock()  # of the socket and of what is above
+        self._awaited: set[int] = set()  # when this closes: ranks that have yet to subscribe
+        self._pump: Pump | None = None
+        self._delivering: threading.Thread | None = None
         what = "a writer that sends over ZeroMQ what does not fit a chunk"
+        n_reader = len(readers.ranks)
         directory = msgspec.structs.replace(options, lifeline="directory")
-        endpoint = f"ipc://{new_address(directory, queue_id, 'overflow')}"
-        self._sockets = sockets = Sockets(what, count=1, connections=1 + n_reader + 2, threads=1)
+        endpoint = f"ipc://{new_address(directory, readers.queue_id, 'overflow')}"
+        self._sockets = sockets = Sockets(what, count=1, connections=1 + n_reader + 2)
         with ExitStack() as undo, naming_limits(what):
             undo.callback(sockets.close)
-            self._xpub = sockets.add(open_socket(sockets.context, zmq.XPUB, endpoint, bind=True, hwm=0, curve=None))
-            self._xpub.setsockopt(zmq.XPUB_MANUAL, 1)  # only who knows the secret gets anything
-            self._xpub.setsockopt(zmq.MAXMSGSIZE, wire.MAX_SUBSCRIPTION_BYTES)
-            self._xpub.setsockopt(zmq.BACKLOG, max(BACKLOG, n_reader))
+            self._publisher = DataPublisher(sockets, endpoint, readers.secret, hwm=0)
+            self._publisher.socket.setsockopt(zmq.BACKLOG, max(BACKLOG, n_reader))
             # Kept until each is told to connect: where libzmq has no descriptor to accept a connection to a socket file
             # with, it ends the process (ipc_listener.cpp; that of TCP leaves the peer waiting).
             self._reserve = Reserve(what, n_reader)
             undo.callback(self._reserve.close)
-            self._shares_memory = can_share_memory()  # asked now, for what is in use later
-            attach(self._xpub, endpoint, bind=True)
+            attach(self._publisher.socket, endpoint, bind=True)
             self._file = BoundFile(endpoint)
-            undo.callback(self._file.remove)
-            self._woken, self._wake = os.pipe()
-            undo.callback(os.close, self._woken)
-            undo.callback(os.close, self._wake)
-            self._thread = start_thread(self._serve, name="aioshm-overflow", what=what)
             undo.pop_all()
         sockets.close_first(self._stop)
 
-    # Sending, in the writer's thread
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to serve subscribers, on the loop."""
+        if not self._sockets.closed and self._delivering is None:
+            self._pump = Pump(loop, self._publisher.socket, self.look)
+
+    def look(self) -> bool:
+        """Send kept bodies to readers that have subscribed; return whether there may be more."""
+        return self._publisher.look(self._on_subscribed)
+
+    def _on_subscribed(self, rank: int) -> None:
+        self._subscribed.add(rank)
+        self._awaited.discard(rank)
+        for _seq, message in self._kept:
+            self._send(wire.address(self._secret, rank), message)
+
+    def _send(self, whom: bytes, message: Outgoing) -> None:
+        tracker = self._publisher.send(whom + message.head, message.body)
+        if tracker is not None:
+            message.trackers.append(tracker)
 
     def put(
         self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
@@ -129,115 +129,81 @@ class OverflowPublisher:
                 f"message {seq} of {size} bytes is copied to be sent over ZeroMQ, and there is no memory for that: "
                 "raise the limits of this process (ulimit -v) or of its container (memory)",
             ) from None
-        self._sent += 1  # the number is never another body's: a signal's handler may interrupt this
-        with self._lock:
-            self._kept.append((seq, message))
-            self._send(wire.address(self._secret), message)
-            self._take_subscriptions()  # of which sending may have swallowed the sign
+        self._sent += 1  # the number is never another body's, even if a codec's error or a signal ends this
+        self._kept.append((seq, message))
+        self._send(wire.address(self._secret), message)
+        self.look()  # sending may have swallowed the sign of a subscription
         pack_marker(header, self._secret, seq, BY_ZEROMQ | number & _NUMBERS, size)
 
     def _forget_finished(self) -> None:
         free = []
-        with self._lock:
-            while self._kept and self._kept[-1][0] >= self._ring.seq:  # its slot was never published
-                free.append(self._kept.pop()[1])
-            while self._kept and self._ring.finished(self._kept[0][0]):
-                free.append(self._kept.popleft()[1])
+        while self._kept and self._kept[-1][0] >= self._ring.seq:  # its slot was never published
+            free.append(self._kept.pop()[1])
+        while self._kept and self._ring.finished(self._kept[0][0]):
+            free.append(self._kept.popleft()[1])
         self._outbox.tidy()
         self._outbox.let_go(free)
 
     def expect_reader(self, peer: Peer) -> None:
         """Let go of the descriptor that was kept for a reader's connection: it is about to come."""
         self._reserve.spend()
-        with self._lock:
-            self._subscribed.discard(peer.rank)  # that was the reader before it
+        self._subscribed.discard(peer.rank)  # that was the reader before it
 
     def is_gone(self, seq: int) -> bool:
         """Return whether a body is not kept any more."""
-        with self._lock:
-            return all(kept != seq for kept, _ in self._kept)
+        return all(kept != seq for kept, _ in self._kept)
 
     # Closing
 
     def close(self) -> None:
-        """Begin to close: what was sent is delivered first, if that takes no longer than ``options.remote_timeout``."""
-        if self._closing or self._sockets.closed:
+        """Begin to close: sent bodies are delivered first, if that takes no longer than ``options.remote_timeout``."""
+        if self._delivering is not None or self._sockets.closed:
             return
+        if self._pump is not None:
+            self._pump.pause()
         self._forget_finished()
-        with self._lock:
-            if self._kept:
-                self._awaited = {peer.rank for peer in self._readers.peers()} - self._subscribed
-            self._closing = True
-        os.write(self._wake, b"x")
+        if not self._kept:
+            self._release(0)
+            return
+        self._awaited = {peer.rank for peer in self._readers.peers()} - self._subscribed
+        try:
+            self._delivering = start_thread(self._deliver, name="aioshm-overflow", what="delivering what was sent")
+        except OutOfThreads:
+            self._deliver()
 
     def finished(self) -> bool:
         """Return whether nothing is left to be delivered."""
-        return not self._closing or not self._thread.is_alive()
+        return self._delivering is None or not self._delivering.is_alive()
 
-    def _stop(self) -> None:
-        """Let the thread end before the sockets are closed, if that is not the thread's doing."""
-        if threading.current_thread() is self._thread:
-            return
-        with self._lock:
-            self._kept.clear()
-            self._awaited.clear()
-            self._closing = True
-        os.write(self._wake, b"x")
-        self._thread.join()
-
-    # Serving
-
-    def _serve(self) -> None:
-        poll = select.poll()
-        for fd in (self._woken, int(self._xpub.getsockopt(zmq.FD))):
-            poll.register(fd, select.POLLIN)
-        while not self._closing:
-            poll.poll()
-            with self._lock:
-                self._take_subscriptions()
-        os.read(self._woken, 1)
+    def _deliver(self) -> None:
+        """Wait for readers that have yet to subscribe, then until ZeroMQ has delivered all, and close the socket."""
         deadline = monotonic() + self._patience_s
-        while self._awaited and (left_s := deadline - monotonic()) > 0:
-            with self._lock:  # before waiting, too: a `put` that a signal has interrupted took the sign away
-                self._take_subscriptions()
-            if self._awaited:
-                poll.poll(left_s * 1000)
-        self._file.remove()
-        self._reserve.close()
-        self._sockets.close(max(0, ceil((deadline - monotonic()) * 1000)) if self._kept else 0)
+        self.look()
+        while self._awaited and monotonic() < deadline:
+            self._publisher.socket.poll(DELIVERY_POLL_MS)
+            self.look()
+        self._release(max(0, ceil((deadline - monotonic()) * 1000)))
         if monotonic() >= deadline - ZEROMQ_TICK_S:
             logger.warning(
                 "queue %s: closed though readers have not received all that was sent to them within %g s",
-                self._name,
+                self._readers.registry.name,
                 self._patience_s,
             )
-        for fd in (self._woken, self._wake):
-            os.close(fd)
 
-    def _take_subscriptions(self) -> None:
-        while True:
-            try:
-                subscription = self._xpub.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return
-            rank = wire.subscriber(subscription, self._secret)
-            if rank is not None:
-                # Both are for the connection that this message came from.
-                self._xpub.setsockopt(zmq.SUBSCRIBE, wire.address(self._secret, rank))
-                self._xpub.setsockopt(zmq.SUBSCRIBE, wire.address(self._secret))
-                self._subscribed.add(rank)
-                self._awaited.discard(rank)
-                for _seq, message in self._kept:
-                    self._send(wire.address(self._secret, rank), message)
+    def _release(self, linger_ms: int) -> None:
+        self._file.remove()
+        self._reserve.close()
+        self._sockets.close(linger_ms)
 
-    def _send(self, whom: bytes, message: Outgoing) -> None:
-        tracker = send_frames(self._xpub, whom + message.head, message.body, lambda: self._shares_memory)
-        if tracker is not None:
-            message.trackers.append(tracker)
+    def _stop(self) -> None:
+        """End the delivery before Python ends."""
+        if self._delivering is not None and threading.current_thread() is not self._delivering:
+            self._awaited.clear()
+            self._delivering.join()
 
 
 class OverflowSubscriber:
-    """A local reader's SUB socket, and the bodies that have arrived; made on the running loop.
+    """A local reader's side: the bodies that have arrived; made on the running loop.
 
     Raises:
         EndpointError: The socket cannot be had.
@@ -249,12 +215,10 @@ class OverflowSubscriber:
         self._rank = rank
         self._patience_s = patience_s
         self._changed = changed
-        self._missed = False  # whether `body` did not find one
         self._arrived: dict[int, wire.Data] = {}  # by what of its number is in a marker
         self._next = 0  # the first number that has not been finished with
         self._asked_for = -1  # the number that `body` returned last
         self._damage: wire.WireError | None = None
-        self._over = False  # whether the connection has ended, or was refused
         self._at_end: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         # With a monitor, which is two more.
@@ -262,22 +226,17 @@ class OverflowSubscriber:
             "a reader that receives over ZeroMQ what does not fit a chunk", count=3, connections=1
         )
         try:
-            sub = sockets.add(open_socket(sockets.context, zmq.SUB, endpoint, bind=False, hwm=0, curve=None))
-            self._monitor = Monitor(sub, also=zmq.EVENT_CONNECT_RETRIED)
-            sockets.add(self._monitor.pair)
-            for topic in (wire.address(secret), wire.address(secret, rank)):
-                sub.setsockopt(zmq.SUBSCRIBE, topic)
-            attach(sub, endpoint, bind=False)
-            self._inbox = Inbox(sub, self._on_body)
+            self._subscriber = DataSubscriber(sockets, endpoint, self._on_body)
         except BaseException:
             sockets.close()
             raise
-        self._pump = Pump(self._loop, self._monitor.pair, self._look_at_connection)
+        self._subscriber.subscribe([wire.address(secret), wire.address(secret, rank)])
+        self._pump = Pump(self._loop, self._subscriber.connection.pair, self._look_at_connection)
 
     def body(self, number: int, size: int, seq: int) -> memoryview | None:
         """Return the body with a marker's number, as `PassedSegments.body`."""
         number &= _NUMBERS
-        while number not in self._arrived and self._inbox.look():
+        while number not in self._arrived and self._subscriber.inbox.look():
             pass
         data = self._arrived.get(number)
         if data is None:
@@ -286,7 +245,6 @@ class OverflowSubscriber:
                 raise CorruptSlot(
                     seq, seq, f"what rank {self._rank} was sent in the place of its body {number}: {damage}"
                 )
-            self._missed = True
             return None
         self._asked_for = data.seq
         if len(data.body) != size:
@@ -317,7 +275,7 @@ class OverflowSubscriber:
         if self._timer is not None:
             self._timer.cancel()
         self._pump.pause()
-        self._inbox.close()
+        self._subscriber.inbox.close()
         self._sockets.close()
         self._arrived.clear()
 
@@ -329,16 +287,14 @@ class OverflowSubscriber:
         else:
             if data.seq >= self._next:
                 self._arrived.setdefault(data.seq & _NUMBERS, data)
-        if self._missed:
-            self._missed = False
-            self._changed()
+        self._changed()
 
     def _look_at_connection(self) -> None:
-        for event, *_ in self._monitor.events():
-            self._over = event != zmq.EVENT_HANDSHAKE_SUCCEEDED
-        while not self._sockets.closed and self._inbox.look():  # what came before the connection's end is there now
+        connection, inbox = self._subscriber.connection, self._subscriber.inbox
+        connection.changed()
+        while not self._sockets.closed and inbox.look():  # what came before the connection's end is there now
             pass
-        if self._over:
+        if connection.failed:
             self._end()
 
     def _end(self) -> None:

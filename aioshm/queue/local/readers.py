@@ -95,6 +95,7 @@ class LocalReaders:
         self._attached: tuple[tuple[int, Peer], ...] = ()  # with the flags' indices
         self._lenient: dict[int, ReaderSlot] = {}  # readers that are not waited for, by the flags' indices
         self._limiter = LogLimiter(COMPLAINT_S)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._first = 0  # of the reader that is being admitted
         for rank in extra:
             self.ring.evict(self._index[rank])
@@ -110,6 +111,8 @@ class LocalReaders:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to admit readers."""
+        self._loop = loop
+        self.overflow.start(loop)
         self.listener.start(loop, self)
 
     def look(self) -> None:
@@ -149,11 +152,13 @@ class LocalReaders:
     def _publisher(self) -> Overflow:
         with naming_limits("a writer"):  # which importing may reach; who has segments needs no ZeroMQ
             from aioshm.queue.local.overflow_sockets import OverflowPublisher
-        return OverflowPublisher(self.queue_id, self._options, self.ring, self.secret, self)
+        return OverflowPublisher(self, self._options)
 
     def second_way(self, why: AioshmError) -> Overflow:
         """Return another way for messages that no overflow segment can be had for."""
         publisher = self._publisher()
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(publisher.start, self._loop)
         for peer in self.peers():
             publisher.expect_reader(peer)
             peer.call_to_subscribe()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import mmap
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from time import monotonic
 from typing import Self
 
 import msgspec
@@ -17,20 +15,11 @@ import zmq
 from aioshm.codec.buffers import OwnMemory
 from aioshm.config import Options
 from aioshm.queue.remote import wire
+from aioshm.queue.remote.data_sockets import Connection, DataSubscriber
 from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
-from aioshm.zeromq.monitor import Monitor
-from aioshm.zeromq.pump import Inbox, Pump, whole
-from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets
-
-TRIM_BYTES = 64 << 20
-"""After a longer message, memory of its parts is given back to the system.
-
-The parts that wait to be put together come from malloc. glibc keeps that memory when it is free, all of it where some
-smaller block lies behind it (malloc_trim(3)).
-"""
-
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+from aioshm.zeromq.pump import Pump, whole
+from aioshm.zeromq.sockets import CONTROL_HWM, Sockets
 
 
 class ReaderSockets:
@@ -56,9 +45,13 @@ class ReaderSockets:
         self._sockets = Sockets("a remote reader", count=6, connections=2)
         context, add = self._sockets.context, self._sockets.add
         try:
-            # The writer's window bounds what is here.
-            self._sub = add(
-                open_socket(context, zmq.SUB, data, bind=False, hwm=0, curve=keys, silence_s=options.remote_timeout)
+            self._data = DataSubscriber(
+                self._sockets,
+                data,
+                on_data,
+                curve=keys,
+                silence_s=options.remote_timeout,
+                max_frame_bytes=wire.MAX_FRAME_BYTES,
             )
             self._dealer = add(
                 open_socket(
@@ -72,19 +65,15 @@ class ReaderSockets:
                     heartbeats=True,
                 )
             )
-            self.data_connection: Connection = Connection(self._sub)
-            add(self.data_connection.pair)
             self.control_connection: Connection = Connection(self._dealer)
             add(self.control_connection.pair)
-            self._sub.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
             self._dealer.setsockopt(zmq.ROUTING_ID, b"\x01" + secrets.token_bytes(15))
             limit_frames(self._dealer, wire.MAX_CONTROL_BYTES)
-            attach(self._sub, data, bind=False)
             attach(self._dealer, control, bind=False)
-            self._payloads = Inbox(self._sub, on_data)
         except BaseException:
             self._sockets.close()
             raise
+        self.data_connection: Connection = self._data.connection
         self._control = Pump.of_messages(loop, self._dealer, self._take, whole(self._dealer))
         self._monitors = [
             Pump(loop, connection.pair, self._look_at_connections)
@@ -94,8 +83,7 @@ class ReaderSockets:
     def subscribe(self, topics: Sequence[bytes]) -> None:
         """Receive what begins with these, too."""
         if not self._sockets.closed:
-            for topic in topics:
-                self._sub.setsockopt(zmq.SUBSCRIBE, topic)
+            self._data.subscribe(topics)
 
     def send(self, message: wire.Control) -> bool:
         """Send a control message; return False if too many wait already."""
@@ -117,11 +105,11 @@ class ReaderSockets:
     def look(self) -> None:
         """Read some of the data that has come, without waiting for the loop to find it."""
         if not self._sockets.closed:
-            self._payloads.look()
+            self._data.inbox.look()
 
     def look_at_all(self) -> None:
         """Read whatever has come, and what has become of the connections."""
-        while not self._sockets.closed and any([self._payloads.look(), self._control.work()]):
+        while not self._sockets.closed and any([self._data.inbox.look(), self._control.work()]):
             pass
         self._look_at_connections()
 
@@ -131,7 +119,7 @@ class ReaderSockets:
             return
         for pump in (self._control, *self._monitors):
             pump.pause()
-        self._payloads.close()
+        self._data.inbox.close()
         self._sockets.close()
 
     def _take(self, frames: list[bytes]) -> None:
@@ -144,35 +132,6 @@ class ReaderSockets:
         self._control.run()
         if not self._sockets.closed and (self.data_connection.changed() | self.control_connection.changed()):
             self._on_change()
-
-
-class Connection:
-    """Whether a connecting socket has its connection, and since when not."""
-
-    def __init__(self, sock: Socket) -> None:
-        self._monitor = Monitor(sock)
-        self.up: bool = False
-        # Since when not, by the monotonic clock; None while it has it.
-        self.down_since: float | None = monotonic()
-        self.refused: bool = False  # whether the latest handshake failed because this end is not let in
-        self.connections: int = 0  # how many connections there were
-
-    @property
-    def pair(self) -> Socket:
-        """The socket to watch."""
-        return self._monitor.pair
-
-    def changed(self) -> bool:
-        """Read what has become known; return whether anything has."""
-        before = self.up, self.connections, self.refused
-        for event, *_ in self._monitor.events():
-            self.refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (self.refused and not self.up)
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.up, self.down_since, self.refused = True, None, False
-                self.connections += 1
-            elif self.up:
-                self.up, self.down_since = False, monotonic()
-        return before != (self.up, self.connections, self.refused)
 
 
 class _Memory(mmap.mmap, OwnMemory):
@@ -225,8 +184,6 @@ class Assembly:
         if self._filled < part.total:
             return None
         self.clear()
-        if part.total > TRIM_BYTES and _malloc_trim is not None:
-            _malloc_trim(0)
         return msgspec.structs.replace(part, body=memoryview(memory), offset=0)
 
     def clear(self) -> None:

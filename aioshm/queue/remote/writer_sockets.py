@@ -16,10 +16,11 @@ from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline.address import bracketed, own_address
 from aioshm.queue.names.identity import Identity
 from aioshm.queue.remote import wire
+from aioshm.queue.remote.data_sockets import DataPublisher
 from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.pump import Pump, whole
-from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, send_frames
+from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets
 from aioshm.zeromq.zap import admit_only
 
 PORT_PATIENCE_S, _PORT_PAUSE_S = 0.5, 0.02
@@ -42,7 +43,6 @@ class WriterSockets:
     def __init__(
         self, ip: str | None, secret: bytes, options: Options, readers: int = 1, identity: Identity | None = None
     ) -> None:
-        self._secret = secret
         self._sockets = Sockets("a writer with remote readers", count=3, connections=2 + 2 * readers, threads=1)
         context = self._sockets.context
         self._pumps: list[Pump] = []
@@ -63,24 +63,15 @@ class WriterSockets:
             # only on a connection that has ended without either end having noticed yet, where it may be dropped.
             parts = max(options.remote_window_bytes, options.max_message_bytes) // wire.PART_BYTES + 1
             hwm = min(2 * (options.remote_window + parts) + CONTROL_HWM, _MAX_HWM)
-            self._xpub = self._sockets.add(
-                open_socket(
-                    context,
-                    zmq.XPUB,
-                    f"tcp://{host}:*",
-                    bind=True,
-                    hwm=hwm,
-                    curve=server,
-                    silence_s=options.remote_timeout,
-                )
+            endpoint = f"tcp://{host}:*"
+            self._data = DataPublisher(
+                self._sockets, endpoint, secret, hwm=hwm, curve=server, silence_s=options.remote_timeout
             )
-            self._xpub.setsockopt(zmq.XPUB_MANUAL, 1)  # who gets what is not for the subscriber to say
-            self._xpub.setsockopt(zmq.MAXMSGSIZE, wire.MAX_SUBSCRIPTION_BYTES)
             self._router = self._sockets.add(
                 open_socket(
                     context,
                     zmq.ROUTER,
-                    f"tcp://{host}:*",
+                    endpoint,
                     bind=True,
                     hwm=CONTROL_HWM,
                     curve=server,
@@ -92,7 +83,7 @@ class WriterSockets:
             self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reader's new connection replaces its old one
             limit_frames(self._router, wire.MAX_CONTROL_BYTES)
             data, control = (0, 0) if identity is None else identity.ports
-            self.data: str = self._bind(self._xpub, host, ip, data)
+            self.data: str = self._bind(self._data.socket, host, ip, data)
             self.control: str = self._bind(self._router, host, ip, control)
             if identity is not None:
                 identity.keep(_port(self.data), _port(self.control))
@@ -134,9 +125,8 @@ class WriterSockets:
         on_message: Callable[[bytes, bytes], None],
     ) -> None:
         """Begin to report."""
-        self._on_subscribed, self._on_message = on_subscribed, on_message
-        receive = partial(self._xpub.recv, zmq.NOBLOCK)
-        self._subscriptions = Pump.of_messages(loop, self._xpub, self._take_subscription, receive)
+        self._on_message = on_message
+        self._subscriptions = Pump(loop, self._data.socket, partial(self._data.look, on_subscribed))
         self._messages = Pump.of_messages(loop, self._router, self._take_message, whole(self._router))
         self._pumps = [self._subscriptions, self._messages]
 
@@ -147,7 +137,7 @@ class WriterSockets:
             What tells when the body's memory is not used any more; None where it is not used already.
         """
         self._subscriptions.run_soon()  # a call that sends may notice, and make the descriptor forget, what has come
-        return send_frames(self._xpub, head, body)
+        return self._data.send(head, body)
 
     def send(self, identity: bytes, message: wire.Control) -> bool:
         """Send a control message; return False if there is no connection to that peer."""
@@ -183,14 +173,6 @@ class WriterSockets:
         for pump in self._pumps:
             pump.pause()
         self._sockets.close()  # the thread closes its own
-
-    def _take_subscription(self, subscription: bytes) -> None:
-        rank = wire.subscriber(subscription, self._secret)
-        if rank is not None:
-            # Both are for the connection that this message came from.
-            self._xpub.setsockopt(zmq.SUBSCRIBE, wire.address(self._secret, rank))
-            self._xpub.setsockopt(zmq.SUBSCRIBE, wire.address(self._secret))
-            self._on_subscribed(rank)
 
     def _take_message(self, frames: list[bytes]) -> None:
         if len(frames) == 2:  # one of another form is some stranger's: nobody else misses it
