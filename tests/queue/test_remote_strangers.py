@@ -341,7 +341,7 @@ async def test_bad_data_frames_are_dropped_before_anything_is_decoded(
     async with ready_ends(0, 1, codec="msgpack", secure=False) as (writer, (reader,)):
         handle = writer.export_handle()
         assert handle.remote is not None
-        xpub = writer.end.network.sockets._xpub  # type: ignore[attr-defined]
+        xpub = writer.end.network.sockets._data.socket  # type: ignore[attr-defined]
         for number in range(20):
             xpub.send_multipart(frames(handle.remote.topic))
             await writer.enqueue(number)

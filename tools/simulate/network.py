@@ -148,7 +148,7 @@ class WriterSockets:
 
 
 class Connection:
-    """Stands for `aioshm.queue.remote.reader_sockets.Connection`."""
+    """Stands for `aioshm.queue.remote.data_sockets.Connection`."""
 
     def __init__(self, now: float) -> None:
         self.up, self.refused, self.connections = False, False, 0
