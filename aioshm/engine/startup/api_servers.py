@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -149,41 +148,22 @@ class APIServerProcessManager(ProcessManager):
         if self._closing:
             raise EndClosed("the manager of the API servers was closed")
 
-    def close(self) -> None:
-        """Stop the servers, see `shutdown`. Idempotent; blocks. With ``restart``, in the thread of the loop."""
-        self._end_restarts()
-        super().close()
-        self._close_copy()
-
-    async def aclose(self) -> None:
-        """Stop the servers, see `ashutdown`. Idempotent; cancelling this kills them, and nothing is left."""
-        try:
-            await asyncio.gather(*self._end_restarts(), return_exceptions=True)
-        finally:
-            try:
-                await super().aclose()
-            finally:
-                self._close_copy()
-
-    def _close_copy(self) -> None:
-        if self._copy is not None:
-            self._copy.close()
-
     # Servers that die are started again
 
-    def _end_restarts(self) -> list[asyncio.Task[None]]:
-        """Stop restarting; return the tasks that still run. Idempotent; safe on a closed loop."""
-        if self._watch is None or self._loop is None or self._pid != os.getpid():
-            return []
-        self._closing = True
-        self._watch.close()
-        if self._loop.is_closed():
-            return []
-        self._over.set()
-        tasks = [life.task for life in self._lives.values() if life.task is not None]
-        for task in tasks:
-            task.cancel()
-        return tasks
+    def _begin_to_close(self) -> None:
+        super()._begin_to_close()
+        if self._watch is not None and self._loop is not None:
+            self._watch.close()
+            if not self._loop.is_closed():
+                self._over.set()
+                for life in self._lives.values():
+                    if life.task is not None:
+                        life.task.cancel()
+
+    def _release(self) -> None:
+        super()._release()
+        if self._copy is not None:
+            self._copy.close()
 
     def _server_exited(self) -> None:
         assert self._watch is not None

@@ -89,38 +89,6 @@ class _Failure(NamedTuple):
     refusal: HandshakeError | None = None
 
 
-class _ProgressClock:
-    """Calls back after a time without progress, and for reminders in between."""
-
-    def __init__(self, patience_s: float, on_timeout: Callable[[], None], on_reminder: Callable[[], None]) -> None:
-        self._patience_s = patience_s
-        self._on_timeout = on_timeout
-        self._on_reminder = on_reminder
-        self._timers: list[asyncio.TimerHandle] = []
-
-    @property
-    def running(self) -> bool:
-        return bool(self._timers)
-
-    def restart(self) -> None:
-        self.stop()
-        loop = asyncio.get_running_loop()
-        self._timers = [
-            loop.call_later(self._patience_s, self._on_timeout),
-            loop.call_later(REMINDER_S, self._remind, REMINDER_S),
-        ]
-
-    def stop(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-        self._timers = []
-
-    def _remind(self, interval: float) -> None:
-        self._on_reminder()
-        interval = min(2 * interval, LAST_REMINDER_S)
-        self._timers[1] = asyncio.get_running_loop().call_later(interval, self._remind, interval)
-
-
 class EngineStartupCoordinator(AsyncClosing):
     """The front end's side of a startup: shakes hands with engines, and watches all processes meanwhile.
 
@@ -184,7 +152,9 @@ class EngineStartupCoordinator(AsyncClosing):
             engine_ready_timeout() if chosen.progress_timeout is None else chosen.progress_timeout
         )
         self._since: dict[int, float] = {}  # the last progress of each engine
-        self._clock = _ProgressClock(self.progress_timeout, self._give_up, self._remind)
+        self._timer: asyncio.TimerHandle | None = None  # for the next reminder, or the end of patience
+        self._deadline = 0.0  # of the loop's clock, without further progress
+        self._reminder_s = REMINDER_S
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
         self._ignored = ""  # the last refused message that may be a stranger's
         self._processes = Supervision(chosen.watched_processes, self._process_exited)
@@ -260,8 +230,8 @@ class EngineStartupCoordinator(AsyncClosing):
         if self._report is None and self._conclusion is None and not self._closed:
             self._processes.watch(self.proc_manager, self.coord_process)
         if not self._settled.is_set():
-            if not self._clock.running:
-                self._clock.restart()
+            if self._timer is None:
+                self._await_progress()
             if self.handshake.complete:  # there are no engines
                 self._succeed()
         try:
@@ -393,8 +363,8 @@ class EngineStartupCoordinator(AsyncClosing):
             progress = self._progress(index)
             logger.debug("engine %d is %s: %s", index, self.handshake.engines[index].state.name, progress)
             self._announce(progress)
-        if self._clock.running:
-            self._clock.restart()
+        if self._timer is not None:
+            self._await_progress()
         if self.handshake.complete:
             self._succeed()
 
@@ -420,19 +390,35 @@ class EngineStartupCoordinator(AsyncClosing):
             self._settle()
 
     def _settle(self) -> None:
-        self._clock.stop()
+        if self._timer is not None:
+            self._timer.cancel()
         self._settled.set()
 
     # Time
 
-    def _give_up(self) -> None:
-        text = f"no progress for {self.progress_timeout:g} s"
-        self._fail(f"{text}; the last message that was ignored: {self._ignored}" if self._ignored else text)
+    def _await_progress(self) -> None:
+        """Start to measure the time without progress anew."""
+        self._deadline = asyncio.get_running_loop().time() + self.progress_timeout
+        self._reminder_s = REMINDER_S
+        self._set_timer()
 
-    def _remind(self) -> None:
+    def _set_timer(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(min(self._deadline, loop.time() + self._reminder_s), self._tick)
+
+    def _tick(self) -> None:
+        """Give up at the deadline, else remind of the engines that are late."""
+        if asyncio.get_running_loop().time() >= self._deadline:
+            text = f"no progress for {self.progress_timeout:g} s"
+            self._fail(f"{text}; the last message that was ignored: {self._ignored}" if self._ignored else text)
+            return
         progress = self._progress(None)
         logger.info("%s", progress)
         self._announce(progress)
+        self._reminder_s = min(2 * self._reminder_s, LAST_REMINDER_S)
+        self._set_timer()
 
     # Reports
 
