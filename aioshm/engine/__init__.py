@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # "as": they are exported
     from aioshm.engine.security.keys import EngineCredentials as EngineCredentials
     from aioshm.engine.security.keys import EngineKeys as EngineKeys
     from aioshm.engine.startup.api_servers import APIServerProcessManager as APIServerProcessManager
-    from aioshm.engine.startup.completion import wait_for_completion_or_failure as wait_for_completion_or_failure
+    from aioshm.engine.startup.api_servers import wait_for_completion_or_failure as wait_for_completion_or_failure
     from aioshm.engine.startup.coordinator import EngineStartupCoordinator as EngineStartupCoordinator
     from aioshm.engine.startup.coordinator import StartupOptions as StartupOptions
     from aioshm.engine.startup.launch import CoreEngineLaunch as CoreEngineLaunch
@@ -87,8 +87,7 @@ if not TYPE_CHECKING:  # to which any name would be one of the package's
         "aioshm.engine.ray.manager": ("CoreEngineActorManager",),
         "aioshm.engine.ray.placement": ("EngineNeeds",),
         "aioshm.engine.security.keys": ("EngineCredentials", "EngineKeys"),
-        "aioshm.engine.startup.api_servers": ("APIServerProcessManager",),
-        "aioshm.engine.startup.completion": ("wait_for_completion_or_failure",),
+        "aioshm.engine.startup.api_servers": ("APIServerProcessManager", "wait_for_completion_or_failure"),
         "aioshm.engine.startup.coordinator": ("EngineStartupCoordinator", "StartupOptions"),
         "aioshm.engine.endpoints": ("get_engine_client_zmq_addr",),
         "aioshm.engine.startup.layout": ("EngineLayout",),
