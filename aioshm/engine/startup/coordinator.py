@@ -24,14 +24,11 @@ from aioshm.engine.startup.router import HandshakeRouter
 from aioshm.engine.startup.supervision import Supervision
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
 from aioshm.lifeline.address import connectable
-from aioshm.logs import LogLimiter
 from aioshm.process.background import completed, notify
 from aioshm.process.watch import WatchedManager, WatchedProcess
 from aioshm.zeromq.sockets import Socket
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
-
-_LOG_INTERVAL_S = 10.0
 
 REMINDER_S, LAST_REMINDER_S = 10.0, 60.0
 """Seconds without progress until the first reminder in the log; the interval doubles up to the second figure."""
@@ -87,6 +84,45 @@ class _Failure(NamedTuple):
 
     cause: str = ""
     refusal: HandshakeError | None = None
+
+
+class _ProgressClock:
+    """Measures the time without progress: reminds of it, and gives up."""
+
+    def __init__(self, patience_s: float, give_up: Callable[[], None], remind: Callable[[], None]) -> None:
+        self.since: dict[int, float] = {}  # the last progress of each engine
+        self._patience_s = patience_s
+        self._give_up = give_up
+        self._remind = remind
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline = 0.0
+        self._reminder_s = REMINDER_S
+
+    @property
+    def running(self) -> bool:
+        return self._timer is not None
+
+    def restart(self) -> None:
+        self._deadline = asyncio.get_running_loop().time() + self._patience_s
+        self._reminder_s = REMINDER_S
+        self._set_timer()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self) -> None:
+        self.stop()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(min(self._deadline, loop.time() + self._reminder_s), self._tick)
+
+    def _tick(self) -> None:
+        if asyncio.get_running_loop().time() >= self._deadline:
+            self._give_up()
+            return
+        self._remind()
+        self._reminder_s = min(2 * self._reminder_s, LAST_REMINDER_S)
+        self._set_timer()
 
 
 class EngineStartupCoordinator(AsyncClosing):
@@ -151,12 +187,7 @@ class EngineStartupCoordinator(AsyncClosing):
         self.progress_timeout: float = (
             engine_ready_timeout() if chosen.progress_timeout is None else chosen.progress_timeout
         )
-        self._since: dict[int, float] = {}  # the last progress of each engine
-        self._timer: asyncio.TimerHandle | None = None  # for the next reminder, or the end of patience
-        self._deadline = 0.0  # of the loop's clock, without further progress
-        self._reminder_s = REMINDER_S
-        self._limiter = LogLimiter(_LOG_INTERVAL_S)
-        self._ignored = ""  # the last refused message that may be a stranger's
+        self._clock = _ProgressClock(self.progress_timeout, self._give_up, self._remind)
         self._processes = Supervision(chosen.watched_processes, self._process_exited)
         self._settled = asyncio.Event()
         self._report: StartupReport | None = None
@@ -197,7 +228,7 @@ class EngineStartupCoordinator(AsyncClosing):
         self._router = HandshakeRouter(
             self._place, self.take, self.handshake.engines, keys=chosen.keys, secure=chosen.secure
         )
-        self._since = dict.fromkeys(self.handshake.engines, monotonic())
+        self._clock.since = dict.fromkeys(self.handshake.engines, monotonic())
         try:
             self._processes.watch(self.proc_manager, self.coord_process)
         except BaseException:
@@ -230,8 +261,8 @@ class EngineStartupCoordinator(AsyncClosing):
         if self._report is None and self._conclusion is None and not self._closed:
             self._processes.watch(self.proc_manager, self.coord_process)
         if not self._settled.is_set():
-            if self._timer is None:
-                self._await_progress()
+            if not self._clock.running:
+                self._clock.restart()
             if self.handshake.complete:  # there are no engines
                 self._succeed()
         try:
@@ -347,15 +378,15 @@ class EngineStartupCoordinator(AsyncClosing):
         if not goes_on and self._on_ready is None:
             self._fail(text, error)
             return
-        self._ignored = text
-        self._limiter.warn(logger, "ignored a message: %s", text)
+        assert self._router is not None
+        self._router.ignore(text)
 
     def _move(self, index: int) -> None:
         if self._on_ready is not None:
             if self.handshake.engines[index].state is CoreEngineState.READY:
                 notify(self._on_ready, index)
             return
-        self._since[index] = monotonic()
+        self._clock.since[index] = monotonic()
         addresses = self.handshake.addresses
         if addresses.frontend_stats_publish_address is None:
             addresses.frontend_stats_publish_address = self.handshake.stats_address
@@ -363,8 +394,8 @@ class EngineStartupCoordinator(AsyncClosing):
             progress = self._progress(index)
             logger.debug("engine %d is %s: %s", index, self.handshake.engines[index].state.name, progress)
             self._announce(progress)
-        if self._timer is not None:
-            self._await_progress()
+        if self._clock.running:
+            self._clock.restart()
         if self.handshake.complete:
             self._succeed()
 
@@ -390,35 +421,22 @@ class EngineStartupCoordinator(AsyncClosing):
             self._settle()
 
     def _settle(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._clock.stop()
         self._settled.set()
 
     # Time
 
-    def _await_progress(self) -> None:
-        """Start to measure the time without progress anew."""
-        self._deadline = asyncio.get_running_loop().time() + self.progress_timeout
-        self._reminder_s = REMINDER_S
-        self._set_timer()
+    def _give_up(self) -> None:
+        assert self._router is not None
+        text = f"no progress for {self.progress_timeout:g} s"
+        if self._router.ignored:
+            text += f"; the last message that was ignored: {self._router.ignored}"
+        self._fail(text)
 
-    def _set_timer(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = loop.call_at(min(self._deadline, loop.time() + self._reminder_s), self._tick)
-
-    def _tick(self) -> None:
-        """Give up at the deadline, else remind of the engines that are late."""
-        if asyncio.get_running_loop().time() >= self._deadline:
-            text = f"no progress for {self.progress_timeout:g} s"
-            self._fail(f"{text}; the last message that was ignored: {self._ignored}" if self._ignored else text)
-            return
+    def _remind(self) -> None:
         progress = self._progress(None)
         logger.info("%s", progress)
         self._announce(progress)
-        self._reminder_s = min(2 * self._reminder_s, LAST_REMINDER_S)
-        self._set_timer()
 
     # Reports
 
@@ -426,7 +444,7 @@ class EngineStartupCoordinator(AsyncClosing):
         now = monotonic()
         pids = {index: process.pid for index, process in self._processes.engines().items()}
         waiting = tuple(
-            Waiting(index, engine.state, now - self._since.get(index, now), pids.get(index))
+            Waiting(index, engine.state, now - self._clock.since.get(index, now), pids.get(index))
             for index, engine in self.handshake.engines.items()
             if engine.state is not CoreEngineState.READY
         )

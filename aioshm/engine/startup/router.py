@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 
@@ -11,6 +12,7 @@ from aioshm.engine.protocol.addresses import identity
 from aioshm.engine.security.binding import Protection, over_tcp, warn_of_strangers
 from aioshm.engine.security.bound_sockets import MAX_STRANGE_BYTES, BoundSockets, sender_of, user_of, with_sender
 from aioshm.engine.security.keys import EngineKeys
+from aioshm.logs import LogLimiter
 from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket
 
@@ -18,6 +20,9 @@ MAX_FRAME_BYTES = 16 << 20
 """ZeroMQ hangs up on a peer that sends more, without a word; what is too much below that can be refused by name."""
 
 _HWM = 1000
+_LOG_INTERVAL_S = 10.0
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class HandshakeRouter:
@@ -38,6 +43,8 @@ class HandshakeRouter:
     ) -> None:
         self._on_message = on_message
         self._descriptor: int | None = None
+        self.ignored: str = ""  # the last message that was ignored, and why
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
         self._names: dict[bytes, bytes] = {}  # of engines that are recognised by their keys, by identity
         if isinstance(place, str):
             self.protection: Protection = Protection.of_front_end([place], ranks, keys=keys, secure=secure, more=True)
@@ -107,6 +114,11 @@ class HandshakeRouter:
     def answer(self, frames: list[bytes]) -> None:
         """Answer an engine; the first frame is its identity. `zmq.ZMQError`: the engine is not connected."""
         self._router.send_multipart([self._names.get(frames[0], frames[0]), *frames[1:]], zmq.NOBLOCK)
+
+    def ignore(self, text: str) -> None:
+        """Log a message that may be a stranger's."""
+        self.ignored = text
+        self._limiter.warn(logger, "ignored a message: %s", text)
 
     def close(self) -> None:
         """Stop reading, and close the socket unless it was given. Idempotent."""
