@@ -12,7 +12,7 @@ import os
 import selectors
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from threading import get_ident
@@ -318,39 +318,24 @@ def _serve(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop], ma
         loop.close()
 
 
-class _TurnSelector(selectors.BaseSelector):
+class _TurnSelector(selectors.PollSelector):
     """Releases `process_lock` while the loop sleeps.
 
     It uses poll(2): a forked child shares an epoll, and would unregister the descriptors for the parent, too.
     """
 
-    def __init__(self) -> None:
-        self._poll = selectors.PollSelector()
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._poll.register(fileobj, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._poll.unregister(fileobj)
-
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._poll.modify(fileobj, events, data)
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._poll.get_map()
-
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._give()
+        self._release()
         try:
-            return self._poll.select(timeout)
+            return super().select(timeout)
         finally:
             process_lock.acquire_first()
 
     def close(self) -> None:
-        self._give()
-        self._poll.close()
+        self._release()
+        super().close()
 
-    def _give(self) -> None:
+    def _release(self) -> None:
         if process_lock.owner == get_ident():
             process_lock.release()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 from aioshm.engine.workers.processes import Settings, WorkerProcess
 from aioshm.errors import AioshmError
@@ -104,7 +105,8 @@ class Replacer:
             return f"worker {rank} could not be started: {error}"
         life.pid = process.pid
         self._set(life, "starting")
-        cause = await self._create(rank, process)
+        self._processes.assign(process, rank)
+        cause = await self._prepare(process, self._create(rank, process), "made")
         if not cause:
             self._set(life, "running")  # if the worker dies from now on, another task replaces it
             logger.info("%s is worker %d: pid %d", process.name, rank, process.pid)
@@ -113,21 +115,26 @@ class Replacer:
         return cause
 
     async def _create(self, rank: int, process: WorkerProcess) -> str:
-        """Create a worker in a process; return the cause if that failed, after the exit of the process, else ""."""
+        failure = await self._session.construct(process)
+        if failure is not None:
+            return f"{process} could not be made: {failure}"
+        try:
+            await self._session.connect(rank, process)
+        except AioshmError as error:
+            return f"the queues of {process} cannot be attached to: {error}"
+        return ""
+
+    async def _prepare(self, process: WorkerProcess, work: Coroutine[Any, Any, str], what: str) -> str:
+        """Run a step of a new process; return the cause if it failed, after the exit of the process, else ""."""
         cause = ""
         within_s = self._ready_timeout
-        self._processes.assign(process, rank)
         try:
             async with asyncio.timeout(within_s):
-                failure = await self._session.construct(process)
-                if failure is None:
-                    await self._session.connect(rank, process)
-                    return ""
-            cause = f"{process} could not be made: {failure}"
-        except AioshmError as error:
-            cause = f"the queues of {process} cannot be attached to: {error}"
+                cause = await work
+            if not cause and not process.exited.done():
+                return ""
         except TimeoutError:
-            cause = f"{process} was not made after {within_s:g} s, and was killed"
+            cause = f"{process} was not {what} after {within_s:g} s, and was killed"
         except (EOFError, OSError):
             await asyncio.wait([process.exited], timeout=EXIT_WITHIN_S)
         process.process.kill()
@@ -153,22 +160,16 @@ class Replacer:
             process = await self._processes.start(None, self._settings.worker)
         except Exception as error:
             return f"a standby could not be started: {error}"
-        cause = ""
-        within_s = self._ready_timeout
-        try:
-            async with asyncio.timeout(within_s):
-                await process.handle()
-            if not process.exited.done():
-                self._standbys.append(process)
-                return ""
-        except TimeoutError:
-            cause = f"{process} was not ready after {within_s:g} s, and was killed"
-        except (EOFError, OSError):
-            await asyncio.wait([process.exited], timeout=EXIT_WITHIN_S)
-        process.process.kill()
-        exited = await process.exited
-        self._processes.discard(process)
-        return cause or f"{exited.describe()} before it was needed"
+        cause = await self._prepare(process, self._import(process), "ready")
+        if cause:
+            self._processes.discard(process)
+            return f"{cause} before it was needed"
+        self._standbys.append(process)
+        return ""
+
+    async def _import(self, process: WorkerProcess) -> str:
+        await process.handle()  # is sent once everything is imported
+        return ""
 
     def _set(self, life: Life, state: ProcessPhase) -> None:
         life.state = state

@@ -54,13 +54,6 @@ class TestCall:
             assert (doubled == array * 2).all()
             doubled += 1  # it is the caller's own
 
-    async def test_arrays_larger_than_a_chunk_go_both_ways(self) -> None:
-        array = np.arange(200_000, dtype=np.float32)
-        async with group_of(max_chunk_bytes=1 << 16, max_chunks=2) as group:
-            calls = [group.call(number % 2, "double", array + number) for number in range(6)]
-            for number, doubled in enumerate(await asyncio.gather(*calls)):
-                assert (doubled == (array + number) * 2).all()
-
     async def test_many_at_once_are_done_in_their_order_side_by_side_with_steps(self) -> None:
         async with group_of() as group:
             await group.call(0, "begin", "first")
@@ -101,32 +94,9 @@ class TestCall:
             assert list(caught.value.errors) == [1]
             assert "in fail\n" in caught.value.errors[1].traceback
             assert "serving" not in caught.value.errors[1].traceback
-            for way, kind in (
-                ("cancelled", "asyncio.exceptions.CancelledError"),
-                ("mute", "worker_targets.Mute"),
-                ("lambda", "aioshm.errors.CodecError"),
-                ("faulty", "aioshm.errors.CodecError"),
-            ):
-                with pytest.raises(WorkerError) as caught:
-                    await group.call(1, "fail_in_a_strange_way", way)
-                assert {rank: error.kind for rank, error in caught.value.errors.items()} == {1: kind}
             with pytest.raises(WorkerError, match=r"AttributeError.*nothing_of_the_kind"):
                 await group.call(0, "nothing_of_the_kind")
             assert await group.call(1, "add") == 1
-
-    async def test_arguments_that_cannot_be_sent_or_received_are_its_own_fault_alone(self) -> None:
-        async with group_of(options=Options(max_message_bytes=100_000)) as group:
-            slow = asyncio.create_task(group.call(0, "begin_slowly", "slow", 0.05))
-            with pytest.raises(CodecError, match="pickle"):
-                await group.call(0, "add", lambda: None)
-            with pytest.raises(MessageTooLarge):
-                await group.call(0, "double", np.zeros(100_000))
-            with pytest.raises(WorkerError, match=r"rank 0: aioshm.errors.CodecError.*not in the worker"):
-                await group.call(0, "begin", targets.FaultyAt("worker"))
-            with pytest.raises(WorkerError, match="MessageTooLarge"):
-                await group.call(0, "double", "x" * 60_000)
-            assert await slow == "slow"
-            assert await group.call(0, "begin", 1) == ["slow", 1]
 
     @pytest.mark.parametrize(
         ("arguments", "options", "error"),
@@ -156,6 +126,51 @@ class TestCall:
             await group.call(0, "add")
         with pytest.raises(QueueClosed):
             group.stream(0, "count")
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["of all", "of one"])
+class TestCallOfAllAndOfOne:
+    async def test_arrays_larger_than_a_chunk_go_both_ways(self, alone: bool) -> None:
+        array = np.arange(200_000, dtype=np.float32)
+        async with group_of(max_chunk_bytes=1 << 16, max_chunks=2) as group:
+            calls = [call(group, alone, "double", array + number) for number in range(6)]
+            for number, results in enumerate(await asyncio.gather(*calls)):
+                for doubled in results:
+                    assert (doubled == (array + number) * 2).all()
+                    doubled += 1  # it is the caller's own
+
+    async def test_exceptions_and_results_that_cannot_be_sent_are_errors_of_the_call(self, alone: bool) -> None:
+        async with group_of() as group:
+            for way, kind in (
+                ("cancelled", "asyncio.exceptions.CancelledError"),
+                ("mute", "worker_targets.Mute"),
+                ("lambda", "aioshm.errors.CodecError"),
+                ("faulty", "aioshm.errors.CodecError"),
+            ):
+                with pytest.raises(WorkerError) as caught:
+                    await call(group, alone, "fail_in_a_strange_way", way)
+                errors = {rank: error.kind for rank, error in caught.value.errors.items()}
+                assert errors == ({1: kind} if alone else {0: kind, 1: kind})
+            assert (await call(group, alone, "add", 1))[-1] == 2
+
+    async def test_arguments_that_cannot_be_sent_or_received_fail_their_call_alone(self, alone: bool) -> None:
+        async with group_of(options=Options(max_message_bytes=100_000)) as group:
+            slow = asyncio.create_task(group.call(1, "begin_slowly", "slow", 0.05))
+            with pytest.raises(CodecError, match="pickle"):
+                await call(group, alone, "add", lambda: None)
+            with pytest.raises(MessageTooLarge):
+                await call(group, alone, "double", np.zeros(100_000))
+            with pytest.raises(WorkerError, match=r"rank 1: aioshm.errors.CodecError.*not in the worker"):
+                await call(group, alone, "begin", targets.FaultyAt("worker"))
+            with pytest.raises(WorkerError, match="MessageTooLarge"):
+                await call(group, alone, "double", "x" * 60_000)
+            assert await slow == "slow"
+            assert (await call(group, alone, "begin", 1))[-1] == ["slow", 1]
+
+
+async def call(group: WorkerGroup, alone: bool, method: str, *args: Any) -> list[Any]:
+    """Call all workers, or only the last one; return the results."""
+    return [await group.call(1, method, *args)] if alone else await group.broadcast(method, *args)
 
 
 class TestTime:

@@ -78,14 +78,15 @@ async def test_a_crash_loop_ends_every_call_with_every_cause(tmp_path: Path) -> 
         flag.touch()
         os.kill(group.pids[1], signal.SIGKILL)
         await until(lambda: group.workers[1].state != "running")
-        waiting = [asyncio.create_task(group.call(1, "add")), asyncio.create_task(group.call_any("add"))]
-        for outcome in await asyncio.gather(busy, *waiting, return_exceptions=True):
+        calls = busy, group.call(1, "add"), group.call_any("add"), group.collective_rpc("add")
+        for outcome in [*await asyncio.gather(*calls, return_exceptions=True), await group.join_first()]:
             assert isinstance(outcome, WorkerDied)
             assert "crash loop: 3 deaths within 60 s" in str(outcome)
             assert "was killed by SIGKILL" in str(outcome)
             assert str(outcome).count("could not be made: ValueError: not now") == 2
-        with pytest.raises(WorkerDied, match="crash loop"):
-            await group.call(0, "add")
+        for call in (group.call(0, "add"), group.collective_rpc("add")):
+            with pytest.raises(WorkerDied, match="crash loop"):
+                await call
 
 
 async def test_what_a_worker_has_sent_before_it_died_counts() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,37 +26,6 @@ from aioshm.engine.workers.messages import MAX_TEXT
 pytestmark = pytest.mark.slow_on_uvloop
 
 MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
-
-
-HANGING_MAIN = """
-import asyncio, os, signal, sys, time
-import uvloop
-from aioshm import WorkerDied
-from aioshm.engine import Restart, WorkerGroup
-
-flag, runner = sys.argv[1:]
-if __name__ == "__mp_main__" and os.path.exists(flag):
-    time.sleep(1000)
-
-class Worker:
-    def __init__(self, table, rank):
-        self.table = table
-
-    def ping(self):
-        return len(self.table)
-
-async def main():
-    restart = Restart(max_restarts=1)
-    async with WorkerGroup(Worker, 1, args=(bytes(4 << 20),), restart=restart, ready_timeout=5) as group:
-        assert await group.call(0, "ping") == 4 << 20
-        open(flag, "w").close()
-        os.kill(group.pids[0], signal.SIGKILL)
-        print(await group.join_first())
-
-if __name__ == "__main__":
-    (asyncio.run if runner == "asyncio" else uvloop.run)(main())
-"""
-"""Its worker is killed, and the process that replaces the worker never ends importing this."""
 
 
 def group_of(n_workers: int = 2, worker: Any = targets.Worker, **options: Any) -> WorkerGroup:
@@ -131,23 +99,6 @@ async def test_idle_workers_and_standbys_are_replaced() -> None:
     await watching
 
 
-async def test_a_crash_loop_ends_the_group_with_every_cause(tmp_path: Path) -> None:
-    flag = tmp_path / "flag"
-    restart = Restart(max_restarts=2, backoff_s=0.001)
-    async with group_of(worker=targets.Fragile, kwargs={"flag": str(flag)}, restart=restart) as group:
-        flag.touch()
-        first = asyncio.create_task(group.join_first())
-        os.kill(group.pids[1], signal.SIGKILL)
-        await until(lambda: group.workers[1].state != "running")
-        with pytest.raises(WorkerDied, match="crash loop: 3 deaths within 60 s") as caught:
-            await group.collective_rpc("add", timeout=60)
-        assert "was killed by SIGKILL" in str(caught.value)
-        assert str(caught.value).count("could not be made: ValueError: not now") == 2
-        assert isinstance(await first, WorkerDied)
-        with pytest.raises(WorkerDied, match="crash loop"):
-            await group.collective_rpc("add")
-
-
 async def test_one_that_is_not_made_in_time_is_killed_and_tried_again(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     options = {"worker": targets.Fragile, "kwargs": {"flag": str(flag), "how": "hang"}}
@@ -192,17 +143,6 @@ async def test_standby_that_hangs_in_its_import_is_killed_after_ready_timeout(
             await until(lambda: group.standbys == 1)
     finally:
         del sys.modules["slow_worker"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("runner", ["asyncio", "uvloop"])
-def test_replacement_that_hangs_in_the_main_script_is_killed_after_ready_timeout(runner: str, tmp_path: Path) -> None:
-    program = tmp_path / "main.py"
-    program.write_text(HANGING_MAIN)
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path / "flag"), runner], capture_output=True, text=True, timeout=100
-    )
-    assert "was not made after 5 s, and was killed" in done.stdout, done.stderr
 
 
 async def test_loop_runs_while_a_stopped_standby_is_sent_large_arguments() -> None:
