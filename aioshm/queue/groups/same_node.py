@@ -18,7 +18,7 @@ from aioshm.config import Options
 from aioshm.errors import LimitReached, SharedMemoryError
 from aioshm.lifeline.address import new_address, peer_credentials, remove, sockaddr
 from aioshm.lifeline.descriptors import receive
-from aioshm.process.limits import naming_limits, out_of_descriptors
+from aioshm.process.limits import check_descriptors, naming_limits, out_of_descriptors
 from aioshm.process.threads import start_thread
 from aioshm.queue.groups.process_group import ObjectGroup, as_group, check_rank, gather, tell
 from aioshm.ring.segment import Segment
@@ -114,6 +114,7 @@ class _Door:
             stop, stopped = socket.socketpair()
             self._stop = undo.enter_context(stop)
             self._stopped = undo.enter_context(stopped)
+            check_descriptors(_WHAT, 1)  # a connection's
             self._thread = start_thread(self._serve, name="aioshm-probe", what=_WHAT)
             self._undo = undo.pop_all()
         self.invitation = _Invitation(self._address, secret, self._segment.name, self._segment.size)
