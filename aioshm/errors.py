@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+E = TypeVar("E", bound="AioshmError")
 
 
 class AioshmError(Exception):
@@ -20,6 +22,16 @@ class AioshmError(Exception):
     """
 
     rank: int | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., AioshmError], tuple[Any, ...], dict[str, Any]]:
+        return _remade, (type(self), self.args), self.__dict__
+
+
+def _remade(kind: type[E], args: tuple[Any, ...]) -> E:
+    """Return a pickled error's like, without its constructor, whose arguments are not its text."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
 
 
 class QueueClosed(AioshmError):
@@ -71,10 +83,6 @@ class PeerDied(AioshmError):
         self.rank = rank
         self.pid = pid
         self.side = side
-        self._detail = detail
-
-    def __reduce__(self) -> tuple[type[PeerDied], tuple[int, int, str, str]]:
-        return type(self), (self.rank, self.pid, self.side, self._detail)
 
 
 class QueueRestarted(AioshmError):
@@ -98,9 +106,6 @@ class QueueRestarted(AioshmError):
         self.pid = pid
         self.ended = ended
 
-    def __reduce__(self) -> tuple[type[QueueRestarted], tuple[str, int, int, AioshmError]]:
-        return type(self), (self.name, self.old_pid, self.pid, self.ended)
-
 
 class _RangeLost(AioshmError):
     """Numbers ``first`` to ``last`` (both included) are gone."""
@@ -111,10 +116,6 @@ class _RangeLost(AioshmError):
         super().__init__(f"{self._what} {first} to {last} are lost: {why}")
         self.first = first
         self.last = last
-        self._why = why
-
-    def __reduce__(self) -> tuple[type[_RangeLost], tuple[int, int, str]]:
-        return type(self), (self.first, self.last, self._why)
 
 
 class ReaderEvicted(AioshmError):
@@ -145,9 +146,6 @@ class PublisherRestarted(AioshmError):
         self.source = source
         self.expected = expected
 
-    def __reduce__(self) -> tuple[type[PublisherRestarted], tuple[Any, int]]:
-        return type(self), (self.source, self.expected)
-
 
 class PublisherDisconnected(AioshmError):
     """A publisher's connection ended, and nothing was heard of it for a while: the subscriber has forgotten it.
@@ -161,9 +159,6 @@ class PublisherDisconnected(AioshmError):
         super().__init__(f"publisher {source} is gone: no sign of it for {after_s:.3g} s")
         self.source = source
         self.after_s = after_s
-
-    def __reduce__(self) -> tuple[type[PublisherDisconnected], tuple[Any, float]]:
-        return type(self), (self.source, self.after_s)
 
 
 class EventsLost(_RangeLost):
@@ -205,9 +200,6 @@ class NameTaken(AioshmError):
         self.pid = pid
         self.path = path
 
-    def __reduce__(self) -> tuple[type[NameTaken], tuple[str, int, str]]:
-        return type(self), (self.name, self.pid, self.path)
-
 
 class IdentityError(AioshmError, ValueError):
     """The file of a writer's identity is not one: cut short, forged, another user's, or open to others."""
@@ -230,10 +222,6 @@ class CorruptSlot(AioshmError):
         super().__init__(f"slot of message {expected}: {what}{': ' + detail if detail else ''}")
         self.found = found
         self.expected = expected
-        self._detail = detail
-
-    def __reduce__(self) -> tuple[type[CorruptSlot], tuple[int | None, int, str]]:
-        return type(self), (self.found, self.expected, self._detail)
 
 
 class CodecError(AioshmError, ValueError):
@@ -380,9 +368,6 @@ class ProcessDied(AioshmError, RuntimeError):
         self.exitcode = exitcode
         self.story = story
 
-    def __reduce__(self) -> tuple[type[ProcessDied], tuple[str, int | None, int | None, str]]:
-        return type(self), (self.name, self.pid, self.exitcode, self.story)
-
 
 class WorkerDied(ProcessDied):
     """A worker of a group has exited while the group was open, with any exit code; the group is broken.
@@ -403,10 +388,6 @@ class WorkerDied(ProcessDied):
         self.last_lines: list[str] = list(last_lines)
         tail = [f"last lines of {name}'s stderr:", *(f"  {line}" for line in last_lines)] if last_lines else []
         self.args: tuple[Any, ...] = ("\n".join([text, *tail]),)
-        self._text = text
-
-    def __reduce__(self) -> tuple[type[WorkerDied], tuple[object, ...]]:  # type: ignore[override]
-        return type(self), (self.rank, self.name, self.pid, self.exitcode, self._text, self.last_lines)
 
 
 class RemoteFailure(NamedTuple):
@@ -443,6 +424,3 @@ class WorkerError(CallFailed):
             lines += [f"rank {rank}'s traceback:", first.traceback.rstrip()]
         super().__init__("\n".join(lines), method=method)
         self.errors: dict[int, RemoteFailure] = dict(errors)
-
-    def __reduce__(self) -> tuple[type[WorkerError], tuple[str, dict[int, RemoteFailure]]]:
-        return type(self), (self.method, self.errors)

@@ -7,14 +7,13 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from threading import get_ident
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self
 
+from aioshm.codec import T
 from aioshm.errors import QueueClosed
-from aioshm.process.loop_thread import process_lock
-from aioshm.queue.blocking.end import BlockingEnd
+from aioshm.queue.blocking.end import BlockingEnd, locked
 from aioshm.queue.encoded import body_of
 from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.local.leases import VIEW_BYTES
@@ -26,10 +25,6 @@ class Block(AbstractContextManager[Any]):
     """One block. It holds the end's lock until the block is left, or dropped by an exception of a handler.
 
     The background loop enters and leaves the asynchronous block, so that no signal handler can interrupt halfway.
-
-    Args:
-        end: The end.
-        timeout: Seconds to wait for the slot.
     """
 
     def __init__(self, end: BlockingEnd, timeout: float | None) -> None:
@@ -83,13 +78,7 @@ class Block(AbstractContextManager[Any]):
 
 
 class WriteBlock(Block):
-    """A block of `acquire_write`, or a loan.
-
-    Args:
-        end: The end.
-        make: Creates the asynchronous block; gets the seconds that are left of ``timeout``.
-        timeout: Seconds to wait for room.
-    """
+    """A block of `acquire_write`, or a loan; ``make`` gets the seconds that are left."""
 
     def __init__(
         self,
@@ -110,13 +99,7 @@ class WriteBlock(Block):
 
 
 class LeaseBlock(Block):
-    """A block of `lease` or `acquire_read`.
-
-    Args:
-        end: The end.
-        timeout, cancel, indefinite: How to wait for the message, as in `dequeue`.
-        decoded: True for `lease`, False for `acquire_read`.
-    """
+    """A block of `lease` (decoded) or `acquire_read`."""
 
     def __init__(
         self,
@@ -156,20 +139,12 @@ class LeaseBlock(Block):
         """Wait for a message; take it as `dequeue` does if it is small. Return False if the loop has to lease it."""
         end = self._end
         if not end.wait_for_message(deadline, self._cancel, self._indefinite):
-            return True  # the writer is gone: the caller waits for the next one
+            return False  # the writer is gone
         core, ring = end.state.core, end.reader.source.ring
         if not self._decoded or type(core) is not ReaderCore or ring is None:
             return False
-        me = get_ident()
-        try:
-            process_lock.acquire(me)
-            small = ring.slots.size(ring.slots.begin(core.seq % len(ring.slots))) < VIEW_BYTES
-        finally:
-            if process_lock.owner == me:
-                process_lock.owner = process_lock.next_owner
-            if process_lock.waiting:
-                process_lock.wake()
-        return small and end.take(1)
+        size = locked(lambda: ring.slots.size(ring.slots.begin(core.seq % len(ring.slots))))
+        return size < VIEW_BYTES and end.take(1)
 
     async def _enter_on_loop(self, deadline: float | None, cancel: Any) -> None:
         left = None if deadline is None else max(0.0, deadline - monotonic())
@@ -178,22 +153,18 @@ class LeaseBlock(Block):
         self._end.async_block = async_block
 
 
-class EachLeased:
-    """Leases messages one after the other, until the writer closes.
+class Leases(Generic[T]):
+    """Messages to iterate over, each leased until the next one is asked for; until the writer closes."""
 
-    Args:
-        lend: Creates the `lease` block of the next message.
-    """
-
-    def __init__(self, lend: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, lend: Callable[[], AbstractContextManager[T]]) -> None:
         self._lend = lend
-        self._block: AbstractContextManager[Any] | None = None
+        self._block: AbstractContextManager[T] | None = None
         self._leasing = False
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         self._begin()
         try:
             self._leave()

@@ -26,7 +26,7 @@ from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.state import EndState
-from aioshm.ring.cores import EMPTY, SLOW_PATH, ReaderCore, native_core
+from aioshm.ring.cores import EMPTY, ReaderCore, native_core
 from aioshm.wait.threads import CANCEL_POLL_S
 
 if TYPE_CHECKING:
@@ -36,34 +36,27 @@ T = TypeVar("T")
 
 
 class BlockingEnd:
-    """One end, its undelivered messages, and the lock that admits one thread at a time.
-
-    Args:
-        end: The asynchronous end, which no loop has used yet.
-
-    Attributes:
-        undelivered: Messages that were received, but not returned by a call yet; always the same list.
-        failure: An error to raise after the undelivered messages.
-        send_if_room, receive_next: The fast path of each call: methods of the native core, once the end is ready.
-        lock: The lock of this end; held by the thread that waits in a call or is in a block.
-        block: The open block. Its slot is in `async_block` (the asynchronous block), or its message in `taken`.
-        abandoned_blocks: Abandoned blocks: the asynchronous block, its value, and whether the user never saw the value.
-        closed: Whether all resources were released.
-    """
+    """One end, its undelivered messages, and the lock that admits one thread at a time."""
 
     def __init__(self, end: WritingEnd | ReadingEnd) -> None:
         self.end = end
         self.state: EndState = end.state
         end.block()
+        # Messages that were received, but not returned by a call yet; always the same list.
         self.undelivered: list[Any] = []
+        # An error to raise after them.
         self.failure: AioshmError | None = None
+        # The fast path of each call: methods of the native core, once the end is ready.
         self.send_if_room: Callable[[Any], Any] = _send_nothing
         self.receive_next: Callable[[list[Any]], Any] = _receive_nothing
         self.pending_wakeups: list[None] = end.state.pending_wakeups
+        # Held by the thread that waits in a call or is in a block.
         self.lock: ProcessLock = ProcessLock(recheck_s=0.1)
+        # The open block. Its slot is in the asynchronous block, or its message in `taken`.
         self.block: weakref.ref[Block] | None = None
         self.async_block: Any = None
         self.taken: list[Any] = []
+        # Asynchronous block, its value, and whether the user never saw the value.
         self.abandoned_blocks: list[tuple[Any, Any, bool]] = []
         self.closed: bool = False
         self._closes_later = False
@@ -72,11 +65,7 @@ class BlockingEnd:
     # Running on the background loop
 
     def loop(self) -> LoopThread:
-        """Return the background loop, if this thread may wait for it.
-
-        Raises:
-            RoleError: The thread runs an event loop, or is a codec or signal handler inside of another call.
-        """
+        """Return the background loop, if this thread may wait for it."""
         check_thread(self)
         if self._loop is None:
             self._loop = shared_loop()
@@ -130,17 +119,7 @@ class BlockingEnd:
     # One call at a time
 
     def acquire(self, deadline: float | None, busy: type[AioshmError] | None = None) -> None:
-        """Acquire this end's lock for a call or a block; ``lock.owner = 0`` and `release` release the lock.
-
-        Args:
-            deadline: When to give up, by ``time.monotonic()``.
-            busy: The error to raise instead of waiting.
-
-        Raises:
-            RoleError: This thread is in a block, or a signal handler has interrupted its call.
-            TimeoutError: The deadline has passed.
-            AioshmError: The end is closed or has failed, and refuses every call.
-        """
+        """Acquire this end's lock, or raise ``busy``; ``lock.owner = 0`` and `release` release the lock."""
         if self.state.refusal is not None and self._loop is not None and self._loop.elsewhere:
             self.state.check_refusal()
         self.loop()
@@ -169,17 +148,10 @@ class BlockingEnd:
             self.lock.wake()
         if self._closes_later:
             self.close()
-        state, me = self.state, get_ident()
+        state = self.state
         core: Any = state.core
         if state.ready and not core.open:
-            try:
-                process_lock.acquire(me)  # the loop's thread could refuse calls at the same moment
-                state.reopen()
-            finally:
-                if process_lock.owner == me:
-                    process_lock.owner = process_lock.next_owner
-                if process_lock.waiting:
-                    process_lock.wake()
+            locked(state.reopen)  # the loop's thread could refuse calls at the same moment
         whole = native_core and state.ready and self.failure is None and _is_whole(self.end)
         if isinstance(self.end, WritingEnd):
             self.send_if_room = core.send if whole else _send_nothing
@@ -201,16 +173,10 @@ class BlockingEnd:
 
     def settle(self) -> None:
         """Wake sleeping peers that can continue, and threads that wait for the process lock."""
-        me = get_ident()
-        nested = process_lock.owner == me  # called by a codec or a handler, inside of another call
-        try:
-            process_lock.acquire(me)
+        if process_lock.owner == get_ident():  # called by a codec or a handler, inside of another call
             self.state.wake_peers()
-        finally:
-            if process_lock.owner == me and not nested:
-                process_lock.owner = process_lock.next_owner
-            if process_lock.waiting:
-                process_lock.wake()
+        else:
+            locked(self.state.wake_peers)
 
     def interrupted(self, error: BaseException) -> None:
         """Raise an error of the core or of `settle`; the loop wakes the peers that were not woken.
@@ -240,10 +206,9 @@ class BlockingEnd:
         """Wait once: for a message, or until the end has attached or has switched to the next writer."""
         self.raise_failure()
         reader = self.reader
-        if not self.state.ready or reader.has_news or reader.source.ring is None:
+        in_thread = self.state.ready and not reader.has_news and reader.source.ring is not None
+        if not (in_thread and self.wait_for_message(deadline, cancel, indefinite) and self.take(most)):
             self.run_cancellable(lambda event: self._receive_on_loop(deadline, event, indefinite, most), cancel)
-        elif self.wait_for_message(deadline, cancel, indefinite) and not self.take(most):
-            self.run_cancellable(lambda event: self._take_unusual(deadline, event, indefinite), cancel)
 
     def raise_failure(self) -> None:
         """Raise, once, the error that was kept until the messages before it were delivered."""
@@ -253,44 +218,37 @@ class BlockingEnd:
 
     def wait_for_message(self, deadline: float | None, cancel: Any, indefinite: bool) -> bool:
         """Wait in this thread for a message of the ring; return False if the writer is gone and a next one awaited."""
-        me, state = get_ident(), self.state
-        core = state.core
-        try:
-            process_lock.acquire(me)
-            state.lock.calls = 1  # keeps the memory mapped; nothing else sets this before `finally`
-            core.open = False
-            self.reader.next_of_writer(deadline, cancel, indefinite).send(None)
-            raise AssertionError("a call that blocks has suspended")
-        except StopIteration as done:
-            there = bool(done.value)
-        finally:
-            state.lock.calls = 0
-            if process_lock.owner == me:
-                process_lock.owner = process_lock.next_owner
-            if process_lock.waiting:
-                process_lock.wake()
-        if not there:
-            self.run(self._go_on)
-        return there
+        state = self.state
+
+        def wait() -> bool:
+            try:
+                state.lock.calls = 1  # keeps the memory mapped; nothing else sets this before `finally`
+                state.core.open = False
+                self.reader.next_of_writer(deadline, cancel, indefinite).send(None)
+                raise AssertionError("a call that blocks has suspended")
+            except StopIteration as done:
+                return bool(done.value)
+            finally:
+                state.lock.calls = 0
+
+        return locked(wait)
 
     def take(self, most: int) -> bool:
         """Take up to ``most`` messages in this thread; return False if the core cannot take even one this way."""
-        me, core = get_ident(), self.state.core
+        core = self.state.core
         if type(core) is not ReaderCore or not native_core:
             return False
-        try:
-            process_lock.acquire(me)
-            answer = None
-            while answer is None and len(self.undelivered) < most:
-                answer = core.receive_into(self.undelivered)
-            self.state.wake_peers()
-        except Exception as error:
-            self.fail(error)
-        finally:
-            if process_lock.owner == me:
-                process_lock.owner = process_lock.next_owner
-            if process_lock.waiting:
-                process_lock.wake()
+
+        def take() -> None:
+            try:
+                answer = None
+                while answer is None and len(self.undelivered) < most:
+                    answer = core.receive_into(self.undelivered)
+                self.state.wake_peers()
+            except Exception as error:
+                self.fail(error)
+
+        locked(take)
         return bool(self.undelivered)
 
     def fail(self, error: Exception) -> None:
@@ -309,32 +267,13 @@ class BlockingEnd:
         reader = self.reader
         if not self.state.ready or reader.has_news:
             await reader.wait_until_ready(deadline, cancel)
-        if reader.source.ring is None and not self.undelivered:
-            left = None if deadline is None else max(0.0, deadline - monotonic())
-            if most > 1:
-                self.undelivered += await reader.dequeue_many(most, left, cancel, indefinite)
-            else:
-                self.undelivered.append(await reader.dequeue(EMPTY, left, cancel, indefinite))
-
-    async def _go_on(self) -> None:
-        """Switch to waiting for the next writer if this writer is gone and drained."""
-        reader = self.reader
-        gone = reader.source.gone  # read first, so that `look` sees all that the writer published
-        if gone is not None and self.state.ready and not reader.source.look():
-            reader.go_on_after(gone())
-
-    async def _take_unusual(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
-        """Take a next message that the core cannot take in one call; wait for its rest where that is still to come."""
-        reader = self.reader
-        source = reader.source
-        source.settle()
-        if self.undelivered or not source.look():
-            return
-        obj = source.take()
-        if obj is SLOW_PATH:
-            await reader.rest(deadline, cancel, indefinite)
+            if reader.source.ring is not None:
+                return  # the thread waits for messages
+        left = None if deadline is None else max(0.0, deadline - monotonic())
+        if most > 1:
+            self.undelivered += await reader.dequeue_many(most, left, cancel, indefinite)
         else:
-            self.undelivered.append(obj)
+            self.undelivered.append(await reader.dequeue(EMPTY, left, cancel, indefinite))
 
     @property
     def reader(self) -> ReadingEnd:
@@ -356,24 +295,10 @@ class BlockingEnd:
 
     def encode(self, writer: WritingEnd, obj: Any) -> Any:
         """Encode an object under the process lock, as the core does: codecs are used by one thread at a time."""
-        me = get_ident()
-        try:
-            process_lock.acquire(me)
-            return writer.encode(obj)
-        finally:
-            if process_lock.owner == me:
-                process_lock.owner = process_lock.next_owner
-            if process_lock.waiting:
-                process_lock.wake()
+        return locked(lambda: writer.encode(obj))
 
     def send(self, obj: Any, message: Any, deadline: float | None) -> None:
-        """Send an object, waiting for room.
-
-        Args:
-            obj: The object.
-            message: The result of `send_now`: the encoded message, or False.
-            deadline: When to give up, by ``time.monotonic()``.
-        """
+        """Send an object, waiting for room; ``message`` is what `send_now` has returned."""
         writer = self.end
         assert isinstance(writer, WritingEnd)
         self.acquire(deadline)
@@ -389,28 +314,29 @@ class BlockingEnd:
 
     def _put(self, writer: WritingEnd, message: Any, deadline: float | None) -> bool:
         """Send a message in this thread once there is room; return False if the loop has to send it."""
-        me, state = get_ident(), self.state
+        state = self.state
         core: Any = state.core
-        try:
-            process_lock.acquire(me)
-            state.lock.calls = 1
-            core.open = False
-            state.check_usable()
-            while not core.put(message):
-                try:
-                    writer.wait_for_room(message, deadline).send(None)
-                except StopIteration as done:
-                    if not done.value:
-                        return False
+
+        def put() -> bool:
+            try:
+                state.lock.calls = 1
+                core.open = False
                 state.check_usable()
-            state.wake_peers()
-            return True
+                while not core.put(message):
+                    try:
+                        writer.wait_for_room(message, deadline).send(None)
+                    except StopIteration as done:
+                        if not done.value:
+                            return False
+                    state.check_usable()
+                state.wake_peers()
+                return True
+            finally:
+                state.lock.calls = 0
+
+        try:
+            return locked(put)
         finally:
-            state.lock.calls = 0
-            if process_lock.owner == me:
-                process_lock.owner = process_lock.next_owner
-            if process_lock.waiting:
-                process_lock.wake()
             if state.pending_wakeups and self._loop is not None:
                 self._loop.post(state.wake_peers)
 
@@ -502,6 +428,19 @@ class BlockingEnd:
 
     def __repr__(self) -> str:
         return f"<blocking {self.end!r}>"
+
+
+def locked(function: Callable[[], T]) -> T:
+    """Call a function while this thread holds the process lock, which is free again whatever a handler raises."""
+    me = get_ident()
+    try:
+        process_lock.acquire(me)
+        return function()
+    finally:
+        if process_lock.owner == me:
+            process_lock.owner = process_lock.next_owner
+        if process_lock.waiting:
+            process_lock.wake()
 
 
 def check_thread(owner: object) -> None:

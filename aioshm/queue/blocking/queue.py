@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from aioshm.closing import Closing
 from aioshm.codec import Codec, S, T
@@ -17,7 +17,7 @@ from aioshm.errors import QueueClosed, QueueEmpty, QueueFull
 from aioshm.process.loop_thread import process_lock
 from aioshm.queue import api
 from aioshm.queue.base import Naming, QueueBase, Reading, documented_as
-from aioshm.queue.blocking.blocks import EachLeased, LeaseBlock, WriteBlock
+from aioshm.queue.blocking.blocks import LeaseBlock, Leases, WriteBlock
 from aioshm.queue.blocking.end import BlockingEnd, made
 from aioshm.queue.ends.lending import Message
 from aioshm.queue.ends.membership import Membership
@@ -34,19 +34,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from aioshm.queue.groups.process_group import ObjectGroup
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Leases(Protocol[T_co]):
-    """Messages to iterate over, each leased until the next one is asked for."""
-
-    def __iter__(self) -> Self: ...
-
-    def __next__(self) -> T_co: ...
-
-    def close(self) -> None:
-        """End the lease of the latest message."""
 
 
 @documented_as(api.MessageQueue)
@@ -371,7 +358,7 @@ class MessageQueue(QueueBase[T], Closing):
 
     def leases(self) -> Leases[T]:
         self._reader_of("leases")
-        return EachLeased(self.lease)
+        return Leases(self.lease)
 
     def broadcast_object(self, obj: T | None = None) -> T:
         if self._writer is None:
