@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -79,33 +80,6 @@ class _Codec(NamedTuple):
     decode: Callable[[Sequence[Frame]], Any]
 
 
-class _Mailbox:
-    """The messages that the engine has not handled yet, each with the index of its client."""
-
-    def __init__(self) -> None:
-        self.messages: deque[tuple[int, list[Frame]]] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, client: int, frames: list[Frame]) -> None:
-        self.messages.append((client, frames))
-        if self._waiter is not None:
-            _set(self._waiter)
-
-    async def wait(self, seconds: float | None) -> None:
-        """Wait for a message, for so many seconds at most."""
-        if self.messages:
-            return
-        loop = asyncio.get_running_loop()
-        waiter = self._waiter = loop.create_future()
-        timer = None if seconds is None else loop.call_later(seconds, _set, waiter)
-        try:
-            await waiter
-        finally:
-            self._waiter = None
-            if timer is not None:
-                timer.cancel()
-
-
 class EngineCore:
     """The loop around the user's engine: takes requests to the engine, and its outputs back; see `run_engine_core`."""
 
@@ -141,7 +115,8 @@ class EngineCore:
             PayloadDecoder(request_type).decode,
             PayloadDecoder().decode,
         )
-        self._mailbox = _Mailbox()
+        self._messages: deque[tuple[int, list[Frame]]] = deque()  # not handled yet, with the indices of clients
+        self._arrived = asyncio.Event()
         self._owners: dict[str, _Owner] = {}  # of the requests that are open
         self._calls = Calls(engine, self._answer)
         self._counts: Any = None
@@ -166,19 +141,18 @@ class EngineCore:
         settings = self._settings
         if self._keys is not False and over_tcp(anywhere):
             settings = replace(settings, credentials=keys_for_engine(self.index, self._keys))
-        self._sockets = CoreSockets(self.index, addresses, self._mailbox.put, settings)
+        self._sockets = CoreSockets(self.index, addresses, self._put, settings)
         await self._sockets.register(_encode_plain(fields) if fields else b"")
 
     async def run(self) -> None:
         """Serve until cancelled, or until a step fails."""
         engine = self._engine
-        mailbox = self._mailbox
         while True:
-            while mailbox.messages:
-                await self._handle(*mailbox.messages.popleft())
+            while self._messages:
+                await self._handle(*self._messages.popleft())
             self._report_counts()
             if not self._has_work():
-                await mailbox.wait(None)
+                await self._wait(None)
                 continue
             busy = await self._step()
             if self._lockstep is not None:
@@ -189,7 +163,7 @@ class EngineCore:
             if busy:
                 await asyncio.sleep(0)  # the turn of the sockets, and of a task that cancels this
             else:
-                await mailbox.wait(IDLE_STEP_S)
+                await self._wait(IDLE_STEP_S)
 
     async def aclose(self) -> None:
         """Report the end to the front ends, close the sockets, and shut the engine down."""
@@ -202,6 +176,18 @@ class EngineCore:
             shutdown = getattr(self._engine, "shutdown", None)
             if shutdown is not None:
                 await _awaited(shutdown())
+
+    def _put(self, client: int, frames: list[Frame]) -> None:
+        self._messages.append((client, frames))
+        self._arrived.set()
+
+    async def _wait(self, seconds: float | None) -> None:
+        """Wait for a message, for so many seconds at most."""
+        if not self._messages:
+            self._arrived.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._arrived.wait()
 
     # Steps
 
@@ -391,8 +377,3 @@ class EngineCore:
 
 async def _awaited(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
-
-
-def _set(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import zmq
 
@@ -25,7 +25,7 @@ from aioshm.zeromq.curve import limit_frames
 from aioshm.zeromq.endpoint import attach, check_endpoint, open_socket
 from aioshm.zeromq.monitor import ENDED, MISMATCH, Monitor
 from aioshm.zeromq.pump import Pump, whole
-from aioshm.zeromq.sockets import Socket, Sockets
+from aioshm.zeromq.sockets import Sockets
 
 INIT_TIMEOUT_S = 300.0
 LINGER_MS = 5000
@@ -141,20 +141,27 @@ async def shake_hands(
     return metadata
 
 
-class _HandshakeSocket:
-    """The DEALER socket of a handshake with one front end, and the state of its connection.
+class _FrontEnd:
+    """The engine's side of a handshake with one front end: a DEALER, its monitor, and the last message.
 
-    Attributes:
-        proven_s: Over TCP, the seconds after which a connection that still lives has delivered READY; else 0.
-        refused: Why the last attempt to connect has failed.
+    A message whose connection breaks is sent again over the next one. Over TCP that goes on after READY, until a
+    connection has lasted for as long as heartbeats take to find out that it does not live.
     """
 
-    def __init__(self, address: str, name: bytes, credentials: EngineCredentials | None) -> None:
-        self.address = address
-        self.refused: str = ""
+    def __init__(self, address: str, handshake: EngineHandshake, credentials: EngineCredentials | None) -> None:
+        self._address = address
+        self._handshake = handshake
         self._encrypts = credentials is not None
+        self._refused = ""  # why the last attempt to connect has failed
+        loop = asyncio.get_running_loop()
+        self._init: asyncio.Future[list[bytes]] = loop.create_future()
+        self._unconfirmed = False  # whether the last message is sent again after a reconnect
+        self._carrier = 0  # which connection carries the last message, by Monitor.handshakes
+        self._repeats = 0
+        self._connection_changed = asyncio.Event()
+        self._flushing = False
         self._sockets = Sockets()
-        self.dealer: Socket = self._sockets.add(
+        self._dealer = self._sockets.add(
             open_socket(
                 self._sockets.context,
                 zmq.DEALER,
@@ -166,61 +173,24 @@ class _HandshakeSocket:
             )
         )
         try:
-            self.monitor: Monitor = Monitor(self.dealer)
-            self._sockets.add(self.monitor.pair)
-            self.dealer.setsockopt(zmq.ROUTING_ID, name if credentials is None else credentials.name)
-            limit_frames(self.dealer, MAX_INIT_BYTES)
-            self.proven_s = 0.0
+            self._monitor = Monitor(self._dealer)
+            self._sockets.add(self._monitor.pair)
+            self._dealer.setsockopt(zmq.ROUTING_ID, handshake.identity if credentials is None else credentials.name)
+            limit_frames(self._dealer, MAX_INIT_BYTES)
+            self._proven_s = 0.0  # over TCP: after how long a connection that still lives has delivered READY
             if over_tcp([address]):
                 # The front end drops a silent connection, too: where it knows no keys, it ignores the new one while
                 # the old one seems to live.
-                timeout_ms = int(self.dealer.getsockopt(zmq.HEARTBEAT_TIMEOUT))
-                self.dealer.setsockopt(zmq.HEARTBEAT_TTL, timeout_ms)
+                timeout_ms = int(self._dealer.getsockopt(zmq.HEARTBEAT_TIMEOUT))
+                self._dealer.setsockopt(zmq.HEARTBEAT_TTL, timeout_ms)
                 # A heartbeat that was sent after READY is answered by then, or the connection is given up.
-                self.proven_s = (2 * int(self.dealer.getsockopt(zmq.HEARTBEAT_IVL)) + timeout_ms) / 1000
-            attach(self.dealer, address, bind=False)
+                self._proven_s = (2 * int(self._dealer.getsockopt(zmq.HEARTBEAT_IVL)) + timeout_ms) / 1000
+            attach(self._dealer, address, bind=False)
         except BaseException:
             self._sockets.close()
             raise
-
-    def note_failure(self, reason: str) -> None:
-        """Log why the connection failed, with a hint."""
-        # The end that finds a mismatch hangs up, so the other end may name the mismatch at a later attempt only.
-        if self.refused and reason == ENDED:
-            return
-        hint = ""
-        if reason == MISMATCH and not self._encrypts:
-            hint = "; leave out secure=False"
-        elif reason == MISMATCH:
-            hint = "; with a front end that has no keys, such as vLLM's, secure=False is needed"
-        elif reason == ENDED and self._encrypts:
-            hint = ", or the front end refuses these keys, which have to be of its EngineKeys"
-        text = f"{self.address}: {reason}{hint}"
-        if text != self.refused:
-            logger.warning("%s", text)
-        self.refused = text
-
-    def close(self, linger_ms: int = 0) -> None:
-        """Close it; blocks for so long at most until messages have left."""
-        self._sockets.close(linger_ms)
-
-
-class _FrontEnd:
-    """The engine's side of a handshake with one front end."""
-
-    def __init__(self, address: str, handshake: EngineHandshake, credentials: EngineCredentials | None) -> None:
-        self._handshake = handshake
-        loop = asyncio.get_running_loop()
-        self._init: asyncio.Future[list[bytes]] = loop.create_future()
-        self._unconfirmed = False  # whether the last message is sent again after a reconnect
-        self._carrier = 0  # which connection carries the last message, by Monitor.handshakes
-        self._repeats = 0
-        self._phase: Literal["greeting", "flushing", "confirming", "ended"] = "greeting"
-        self._proof: asyncio.TimerHandle | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        self._socket = socket = _HandshakeSocket(address, handshake.identity, credentials)
-        self._messages = Pump.of_messages(loop, socket.dealer, self._take, whole(socket.dealer))
-        self._events = Pump(loop, socket.monitor.pair, self._look)
+        self._messages = Pump.of_messages(loop, self._dealer, self._take, whole(self._dealer))
+        self._events = Pump(loop, self._monitor.pair, self._look)
 
     async def greet(self, timeout: float | None) -> EngineHandshakeMetadata:
         """Say HELLO, and return the answer."""
@@ -230,47 +200,76 @@ class _FrontEnd:
                 frames = await self._init
         except TimeoutError:
             index = int.from_bytes(self._handshake.identity, "little")
-            text = f"engine {index}: no answer from {self._socket.address} within {timeout} s"
-            refused = self._socket.refused
-            raise TimeoutError(f"{text}: {refused}" if refused else text) from None
+            text = f"engine {index}: no answer from {self._address} within {timeout} s"
+            raise TimeoutError(f"{text}: {self._refused}" if self._refused else text) from None
         return self._handshake.receive(frames)
 
     def ready(self, fields: ReadyFields) -> None:
         """Say READY."""
-        self._socket.monitor.read()  # what became of the connection while the engine initialised
+        self._monitor.read()  # what became of the connection while the engine initialised
         self._repeats = 0
         self._send(self._handshake.ready(fields))
 
     async def flush(self) -> None:
-        """Close the socket once READY has left; continues in a thread when cancelled.
-
-        Over TCP this returns immediately: READY is sent again after each reconnect, until it has arrived or the front
-        end has given up.
-        """
-        self._phase = "flushing"
-        if not self._socket.proven_s:
+        """Close the socket once READY has left, over TCP in the background; continues in a thread when cancelled."""
+        self._flushing = True
+        if self._proven_s:
+            confirming = asyncio.create_task(self._confirm())
+            engine = asyncio.current_task()
+            assert engine is not None
+            engine.add_done_callback(lambda _: confirming.cancel())
+        else:
             self._stop()
-            await give_back(lambda: self._socket.close(LINGER_MS))
-            return
-        task = asyncio.current_task()
-        assert task is not None
-        task.add_done_callback(lambda _: self._end(LINGER_MS))
-        self._deadline = asyncio.get_running_loop().call_later(ENGINE_READY_TIMEOUT_S, self._end)
-        self._phase = "confirming"
-        self._look()
+            await give_back(lambda: self._sockets.close(LINGER_MS))
 
     def close(self) -> None:
-        """Close the socket immediately, unless `flush` does. Idempotent."""
-        if self._phase == "greeting":
+        """Close the socket, unless `flush` does. Idempotent."""
+        if not self._flushing:
             self._stop()
-            self._socket.close()
+            self._sockets.close()
+
+    async def _confirm(self) -> None:
+        """Wait until READY has arrived, the front end has given up, or the engine ends; then close the socket."""
+        linger_ms = LINGER_MS
+        try:
+            async with asyncio.timeout(ENGINE_READY_TIMEOUT_S) as limit:
+                while self._repeats < MAX_REPEATS and linger_ms:
+                    self._connection_changed.clear()
+                    try:
+                        async with asyncio.timeout(self._proven_s):
+                            await self._connection_changed.wait()
+                    except TimeoutError:
+                        self._monitor.read()
+                        if self._monitor.connections and self._monitor.handshakes == self._carrier:
+                            linger_ms = 0
+                        self._look()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            linger_ms = 0
+        finally:
+            self._stop()
+            self._close_later(linger_ms)
+
+    def _close_later(self, linger_ms: int) -> None:
+        if not linger_ms:
+            self._sockets.close()
+            return
+        try:  # no daemon: Python's end waits until READY has left
+            start_thread(self._sockets.close, linger_ms, name="aioshm-handshake", what="saying READY", daemon=False)
+        except OutOfThreads:
+            self._sockets.close(linger_ms)
+
+    def _stop(self) -> None:
+        self._messages.pause()
+        self._events.pause()
+        self._monitor.close()
 
     def _send(self, message: bytes) -> None:
-        monitor = self._socket.monitor
         with suppress(zmq.Again):  # no connection has taken the ones before
-            self._socket.dealer.send(message, zmq.NOBLOCK)
+            self._dealer.send(message, zmq.NOBLOCK)
         self._unconfirmed = True
-        self._carrier = monitor.handshakes + (not monitor.connections)
+        self._carrier = self._monitor.handshakes + (not self._monitor.connections)
         self._messages.run_soon()  # sending may clear the sign that there is something to read
 
     def _take(self, frames: list[bytes]) -> None:
@@ -281,51 +280,27 @@ class _FrontEnd:
 
     def _look(self) -> None:
         """Send the last message again if the connection that carried it is gone, and there is another one."""
-        monitor = self._socket.monitor
-        failed = monitor.read()[1]
+        failed = self._monitor.read()[1]
         if failed and not self._init.done():
-            self._socket.note_failure(failed[-1].reason)
-        if self._unconfirmed and monitor.handshakes > self._carrier:
+            self._note_failure(failed[-1].reason)
+        if self._unconfirmed and self._monitor.handshakes > self._carrier:
             self._repeats += 1
             self._send(self._handshake.again)
-        if self._phase != "confirming":
-            return
-        if self._proof is not None:
-            self._proof.cancel()
-            self._proof = None
-        if self._repeats >= MAX_REPEATS:
-            self._end(LINGER_MS)
-        elif monitor.connections:
-            self._proof = asyncio.get_running_loop().call_later(self._socket.proven_s, self._prove)
+        self._connection_changed.set()
 
-    def _prove(self) -> None:
-        """End if the connection that carried READY has lasted until now."""
-        monitor = self._socket.monitor
-        monitor.read()
-        if monitor.connections and monitor.handshakes == self._carrier:
-            self._end()
-        else:
-            self._look()
-
-    def _end(self, linger_ms: int = 0) -> None:
-        if self._phase == "ended":
+    def _note_failure(self, reason: str) -> None:
+        """Log why the connection failed, with a hint."""
+        # The end that finds a mismatch hangs up, so the other end may name the mismatch at a later attempt only.
+        if self._refused and reason == ENDED:
             return
-        self._stop()
-        self._phase = "ended"
-        if not linger_ms:
-            self._socket.close()
-            return
-        try:  # no daemon: Python's end waits until READY has left
-            start_thread(self._socket.close, linger_ms, name="aioshm-handshake", what="saying READY", daemon=False)
-        except OutOfThreads:
-            self._socket.close(linger_ms)
-
-    def _stop(self) -> None:
-        if self._phase == "confirming":
-            self._phase = "flushing"
-        self._messages.pause()
-        self._events.pause()
-        for timer in (self._proof, self._deadline):
-            if timer is not None:
-                timer.cancel()
-        self._socket.monitor.close()
+        hint = ""
+        if reason == MISMATCH and not self._encrypts:
+            hint = "; leave out secure=False"
+        elif reason == MISMATCH:
+            hint = "; with a front end that has no keys, such as vLLM's, secure=False is needed"
+        elif reason == ENDED and self._encrypts:
+            hint = ", or the front end refuses these keys, which have to be of its EngineKeys"
+        text = f"{self._address}: {reason}{hint}"
+        if text != self._refused:
+            logger.warning("%s", text)
+        self._refused = text

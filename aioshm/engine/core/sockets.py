@@ -112,15 +112,6 @@ class _FrontEnd:
         self.requests: Pump | None = None
 
 
-class _Coordinator:
-    """The connection to the coordinator: an XSUB and a PUSH."""
-
-    def __init__(self, subscription: Socket, reports: Socket) -> None:
-        self.subscription = subscription
-        self.reports = reports
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-
 class CoreSockets:
     """The sockets to all clients, and to the coordinator if there is one.
 
@@ -146,23 +137,17 @@ class CoreSockets:
         self._closed = False
         self._registration = b""
         self._front_ends: list[_FrontEnd] = []
-        self._coordinator: _Coordinator | None = None
+        self.coordinated: bool = addresses.coordinator_input is not None and addresses.coordinator_output is not None
+        self._coordinator_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             for client in range(len(addresses.inputs)):
                 self._front_ends.append(self._open_front_end(client))
             if addresses.coordinator_input is not None and addresses.coordinator_output is not None:
-                self._coordinator = _Coordinator(
-                    self._open(zmq.XSUB, addresses.coordinator_input, to_coordinator=True),
-                    self._open(zmq.PUSH, addresses.coordinator_output, to_coordinator=True),
-                )
+                self._subscription = self._open(zmq.XSUB, addresses.coordinator_input, to_coordinator=True)
+                self._reports = self._open(zmq.PUSH, addresses.coordinator_output, to_coordinator=True)
         except BaseException:
             self._close(0)
             raise
-
-    @property
-    def coordinated(self) -> bool:
-        """Whether there is a coordinator."""
-        return self._coordinator is not None
 
     async def register(self, payload: bytes) -> None:
         """Register at every front end, and read from now on; later again at a front end that comes back.
@@ -170,24 +155,22 @@ class CoreSockets:
         Returns when the coordinator, if there is one, knows all engines: before that, waves would start without some.
         """
         self._registration = payload
-        coordinator = self._coordinator
-        if coordinator is not None:
-            coordinator.subscription.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
+        if self.coordinated:
+            self._subscription.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
         for front_end in self._front_ends:
             front_end.dealer.send(payload, zmq.NOBLOCK)
             front_end.requests = self._pump(front_end.dealer, partial(self._take, front_end))
         loop = asyncio.get_running_loop()
         for front_end in self._front_ends:
             self._pumps.append(Pump(loop, front_end.monitor.pair, partial(self._read_monitor, front_end)))
-        if coordinator is not None:
-            self._pump(coordinator.subscription, partial(self._take_from_coordinator, coordinator))
-            await coordinator.ready
+        if self.coordinated:
+            self._pump(self._subscription, self._take_from_coordinator)
+            await self._coordinator_ready
 
     def send(self, client: int, frames: list[Frame], *, counts: bool = True) -> None:
         """Send a message to a client, or to the coordinator; a message to a client that is gone is dropped."""
         if client == COORDINATOR:
-            assert self._coordinator is not None
-            self._coordinator.reports.send_multipart(frames, zmq.NOBLOCK)
+            self._reports.send_multipart(frames, zmq.NOBLOCK)
             return
         front_end = self._front_ends[client]
         if front_end.gone:
@@ -212,8 +195,7 @@ class CoreSockets:
             pump.pause()
         for front_end in self._front_ends:
             front_end.output.pause()
-        if self._coordinator is not None and not self._coordinator.ready.done():
-            self._coordinator.ready.cancel()
+        self._coordinator_ready.cancel()
         await give_back(self._flush)
 
     def _flush(self) -> None:
@@ -321,11 +303,11 @@ class CoreSockets:
         front_end.dealer.disconnect(address)
         attach(front_end.dealer, address, bind=False)
 
-    def _take_from_coordinator(self, coordinator: _Coordinator, frames: list[Frame]) -> None:
+    def _take_from_coordinator(self, frames: list[Frame]) -> None:
         if frames != [COORDINATOR_READY]:
             self._on_message(COORDINATOR, frames)
-        elif not coordinator.ready.done():  # READY comes again whenever an engine has come
-            coordinator.ready.set_result(None)
+        elif not self._coordinator_ready.done():  # READY comes again whenever an engine has come
+            self._coordinator_ready.set_result(None)
 
     def _take(self, front_end: _FrontEnd, frames: list[Frame]) -> None:
         if not front_end.gone:  # else sent before the connection ended, and read afterwards
