@@ -13,19 +13,18 @@ With ``AIOSHM_VLLM=1`` it takes the place of vLLM's own in all of its processes;
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from aioshm.config import Options, vllm_options
-from aioshm.errors import AioshmError, HandleError, QueueCancelled, QueueClosed
+from aioshm.errors import AioshmError, HandleError, QueueCancelled, QueueClosed, RoleError
 from aioshm.process.threads import start_thread
-from aioshm.queue import api, blocking
+from aioshm.queue import blocking
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.handle import Handle as QueueHandle
 
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from aioshm.queue.groups.process_group import ObjectGroup
 
 __all__ = ["Handle", "MessageQueue"]
+
+_Queue = blocking.MessageQueue  # a parameter of vLLM's is named blocking
 
 MAX_CHUNK_BYTES = 24 * 1024 * 1024
 MAX_CHUNKS = 10
@@ -144,9 +145,7 @@ class MessageQueue:
     ) -> None:
         ranks = local_reader_ranks
         ip = connect_ip or None
-        self._own(
-            blocking.MessageQueue(n_reader, n_local_reader, ranks, max_chunk_bytes, max_chunks, ip, options=_options())
-        )
+        self._own(_Queue(n_reader, n_local_reader, ranks, max_chunk_bytes, max_chunks, ip, options=_options()))
 
     @staticmethod
     def create_from_handle(handle: Handle, rank: int) -> MessageQueue:
@@ -163,7 +162,7 @@ class MessageQueue:
         handle = as_queue_handle(handle)
         rank = handle.rank_of(rank)
         self = MessageQueue.__new__(MessageQueue)
-        self._own(blocking.MessageQueue.create_from_handle(handle.queue, rank), handle, rank)
+        self._own(_Queue.create_from_handle(handle.queue, rank), handle, rank)
         return self
 
     @staticmethod
@@ -186,15 +185,10 @@ class MessageQueue:
             blocking: Whether to wait until everybody is attached.
         """
         external = None if external_writer_handle is None else as_queue_handle(external_writer_handle).queue
-        end = _run(
-            lambda: api.MessageQueue.create_from_process_group(
-                pg, max_chunk_bytes, max_chunks, writer_rank, external, False, options=_options()
-            )
+        queue = _Queue.create_from_process_group(
+            pg, max_chunk_bytes, max_chunks, writer_rank, external, False, options=_options()
         )
-        self = _adopted(end)
-        if blocking:
-            self.wait_until_ready()
-        return self
+        return _around(queue, blocking)
 
     @staticmethod
     def create_from_process_group_single_reader(
@@ -217,15 +211,10 @@ class MessageQueue:
             This rank's writer; and at ``reader_rank`` the handles of all ranks' queues, elsewhere none.
         """
         rank = _rank_in_group(pg, reader_rank)
-        end, handles = _run(
-            lambda: api.MessageQueue.create_from_process_group_single_reader(
-                pg, max_chunk_bytes, max_chunks, rank, False, options=_options()
-            )
+        queue, handles = _Queue.create_from_process_group_single_reader(
+            pg, max_chunk_bytes, max_chunks, rank, False, options=_options()
         )
-        self = _adopted(end)
-        if blocking:
-            self.wait_until_ready()
-        return self, [Handle.of(handle) for handle in handles]
+        return _around(queue, blocking), [Handle.of(handle) for handle in handles]
 
     def export_handle(self) -> Handle:
         """Return what readers need in order to attach."""
@@ -313,7 +302,7 @@ class MessageQueue:
 
     # Making
 
-    def _own(self, queue: blocking.MessageQueue, handle: Handle | None = None, rank: int = -1) -> None:
+    def _own(self, queue: _Queue, handle: Handle | None = None, rank: int = -1) -> None:
         """Take this end of a queue; ``handle`` and ``rank`` are a reader's."""
         self._queue = queue
         self._is_writer = handle is None
@@ -332,34 +321,27 @@ class MessageQueue:
         return f"<vLLM's face of {self._queue!r}>"
 
 
-def _close(queue: blocking.MessageQueue, pid: int) -> None:
+def _close(queue: _Queue, pid: int) -> None:
     """Close an end wherever this is called: by a thread with an event loop too, and by the garbage collector."""
     if os.getpid() != pid:  # a forked child's copy, of which the queue itself has let go
         return
-    if asyncio._get_running_loop() is None:
+    try:
         queue.close()
-        return
-    # This thread's loop may belong to other code; the wait is as long as without a loop.
-    start_thread(queue.close, name="aioshm-shutdown", what="closing a queue apart from the event loop").join()
+    except RoleError:  # this thread runs an event loop, of other code; the wait is as long as without
+        start_thread(queue.close, name="aioshm-shutdown", what="closing a queue apart from the event loop").join()
 
 
-def _adopted(made: api.MessageQueue) -> MessageQueue:
-    """Return vLLM's face of an end that no loop has used."""
-    end = made.end
-    queue = blocking.MessageQueue.around(end)
+def _around(queue: _Queue, wait: bool) -> MessageQueue:
+    """Return a queue with vLLM's interface, ready if it is to wait."""
     self = MessageQueue.__new__(MessageQueue)
-    if isinstance(end, ReadingEnd):
-        assert end.handle is not None
-        self._own(queue, Handle.of(end.handle), end.rank)
+    if isinstance(queue.end, ReadingEnd):
+        assert queue.end.handle is not None
+        self._own(queue, Handle.of(queue.end.handle), queue.end.rank)
     else:
         self._own(queue)
+    if wait:
+        self.wait_until_ready()
     return self
-
-
-def _run(make: Callable[[], Any]) -> Any:
-    """Run what is made for an event loop, in a thread that has none."""
-    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-        return runner.run(make())
 
 
 def _rank_in_group(pg: Any, rank: int) -> int:
