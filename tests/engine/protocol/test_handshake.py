@@ -336,6 +336,20 @@ class TestRepetitions:
         front.receive(b"\x01\0", again(ready(), "two"))
         assert front.engines[1].state is READY
 
+    def test_hello_of_a_successor_waits_for_the_death_of_its_predecessor(self) -> None:
+        front = at(READY)
+        front.allow_restarts()
+        early = hello(process="two")
+        assert front.receive(b"\x01\0", early) is None
+        assert front.receive(b"\x01\0", again(ready())) is None  # the READY of its predecessor, which changes nothing
+        assert front.engines[1].state is READY
+        assert front.expect(1) == early
+        assert front.engines[1].state is NEW
+        assert front.receive(b"\x01\0", again(ready())) is None  # of the dead one, again
+        assert not front.complete
+        assert front.receive(b"\x01\0", early) is not None
+        assert front.expect(1) is None
+
     def test_repeated_hello_after_ready_is_refused_as_that_of_a_successor(self) -> None:
         with pytest.raises(HandshakeError, match="HELLO came again, expected nothing more"):
             at(READY).receive(b"\x01\0", again(hello()))

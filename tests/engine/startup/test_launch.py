@@ -274,31 +274,6 @@ class TestFailures:
                 raise AssertionError("not reached")
 
     @pytest.mark.slow
-    async def test_a_coordinator_that_dies_meanwhile(self) -> None:
-        with pytest.raises(EngineStartupError, match=r"DPCoordinator \(pid \d+\) was killed by SIGKILL"):
-            async with launch_core_engines(
-                targets.fail, 2, kwargs={"how": {0: "hangs"}}, wait=False, startup=StartupOptions(progress_timeout=60)
-            ) as launch:
-                assert launch.coordinator is not None
-                launch.coordinator.proc.kill()
-                await launch.wait_until_ready()
-
-    @pytest.mark.slow
-    async def test_a_watched_process_that_dies(self) -> None:
-        servers = APIServerProcessManager(
-            targets.serve_api, "", None, None, 1, ["ipc:///no/where"], ["ipc:///no/where"]
-        )
-        async with servers:
-            with pytest.raises(EngineStartupError, match=r"ApiServer_0 \(pid \d+\) exited with code 1"):
-                async with launch_core_engines(
-                    targets.fail,
-                    1,
-                    kwargs={"how": {0: "hangs"}},
-                    startup=StartupOptions(watched_processes=servers.processes),
-                ):
-                    raise AssertionError("not reached")
-
-    @pytest.mark.slow
     @pytest.mark.parametrize("victim", ["engine", "coordinator"])
     async def test_a_death_while_they_serve(self, victim: str) -> None:
         async with launch_core_engines(targets.serve, 2) as launch:

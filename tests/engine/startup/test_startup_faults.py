@@ -154,27 +154,6 @@ async def test_all_that_end_at_once_are_named(path: str) -> None:
         assert caught.value.failed == {"EngineCore_0": -9, "EngineCore_2": -9}
 
 
-async def test_good_engines_are_not_touched(path: str) -> None:
-    async with managed(path, GOOD, GOOD) as manager:
-        report = await wait_for_engine_startup(path, addresses(), engines(2), None, proc_manager=manager)
-        assert (report.num_gpu_blocks, report.parallel_config_hash) == (200, "good")
-        assert manager.closes == 0
-        assert manager.finished_procs() == {}
-
-
-async def test_cancelling_stops_everything(path: str) -> None:
-    async with managed(path, GOOD, LOADING) as manager:
-        waiting = asyncio.create_task(
-            wait_for_engine_startup(path, addresses(), engines(2), None, proc_manager=manager)
-        )
-        await asyncio.sleep(0.1)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert manager.closes == 1
-        assert len(manager.finished_procs()) == 2
-
-
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
