@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -133,17 +131,7 @@ def _native(name: str, runs: bool, price: str) -> Finding:
         return Finding(name, "note", "switched off", f"AIOSHM_NATIVE=0: {price}")
     # pip reuses the wheel that it built without a compiler, unless its cache entry is removed.
     again = "pip cache remove aioshm; AIOSHM_NATIVE=1 pip install --force-reinstall --no-deps aioshm"
-    compiler = _compiler()
-    if compiler is None:
-        return Finding(name, "note", "not built", f"{price}: install a C compiler, then: {again}")
-    found = f"not built, though there is a C compiler now: {compiler}"
-    return Finding(name, "note", found, f"{price}; pip keeps the wheel that it has built without one: {again}")
-
-
-def _compiler() -> str | None:
-    """Return the C compiler that a build would use, if it is installed."""
-    words = (os.environ.get("CC") or str(sysconfig.get_config_var("CC") or "cc")).split()
-    return shutil.which(words[0]) if words else None
+    return Finding(name, "note", "not built", f"{price}: install a C compiler, then: {again}")
 
 
 def _memory_order() -> Finding:

@@ -137,25 +137,8 @@ def test_what_runs_natively_is_told(monkeypatch, runs, wanted, found):
     monkeypatch.setattr(doctor, "native_core", runs)
     monkeypatch.setattr(doctor, "NativeEncoder", object if runs else None)
     monkeypatch.setattr(doctor, "native_wanted", lambda: wanted)
-    monkeypatch.setenv("CC", "/nowhere/cc")
     for name in ("native core", "native encoder"):
         assert (verdict_of(name).verdict, verdict_of(name).found) == ("good" if runs else "note", found)
-
-
-def test_a_compiler_that_came_after_the_build_is_pointed_out(monkeypatch, tmp_path):
-    compiler = tmp_path / "cc"
-    compiler.touch(mode=0o755)
-    monkeypatch.setattr(doctor, "native_core", False)
-    monkeypatch.setattr(doctor, "native_wanted", lambda: True)
-    for words, said in (
-        (f"{compiler} -pthread", f"there is a C compiler now: {compiler}"),
-        ("/nowhere/cc", "not built"),
-    ):
-        monkeypatch.setenv("CC", words)
-        finding = verdict_of("native core")
-        assert finding.found.endswith(said)
-        assert "pip cache remove aioshm; AIOSHM_NATIVE=1 pip install" in finding.advice
-        assert ("install a C compiler" in finding.advice) is (words == "/nowhere/cc")
 
 
 def test_single_cpu_is_explained(monkeypatch):

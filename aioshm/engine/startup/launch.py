@@ -40,6 +40,7 @@ class CoreEngineLaunch:
             set until `wait_until_ready`.
         report: The answers of the engines; None until all are ready.
         front_ends: The clients in API servers, with ``on_engine_death="continue"``.
+        startup: The handshake; stays open for engines that come back, with ``on_engine_death="continue"``.
         watch_coordinator: Whether the exit of the coordinator ends the client, too.
     """
 
@@ -53,7 +54,7 @@ class CoreEngineLaunch:
     front_ends: FrontEnds | None = field(default=None, repr=False)
     watch_coordinator: bool = field(default=True, repr=False)
     _client: EngineClient | None = field(default=None, repr=False)
-    _startup: EngineStartupCoordinator = field(repr=False)
+    startup: EngineStartupCoordinator = field(repr=False)
     _stays_open: bool = field(default=False, repr=False)
 
     @property
@@ -106,31 +107,21 @@ class CoreEngineLaunch:
         """
         report = await self.shake_hands(timeout)
         if self._client is not None:
-            await self._client.wait_until_ready(self._startup.progress_timeout if timeout is None else timeout)
+            await self._client.wait_until_ready(self.startup.progress_timeout if timeout is None else timeout)
         return report
 
     async def shake_hands(self, timeout: float | None = None) -> StartupReport:
         """Wait until every engine has said READY, as `wait_until_ready`; the client may still wait for them."""
         if self.report is None:
-            self._startup.watch_also(self.watched_processes)
-            report = await self._startup.wait(timeout)
+            self.startup.watch_also(self.watched_processes)
+            report = await self.startup.wait(timeout)
             if self._client is not None:
                 coordinator = self.coordinator if self.watch_coordinator else None
                 self._client.watch(self.engine_manager, [] if coordinator is None else [coordinator.proc])
             self.report = report
             if not self._stays_open:
-                await self._startup.aclose()
+                await self.startup.aclose()
         return self.report
-
-    def stay_open(self, on_ready: Callable[[int], object]) -> EngineStartupCoordinator:
-        """Shake hands with engines that come back, see `EngineStartupCoordinator.stay_open`.
-
-        Raises:
-            RoleError: Not all engines were ready, or they were not launched with ``on_engine_death="continue"``.
-        """
-        if not self._stays_open:
-            raise RoleError('engines may come back if they are launched with on_engine_death="continue"')
-        return self._startup.stay_open(on_ready)
 
 
 @asynccontextmanager
@@ -243,7 +234,7 @@ async def launch_core_engines(
             core_engines=resolved.core_engines,
             front_ends=front_ends,
             _client=engine_client,
-            _startup=shaking,
+            startup=shaking,
             _stays_open=goes_on,
         )
         if wait:

@@ -77,7 +77,7 @@ class Restarting:
             life = self.lives[rank] = EngineLife(rank, restart)
             life.pid = process.pid
             life.state = "running"
-        self._startup = launch.stay_open(self.ready)
+        self._startup = launch.startup.stay_open(self.ready)
         self._watch = ProcessWatch(manager=manager, on_exit=self._process_exited)
         if launch.coordinator is not None:
             self._watch.add([launch.coordinator.proc])
