@@ -1,8 +1,7 @@
-"""What the system lets this process have: file descriptors and threads; and what becomes of both in a forked child.
+"""Limits of this process: file descriptors and threads; and both in a forked child.
 
-libzmq ends the whole process with an assertion where it cannot have a descriptor or a thread that it needs for itself
-(``src/epoll.cpp``, ``src/thread.cpp``). So a context is made after asking here: what can be had for a moment now
-can be had by libzmq the next moment, unless another thread of this process is faster.
+libzmq aborts the process if it gets no descriptor or thread (``src/epoll.cpp``, ``src/thread.cpp``). So a context is
+made after a check here: libzmq then gets them as well, unless another thread of this process is faster.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _THREADS_END_S = 1.0
 _LOOK_S = 0.0002
 
 SIGNAL_DESCRIPTORS = 1 if sys.platform == "linux" else 2
-"""What libzmq takes to wake a thread: an eventfd, or a pair of sockets."""
+"""Descriptors by which libzmq wakes a thread: an eventfd, or a pair of sockets."""
 
 
 def is_out_of_descriptors(error: BaseException) -> bool:
-    """Tell whether an error, of the system's or of ZeroMQ's, says that no descriptor is left."""
+    """Return whether an error of the system or of ZeroMQ means that no descriptor is left."""
     return getattr(error, "errno", None) in _NO_DESCRIPTOR
 
 
@@ -83,7 +82,7 @@ def naming_limits(what: str) -> Iterator[None]:
 
 
 def check_descriptors(what: str, count: int) -> None:
-    """Raise `OutOfDescriptors` unless so many descriptors can be had."""
+    """Raise `OutOfDescriptors` unless this many descriptors are free."""
     taken: list[int] = []
     try:
         for _ in range(count):
@@ -97,7 +96,7 @@ def check_descriptors(what: str, count: int) -> None:
 
 
 class Reserve:
-    """Descriptors that are kept for a part that cannot report that there are none; or raises `OutOfDescriptors`."""
+    """Descriptors for a part that cannot report that there are none. Raises `OutOfDescriptors`."""
 
     def __init__(self, what: str, count: int) -> None:
         self._kept: list[int] = []
@@ -110,18 +109,18 @@ class Reserve:
             raise
 
     def spend(self) -> None:
-        """Let go of one, for what needs it now."""
+        """Close one of them."""
         if self._kept:
             os.close(self._kept.pop())
 
     def close(self) -> None:
-        """Let go of all. Idempotent."""
+        """Close all. Idempotent."""
         while self._kept:
             self.spend()
 
 
 def shortage(what: str) -> OutOfDescriptors | None:
-    """Return the error if not one more descriptor can be had, for which ``what`` may have waited in vain."""
+    """Return the error if no descriptor is free, which ``what`` needs."""
     try:
         check_descriptors(what, 1)
     except OutOfDescriptors as error:
@@ -130,7 +129,7 @@ def shortage(what: str) -> OutOfDescriptors | None:
 
 
 def check_threads(what: str, count: int) -> None:
-    """Raise `OutOfThreads` unless so many threads can be started."""
+    """Raise `OutOfThreads` unless this many threads can be started."""
     ended, started = _thread.allocate_lock(), []
     ended.acquire()
 
@@ -159,17 +158,17 @@ def _exists(thread: int) -> bool:
 
 
 class Inherited(Protocol):
-    """What a forked child has a useless copy of."""
+    """An object of which a forked child has a useless copy."""
 
     def abandon_in_child(self) -> None:
-        """Become useless, in the child, without touching anything that is still the parent's."""
+        """Become useless in the child, without changing anything of the parent."""
 
 
 _to_be_abandoned: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
 def abandon_when_forked(owner: Inherited) -> None:
-    """Have ``owner`` told when it is the copy in a forked child; it is not kept alive for that."""
+    """Call ``owner.abandon_in_child`` in forked children; holds ``owner`` weakly."""
     _to_be_abandoned.add(owner)
 
 

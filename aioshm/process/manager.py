@@ -22,7 +22,7 @@ from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S, ashutdown, shutdown
 from aioshm.process.watch import ProcessWatch
 
 LAST_LINES = 20
-"""How many lines of a process' standard error are told unless more are asked for."""
+"""Default of `ProcessManager.last_lines`."""
 
 _EXIT_PRIORITY = 10  # any from 0 on is before multiprocessing joins what still runs, when Python ends
 
@@ -41,23 +41,22 @@ class Job(NamedTuple):
 class ProcessManager(Closing, AsyncClosing):
     """Processes that are started together, watched together and stopped together; a context manager of either kind.
 
-    They exit when this process does, however that happens, and so does what they start if it calls `die_with_parent`.
-    They lead process groups of their own, and ignore SIGINT: Ctrl-C is for this process only, and `close` stops them.
+    The processes exit when this process does, however it ends; their own children do if they call `die_with_parent`.
+    Each process leads a process group, and ignores SIGINT: Ctrl-C is for this process only, and `close` stops them.
 
     Args:
         target: What each process runs; importable in it, without side effects.
         jobs: One for each process.
         shutdown_timeout: Seconds that all together may take to exit when asked to, before they are killed.
-        capture_stderr: Whether to keep the last lines of what each writes to its standard error, for `last_lines`. It
-            goes to this process' standard error all the same, but through a pipe.
+        capture_stderr: Whether to keep the last lines of each standard error for `last_lines`. They still appear on the
+            standard error of this process, through a pipe.
 
     Attributes:
         processes: The processes, in the order of the jobs; their exit codes stay known when this is closed.
 
     Raises:
-        OutOfDescriptors, OutOfThreads: This process has not enough for all of them; those that were started have been
-            killed.
-        Exception: One could not be started; the others have been killed.
+        OutOfDescriptors, OutOfThreads: A limit of this process; processes that were started have been killed.
+        Exception: A process could not be started; the others have been killed.
     """
 
     def __init__(
@@ -109,10 +108,10 @@ class ProcessManager(Closing, AsyncClosing):
         """Start one more process, and return it. Blocks for a few milliseconds; may be called in a thread.
 
         Raises:
-            OutOfDescriptors, OutOfThreads: This process has not enough for it.
+            OutOfDescriptors, OutOfThreads: A limit of this process.
             RoleError: The manager is closed.
             ValueError: There is a process of that name.
-            Exception: It could not be started.
+            Exception: The process could not be started.
         """
         with self._starting:
             self._check_open()
@@ -145,7 +144,7 @@ class ProcessManager(Closing, AsyncClosing):
             return self.processes[place]
 
     async def stop(self, name: str) -> None:
-        """Stop a process, see `ashutdown`, and have it no more; cancelling this kills it.
+        """Stop a process, see `ashutdown`, and remove it; cancelling this kills it.
 
         Raises:
             ValueError: There is no such process.
@@ -158,10 +157,10 @@ class ProcessManager(Closing, AsyncClosing):
                 self._let_go(process)
 
     def discard(self, process: Child) -> None:
-        """Have a process no more that has exited; nothing happens if it is not one of these.
+        """Remove a process that has exited, if it is one of these.
 
         Raises:
-            RoleError: It still runs.
+            RoleError: The process still runs.
         """
         if process in self.processes:
             if process.exitcode is None:
@@ -188,7 +187,7 @@ class ProcessManager(Closing, AsyncClosing):
     def sentinels(self) -> list[int]:
         """Return a descriptor for each process, readable when it has exited; none when this is closed.
 
-        A loop calls back only one for each descriptor: who waits beside `join_first` duplicates them.
+        A loop has one callback for each descriptor: duplicate them to wait beside `join_first`.
         """
         return [] if self._closed else [process.sentinel for process in self.processes]
 
@@ -199,18 +198,18 @@ class ProcessManager(Closing, AsyncClosing):
     async def join_first(self) -> dict[str, int]:
         """Wait until a process has exited; return what `finished_procs` does then.
 
-        Without processes it returns at once. Cancelling this changes nothing. Closing the manager ends the wait, too.
+        Returns immediately without processes, or when the manager is closed. Cancelling this changes nothing.
         """
         with ProcessWatch(self.processes) as watch:
             await watch.next()
         return self.finished_procs()
 
     def last_lines(self, name: str, count: int = LAST_LINES) -> list[str]:
-        """Return the last lines that a process has written to its standard error up to now.
+        """Return the last lines that a process has written to its standard error.
 
         Args:
             name: The name of the process.
-            count: How many lines at most; no more than the last 16 KiB are kept.
+            count: The largest number of lines, within the last 16 KiB.
 
         Raises:
             ValueError: There is no such process.
@@ -234,14 +233,14 @@ class ProcessManager(Closing, AsyncClosing):
         """Do what `close` does; under vLLM's name.
 
         Args:
-            timeout: Seconds that all together may take to exit when asked to; None: as the manager was made with.
+            timeout: Seconds until the processes are killed; None: ``shutdown_timeout``.
         """
         if timeout is not None:
             self._shutdown_timeout = timeout
         self.close()
 
     async def aclose(self) -> None:
-        """Stop the processes, see `ashutdown`. Idempotent; cancelling this kills them, and nothing is left."""
+        """Stop the processes, see `ashutdown`. Idempotent; cancelling this kills them."""
         if self._closed or self._pid != os.getpid():
             return
         self._begin_to_close()

@@ -1,7 +1,6 @@
-"""Exiting with the process that started this one, however that one exits.
+"""Ends this process when the process that started it exits, however that happens.
 
-This file is also run by its path, before anything of the package can be imported (see ``child.py``), so it needs only
-the standard library.
+``child.py`` also runs this file by its path, before the package can be imported, so it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -19,24 +18,23 @@ from typing import NoReturn
 _THREAD_NAME = "aioshm-parent-watch"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CHECK_MS = 250
-"""How often to look who the parent is, where nothing tells when it exits."""
+"""How often to compare the parent's id, without a descriptor that reports its exit."""
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
     """End this process as soon as the one that started it has exited, even if that was killed.
 
-    Call it first thing in a process that must not outlive its parent. What the managers start does so before its
-    first import; what those processes start in turn has to call it. Idempotent; not passed on through a fork.
+    Call this first in a process that must not outlive its parent. Processes of the managers call it before their first
+    import; their own children have to call it. Idempotent; a forked child does not inherit it.
 
-    Two ways at once, because each has a hole. The kernel's (``PR_SET_PDEATHSIG``, prctl(2)) kills whatever the process
-    does, even stopped or inside C code that keeps the interpreter to itself; but only on Linux, and it fires already
-    when the *thread* ends that started this process. So it is only used where the parent's main thread did, which ends
-    with its process. The other is a thread that waits for the end of the parent or of a pipe from it. No clean-up
-    runs in either case.
+    There are two ways, because each has a hole. The kernel's (``PR_SET_PDEATHSIG``, prctl(2)) kills the process even if
+    it is stopped, or in C code that holds the GIL; but only on Linux, and already when the *thread* ends that started
+    this process. So it is used only if that was the parent's main thread. The other way is a thread that waits for the
+    end of the parent, or of a pipe from the parent. No clean-up runs in either case.
 
     Args:
-        parent_pid: The parent's process id, as it was before this process began. Given, a parent that is gone already
-            is noticed, too. Children of ``multiprocessing`` notice without.
+        parent_pid: The parent's process id from before this process began, to notice a parent that is gone already.
+            Children of ``multiprocessing`` notice without it.
     """
     if parent_pid is None:
         parent_pid = os.getppid()
@@ -55,7 +53,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 def boot(parent_pid: int) -> None:
     """Prepare a new process before its first import; SIGINT is blocked until here.
 
-    A handler that does nothing, rather than ``SIG_IGN``: what this process runs in turn would inherit that.
+    A handler that does nothing, not ``SIG_IGN``, which programs that this process runs would inherit.
     """
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

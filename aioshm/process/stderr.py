@@ -1,7 +1,7 @@
-"""The standard error of processes: passed on, and the last lines kept.
+"""Passes the standard error of processes on, and keeps the last lines.
 
-Each process writes into a pipe. One thread reads all pipes, and never stops: if nobody reads the standard error of this
-process, output that would wait too long is left out, with a note. So no process is held up.
+Each process writes into a pipe. One thread reads all pipes, and never blocks: if nobody reads the standard error of
+this process, the thread drops output, with a note. So no process is blocked.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class _Stream:
 
 
 class StderrRelay:
-    """Passes the standard error of processes on to that of this process, as it was when this was made."""
+    """Writes the standard error of processes to the standard error that this process had when this was made."""
 
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
-        self._unnamed: list[_Stream] = []  # nobody asks for their last lines any more; until they end
+        self._unnamed: list[_Stream] = []  # passed on until they end; their last lines are not kept
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._left_out = 0
@@ -69,7 +69,7 @@ class StderrRelay:
 
     @contextmanager
     def pipe(self, name: str) -> Iterator[int]:
-        """Return a descriptor for one more process to inherit within the block, maybe another one of the name."""
+        """Return a descriptor for a process to inherit within the block; it replaces a former one of that name."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         with self._lock:
@@ -95,14 +95,14 @@ class StderrRelay:
         return lines[1 if cut and len(lines) > 1 else 0 :][-count:]
 
     def forget(self, name: str) -> None:
-        """Keep the last lines of a process no longer; what is still to come is passed on."""
+        """Drop the last lines of a process; later output is still passed on."""
         with self._lock:
             self._unname(name)
 
     def _unname(self, name: str) -> None:
         self._unnamed = [stream for stream in self._unnamed if stream.fd >= 0]
         former = self._streams.pop(name, None)
-        if former is not None and former.fd >= 0:  # what a process has left behind may still write there
+        if former is not None and former.fd >= 0:  # descendants of a dead process may still write there
             self._unnamed.append(former)
 
     def _all(self) -> list[_Stream]:

@@ -1,4 +1,4 @@
-"""Stopping processes: all are asked, one deadline holds for all, and nothing of their trees is left."""
+"""Stops processes and their descendants, within one deadline for all."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _log = logging.getLogger("aioshm.engine")
 
 
 def shutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
-    """Stop processes: SIGTERM to all, one deadline for all, then kill the tree of each that still runs.
+    """Stop processes: SIGTERM to all, one deadline for all, then kill those that still run, and all descendants.
 
-    What a process that exits in time has left behind of its own is killed, too. Blocks; see `ashutdown`. An exception
-    that a signal handler raises meanwhile, as Ctrl-C does, kills all of them immediately and then leaves this call.
+    Blocks; see `ashutdown`. An exception of a signal handler, such as Ctrl-C, kills all of them immediately, and is
+    raised then.
 
     Args:
-        procs: The processes; those that have exited, or were never started, do no harm.
-        timeout: Seconds that all of them together may take; 0 kills at once.
+        procs: The processes; those that have exited, or were never started, are ignored.
+        timeout: Seconds that all of them together may take; 0 kills them immediately.
     """
     stopping = _Stopping(procs, timeout)
     try:
@@ -55,8 +55,8 @@ def shutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) 
 async def ashutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
     """Stop processes as `shutdown` does, without blocking the loop.
 
-    Cancelling this kills what still runs at once; it returns, cancelled, when nothing is left. An exception that a
-    signal handler raises in it kills all of them immediately and then leaves this call: its loop may run no more.
+    Cancelling this kills the processes; it returns, cancelled, when they are gone. An exception of a signal handler
+    kills them without waiting: the loop may not run any more.
     """
     stopping = _Stopping(procs, timeout)
     try:
@@ -110,7 +110,7 @@ class _Stopping:
         return {proc.pid for proc in self._running() if proc.pid is not None}
 
     def add(self, below: set[psutil.Process]) -> None:
-        """Note what the processes have started: when they have exited, that can no longer be told."""
+        """Note the descendants of processes: unknown once the processes have exited."""
         self._below |= below
 
     def ask(self) -> None:

@@ -1,7 +1,7 @@
-"""Threads that are waited for only while they live.
+"""Starts threads without waiting for ever for one that has no memory to begin.
 
-``threading.Thread.start`` waits until the new thread says that it has begun. One that cannot have the memory for its
-first frame ends before, without a word, and whoever started it, an event loop maybe, would wait for ever.
+``threading.Thread.start`` waits until the new thread has begun. A thread without memory for its first frame ends before
+that, silently, and the caller, maybe an event loop, would wait for ever.
 """
 
 from __future__ import annotations

@@ -23,11 +23,10 @@ _LOOK_FOR_S = 2.0
 
 
 class WatchedProcess(Protocol):
-    """What is needed of a process; those of ``multiprocessing`` have it.
+    """A process that can be watched, such as those of ``multiprocessing``.
 
-    One that is known by what others tell, and may be on another host, has an attribute ``host``, its address: its
-    process id means nothing here. Its sentinel is readable as soon as it has exited, and not before, and is negative
-    once it is given back; its exit code may never be known.
+    A process that may be on another host has an attribute ``host``, its address. Its process id means nothing here, and
+    its exit code may never be known. Its sentinel is readable exactly when it has exited; negative: it was closed then.
     """
 
     @property
@@ -49,11 +48,10 @@ class WatchedProcess(Protocol):
 
 @runtime_checkable
 class WatchedManager(Protocol):
-    """What is needed of what has started the local engines.
+    """The starter of the local engines.
 
-    What it may have besides is used: ``processes``, its processes, or ``actors``, those that have a ``host``;
-    ``aclose()`` or ``close()``, which stop all of them; ``last_lines(name)``, the last lines that a process wrote to
-    stderr.
+    Optional members are used where they exist: ``processes``; ``actors``, processes with a ``host``; ``aclose()`` or
+    ``close()``, which stop all processes; ``last_lines(name)``, the last lines of a process's stderr.
     """
 
     def sentinels(self) -> Sequence[Any]:
@@ -98,9 +96,9 @@ class ProcessExit:
 
 
 class ProcessWatch(Closing):
-    """The exits of processes, awaited with `next`, or called back (``on_exit``) and taken with `take`.
+    """The exits of processes: await them with `next`, or pass ``on_exit`` and `take` them.
 
-    It watches descriptors of its own: others may watch the same processes on the same loop, and close theirs.
+    The watch has its own descriptors: others may watch the same processes on the same loop, and close theirs.
     """
 
     def __init__(
@@ -115,7 +113,7 @@ class ProcessWatch(Closing):
         self._on_exit = on_exit
         self._running: dict[WatchedProcess, bool] = {}  # and whether it is a manager's
         self._gone: weakref.WeakSet[WatchedProcess] = weakref.WeakSet()  # exited, and may be added again
-        self._managers: list[WatchedManager] = []  # those that do not say which processes they have
+        self._managers: list[WatchedManager] = []  # without ``processes`` or ``actors``
         self._last_lines: list[Callable[[str], Sequence[str]]] = []  # of the managers
         self._descriptors: set[int] = set()
         # Processes whose exit code is to be asked for again, and when they count as exited without one.
@@ -184,7 +182,7 @@ class ProcessWatch(Closing):
         return self._exits.copy()
 
     def take(self) -> list[ProcessExit]:
-        """Return the exits since the last call, and forget them: for those who watch one successor after the other."""
+        """Return the exits since the last call, and forget them: for watches of one replacement after the other."""
         self.exited()
         new, self._exits = self._exits[self._taken :], []
         self._announced = self._taken = 0
@@ -214,7 +212,7 @@ class ProcessWatch(Closing):
         return not self.running
 
     def close(self) -> None:
-        """Watch no longer. Idempotent; safe on a closed loop, and in a forked child, whose parent goes on watching."""
+        """Stop watching. Idempotent; safe on a closed loop, and in a forked child, whose parent continues."""
         self._closed = True
         if self._owner_pid != os.getpid():
             return

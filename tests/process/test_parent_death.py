@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import psutil
 import pytest
 from managed import gone
 from support import eventually
@@ -94,28 +93,16 @@ def test_what_is_below_goes_along(level: int, start_family: Callable[[str], Fami
     assert not any(family.gone(role) for role in ROLES[:level])
 
 
-@on_linux
-def test_a_stopped_engine_goes_along(start_family: Callable[[str], Family]) -> None:
-    family = start_family("engine")
-    family.wait_for("front end", "engine")
-    os.kill(family.pids["engine"], signal.SIGSTOP)
-    family.kill("front end")
-    eventually(lambda: family.gone("engine"), "the end of the engine", WITHIN_S)
-
-
-def test_an_engine_that_has_not_even_imported_its_program_goes_along(start_family: Callable[[str], Family]) -> None:
-    family = start_family("slow")
-    family.wait_for("front end", "engine")
-    time.sleep(0.2)
-    assert not family.gone("engine")
-    family.kill("front end")
-    eventually(lambda: family.gone("engine"), "the end of the engine", WITHIN_S)
-
-
-def test_a_thread_that_starts_engines_may_end(start_family: Callable[[str], Family]) -> None:
-    family = start_family("thread")
-    family.wait_for("front end", "engine", "thread")
-    time.sleep(0.2)  # the kernel would have ended it with the thread
+@pytest.mark.parametrize("way", [pytest.param("engine", marks=on_linux), "slow", "thread"])
+def test_engine_goes_along_that_is_stopped_or_still_imports_or_whose_starting_thread_has_ended(
+    way: str, start_family: Callable[[str], Family]
+) -> None:
+    family = start_family(way)
+    family.wait_for("front end", "engine", *(["thread"] if way == "thread" else []))
+    if way == "engine":
+        os.kill(family.pids["engine"], signal.SIGSTOP)
+    else:
+        time.sleep(0.2)  # the kernel's own way would have ended it with the thread
     assert not family.gone("engine")
     family.kill("front end")
     eventually(lambda: family.gone("engine"), "the end of the engine", WITHIN_S)
@@ -231,8 +218,3 @@ def test_the_file_stands_alone() -> None:
     program = f"import runpy, sys; runpy.run_path({parent.__file__!r}); print({names})"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
-
-
-def test_this_process_was_asked_for_nothing() -> None:
-    assert psutil.Process().is_running()
-    assert not [thread for thread in threading.enumerate() if thread.name == parent._THREAD_NAME]

@@ -93,11 +93,6 @@ def test_those_that_do_not_listen_share_one_deadline(stop: Stop, start: Started)
     assert polite.exitcode == 7
 
 
-def test_five_seconds_unless_said_otherwise() -> None:
-    assert stopping.SHUTDOWN_TIMEOUT_S == 5
-    assert shutdown.__defaults__ == ashutdown.__defaults__ == (5.0,)
-
-
 def test_no_time_at_all(stop: Stop, start: Started) -> None:
     processes = [start(targets.refuse_to_end) for _ in range(2)]
     assert timed(stop, processes, 0) < stopping.SHUTDOWN_TIMEOUT_S / 2
@@ -157,13 +152,10 @@ def test_any_process_of_multiprocessing(stop: Stop) -> None:
     everything: list[BaseProcess] = [*processes, never, closed, ended]
     stop(everything)
     stop(everything)
+    stop([])
     assert [process.exitcode for process in processes] == [-signal.SIGTERM] * 2
     for process in (*processes, ended):
         process.close()
-
-
-def test_nothing(stop: Stop) -> None:
-    stop([])
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
@@ -207,13 +199,6 @@ class TestCancelling:
             task.cancel()
             await asyncio.sleep(0)
         assert task.cancelled()
-        assert process.exitcode == -signal.SIGKILL
-
-    async def test_by_a_timeout(self, start: Started) -> None:
-        process = start(targets.refuse_to_end)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await ashutdown([process], 60)
         assert process.exitcode == -signal.SIGKILL
 
 

@@ -41,17 +41,15 @@ class Calls:
     """The table of calls in flight: sends calls, and delivers their answers.
 
     Attributes:
-        n_workers: How many workers a call of all workers goes to.
         channels: The queues of the present workers, by rank.
         absent: The ranks that wait for a replacement.
         lock: Held by the call of all workers that is in progress.
     """
 
-    def __init__(self, session: Session, broadcasts: MessageQueue, n_workers: int) -> None:
+    def __init__(self, session: Session, broadcasts: MessageQueue) -> None:
         self._session = session
         self._broadcasts = broadcasts
         self._exit = session.exit
-        self.n_workers = n_workers
         self.schedule: Schedule = Schedule()
         self.channels: dict[int, Channel] = {}
         self.absent: set[int] = set()
@@ -83,7 +81,7 @@ class Calls:
         try:
             async with self._within(timeout, call, self._waits_for_all), self.lock:
                 await self.all_present()
-                n_workers = self.n_workers
+                n_workers = self._session.n_workers
                 await self._send_to_all(call, request)
                 await call.wait()
         finally:
@@ -92,7 +90,7 @@ class Calls:
         return [call.results.get(rank) for rank in range(n_workers)]
 
     async def _send_to_all(self, call: Call, request: Request) -> None:
-        ranks = range(self.n_workers)
+        ranks = range(self._session.n_workers)
         self._register(call, ranks)
         self.schedule.broadcast_begins(ranks)
         after = {rank: channel.n_requests for rank, channel in self.channels.items() if channel.n_requests}

@@ -24,14 +24,6 @@ class Requests(NamedTuple):
     of_one: Handle
 
 
-class WorkerQueues(NamedTuple):
-    """The queues of a worker, at its end."""
-
-    broadcasts: MessageQueue
-    requests: MessageQueue
-    replies: MessageQueue
-
-
 class ControlSocket:
     """Sends and receives pickled messages of any size over a stream socket, without blocking the loop.
 

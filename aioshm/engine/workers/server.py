@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from aioshm.engine.workers.channel import WorkerQueues
 from aioshm.engine.workers.messages import (
     CALL,
     CANCEL,
@@ -114,10 +113,14 @@ class _Stream:
 class CallServer:
     """Serves the calls of all workers (broadcasts), and the calls of this worker (requests)."""
 
-    def __init__(self, worker: Worker, rank: int, queues: WorkerQueues) -> None:
+    def __init__(
+        self, worker: Worker, rank: int, broadcasts: MessageQueue, requests: MessageQueue, replies: MessageQueue
+    ) -> None:
         self._worker = worker
         self._rank = rank
-        self._queues = queues
+        self._broadcasts = broadcasts
+        self._requests = requests
+        self._replies = replies
         self._order = CallOrder(rank)
         self._streams: dict[int, _Stream] = {}
         self._busy = False  # whether a task runs the queued calls
@@ -130,9 +133,9 @@ class CallServer:
     async def run(self) -> None:
         """Serve until the driver closes its queues, dies, or ends this worker."""
         self._main = asyncio.current_task()
-        reading = self._spawn(self._read(REQUESTS, self._queues.requests))
+        reading = self._spawn(self._read(REQUESTS, self._requests))
         try:
-            await self._read(BROADCASTS, self._queues.broadcasts)
+            await self._read(BROADCASTS, self._broadcasts)
         except asyncio.CancelledError:
             if self._failure is None:
                 raise
@@ -243,7 +246,7 @@ class CallServer:
         value = None
         try:
             while (item := await stream.next_item(items)) is not None:
-                await self._queues.replies.enqueue((ITEM, call, 0, item[0]))
+                await self._replies.enqueue((ITEM, call, 0, item[0]))
                 if isinstance(items, Iterator):
                     await asyncio.sleep(0)  # calls run between two items
         except (Exception, asyncio.CancelledError) as error:
@@ -259,13 +262,12 @@ class CallServer:
             await self._reply(call, kind, value)
 
     async def _reply(self, call: int, kind: int, value: Any) -> None:
-        replies = self._queues.replies
         try:
-            await replies.enqueue((kind, call, 0, value))
+            await self._replies.enqueue((kind, call, 0, value))
         except (PeerDied, QueueClosed):
             raise
         except AioshmError as error:  # it cannot be encoded, is too large, or there is no memory for it
-            await replies.enqueue((FAILURE, call, 0, failure_of(error)))
+            await self._replies.enqueue((FAILURE, call, 0, failure_of(error)))
 
     # Tasks
 

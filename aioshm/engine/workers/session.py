@@ -78,7 +78,7 @@ class Session:
         except BaseException:
             broadcasts.end.state.discard()
             raise
-        self.calls: Calls = Calls(self, broadcasts, n_workers)
+        self.calls: Calls = Calls(self, broadcasts)
         self._pickled = b""  # the call that creates a worker
         self.replacer: Replacer | None = None
 
@@ -240,7 +240,7 @@ class Session:
                 await self._shrink(n_workers, replacer)
             newcomers = range(self.n_workers, n_workers)
             calls.mark_absent(newcomers)
-            self.n_workers = self.callable = calls.n_workers = n_workers
+            self.n_workers = self.callable = n_workers
             if newcomers:
                 await asyncio.gather(*(asyncio.shield(replacer.add(rank)) for rank in newcomers))
 
@@ -258,7 +258,7 @@ class Session:
             for rank in leaving:
                 calls.schedule.set_leaving(rank, leaving=False)
             raise
-        self.n_workers = calls.n_workers = n_workers
+        self.n_workers = n_workers
         for rank in leaving:
             replacer.remove(rank)  # from here on their deaths do not matter
         dismissal = asyncio.create_task(self._dismiss(leaving), name="aioshm-dismisses-workers")

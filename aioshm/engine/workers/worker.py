@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from aioshm.config import Options
-from aioshm.engine.workers.channel import ControlSocket, Requests, WorkerQueues
+from aioshm.engine.workers.channel import ControlSocket, Requests
 from aioshm.engine.workers.messages import MessageCodec, Request, failure_of
 from aioshm.engine.workers.server import CallServer
 from aioshm.errors import HandleError, PeerDied, QueueClosed, RemoteFailure
@@ -93,11 +93,10 @@ async def _serve_calls(driver: ControlSocket, worker: Worker, rank: int, replies
         MessageQueue.create_from_handle(handles.of_all, rank, codec=codec) as broadcasts,
         MessageQueue.create_from_handle(handles.of_one, 0, codec=codec) as requests,
     ):
-        queues = WorkerQueues(broadcasts, requests, replies)
-        for queue in queues:
+        for queue in (broadcasts, requests, replies):
             await queue.wait_until_ready()
         await driver.send("ready")
-        await CallServer(worker, rank, queues).run()
+        await CallServer(worker, rank, broadcasts, requests, replies).run()
 
 
 def takes_rank(constructor: Callable[..., Any]) -> bool:
