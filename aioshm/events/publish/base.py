@@ -1,4 +1,4 @@
-"""What every publisher can do, and the one that does nothing."""
+"""The interface of publishers, the publisher that does nothing, and the base of those over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import ClassVar
 from aioshm.events.config import CLOSE_TIMEOUT_S, KVEventsConfig, for_rank
 from aioshm.events.protocol.messages import EventBatch
 from aioshm.events.protocol.wire import END_SEQ
+from aioshm.events.publish.core import PublisherCore
+from aioshm.events.stats import PublisherStats
+from aioshm.lifeline.address import connectable
 
 
 class EventPublisher(ABC):
@@ -62,3 +65,40 @@ class NullEventPublisher(EventPublisher):
 
     def shutdown(self) -> None:
         """Do nothing."""
+
+
+class CorePublisher(EventPublisher):
+    """A publisher that sends through a `PublisherCore`."""
+
+    _core: PublisherCore
+
+    @property
+    def endpoint(self) -> str:
+        """Where batches really go out: rank added, port 0 replaced by the port that was bound."""
+        return self._core.ends.endpoint
+
+    @property
+    def connect_endpoint(self) -> str:
+        """``endpoint`` for subscribers: with this host's own address where all of its addresses are bound."""
+        return connectable(self.endpoint)
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where replay requests are really served, or None."""
+        return self._core.ends.replay_endpoint
+
+    @property
+    def connect_replay_endpoint(self) -> str | None:
+        """``replay_endpoint`` for subscribers, or None."""
+        return None if self.replay_endpoint is None else connectable(self.replay_endpoint)
+
+    def get_publisher_config(self) -> KVEventsConfig:
+        """Return the configuration with the endpoints that are really in use."""
+        return self._core.config
+
+    def stats(self) -> PublisherStats:
+        """Return the counters up to now."""
+        return self._core.stats()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} at {self.endpoint}>"

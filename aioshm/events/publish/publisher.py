@@ -13,20 +13,17 @@ from aioshm.events.config import (
     DEFAULT_ENDPOINT,
     DEFAULT_HWM,
     DEFAULT_MAX_QUEUE_SIZE,
-    KVEventsConfig,
 )
 from aioshm.events.protocol.messages import EventBatch
 from aioshm.events.protocol.outbox import Overflow
 from aioshm.events.protocol.wire import DEFAULT_WIRE, Encoding, ReplayFormat, Wire
-from aioshm.events.publish.base import EventPublisher
+from aioshm.events.publish.base import CorePublisher
 from aioshm.events.publish.core import PublisherCore
-from aioshm.events.stats import PublisherStats
-from aioshm.lifeline.address import connectable
 from aioshm.process.limits import abandon_when_forked
 from aioshm.zeromq.curve import CurveKeys
 
 
-class ZmqEventPublisher(AsyncClosing, EventPublisher):
+class ZmqEventPublisher(AsyncClosing, CorePublisher):
     """Publishes on the running event loop; ``publish`` costs about a microsecond and never waits.
 
     ``await apublish(batch)`` waits while the queue is full, so nothing is dropped.
@@ -115,30 +112,6 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         abandon_when_forked(self)
         self._attach_to_loop(required=False)
 
-    @property
-    def endpoint(self) -> str:
-        """Where batches really go out: rank added, port 0 replaced by the port that was bound."""
-        return self._core.ends.endpoint
-
-    @property
-    def connect_endpoint(self) -> str:
-        """What to pass on to subscribers: ``endpoint``, with this host's own address where all of them are bound."""
-        return connectable(self.endpoint)
-
-    @property
-    def replay_endpoint(self) -> str | None:
-        """Where replay requests are really served, or None."""
-        return self._core.ends.replay_endpoint
-
-    @property
-    def connect_replay_endpoint(self) -> str | None:
-        """What to pass on to those who replay, or None."""
-        return None if self.replay_endpoint is None else connectable(self.replay_endpoint)
-
-    def get_publisher_config(self) -> KVEventsConfig:
-        """Return the configuration with the endpoints that are really in use."""
-        return self._core.config
-
     async def apublish(self, events: EventBatch, timeout: float | None = None) -> None:
         """Number the batch and queue it; wait while the queue is full.
 
@@ -222,16 +195,9 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
             self._closed = True
             self._core.shutdown()
 
-    def stats(self) -> PublisherStats:
-        """Return what was done so far."""
-        return self._core.stats()
-
     async def __aenter__(self) -> ZmqEventPublisher:
         self._attach_to_loop(required=True)
         return self
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} at {self.endpoint}>"
 
     def __del__(self) -> None:
         if not self._closed:

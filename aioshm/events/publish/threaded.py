@@ -8,13 +8,11 @@ from typing import Any
 
 from aioshm.closing import Closing, warn_not_closed
 from aioshm.errors import PublisherClosed, QueueFull
-from aioshm.events.config import CLOSE_TIMEOUT_S, DEFAULT_ENDPOINT, KVEventsConfig
+from aioshm.events.config import CLOSE_TIMEOUT_S, DEFAULT_ENDPOINT
 from aioshm.events.protocol.messages import EventBatch
 from aioshm.events.protocol.outbox import Overflow
-from aioshm.events.publish.base import EventPublisher
+from aioshm.events.publish.base import CorePublisher
 from aioshm.events.publish.core import PublisherCore
-from aioshm.events.stats import PublisherStats
-from aioshm.lifeline.address import connectable
 from aioshm.process.limits import check_descriptors, naming_limits
 from aioshm.process.loop_thread import shared_loop
 
@@ -23,7 +21,7 @@ _LOOP_DESCRIPTORS = 8  # of whatever kind it is
 _LOOK_S = 0.5
 
 
-class ThreadedEventPublisher(Closing, EventPublisher):
+class ThreadedEventPublisher(Closing, CorePublisher):
     """Publishes from any thread; takes the arguments of ``ZmqEventPublisher`` and binds before it returns.
 
     Encoding and sending happen in a background thread. Batches of one thread go out in the order in which
@@ -31,9 +29,6 @@ class ThreadedEventPublisher(Closing, EventPublisher):
 
     Where the queue is full (``max_queue_size``), ``publish`` waits until there is room, as that of vLLM does, so
     nothing is dropped. ``overflow="drop"`` and ``"raise"`` never wait, see ``ZmqEventPublisher``.
-
-    Attributes:
-        endpoint, replay_endpoint, connect_endpoint, connect_replay_endpoint: See ``ZmqEventPublisher``.
     """
 
     def __init__(
@@ -60,19 +55,7 @@ class ThreadedEventPublisher(Closing, EventPublisher):
             return core
 
         self._core = self._host.do(make)
-        self.endpoint: str = self._core.ends.endpoint
-        self.replay_endpoint: str | None = self._core.ends.replay_endpoint
-        self.connect_endpoint: str = connectable(self.endpoint)
-        self.connect_replay_endpoint: str | None = self.replay_endpoint and connectable(self.replay_endpoint)
         self._closed = False
-
-    def get_publisher_config(self) -> KVEventsConfig:
-        """Return the configuration with the endpoints that are really in use."""
-        return self._core.config
-
-    def stats(self) -> PublisherStats:
-        """Return what was done so far."""
-        return self._core.stats()
 
     def publish(self, events: EventBatch, timeout: float | None = None) -> None:
         """Number the batch and queue it for the thread; by default, wait while the queue is full.
@@ -148,9 +131,6 @@ class ThreadedEventPublisher(Closing, EventPublisher):
     def close(self) -> None:
         """Call `shutdown`."""
         self.shutdown()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} at {self.endpoint}>"
 
     def __del__(self) -> None:
         if not self._closed and not self._host.elsewhere:
