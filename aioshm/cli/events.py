@@ -370,7 +370,7 @@ def _plain(value: Any) -> Any:
 
 
 class EventMeter:
-    """Counts what one publisher sent since the last report, and in total."""
+    """Counts the deliveries of one publisher since the last report, and in total."""
 
     def __init__(self) -> None:
         self._batches = self._events = self._total = self._gaps = self._lost = self._restarts = 0

@@ -82,7 +82,7 @@ def _uncut(text: Text) -> Text:
 
 
 def folded(text: str, width: int, first: str = "", others: str = "") -> str:
-    """Return a text in lines of at most this width, but for words that are longer; indented as told."""
+    """Return a text in lines of at most this width, but for longer words; ``first`` and ``others`` indent them."""
     lines = wrap(
         text,
         width,

@@ -30,7 +30,7 @@ class CoreEngineState(Enum):
     NEW = auto()
     """Nothing was heard of it."""
     CONNECTED = auto()
-    """It said HELLO and was told the addresses."""
+    """It said HELLO, and INIT was sent."""
     READY = auto()
     """It said READY."""
 

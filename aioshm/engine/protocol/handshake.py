@@ -268,14 +268,14 @@ class FrontEndHandshake:
     def _check_hash(self, engine: CoreEngine, message: _FromEngine) -> None:
         found = message.parallel_config_hash
         expected = self._expected_hash
-        whose = "the front end's"
+        source = "the front end's"
         if found is None:
             return
         if expected is None:
             for index, ready in self.ready.items():
                 if ready.get("parallel_config_hash") is not None:
                     expected = ready["parallel_config_hash"]
-                    whose = f"that of engine {index}"
+                    source = f"that of engine {index}"
                     break
             else:
                 return
@@ -284,7 +284,7 @@ class FrontEndHandshake:
                 engine.index,
                 engine.state,
                 f"its parallel_config_hash is {_cut(repr(found))}",
-                f"{_cut(repr(expected))}, {whose}",
+                f"{_cut(repr(expected))}, {source}",
                 "; are all engines started with the same arguments?",
             )
 

@@ -15,7 +15,7 @@ PHASES = {
     CoreEngineState.CONNECTED: "connected",
     CoreEngineState.READY: "ready",
 }
-"""What a state is called in sentences."""
+"""States in sentences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ def describe_failure(
     cause: str, exits: Sequence[str], progress: StartupProgress, tails: Mapping[str, Sequence[str]]
 ) -> str:
     """Return the text of an `EngineStartupError`."""
-    what = "; ".join(part for part in (cause, ", ".join(exits)) if part)
-    lines = [f"engine startup failed: {what} ({progress})"]
+    causes = "; ".join(part for part in (cause, ", ".join(exits)) if part)
+    lines = [f"engine startup failed: {causes} ({progress})"]
     for name, tail in tails.items():
         lines.append(f"last lines of {name}'s stderr:")
         lines += [f"  {line}" for line in tail]

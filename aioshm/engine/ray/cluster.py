@@ -13,7 +13,7 @@ from aioshm.errors import EngineStartupError
 
 NODE_LABEL = "ray.io/node-id"
 STALE_S = 1.0
-"""How long it may take until Ray knows that what was given back is free."""
+"""How long Ray may take to notice that released resources are free."""
 
 _REMOVED_S = 5.0
 _RESERVED_S = 5.0
@@ -173,7 +173,7 @@ def nodes_of(groups: Sequence[Any]) -> list[str]:
 
 
 def remove_groups(groups: Iterable[Any], wait: bool = True) -> None:
-    """Remove placement groups; blocks until their room is free, unless told not to wait."""
+    """Remove placement groups; with ``wait``, block until their room is free."""
     util = importlib.import_module("ray.util")
     groups = list(groups)
     for group in groups:

@@ -28,7 +28,7 @@ from aioshm.process.background import completed, in_thread
 from aioshm.process.watch import ProcessWatch
 
 START_TIMEOUT_S = 300.0
-"""How long it may take until every actor runs: a node may first have to fetch what its runtime environment needs."""
+"""How long actors may take to start: a node may first have to fetch packages for their runtime environment."""
 
 _log = logging.getLogger("aioshm.engine")
 

@@ -58,7 +58,7 @@ class EngineNeeds:
 class Node:
     """A node of the cluster."""
 
-    id: str  # what the cluster calls it
+    id: str  # in the cluster
     address: str
     devices: float  # how many devices are free
     cpus: float  # how many CPUs are free
@@ -100,12 +100,12 @@ def place_engines(nodes: Sequence[Node], engine_count: int, local_engine_count: 
     return places
 
 
-def _too_small(what: str, nodes: Sequence[Node], needs: EngineNeeds) -> EngineStartupError:
+def _too_small(shortage: str, nodes: Sequence[Node], needs: EngineNeeds) -> EngineStartupError:
     free = (
         f"{node.address}{' (head)' if node.head else ''}: {node.devices:g} {needs.device}, {node.cpus:g} CPU"
         for node in nodes
     )
     packed = f", {needs.pack_strategy!r} packed" if needs.pack_strategy != "fill" else ""
     return EngineStartupError(
-        f"the cluster is too small: {what}. Each needs {needs}{packed}. Free are: {'; '.join(free) or 'no nodes'}"
+        f"the cluster is too small: {shortage}. Each needs {needs}{packed}. Free are: {'; '.join(free) or 'no nodes'}"
     )

@@ -18,7 +18,7 @@ KILLED_S = 10.0
 """How long it may take until Ray says that actors that were killed are gone."""
 
 PROGRESS_S = 10.0
-"""How often it is logged that an engine waits for room."""
+"""Seconds between log lines about an engine that waits for room."""
 
 _LOOK_S = 0.1
 _LOOK_AT_NODE_S = 1.0  # while an actor does not run yet
@@ -178,7 +178,7 @@ class Remaking:
         if group is not None:
             if not self._is_lost(group):
                 return ""
-            remove_groups([self._groups.pop(rank)], wait=False)  # it is bound to a node that is gone
+            remove_groups([self._groups.pop(rank)], wait=False)  # bound to a node that is gone
         try:
             self._groups[rank] = group_where_there_is_room(rank, local, self._needs)
         except EngineStartupError as error:

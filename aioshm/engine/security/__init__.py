@@ -1,1 +1,1 @@
-"""Who may connect to the sockets of engines, front ends and the coordinator, and how much they may send."""
+"""Keys and bound sockets: which peers may connect to front ends and the coordinator, and how much they may send."""

@@ -18,13 +18,13 @@ from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import check_endpoint, is_loopback
 
 ENGINES, FRONT_ENDS = "engines", "front-ends"
-"""Who may connect to a socket: its domain in ZAP (RFC 27)."""
+"""The peers that may connect to a socket: its domain in ZAP (RFC 27)."""
 
 FRONT_END = "front end"
-"""What a front end is called where it is recognised by its keys; an engine is called by its rank."""
+"""The user id of front ends; an engine has its rank and incarnation."""
 
 AHEAD = 16
-"""So many incarnations may an engine have had of which the owner of a socket was not told."""
+"""How many restarts of an engine the owner of a socket may have missed."""
 
 _BATCH = 1024  # a key takes some 40 us
 

@@ -193,12 +193,12 @@ class EngineKeys:
         """Return the ZeroMQ identity of an engine's sockets where keys are in use."""
         return identity(rank) + self._derived(b"name" + _incarnated(rank, incarnation))[:_NAME_BYTES]
 
-    def _pair(self, whose: bytes) -> CurveKeys:
-        secret = z85.encode(self._derived(whose))
+    def _pair(self, owner: bytes) -> CurveKeys:
+        secret = z85.encode(self._derived(owner))
         return CurveKeys(public=zmq.curve_public(secret), secret=secret)
 
-    def _derived(self, what: bytes) -> bytes:
-        return blake2b(what, key=self.secret, digest_size=SECRET_BYTES, person=_PERSON).digest()
+    def _derived(self, purpose: bytes) -> bytes:
+        return blake2b(purpose, key=self.secret, digest_size=SECRET_BYTES, person=_PERSON).digest()
 
     def __repr__(self) -> str:
         return "<EngineKeys>"

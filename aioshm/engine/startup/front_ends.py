@@ -39,7 +39,7 @@ class FrontEnds(Closing):
     def __init__(
         self, address: str, ranks: Iterable[int], *, keys: EngineKeys | None = None, secure: bool = True
     ) -> None:
-        self._told = Membership(1, dict.fromkeys(ranks, 0))
+        self._membership = Membership(1, dict.fromkeys(ranks, 0))
         self._valid: dict[int, int] = {}  # also of removed engines
         self._progress: dict[bytes, Progress] = {}  # by ZeroMQ identity
         self._names: dict[int, bytes] = {}  # by connection number
@@ -83,39 +83,39 @@ class FrontEnds(Closing):
     @property
     def ranks(self) -> list[int]:
         """The ranks of the engines."""
-        return list(self._told.engines)
+        return list(self._membership.engines)
 
     def add_engine(self, rank: int) -> None:
         """See `EngineClient.add_engine`."""
         identity(rank)
-        if rank in self._told.engines:
+        if rank in self._membership.engines:
             raise ValueError(f"rank must be that of no engine, not {rank}")
-        self._tell(engines={**self._told.engines, rank: self._valid.get(rank, 0)})
+        self._publish(engines={**self._membership.engines, rank: self._valid.get(rank, 0)})
 
     async def remove_engine(self, rank: int, *, timeout: float | None = None) -> None:
         """See `EngineClient.remove_engine`; returns when all front ends have finished there."""
-        before = self._told.leaving
-        self._tell(leaving=[*before, rank])
-        version = self._told.version
+        before = self._membership.leaving
+        self._publish(leaving=[*before, rank])
+        version = self._membership.version
         try:
             async with asyncio.timeout(timeout):
                 await self._all(lambda each: each.version >= version and rank not in each.busy)
         except TimeoutError:
             pass
         except BaseException:
-            self._tell(leaving=before)
+            self._publish(leaving=before)
             raise
-        self._tell(
-            engines={each: first for each, first in self._told.engines.items() if each != rank},
+        self._publish(
+            engines={each: first for each, first in self._membership.engines.items() if each != rank},
             leaving=before,
-            deaths={each: death for each, death in self._told.deaths.items() if each != rank},
+            deaths={each: death for each, death in self._membership.deaths.items() if each != rank},
         )
-        version = self._told.version
+        version = self._membership.version
         await self._all(lambda each: each.version >= version)  # its end is no surprise to any of them
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every engine has registered at all front ends, see `EngineClient.wait_until_ready`."""
-        version = self._told.version
+        version = self._membership.version
         try:
             async with asyncio.timeout(timeout):
                 await self._all(lambda each: each.version >= version and not each.missing)
@@ -127,26 +127,26 @@ class FrontEnds(Closing):
         """See `EngineClient.void_keys`."""
         if incarnation > self._valid.get(rank, 0):
             self._valid[rank] = incarnation
-            if rank in self._told.engines:
-                self._tell(engines={**self._told.engines, rank: incarnation})
+            if rank in self._membership.engines:
+                self._publish(engines={**self._membership.engines, rank: incarnation})
 
     def died(self, error: EngineDead, incarnation: int) -> None:
         """Publish how an engine has died, and which incarnation it was."""
-        if error.engine in self._told.engines:
+        if error.engine in self._membership.engines:
             death = Death(incarnation, error.pid, str(error))
-            self._tell(deaths={**self._told.deaths, error.engine: death})
+            self._publish(deaths={**self._membership.deaths, error.engine: death})
 
     def returned(self, rank: int) -> None:
-        """Stop publishing the death of an engine: it is back."""
-        if rank in self._told.deaths:
-            self._tell(deaths={each: death for each, death in self._told.deaths.items() if each != rank})
+        """Stop publishing the death of an engine that is back."""
+        if rank in self._membership.deaths:
+            self._publish(deaths={each: death for each, death in self._membership.deaths.items() if each != rank})
 
     def give_up(self, error: EngineDead) -> None:
         """See `EngineClient.give_up`."""
-        self._tell(failure=Failure(str(error), error.engine, error.pid))
+        self._publish(failure=Failure(str(error), error.engine, error.pid))
 
-    def _tell(self, **changes: object) -> None:
-        self._told = msgspec.structs.replace(self._told, version=self._told.version + 1, **changes)
+    def _publish(self, **changes: object) -> None:
+        self._membership = msgspec.structs.replace(self._membership, version=self._membership.version + 1, **changes)
         if not self._pump.paused:
             for name in list(self._progress):
                 self._send(name)
@@ -154,9 +154,9 @@ class FrontEnds(Closing):
 
     def _send(self, name: bytes) -> None:
         try:
-            self._router.send_multipart([name, encode(self._told)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # it is gone, which is told soon
-            logger.debug("a front end cannot be told of engines: %s", error)
+            self._router.send_multipart([name, encode(self._membership)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # the front end is gone, as its connection will report
+            logger.debug("cannot send the membership to a front end: %s", error)
 
     # Progress of front ends
 

@@ -76,7 +76,7 @@ class CoreEngineProcManager(ProcessManager):
         manager = cls(target_fn, 0, start_index, **options)
         try:
             for rank in range(start_index, start_index + local_engine_count):
-                # Not in a thread: the kernel ends with this process only what its main thread has started, see
+                # Not in a thread: the kernel ends only the children of this process' main thread with it, see
                 # `die_with_parent`.
                 manager.start_engine(rank)
                 await asyncio.sleep(0)

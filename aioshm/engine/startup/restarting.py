@@ -195,7 +195,7 @@ class Restarting:
                 self.set_state(each, "waiting")
             await asyncio.sleep(delay)
             coordinator = self._launch.coordinator
-            if coordinator is not None:  # what it knows of waves is void
+            if coordinator is not None:  # its count of waves is void
                 await ashutdown([coordinator.proc], 0)
                 await self._coordinator_back(coordinator)
             self._fallen = None

@@ -17,7 +17,7 @@ from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket
 
 MAX_FRAME_BYTES = 16 << 20
-"""ZeroMQ hangs up on a peer that sends more, without a word; what is too much below that can be refused by name."""
+"""ZeroMQ closes the connection of a peer that sends more, without a log line; smaller messages are refused by name."""
 
 _HWM = 1000
 _LOG_INTERVAL_S = 10.0
@@ -87,7 +87,7 @@ class HandshakeRouter:
         return router
 
     def _receive(self) -> tuple[zmq.Frame, list[bytes]]:
-        if self.pump.paused:  # what comes now is for the owner of the socket
+        if self.pump.paused:  # further messages are for the owner of the socket
             raise zmq.Again
         return with_sender(self._router)
 
@@ -97,7 +97,7 @@ class HandshakeRouter:
             self.pump.pause()
 
     def _identity_of(self, sender: zmq.Frame) -> bytes:
-        """Return an engine's identity as it is without keys; an invalid one if the keys are void or of another engine.
+        """Return the identity that the engine has without keys; an invalid one if its keys are void or foreign.
 
         A connection outlives the keys of its handshake.
         """

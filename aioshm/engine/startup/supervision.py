@@ -24,7 +24,7 @@ from aioshm.process.watch import ProcessExit, ProcessWatch, WatchedManager, Watc
 STOP_S = 1.0
 """How long processes may take to exit when asked to: they have nothing yet that they would have to finish."""
 
-_TAILS = 8  # of how many processes the last lines are told
+_TAILS = 8  # the error has the last lines of at most so many processes
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
