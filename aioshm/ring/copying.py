@@ -50,7 +50,6 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
             seq += 1
         if first == self._lost_at:
             seq = max(seq, (seq + written) // 2)
-        self._index = seq % amount
         self.seq = self._count[0] = self._lost_at = seq
         return first, seq - 1
 
@@ -82,7 +81,7 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
         super().close()
         self._written.release()
 
-    def _notify(self, parked: bool) -> None: ...
+    def _wake_peer(self) -> None: ...
 
     def stage(self) -> None:
         """Copy trace context and size of the next message, before `intact` checks the copy."""

@@ -12,7 +12,7 @@ from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot, Slots
 
 if TYPE_CHECKING:
-    from aioshm.ring.header import ReaderRow, RingHeader
+    from aioshm.ring.header import ReaderRow
 
 GIVE_WAY_NS = 5_000_000
 """For how long ends yield their CPUs to a new reader: about twice the time to its first message."""
@@ -42,15 +42,9 @@ class _Cursor:
         until = self._words[at.GIVE_WAY_UNTIL // 8]
         return until != 0 and monotonic_ns() < until
 
-    def snapshot(self) -> RingHeader:
-        """Return the header as inspection shows it."""
-        from aioshm.ring.header import read_header  # imported when needed: few ask for it
-
-        return read_header(self._header)
-
     def reader_row(self, reader: int) -> ReaderRow:
         """Return one reader's part of the header as inspection shows it."""
-        from aioshm.ring.header import read_reader  # as above
+        from aioshm.ring.header import read_reader  # imported when needed: few ask for it
 
         return read_reader(self._header, self.layout, reader, self.messages_written())
 
@@ -228,10 +222,6 @@ class RingReader(_Cursor):
         """Sequence number of the next message."""
         return self.core.seq
 
-    def start_at(self, seq: int) -> None:
-        """Begin with a message, whatever lies before it."""
-        self.core.start_at(seq)
-
     def writer_can_go_on(self) -> bool:
         """Return whether the writer is parked although all have read the message that it waits for.
 
@@ -273,11 +263,6 @@ class RingReader(_Cursor):
     def writer_closed(self) -> bool:
         """Return whether the writer has closed the ring."""
         return self._header[at.WRITER_LINE + at.STATE] != 0
-
-    def writer_pid(self) -> int:
-        """Return the writer's process id as it saw itself."""
-        line = at.WRITER_LINE + at.PID
-        return int.from_bytes(self._header[line : line + 4], "little")
 
     def close(self) -> None:
         """Release every view, so that the segment can be unmapped."""

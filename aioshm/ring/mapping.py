@@ -149,9 +149,8 @@ class Pagemap:
     """The pages of this process; its descriptor is opened when first needed."""
 
     def __init__(self) -> None:
-        # -1: not open, or this kernel has no ``PAGEMAP_SCAN``.
-        self.fd: int = -1
         self._fd = -1
+        self._scans = True  # whether this kernel has ``PAGEMAP_SCAN``, as far as known
         self._found = (ctypes.c_uint64 * 3)()  # one struct page_region
 
     def written(self, address: int, nbytes: int) -> bool:
@@ -159,12 +158,12 @@ class Pagemap:
         pages = (nbytes + _PAGE - 1) // _PAGE
         try:
             if self._fd < 0:
-                self._fd = self.fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-            if self.fd >= 0:
+                self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            if self._scans:
                 try:
                     return self._scan(address, address + pages * _PAGE)
                 except OSError:  # an older kernel
-                    self.fd = -1
+                    self._scans = False
             entries = os.pread(self._fd, pages * _ENTRY, address // _PAGE * _ENTRY)
         except OSError:
             return True
@@ -183,4 +182,4 @@ class Pagemap:
         """Close the descriptor. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
-        self._fd = self.fd = -1
+        self._fd = -1

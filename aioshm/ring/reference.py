@@ -80,7 +80,6 @@ class _End(ABC):
         self._sizes = sizes
         self._trace_at = sizes.trace_at
         self._pools = pools
-        self._index = 0
         self._closed = False
         self._view = view[:]
         self._flags = view[sizes.metadata_offset : sizes.total_bytes]
@@ -101,7 +100,8 @@ class _End(ABC):
         Writer: ``measure`` returns the bytes of an encoded message; ``beside`` gets the offset of a slot, the message
         and its sequence number, and fills the slot, or returns False. Reader: ``beside`` gets the offset of the slot.
         """
-        self._beside, self._measure = beside, measure
+        self._beside = beside
+        self._measure: Any = measure
 
     def belong(self, runs: Callable[[], object] | None, /) -> None:
         """Belong to this thread, while ``runs()`` is true; None: to any thread."""
@@ -189,6 +189,11 @@ class _End(ABC):
         if self.in_use:
             raise RuntimeError("the ring is in use: this was called from inside of a batch")
 
+    @property
+    def _index(self) -> int:
+        """The index of the next message's slot."""
+        return self.seq % self._sizes.slots
+
     def _slot(self) -> int:
         """Return the offset of the next message's slot."""
         return self._sizes.header_bytes + self._index * self._sizes.slot_bytes
@@ -199,14 +204,12 @@ class _End(ABC):
 
     def _advance(self) -> None:
         self.seq = self._count[0] = self.seq + 1
-        index = self._index + 1
-        self._index = index if index < self._sizes.slots else 0
 
     def _spend(self, messages: int, now_ns: int) -> None:
         self.budget = self.budget - messages if now_ns < self.budget_ends_ns and messages < self.budget else 0
 
-    def _notify(self, parked: bool) -> None:
-        if not parked or self._on_parked is None:
+    def _wake_peer(self) -> None:
+        if not self._peer_parked() or self._on_parked is None:
             return
         try:
             self._on_parked()
@@ -227,11 +230,6 @@ class _Unraisable:
 class WriterBase(_End):
     """The hot calls of a writer's end: claim a slot and publish it; or encode, claim and publish in one call."""
 
-    # Again, for type checkers that infer attributes of each class.
-    published_ns: int
-    copied: int
-    in_use: int
-
     def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], view: memoryview, record: bytearray, /) -> None:
         parked = view[at.READERS_PARKED : at.READERS_PARKED + sizes.n_reader]
         super().__init__(sizes, pools, view, at.WRITER_LINE, parked)
@@ -247,8 +245,6 @@ class WriterBase(_End):
     def claim_slot(self, nbytes: int, /) -> bool:
         """Claim the next slot for so many bytes; return False while a reader has it, or every such chunk."""
         self.check_unused()
-        if nbytes < 0:
-            raise OverflowError("no message has fewer than 0 bytes")
         return self._claim(nbytes)
 
     def commit(self) -> bool:
@@ -261,8 +257,6 @@ class WriterBase(_End):
         """Publish what encoding returned; return False if it is no ordinary message, or there is no room."""
         self.check_unused()
         if type(message) is not bytes:
-            if self._beside is None:
-                raise TypeError("put() takes bytes")
             return self._put_beside(message)
         if not self._claim_spinning(len(message)):
             return False
@@ -270,7 +264,7 @@ class WriterBase(_End):
         self._fill(message, now)
         self._publish()
         self._spend(1, now)
-        self._notify(self._peer_parked())
+        self._wake_peer()
         return True
 
     def put_many(self, messages: list[Any], start: int, /) -> int:
@@ -293,7 +287,7 @@ class WriterBase(_End):
         if amount:
             self.published_ns = now
             self._spend(amount, monotonic_ns())
-            self._notify(self._peer_parked())
+            self._wake_peer()
         return amount
 
     def send(self, obj: Any, /) -> Any:
@@ -311,11 +305,9 @@ class WriterBase(_End):
 
     def _put_beside(self, message: Any) -> bool:
         """Publish a message that is not bytes; return False if it is no ordinary one, or no slot is free."""
-        if self._beside is None or self._measure is None:
-            return False
+        if self._beside is None:
+            raise TypeError("put() takes bytes")
         nbytes = self._measure(message)
-        if nbytes < 0:
-            raise OverflowError("no message has fewer than 0 bytes")
         self.check_unused()
         if not self._claim_spinning(nbytes):
             return False
@@ -329,13 +321,15 @@ class WriterBase(_End):
         self.copied += nbytes
         self._publish()
         self._spend(1, monotonic_ns())
-        self._notify(self._peer_parked())
+        self._wake_peer()
         return True
 
     # Claiming
 
     def _claim(self, nbytes: int) -> bool:
         """Take the next slot, and a chunk if need be; note in its header which."""
+        if nbytes < 0:
+            raise OverflowError("no message has fewer than 0 bytes")
         record, view, start = self._record, self._view, self._slot()
         record.claimed = None
         if not self._is_free(self._index):
@@ -414,11 +408,6 @@ class WriterBase(_End):
 class ReaderBase(_End):
     """The hot calls of a reader's end: decode the next message and finish with its slot; or both by hand."""
 
-    # Again, for type checkers that infer attributes of each class.
-    published_ns: int
-    copied: int
-    in_use: int
-
     def __init__(
         self,
         sizes: Sizes,
@@ -454,7 +443,6 @@ class ReaderBase(_End):
         if not 0 <= seq < 1 << 64:
             raise OverflowError("no message has this number")
         self.seq = self._count[0] = seq
-        self._index = seq % self._sizes.slots
 
     def skip(self) -> None:
         """Continue with the next message, but keep the slot, until `ReaderCore.give_back`."""
@@ -554,7 +542,7 @@ class ReaderBase(_End):
         if len(batch) % BATCH_LOOKS:
             self._note_latency(now)
         self._spend(len(batch), now)
-        self._notify(self._peer_parked())
+        self._wake_peer()
         if failure is not None:
             raise failure
         return batch
@@ -624,7 +612,8 @@ class ReaderBase(_End):
         if took and (not self._rushes or self.seq % at.LATENCY_EVERY == 0):
             self._note_latency(now)
         self._spend(1, now)
-        self._notify(self.release())
+        self._finish()
+        self._wake_peer()
 
     def _finish(self) -> None:
         self._order()  # the slot is given back only after the body was read

@@ -2,7 +2,7 @@
 
 The writer overwrites a chunk after its slot is released. So a leased message is seen through a mapping of its own, and
 if a view is still held when the lease ends, private memory with the same bytes replaces the mapping at the same
-addresses. A view is held exactly if the ``mmap`` object has more references than the one in our dictionary. Therefore a
+addresses. A view is held exactly if the ``mmap`` object has more references than the one in its `Mapped`. Therefore a
 lease's end has to *drop* its own view, and must not ``release()`` it. The mapping is private: a tensor that is written
 to gets a page of its own, and such a window is not used again.
 
@@ -44,16 +44,34 @@ MAX_WINDOWS = 1024
 Mapping = TypeVar("Mapping", bound=mmap.mmap)
 
 _PAGE: Final = mmap.PAGESIZE
-_IN_PAGE: Final = mmap.PAGESIZE - 1
 
 
-class Window(mmap.mmap):
+class Mapped:
+    """A mapping to which only this object refers, unless views of it are held."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        self.address: int = address_of(memory)
+
+    def is_held(self) -> bool:
+        """Return whether a view of the mapping is held."""
+        return self._references() > _UNHELD
+
+    def _references(self) -> int:
+        return getrefcount(self.memory)
+
+
+_UNHELD: Final = Mapped(mmap.mmap(-1, 1))._references()
+
+
+class Window(Mapped):
     """The mapping of one chunk. All views of a leased message refer to it."""
 
-    address: int
-    begin: int  # of the message, in the mapping
-    room: int  # for the message
-    faults: int  # of this process, at a time when the program had not written to the window
+    def __init__(self, memory: mmap.mmap, begin: int, room: int) -> None:
+        super().__init__(memory)
+        self.begin = begin  # of the message, in the mapping
+        self.room = room  # for the message
+        self.faults = -1  # of this process, at a time when the program had not written to the window
 
 
 class Windows:
@@ -61,8 +79,7 @@ class Windows:
 
     def __init__(self, fd: int, layout: Layout) -> None:
         self._fd = -1
-        # By chunk; nothing else may keep a reference.
-        self.windows: dict[int, Window] = {}
+        self.windows: dict[int, Window] = {}  # by chunk
         self._faults = -1  # of this process, when a window was last checked: asking again would take longer
         self.pagemap: Pagemap = Pagemap()
         self._pools = layout.pools
@@ -81,14 +98,12 @@ class Windows:
             raise ValueError(f"a view must have 0 to {window.room} bytes, not {nbytes}")
         window.faults = self._faults
         # From the mapping anew each time: a view that was kept would be one reference for all leases together.
-        return memoryview(window)[window.begin : window.begin + nbytes].toreadonly()
+        return memoryview(window.memory)[window.begin : window.begin + nbytes].toreadonly()
 
     def held(self, chunk: int) -> bool:
         """Return whether a view of a chunk is held."""
-        try:
-            return getrefcount(self.windows[chunk]) > _UNHELD
-        except KeyError:
-            return False
+        window = self.windows.get(chunk)
+        return window is not None and window.is_held()
 
     def settle(self, chunk: int, nbytes: int) -> bool:
         """Make the window of a held view private, before the slot is released; return whether held.
@@ -96,18 +111,17 @@ class Windows:
         The caller drops its own views first. After an error the views still show the message: do
         not release the slot, settle again later. Bytes beyond ``nbytes`` read as zeros.
         """
-        if not self.held(chunk):
-            if chunk in self.windows and self._written(chunk, nbytes):
-                del self.windows[chunk]
+        window = self.windows.get(chunk)
+        if window is None:
             return False
-        # Not the window itself: the traceback of an error would hold it.
-        address, length = self.windows[chunk].address, len(self.windows[chunk])
-        begin, room = self.windows[chunk].begin, self.windows[chunk].room
-        if not 0 <= nbytes <= room:
-            raise ValueError(f"a view has 0 to {room} bytes, not {nbytes}")
-        make_private(address, length, begin, nbytes)
-        del self.windows[chunk]  # its holders unmap it
-        return True
+        held = window.is_held()
+        if held:
+            if not 0 <= nbytes <= window.room:
+                raise ValueError(f"a view has 0 to {window.room} bytes, not {nbytes}")
+            make_private(window, window.begin, nbytes)
+        if held or self._written(window, nbytes):
+            del self.windows[chunk]  # the holders of views unmap it
+        return held
 
     def close(self) -> None:
         """Unmap windows without views, copy chunks with views. Idempotent, also after errors."""
@@ -138,59 +152,42 @@ class Windows:
         page = start // _PAGE * _PAGE
         length = round_up(start + room, _PAGE) - page
         try:
-            window = _map(Window, self._fd, page, length)
+            window = Window(map_private(mmap.mmap, self._fd, length, page), start - page, room)
         except OSError as error:
             raise SharedMemoryError(error.errno, f"no window of {length} bytes: {error.strerror}") from None
-        window.address = address_of(window)
-        window.begin = start & _IN_PAGE
-        window.room = room
         self.windows[chunk] = window
         return window
 
-    def _written(self, chunk: int, nbytes: int) -> bool:
+    def _written(self, window: Window, nbytes: int) -> bool:
         """Return whether a window was written to since it was last viewed, or may have been."""
         if not COPY_ON_WRITE:
             return False
         usage = getrusage(RUSAGE_SELF)
         self._faults = usage.ru_minflt + usage.ru_majflt
-        window = self.windows[chunk]
         if window.faults == self._faults:  # every first write to a page is a fault
             return False
         return self.pagemap.written(window.address, window.begin + nbytes)
 
     def _drop_one(self) -> None:
         """Unmap the oldest window that is not held."""
-        for chunk in self.windows:
-            if getrefcount(self.windows[chunk]) <= _UNHELD:
+        for chunk, window in self.windows.items():
+            if not window.is_held():
                 del self.windows[chunk]
                 return
 
 
-def map_private(kind: type[Mapping], fd: int, size: int) -> Mapping:
-    """Map the beginning of a file copy-on-write, in an object of this class. Linux only."""
-    return _map(kind, fd, 0, size)
-
-
-def _map(kind: type[Mapping], fd: int, start: int, length: int) -> Mapping:
+def map_private(kind: type[Mapping], fd: int, length: int, start: int = 0) -> Mapping:
+    """Map a part of a file copy-on-write where the system can, in an object of this class."""
     # Anonymous at first: over a descriptor, the object would keep a duplicate of that.
     mapped = kind(-1, length, _PRIVATE, _PROTECTION)
     map_memory(address_of(mapped), length, _PROTECTION, _SHARING, fd, start)
     return mapped
 
 
-def _count_unheld() -> int:
-    """Return `getrefcount` of a window that only its dictionary holds, called as above."""
-    windows = {0: Window(-1, 1)}
-    return getrefcount(windows[0])
-
-
-_UNHELD: Final = _count_unheld()
-
-
-def make_private(address: int, length: int, start: int, nbytes: int) -> None:
-    """Replace a window by private memory: these bytes of it, zeros elsewhere."""
+def make_private(mapped: Mapped, start: int, nbytes: int) -> None:
+    """Replace a mapping by private memory: these bytes of it, zeros elsewhere."""
     try:
-        _exchange(address, length, start, nbytes)
+        _exchange(mapped.address, len(mapped.memory), start, nbytes)
     except OSError as error:
         raise SharedMemoryError(
             error.errno,
@@ -239,21 +236,16 @@ _abandoned: list[_Range] = []
 """A range that may have a hole, in which other threads may have mapped memory: it must never be unmapped."""
 
 
-class _Range:
+class _Range(Mapped):
     """A range of addresses, unmapped when nothing refers to its memory any more."""
-
-    __slots__ = ("address", "begin", "memory")
 
     def __init__(self, length: int) -> None:
         spare = _TABLE if length >= _TABLE else 0
         # Over a descriptor, the object would keep a duplicate of that.
-        # All arrays over the range hold a reference to it.
-        self.memory: mmap.mmap = mmap.mmap(-1, length + spare, _PRIVATE, _READ_WRITE)
+        super().__init__(mmap.mmap(-1, length + spare, _PRIVATE, _READ_WRITE))
         # Aligned so that pages move by whole tables of pages.
-        address = address_of(self.memory)
-        # The same in `memory`.
-        self.begin: int = -address % _TABLE if spare else 0
-        self.address: int = address + self.begin
+        self.begin: int = -self.address % _TABLE if spare else 0
+        self.address += self.begin
 
 
 class LoanWindow:
@@ -266,10 +258,20 @@ class LoanWindow:
         self.room: int = room
         self._left: _Range | None = None  # where the window was before; its arrays may be gone by now
         try:
-            self._use(_Range(self._length))
+            self._range = _Range(self._length)
             map_memory(self._range.address, self._length, _READ_WRITE, mmap.MAP_SHARED, fd, page)
         except OSError as error:
             raise SharedMemoryError(error.errno, f"no window of {self._length} bytes: {error.strerror}") from None
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """The memory that the range lies in; arrays over it hold a reference."""
+        return self._range.memory
+
+    @property
+    def begin(self) -> int:
+        """Where the range begins in its memory."""
+        return self._range.begin + self._in_page
 
     def offset_of(self, part: memoryview) -> int:
         """Return where a view of memory begins in the range, -1 if it is not all in it."""
@@ -283,7 +285,7 @@ class LoanWindow:
 
     def take_back(self) -> bool:
         """Revoke all outside access to the range; return whether the window is reusable."""
-        if not self._held():
+        if not self._range.is_held():
             return True
         kept = self._range
         moved = self._move()
@@ -292,12 +294,9 @@ class LoanWindow:
 
     def close(self) -> None:
         """Leave zeros behind if the lender keeps anything."""
-        if self._held():
+        if self._range.is_held():
             with suppress(SharedMemoryError):  # nobody is left to handle the error
                 _make_zeros(self._range.address, self._length)
-
-    def _held(self) -> bool:
-        return getrefcount(self.memory) > _UNHELD_LENT
 
     def _move(self) -> bool:
         """Move to another range of addresses; return False where that is impossible."""
@@ -305,7 +304,7 @@ class LoanWindow:
             return False
         target = self._left
         try:
-            if target is None or getrefcount(target.memory) >= _UNHELD_LENT:
+            if target is None or target.is_held():
                 target = _Range(self._length)
         except OSError:  # the process has too many mappings
             return False
@@ -315,13 +314,8 @@ class LoanWindow:
             _abandoned.append(target)
             return False
         self._left = self._range
-        self._use(target)
-        return True
-
-    def _use(self, target: _Range) -> None:
         self._range = target
-        self.memory: mmap.mmap = target.memory
-        self.begin: int = target.begin + self._in_page
+        return True
 
 
 def _make_zeros(address: int, length: int) -> None:
@@ -334,15 +328,3 @@ def _make_zeros(address: int, length: int) -> None:
     except OSError as error:
         text = f"an array that is still in use could not be taken back: {error.strerror}; drop it in the block"
         raise SharedMemoryError(error.errno, text) from None
-
-
-def _count_unheld_lent() -> int:
-    """Return `getrefcount` of the memory of an unheld window, called as above."""
-    window = LoanWindow.__new__(LoanWindow)
-    window._in_page = 0
-    window._use(_Range(1))
-    return getrefcount(window.memory)
-
-
-_UNHELD_LENT: Final = _count_unheld_lent()
-"""One reference is the range's, and one the window's, which a range that was left does not have."""

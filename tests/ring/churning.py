@@ -205,7 +205,7 @@ class Churn:
     def _start(self, place: int, first: int) -> None:
         end = RingReader(self.layout, self.seen_by_readers.view, place, self.cores.reader)
         end.core.bind(bytes, PLAIN, True, None)
-        end.start_at(first)
+        end.core.start_at(first)
         self.readers[place] = reader = Incarnation(end, first)
         self.overflow.expect_reader(reader.passed)  # type: ignore[arg-type]
         self.churns += 1

@@ -171,7 +171,7 @@ def test_a_reader_that_copies_takes_the_place_of_another_one(kind: str) -> None:
         put(churn.writer, content(number, ROOM))
     first = churn.writer.admit(0, 2)
     end = copying(churn, 0)
-    end.start_at(first)
+    end.core.start_at(first)
     assert [receive(end) for _ in range(2)] == [content(1, ROOM), content(2, ROOM)]
     for number in range(3, 6):
         put(churn.writer, content(number, ROOM))

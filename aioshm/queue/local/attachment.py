@@ -68,7 +68,7 @@ class Attachment:
                 raise HandleError(f"the writer knows a rank {welcome.rank}, the handle does not")
             core: Any = ReaderCore if hello.slow == "block" else CopyingCore
             ring = buffer.reader(handle.local_reader_ranks.index(welcome.rank), core)
-            ring.start_at(welcome.first)
+            ring.core.start_at(welcome.first)
         except BaseException as error:
             closed = isinstance(error, HandleError) and lifeline.has_closed()  # its segment has no name any more then
             lifeline.close()

@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from errno import ENOTSUP
-from sys import getrefcount
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aioshm.codec.buffers import HUGE_PAGE_BYTES, OwnMemory
@@ -34,9 +33,9 @@ from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors, sho
 from aioshm.ring import RingReader, RingWriter
 from aioshm.ring.cores import FULL_FENCE
 from aioshm.ring.layout import round_up
-from aioshm.ring.mapping import Pagemap, address_of
+from aioshm.ring.mapping import Pagemap
 from aioshm.ring.segment import OVERFLOW_LABEL, Segment
-from aioshm.ring.window import COPY_ON_WRITE, make_private, map_private
+from aioshm.ring.window import COPY_ON_WRITE, Mapped, make_private, map_private
 
 if TYPE_CHECKING:  # who has segments needs no ZeroMQ
     from aioshm.queue.local.overflow_sockets import OverflowSubscriber
@@ -508,7 +507,7 @@ class PassedSegment:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.mapping: mmap.mmap | None = None  # read-only
-        self.window: SegmentMemory | None = None  # copy-on-write
+        self.window: Mapped | None = None  # copy-on-write
 
     def body(self, size: int) -> memoryview | None:
         """Return the first ``size`` bytes, read-only; None if the segment is shorter."""
@@ -524,22 +523,22 @@ class PassedSegment:
 
     def view(self, size: int) -> memoryview | None:
         """Return the first ``size`` bytes, copy-on-write; None if the segment is shorter."""
-        if self.window is None or len(self.window) < size:
+        if self.window is None or len(self.window.memory) < size:
             actual = self._size_for(size)
             if actual is None:
                 return None
             self.window = None
-            self.window = map_private(SegmentMemory, self.fd, actual)
+            self.window = Mapped(map_private(SegmentMemory, self.fd, actual))
         # A new slice each time: a cached one would count as a reference of the program.
-        return memoryview(self.window)[:size]
+        return memoryview(self.window.memory)[:size]
 
     def is_viewed(self) -> bool:
         """Return whether arrays lie in it."""
-        return self.window is not None and getrefcount(self.window) > _UNVIEWED
+        return self.window is not None and self.window.is_held()
 
     def discard_changes(self, pagemap: Pagemap) -> bool:
         """Unmap the copy-on-write mapping if the program has written to it; return whether that was so."""
-        if self.window is None or not pagemap.written(address_of(self.window), len(self.window)):
+        if self.window is None or not pagemap.written(self.window.address, len(self.window.memory)):
             return False
         self.window = None
         return True
@@ -552,7 +551,7 @@ class PassedSegment:
         """
         window, self.window = self.window, None
         if window is not None:
-            make_private(address_of(window), len(window), 0, len(window))
+            make_private(window, 0, len(window.memory))
 
     def close(self) -> None:
         """Unmap the segment once no view of it is left."""
@@ -570,15 +569,6 @@ class PassedSegment:
                 self.mapping.close()
             self.mapping = None
 
-
-def _count_unviewed() -> int:
-    """Return the reference count of a mapping in which no array lies, counted as in `PassedSegment.is_viewed`."""
-    passed = PassedSegment(-1)
-    passed.window = SegmentMemory(-1, 1)
-    return getrefcount(passed.window)
-
-
-_UNVIEWED: Final = _count_unviewed()
 
 _with_views: weakref.WeakSet[PassedSegments] = weakref.WeakSet()
 
