@@ -11,7 +11,7 @@ import typer
 from aioshm.cli.outcome import UNUSABLE, CommandFailed, run_interruptibly
 from aioshm.deferred import import_extra
 from aioshm.errors import AioshmError
-from aioshm.lifeline.address import bracketed
+from aioshm.zeromq.hosts import bracketed
 
 if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry

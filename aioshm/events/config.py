@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aioshm.lifeline.address import connectable
+from aioshm.zeromq.hosts import connectable
 
 DEFAULT_ENDPOINT = "tcp://*:5557"
 DEFAULT_BUFFER_STEPS = 10_000

@@ -9,7 +9,6 @@ import stat
 import struct
 import sys
 from contextlib import suppress
-from ipaddress import ip_address
 from multiprocessing import util
 from pathlib import Path
 
@@ -20,9 +19,6 @@ from aioshm.ring.segment import orphans, remove_orphan
 
 _PATH_BYTES = 103 if sys.platform == "darwin" else 107  # sun_path without its final zero (unix(7))
 _SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # macOS: sys/un.h
-
-WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]", "::", "[*]")
-"""How an endpoint names all addresses of a host."""
 
 
 def new_address(options: Options, queue_id: bytes, kind: str) -> str:
@@ -59,60 +55,6 @@ def remove(address: str) -> None:
     """Remove the address' file, if it has one."""
     if not address.startswith("@"):
         Path(address).unlink(missing_ok=True)
-
-
-def own_address() -> str:
-    """Return the address that this host's packets to other hosts have, else the loopback's."""
-    # Connecting a datagram socket sends nothing; these are addresses for documentation (RFC 5737, RFC 3849).
-    for family, there in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((there, 9))
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return "127.0.0.1"
-
-
-def is_own_address(host: str) -> bool:
-    """Return whether an IP address, or ``localhost``, is this host's; no names are looked up."""
-    host = {"localhost": "127.0.0.1"}.get(host, host.removeprefix("[").removesuffix("]"))
-    try:
-        family = socket.AF_INET6 if ip_address(host).version == 6 else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))  # which no other host's address allows
-            return True
-    except (OSError, ValueError):
-        return False
-
-
-def connectable(endpoint: str) -> str:
-    """Return a bound endpoint with a wildcard host replaced by this host's own address."""
-    transport, _, rest = endpoint.partition("://")
-    host, _, port = rest.rpartition(":")
-    if transport != "tcp" or host not in WILDCARD_HOSTS:
-        return endpoint
-    return f"tcp://{bracketed(own_address())}:{port}"
-
-
-def bracketed(host: str) -> str:
-    """Return a host as it stands before a port: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
-
-
-def check_ip(address: object) -> str | None:
-    """Return an address for readers to connect to, or None, after checking it."""
-    if address is None:
-        return None
-    if not isinstance(address, str):
-        raise TypeError(f"connect_ip must be a string or None, not {address!r}")
-    bare = address.removeprefix("[").removesuffix("]")
-    if bare != "*":
-        try:
-            ip_address(bare)
-        except ValueError:
-            raise ValueError(f"connect_ip must be an IP address of this host, not {address!r}") from None
-    return bare
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:

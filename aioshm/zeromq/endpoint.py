@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from ipaddress import IPv6Address, ip_address
 
 import zmq
 
@@ -13,6 +12,7 @@ from aioshm.arguments import shown
 from aioshm.errors import EndpointError
 from aioshm.process.limits import naming_limits
 from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.hosts import is_ipv6
 
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
 
@@ -29,30 +29,6 @@ next message, and connects again. Until then each cut of the network costs a des
 
 HANDSHAKE_MS = 10_000
 """How long ZeroMQ's handshake may take, with the proof of the keys."""
-
-
-def is_ipv6(endpoint: str) -> bool:
-    """Tell whether the socket needs IPv6 switched on."""
-    return endpoint.startswith("tcp://") and ("[" in endpoint or "::" in endpoint)
-
-
-def host_of(endpoint: str) -> str:
-    """Return the host of a ``tcp://`` endpoint, IPv6 without brackets; of others nothing."""
-    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]") if endpoint.startswith("tcp://") else ""
-
-
-def is_loopback(endpoint: str) -> bool:
-    """Tell whether only programs of this machine reach an endpoint that is bound."""
-    if not endpoint.startswith("tcp://"):
-        return True
-    host = host_of(endpoint)
-    try:
-        address = ip_address(host)
-    except ValueError:  # a name or a wildcard
-        return host == "localhost"
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped.is_loopback
-    return address.is_loopback
 
 
 def open_socket(

@@ -24,10 +24,10 @@ from remotes import ready_ends
 
 from aioshm import HandleError, MessageQueue, MsgpackCodec, Options, UnsafePayload
 from aioshm.codec.frames import HEADER
-from aioshm.lifeline.address import own_address
 from aioshm.queue import Handle
 from aioshm.queue.remote import wire
 from aioshm.ring.layout import VERSION
+from aioshm.zeromq.hosts import own_address
 from tools.campaign.attackers import RAW
 
 

@@ -18,7 +18,7 @@ KEPT_OPEN = 40
 _TIMEOUT_S = 0.5
 _LISTEN = "0A"  # the state of a TCP socket in /proc/net/tcp
 _ACCEPTS = "00010000"  # the flag of a Unix socket that listens, in /proc/net/unix
-_INPUTS = ("greetings", "signals", "handshake", "envelopes", "control", "frames", "publisher")
+_INPUTS = ("greetings", "signals", "handshake", "envelopes", "control", "frames")
 """Targets of fuzzing whose inputs are sent."""
 
 

@@ -11,7 +11,6 @@ from importlib import import_module
 DECODERS = [
     "aioshm.codec.frames",
     "aioshm.codec.msgpack",
-    "aioshm.config",
     "aioshm.engine.protocol",
     "aioshm.engine.security.keys",
     "aioshm.events.protocol",

@@ -29,9 +29,9 @@ from aioshm.engine.protocol.reports import encode_scale
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.keys import keys_for_front_end
 from aioshm.errors import CodecError, EndClosed, EngineDead, RoleError
-from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
 from aioshm.process.background import notify
+from aioshm.zeromq.hosts import connectable
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 

@@ -18,7 +18,6 @@ from aioshm.engine.protocol.waves import Waves
 from aioshm.engine.security.binding import over_tcp, warn_of_strangers
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.errors import EngineStartupError
-from aioshm.lifeline.address import connectable
 from aioshm.process.background import in_thread
 from aioshm.process.child import Child
 from aioshm.process.limits import naming_limits
@@ -26,6 +25,7 @@ from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.process.watch import ProcessExit
 from aioshm.zeromq.endpoint import BoundFile
+from aioshm.zeromq.hosts import connectable
 
 NAME = "DPCoordinator"
 START_TIMEOUT_S = 60.0

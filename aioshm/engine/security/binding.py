@@ -15,7 +15,8 @@ from zmq.utils import z85
 from aioshm.engine.protocol.addresses import MAX_INDEX, identity
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.zeromq.curve import CurveKeys
-from aioshm.zeromq.endpoint import check_endpoint, is_loopback
+from aioshm.zeromq.endpoint import check_endpoint
+from aioshm.zeromq.hosts import is_loopback
 
 ENGINES, FRONT_ENDS = "engines", "front-ends"
 """The peers that may connect to a socket: its domain in ZAP (RFC 27)."""

@@ -23,9 +23,9 @@ from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.router import HandshakeRouter
 from aioshm.engine.startup.supervision import Supervision
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
-from aioshm.lifeline.address import connectable
 from aioshm.process.background import completed, notify
 from aioshm.process.watch import WatchedManager, WatchedProcess
+from aioshm.zeromq.hosts import connectable
 from aioshm.zeromq.sockets import Socket
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")

@@ -17,9 +17,9 @@ from aioshm.engine.security.binding import FRONT_ENDS, Protection
 from aioshm.engine.security.bound_sockets import BoundSockets, sender_of, with_sender
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.errors import EngineDead
-from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.endpoint import SILENCE_S
+from aioshm.zeromq.hosts import connectable
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias, get_args
 from aioshm.arguments import check_int
 from aioshm.engine.endpoints import check_handshake_address, get_engine_client_zmq_addr
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, balanced_outside, identity
-from aioshm.lifeline.address import own_address
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
+from aioshm.zeromq.hosts import own_address
 
 Backend: TypeAlias = Literal["mp", "ray"]
 

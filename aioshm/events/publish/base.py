@@ -10,7 +10,7 @@ from aioshm.events.protocol.messages import EventBatch
 from aioshm.events.protocol.wire import END_SEQ
 from aioshm.events.publish.core import PublisherCore
 from aioshm.events.stats import PublisherStats
-from aioshm.lifeline.address import connectable
+from aioshm.zeromq.hosts import connectable
 
 
 class EventPublisher(ABC):

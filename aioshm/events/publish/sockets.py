@@ -15,12 +15,12 @@ from aioshm.errors import OutOfThreads
 from aioshm.events.config import check_endpoint, for_rank, publisher_binds
 from aioshm.events.protocol.wire import MAX_TOPIC_BYTES
 from aioshm.events.publish.replay_server import CLIENT_BUFFER_BYTES, CLIENT_HWM, MAX_REQUEST_BYTES
-from aioshm.lifeline.address import is_own_address
 from aioshm.logs import LogLimiter
 from aioshm.process.threads import start_thread
 from aioshm.zeromq.context import context_for
 from aioshm.zeromq.curve import ADDED_BYTES, CurveKeys
-from aioshm.zeromq.endpoint import BoundFile, attach, is_loopback, open_socket
+from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
+from aioshm.zeromq.hosts import host_of, is_loopback, is_own_address
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, drain
 
@@ -166,8 +166,7 @@ class PublisherEnds:
     @staticmethod
     def _warn_about_connecting(endpoint: str) -> None:
         """Say that nothing is bound, as in vLLM, where whoever gives this host's own address may expect that."""
-        host = endpoint.removeprefix("tcp://").rpartition(":")[0]
-        if is_own_address(host):
+        if is_own_address(host_of(endpoint)):
             logger.warning(
                 "a publisher of events connects to %s, which is this host, and binds nothing: that is vLLM's rule for "
                 "addresses without a *; subscribers that connect there, too, get nothing. Pass bind=True to bind it, "

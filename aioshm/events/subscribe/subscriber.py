@@ -23,7 +23,7 @@ from aioshm.events.subscribe.source import EventSource, SourceOptions
 from aioshm.process.limits import abandon_when_forked
 from aioshm.zeromq.context import shared_context
 from aioshm.zeromq.curve import CurveKeys
-from aioshm.zeromq.endpoint import is_loopback
+from aioshm.zeromq.hosts import is_loopback
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 

@@ -12,7 +12,6 @@ from aioshm.codec import Codec, get_codec, typed_codec
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.config import Options, SlowReader, check_bool, check_int, check_slow, check_timeout
 from aioshm.errors import AioshmError, HandleError, UnsafePayload
-from aioshm.lifeline.address import check_ip
 from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.process.limits import naming_limits
 from aioshm.queue.ends.reading import ReadingEnd
@@ -27,6 +26,7 @@ from aioshm.queue.remote.wire import MAX_RANK
 from aioshm.queue.source import Source
 from aioshm.queue.state import EndState
 from aioshm.queue.tracing import current_trace
+from aioshm.zeromq.hosts import check_ip
 
 MAX_HISTORY = (1 << 63) - 1  # what the ring's core takes
 

@@ -21,9 +21,9 @@ import msgspec
 
 from aioshm.config import check_int, check_seconds, shown
 from aioshm.errors import GroupBroken, RoleError
-from aioshm.lifeline.address import bracketed
 from aioshm.process.background import run_apart
 from aioshm.queue.groups.process_group import check_rank
+from aioshm.zeromq.hosts import bracketed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

@@ -13,12 +13,12 @@ from zmq.utils import z85
 
 from aioshm.config import Options
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
-from aioshm.lifeline.address import bracketed, own_address
 from aioshm.queue.names.identity import Identity
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.data_sockets import DataPublisher
 from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.hosts import bracketed, connectable, own_address
 from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets
 from aioshm.zeromq.zap import admit_only
@@ -28,7 +28,6 @@ PORT_PATIENCE_S, _PORT_PAUSE_S = 0.5, 0.02
 that tries to connect while nobody listens, to which the system can give the very port that it connects to."""
 
 _MAX_HWM = 2**31 - 1
-_WILDCARDS = ("*", "0.0.0.0", "::")
 
 
 class WriterSockets:
@@ -114,9 +113,7 @@ class WriterSockets:
             if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV, errno.EINVAL):
                 raise ValueError(f"connect_ip must be an address of this host, not {ip or host!r}") from None
             raise SharedMemoryError(error.errno, f"no port to be had for remote readers: {error.strerror}") from None
-        if ip in _WILDCARDS:
-            return f"tcp://{bracketed(own_address())}:{_port(bound)}"
-        return bound
+        return connectable(bound)
 
     def start(
         self,

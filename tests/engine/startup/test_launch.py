@@ -36,7 +36,7 @@ from aioshm.engine import (
 )
 from aioshm.engine.startup import launch as launching
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
-from aioshm.lifeline.address import own_address
+from aioshm.zeromq.hosts import own_address
 
 pytestmark = pytest.mark.slow_on_uvloop
 

@@ -29,7 +29,7 @@ from aioshm.engine import (
     wait_for_engine_startup,
 )
 from aioshm.errors import EngineStartupError, RoleError
-from aioshm.lifeline.address import own_address
+from aioshm.zeromq.hosts import own_address
 
 ANY = "tcp://127.0.0.1:0"
 

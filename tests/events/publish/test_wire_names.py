@@ -25,7 +25,7 @@ from aioshm.events import (
 )
 from aioshm.events.config import passed_on
 from aioshm.events.protocol import wire
-from aioshm.lifeline import address
+from aioshm.zeromq import hosts
 
 from ..helpers import ANY, PATIENCE_S, Ends
 from ..raw import Raw
@@ -233,13 +233,13 @@ class TestNames:
             kind.offset_endpoint_port("tcp://*:65535", 1)
 
     def test_what_all_addresses_of_a_host_are_passed_on_as(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(address, "own_address", lambda: "10.0.0.5")
+        monkeypatch.setattr(hosts, "own_address", lambda: "10.0.0.5")
         for endpoint in ("tcp://*:41234", "tcp://0.0.0.0:41234", "tcp://[::]:41234", "tcp://:::41234"):
-            assert address.connectable(endpoint) == "tcp://10.0.0.5:41234"
+            assert hosts.connectable(endpoint) == "tcp://10.0.0.5:41234"
         for endpoint in ("tcp://127.0.0.1:1", "tcp://[fe80::1]:1", "ipc:///x", "inproc://x"):
-            assert address.connectable(endpoint) == endpoint
-        monkeypatch.setattr(address, "own_address", lambda: "2001:db8::5")
-        assert address.connectable("tcp://*:41234") == "tcp://[2001:db8::5]:41234"
+            assert hosts.connectable(endpoint) == endpoint
+        monkeypatch.setattr(hosts, "own_address", lambda: "2001:db8::5")
+        assert hosts.connectable("tcp://*:41234") == "tcp://[2001:db8::5]:41234"
         assert passed_on("tcp://*:5557", "tcp://0.0.0.0:5557") == "tcp://0.0.0.0:5557"
         assert passed_on("tcp://*:0", "tcp://0.0.0.0:41234") == "tcp://[2001:db8::5]:41234"
 
@@ -247,7 +247,7 @@ class TestNames:
         publisher = ends.publisher(endpoint="tcp://*:0", replay="tcp://*:0")
         port = publisher.endpoint.rpartition(":")[2]
         assert publisher.endpoint == f"tcp://0.0.0.0:{port}"
-        own = address.connectable(publisher.endpoint)
+        own = hosts.connectable(publisher.endpoint)
         assert publisher.connect_endpoint == own
         assert "0.0.0.0" not in own
         assert "0.0.0.0" not in publisher.connect_replay_endpoint
