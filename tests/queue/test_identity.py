@@ -357,17 +357,17 @@ def test_every_truncation(identity: Path) -> None:
 
 
 def _other_key(content: dict[str, Any]) -> None:
-    content["server_public"] = content["client_public"]
+    content["server"]["public"] = content["client"]["public"]
 
 
 def _no_key(content: dict[str, Any]) -> None:
-    content["client_secret"] = None
+    content["client"] = None
 
 
 FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "another key": _other_key,
     "a key is missing": _no_key,
-    "a short key": lambda content: content.update(server_secret=content["server_secret"][:8]),
+    "a short key": lambda content: content["server"].update(secret=content["server"]["secret"][:8]),
     "a port that is none": lambda content: content.update(data=70_000),
     "a negative port": lambda content: content.update(control=-1),
     "half of the ports": lambda content: content.update(control=0),

@@ -51,6 +51,17 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]]:
     logger.removeHandler(handler)
 
 
+async def test_reader_that_is_made_and_never_awaited_is_named_while_the_writer_waits(
+    log: list[logging.LogRecord],
+) -> None:
+    async with MessageQueue(1, options=Options(stall_warning_s=0.1)) as writer:
+        reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+        with pytest.raises(TimeoutError, match="not attached yet: rank 0"):
+            await writer.enqueue("waits", 0.25)
+        assert "for readers to attach: rank 0 (a reader attaches when its first call is awaited" in log[0].getMessage()
+        await reader.aclose()
+
+
 @asynccontextmanager
 async def silent(face: str, how: str, n_local: int = 1, n_remote: int = 0) -> AsyncIterator[tuple[Child, str]]:
     """Give a writer that is about to fall silent to the block, and its handle."""

@@ -359,7 +359,8 @@ class WritingEnd:
     def _report_missing(self, waited_s: float) -> None:
         waited = seconds(waited_s)
         missing = ", ".join(self.registry.missing())
-        logger.warning("%r: waited %s for readers to attach: %s", self.state, waited, missing)
+        hint = "a reader attaches when its first call is awaited, or with `async with`"
+        logger.warning("%r: waited %s for readers to attach: %s (%s)", self.state, waited, missing, hint)
 
     def _report_laggards(self, waited_s: float) -> None:
         logger.warning(

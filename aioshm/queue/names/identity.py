@@ -25,6 +25,13 @@ _KEY_BYTES = 40
 MAX_PORT = 65535
 
 
+class _Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A CURVE key pair."""
+
+    public: bytes
+    secret: bytes
+
+
 class _Content(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm-identity", forbid_unknown_fields=True):
     """The content of an identity's file."""
 
@@ -33,10 +40,8 @@ class _Content(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm-identity",
     data: int = 0
     control: int = 0
     # None where connections are not encrypted.
-    server_public: bytes | None = None
-    server_secret: bytes | None = None
-    client_public: bytes | None = None
-    client_secret: bytes | None = None
+    server: _Pair | None = None
+    client: _Pair | None = None
     # The present or latest owner, in its own pid namespace.
     pid: int = 0
 
@@ -55,13 +60,10 @@ class Identity:
         # None where connections are not encrypted.
         self.server: CurveKeys | None = None
         self.client: CurveKeys | None = None
-        if content.server_public is not None:
-            public, secret = content.client_public, content.client_secret
-            assert content.server_secret is not None
-            assert public is not None
-            assert secret is not None
-            self.server = CurveKeys(public=content.server_public, secret=content.server_secret)
-            self.client = CurveKeys(public=public, secret=secret, server=content.server_public)
+        server, client = content.server, content.client
+        if server is not None and client is not None:
+            self.server = CurveKeys(public=server.public, secret=server.secret)
+            self.client = CurveKeys(public=client.public, secret=client.secret, server=server.public)
 
     @classmethod
     def of_file(cls, path: str | os.PathLike[str], options: Options) -> Identity:
@@ -82,8 +84,8 @@ class Identity:
             raise SharedMemoryError(error.errno, f"identity {where}: {error.strerror}") from None
         try:
             content = _checked(where, file.read())
-            if options.secure != (content.server_public is not None):
-                made = "with" if content.server_public is not None else "without"
+            if options.secure != (content.server is not None):
+                made = "without" if options.secure else "with"
                 raise IdentityError(
                     f"identity {where} was made {made} keys, and options.secure is {options.secure}: take another one"
                 )
@@ -137,14 +139,8 @@ def _new(options: Options) -> _Content:
     token = secrets.token_bytes(TOKEN_BYTES)
     if not options.secure:
         return _Content(token=token)
-    server, client = CurveKeys.generate(), CurveKeys.generate()
-    return _Content(
-        token=token,
-        server_public=server.public,
-        server_secret=server.secret,
-        client_public=client.public,
-        client_secret=client.secret,
-    )
+    server, client = (_Pair(keys.public, keys.secret) for keys in (CurveKeys.generate(), CurveKeys.generate()))
+    return _Content(token=token, server=server, client=client)
 
 
 def _encode(content: _Content) -> bytes:
@@ -169,21 +165,20 @@ def _check(content: _Content) -> None:
         raise ValueError(f"a token of {len(content.token)} bytes")
     if any(ports) and not (all(0 < port <= MAX_PORT for port in ports) and content.data != content.control):
         raise ValueError(f"the ports {ports}")
-    keys = content.server_public, content.server_secret, content.client_public, content.client_secret
-    if any(key is not None for key in keys):
-        _check_pair(content.server_public, content.server_secret)
-        _check_pair(content.client_public, content.client_secret)
+    if (content.server is None) != (content.client is None):
+        raise ValueError("keys of one side only")
+    for pair in (content.server, content.client):
+        if pair is not None and not _belong(pair):
+            raise ValueError("keys that do not belong together")
 
 
-def _check_pair(public: bytes | None, secret: bytes | None) -> None:
-    if public is None or secret is None or len(public) != _KEY_BYTES or len(secret) != _KEY_BYTES:
-        raise ValueError(f"keys that are not of {_KEY_BYTES} bytes")
+def _belong(pair: _Pair) -> bool:
+    if len(pair.public) != _KEY_BYTES or len(pair.secret) != _KEY_BYTES:
+        return False
     try:
-        belong = zmq.curve_public(secret) == public
+        return bool(zmq.curve_public(pair.secret) == pair.public)
     except (zmq.ZMQError, ValueError):
-        belong = False
-    if not belong:
-        raise ValueError("keys that do not belong together")
+        return False
 
 
 def _owner(path: Path) -> int:
