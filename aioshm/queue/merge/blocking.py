@@ -192,8 +192,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
             if not running:
                 break
             self._budget -= 1
-            left = len(running) if self._budget > 0 else 0
-            for place in around.order if left else ():
+            for _, place in zip(running if self._budget > 0 else (), around.order, strict=False):  # one round
                 assert isinstance(place, _Place)
                 undelivered = place.held.undelivered
                 if not undelivered:
@@ -206,9 +205,6 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
                     obj = undelivered[0]
                     del undelivered[0]
                     return place.rank, obj
-                left -= 1
-                if not left:
-                    break
             self._budget = LOOK_EVERY
             self._wait(running)
         raise StopIteration

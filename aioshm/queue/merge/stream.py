@@ -9,7 +9,6 @@ meanwhile.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from time import monotonic, monotonic_ns
 from typing import Any, Self
@@ -88,7 +87,6 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self.needed: Set[int] = frozenset()
         self._turn = 0
         self._turn_ends_ns = 0
-        self._spin_ns = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = CallLock()
         self._past = 0  # messages of the rings that have dropped out
@@ -173,8 +171,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 was called inside of a block that has its slot.
         """
         if self._turn > 0:
-            left, until = len(self._round.running), 0
-            for place in self._round.order:
+            for _, place in zip(self._round.running, self._round.order, strict=False):  # one round
                 try:
                     obj = place.receive()
                 except Exception as error:
@@ -187,18 +184,6 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 if obj is not EMPTY:
                     self._turn -= 1
                     return place.rank, obj
-                left -= 1
-                if not left:
-                    if not self._spin_ns:
-                        break
-                    now = monotonic_ns()
-                    if not until:
-                        until = now + self._spin_ns
-                    elif now >= until:
-                        break
-                    if self._shared.yields:
-                        os.sched_yield()
-                    left = len(self._round.running)
         return await self._next()
 
     async def _next(self) -> tuple[int, Any]:
@@ -296,7 +281,6 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             pass  # another thread may be done with its reader
         finally:
             shared.rings = ()
-            self._spin_ns = poller.inline_spin_ns
 
     def _look_again_at(self, entered: Sequence[Place]) -> float | None:
         """Return when to look at readers that were left out, if none of them wakes this."""
