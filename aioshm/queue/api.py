@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class MessageQueue(QueueBase[T], AsyncClosing):
     """A queue from one writer to many readers, of messages of one type, or of any.
 
-    ``MessageQueue(...)`` makes the writer's end, `create_from_handle` or `attach` a reader's. Either may be made before
-    any event loop runs; it then belongs to the loop, thread and process that first await it.
+    ``MessageQueue(...)`` makes the writer's end, `create_from_handle` or `attach` a reader's. An end may be made before
+    any event loop runs; it belongs to the loop, thread and process that first await it.
     """
 
     def _hold(self, end: WritingEnd | ReadingEnd) -> None:
@@ -132,34 +132,27 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     ) -> MessageQueue[S]:
         """Make a queue from one rank of a process group to all the others. Every rank awaits this.
 
-        A reader's rank in the queue is its rank in the group. Readers that share memory with the writer, which is tried
-        out, read the ring; the others are remote readers.
+        A reader has the rank that its process has in the group. Readers that share memory with the writer read the
+        ring; the others are remote readers. In a group of one, the writer sends to nobody. To replace a reader, call
+        ``create_from_handle(handle, rank)`` with the handle of the writer's `export_handle`.
 
-        A reader that is gone once all were ready is replaced as in any queue, by ``create_from_handle(handle, rank)``
-        with what the writer's `export_handle` returns: on the writer's host where that rank was there, else anywhere.
-
-        In a group of one nobody reads: the writer's end is ready at once, and sends to nobody.
-
-        If it fails at one rank, it raises at all. Cancelling it takes effect here at once, and makes it fail at the
-        others when their collectives get to it; once all have their end, closes this one instead. Later calls with the
-        same group wait until the collectives are over.
+        If this fails at one rank, it raises at all ranks. Cancelling it fails the other ranks, too, unless all have
+        their end already. Later calls with the same group wait until its collectives are over.
 
         Args:
-            pg: A ``torch.distributed.ProcessGroup`` with a backend for the CPU such as gloo, a
-                `StatelessProcessGroup`, or an object with ``rank``, ``world_size``, ``broadcast_obj`` and
-                ``all_gather_obj``.
+            pg: A ``torch.distributed.ProcessGroup`` with a CPU backend such as gloo, a `StatelessProcessGroup`, or an
+                object with ``rank``, ``world_size``, ``broadcast_obj`` and ``all_gather_obj``.
             max_chunk_bytes: Room for one message in the ring, in bytes.
-            max_chunks: How many messages of that size it has room for.
-            writer_rank: Who writes, by rank in the group.
-            external_writer_handle: The handle of a queue whose writer is outside of the group: all ranks then read that
-                one, ``writer_rank`` too. Only what ``writer_rank`` passes counts.
-            blocking: Whether to wait until every rank is attached. Without, await ``wait_until_ready()`` before use.
-            options: For the queue, as for `MessageQueue`.
-            codec: For the queue. Readers take the writer's; one that is not given by name is that reader's own
-                instance.
+            max_chunks: Number of messages of that size in the ring.
+            writer_rank: The writer's rank in the group.
+            external_writer_handle: The handle of a queue with a writer outside of the group: all ranks read that queue,
+                ``writer_rank`` too. Only the argument of ``writer_rank`` counts.
+            blocking: Whether to wait until every rank is attached. If not, await ``wait_until_ready()`` before use.
+            options: As for `MessageQueue`.
+            codec: The writer's counts; a reader may pass its own instance of the same codec.
             connect_ip: The address that remote readers connect to. Only the writer's counts.
-            slots: Messages that the ring holds, as for `MessageQueue`. Only the writer's counts.
-            type: What the messages are, as for `MessageQueue` and `create_from_handle`.
+            slots: As for `MessageQueue`. Only the writer's counts.
+            type: The type of the messages, as for `MessageQueue` and `create_from_handle`.
 
         Returns:
             The writer's end at ``writer_rank``, a reader's elsewhere.
@@ -167,10 +160,10 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         Raises:
             HandleError: It failed at another rank, which the text names; or this one cannot attach.
             SharedMemoryError: There is not enough memory, or no socket can be bound.
-            ValueError, TypeError: An argument is out of range, or ``writer_rank`` not the same everywhere; ``pg`` is no
-                process group, or none that this process belongs to.
-            TimeoutError, GroupBroken: A collective of the group failed, whose ranks may be out of step from then on.
-            PeerDied, QueueClosed: With ``blocking``: another rank went away before every rank was attached.
+            ValueError, TypeError: An argument is out of range, ``writer_rank`` differs between ranks, or ``pg`` is no
+                process group of this process.
+            TimeoutError, GroupBroken: A collective of the group failed; its ranks may be out of step from then on.
+            PeerDied, QueueClosed: With ``blocking``: a rank went away before every rank was attached.
         """
         with naming_limits("a reader or a writer"):
             from aioshm.queue.groups.making import GroupCall
@@ -196,23 +189,22 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     ) -> tuple[MessageQueue[S], list[Handle]]:
         """Make a queue from every rank of a process group to one of them. Every rank awaits this.
 
-        Each rank, ``reader_rank`` too, gets the writer's end of a queue of its own, whose only reader has rank 0. At
-        ``reader_rank`` call ``MessageQueue.create_from_handle(handles[rank], 0)`` for each rank that is to be read.
+        Each rank, ``reader_rank`` too, gets the writer's end of its own queue, whose only reader has rank 0. At
+        ``reader_rank``, call ``MessageQueue.create_from_handle(handles[rank], 0)`` for each rank.
 
-        If it fails at one rank, it raises at all. Cancelling it: see `create_from_process_group`.
+        Errors and cancellation: see `create_from_process_group`.
 
         Args:
             pg: As for `create_from_process_group`.
             max_chunk_bytes: Room for one message in each ring, in bytes.
-            max_chunks: How many messages of that size each has room for.
-            reader_rank: Who reads, by rank in the group.
-            blocking: Whether to wait until the reader is attached to this rank's queue. At ``reader_rank`` itself this
-                never waits: only its caller can do what that would wait for.
-            options: For the queues, as for `MessageQueue`; each rank's own count.
-            codec: For the queues; each rank's own counts.
-            connect_ip: The address that a remote reader connects to; each rank's own counts.
-            slots: Messages that each ring holds, as for `MessageQueue`; each rank's own counts.
-            type: What the messages are, as for `MessageQueue`.
+            max_chunks: Number of messages of that size in each ring.
+            reader_rank: The reader's rank in the group.
+            blocking: Whether to wait until the reader is attached to this rank's queue. ``reader_rank`` never waits.
+            options: As for `MessageQueue`; each rank's own counts, also for ``codec``, ``connect_ip`` and ``slots``.
+            codec: As for `MessageQueue`.
+            connect_ip: As for `MessageQueue`.
+            slots: As for `MessageQueue`.
+            type: As for `MessageQueue`.
 
         Returns:
             This rank's writer; and at ``reader_rank`` the handles of all ranks' queues, by rank, elsewhere none.
@@ -229,17 +221,15 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         return cast(MessageQueue[S], cls.around(end)), handles
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until every reader has the ring mapped. Every end calls this.
-
-        May be cancelled, and called again.
+        """Wait until every reader is attached. Every end may call this, and call it again after cancelling it.
 
         Args:
             timeout: Seconds to wait; None waits for ever.
 
         Raises:
             TimeoutError: An end is missing; the text says which.
-            PeerDied: The writer, or a reader whose death is not tolerated, died. The writer is told once of a reader
-                that was there and died before all were ready; its place is free, and this can be called again.
+            PeerDied: The writer died, or a reader whose death is not tolerated. The writer raises this once for a
+                reader that died before all were ready; the rank is vacant then, and this can be called again.
             HandleError: The writer refused this reader.
         """
         await self.end.wait_until_ready(deadline_after(timeout))
@@ -247,11 +237,11 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     async def enqueue(self, obj: T, timeout: float | None = None) -> None:
         """Send an object to every reader, waiting for room in the ring.
 
-        After this returns, the object may be changed or freed. Cancelling it has sent the message to every reader or
-        to none.
+        After this returns, the object may be changed or freed. A cancelled call has sent the message to every reader
+        or to none.
 
         Args:
-            obj: What the queue's codec can encode.
+            obj: An object that the queue's codec can encode.
             timeout: Seconds to wait; None waits for ever.
 
         Raises:
@@ -268,12 +258,12 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     async def enqueue_many(self, objs: Iterable[T], timeout: float | None = None) -> None:
         """Send objects, in order and one right after the other, with one wake-up of each reader.
 
-        All of them or none: everything is encoded first, and published once there is room for all. A batch for which
-        the whole ring has not enough slots or chunks goes in parts; when this is cancelled or times out, the parts that
-        were sent stay sent, which ``stats().messages`` counts.
+        All of them or none: everything is encoded first, and published once there is room for all. A batch that is
+        larger than the whole ring goes in parts; if this is cancelled or times out, ``stats().messages`` counts the
+        parts that were sent.
 
         Args:
-            objs: What the queue's codec can encode.
+            objs: Objects that the queue's codec can encode.
             timeout: Seconds to wait; None waits for ever.
 
         Raises:
@@ -300,16 +290,16 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     async def dequeue(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
     ) -> T:
-        """Receive the next message; it is the caller's own.
+        """Receive the next message; it belongs to the caller.
 
         Cancelling this call loses nothing: the next call returns the same message.
 
         Args:
             timeout: Seconds to wait; None waits for ever.
             cancel: Ends the wait once set.
-            indefinite: Report nothing however long this takes. Otherwise the log tells, every
-                ``options.stall_warning_s``, what is known of the writer: whether it is stopped, hung, or just has
-                nothing to send. Waits for the same message that time out, or are cancelled, count together.
+            indefinite: Report nothing however long this takes. Otherwise the log says, every
+                ``options.stall_warning_s``, whether the writer is stopped, hung, or has nothing to send. Waits for the
+                same message that time out, or are cancelled, count together.
 
         Raises:
             TimeoutError: Nothing arrived in time.
@@ -331,10 +321,10 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         cancel: asyncio.Event | None = None,
         indefinite: bool = False,
     ) -> list[T]:
-        """Wait for a message and return it with those behind it that are there: at least one, at most ``max_items``.
+        """Wait for a message; return it and the available ones behind it, ``max_items`` at most.
 
-        A batch may end early: before a message that comes with large buffers or is damaged, which is then the next
-        call's first, and when the loop's other tasks must have their turn. Cancelling this call loses nothing.
+        A batch may end early: before a message with large buffers or a damaged one, which the next call returns first,
+        and when the loop's other tasks are due. Cancelling this call loses nothing.
 
         Raises:
             TimeoutError, QueueCancelled, PeerDied, QueueClosed: As `dequeue`.
@@ -356,13 +346,13 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     def acquire_write(
         self, timeout: float | None = None, *, nbytes: int | None = None
     ) -> AbstractAsyncContextManager[memoryview]:
-        """Give so many writable bytes of the ring to the block to fill, which hold whatever was there before.
+        """Give writable bytes of the ring to the block, with arbitrary content, and send them when the block ends.
 
-        The block's end publishes them; a block that raises, or is cancelled, publishes nothing.
+        A block that raises, or is cancelled, sends nothing.
 
         Args:
             timeout: Seconds to wait; None waits for ever.
-            nbytes: How many, at most ``max_chunk_bytes``; None: as many as that.
+            nbytes: Number of bytes. None: ``max_chunk_bytes``, which is the most.
 
         Raises:
             TimeoutError, PeerDied, QueueClosed: As `enqueue`.
@@ -378,22 +368,21 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         like: Like = "numpy",
         timeout: float | None = None,
     ) -> AbstractAsyncContextManager[Any]:
-        """Lend an array to the block, to be filled where readers will see it, and send it when the block ends.
+        """Lend an array to the block, which fills it in place, and send it when the block ends.
 
-        Nothing is copied: an array of 64 KiB and more lies in the ring, or in a segment beside it, of whatever size; a
-        smaller one is copied, which takes less time. Nothing is sent where the block raises or is cancelled. Readers
-        receive what they would if the array had been enqueued: a copy of their own from `dequeue`, a view from `lease`.
+        An array of 64 KiB and more lies in the ring, or in a segment beside it, and is not copied; a smaller one is. A
+        block that raises, or is cancelled, sends nothing. Readers receive the array as if it had been enqueued: a copy
+        from `dequeue`, a view from `lease`.
 
-        When the block has ended, the memory belongs to the queue. An array of 64 KiB and more, and
-        every view of it, then reads as zeros, and what is written to it reaches no reader. Copy
-        inside the block what you need afterwards.
+        After the block, the memory belongs to the queue: an array of 64 KiB and more, and every view of it, reads as
+        zeros, and writing to it reaches no reader. Copy inside the block what you need afterwards.
 
-        Meanwhile other tasks that send wait, and calls of this one are refused with `RoleError`. With remote readers a
-        copy goes over the network; with ``Options(overflow="zmq")`` what is larger than ``max_chunk_bytes`` is copied.
+        During the block, other tasks that send wait, and calls of this task raise `RoleError`. Remote readers get a
+        copy; with ``Options(overflow="zmq")`` an array larger than ``max_chunk_bytes`` is copied, too.
 
         Args:
             shape: The array's shape, or its length.
-            dtype: The name of its type, or that of NumPy or torch itself.
+            dtype: The name of a dtype, or a dtype of NumPy or torch.
             like: ``"numpy"``, or ``"torch"`` for a tensor.
             timeout: Seconds to wait for room; None waits for ever.
 
@@ -408,14 +397,13 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         return writer.loan(ArraySpec(shape, dtype, like), timeout)
 
     def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractAsyncContextManager[memoryview]:
-        """Lend so many writable bytes to the block, as `loan` does an array.
+        """Lend writable bytes with arbitrary content to the block, as `loan` lends an array.
 
-        The bytes hold whatever was there before. Readers receive what the codec makes of bytes-like objects: ``bytes``
-        with ``"raw"`` and ``"msgpack"``, a writable bytes-like object with ``"pickle"``; and a lease shows a read-only
-        ``memoryview`` of them.
+        Readers receive ``bytes`` with ``"raw"`` and ``"msgpack"``, and a writable bytes-like object with ``"pickle"``;
+        a lease shows a read-only ``memoryview``.
 
         Args:
-            nbytes: How many.
+            nbytes: Number of bytes.
             timeout: Seconds to wait for room; None waits for ever.
 
         Raises:
@@ -425,7 +413,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         return writer.loan_bytes(nbytes, timeout)
 
     def build(self, nbytes: int | None = None, timeout: float | None = None) -> AbstractAsyncContextManager[Message]:
-        """Lend a message to the block that can have arrays inside, to be filled where readers will see them.
+        """Lend a message to the block, with arrays inside that the block fills in place.
 
         Other parts are encoded as usual::
 
@@ -434,12 +422,12 @@ class MessageQueue(QueueBase[T], AsyncClosing):
                 message["hidden"][...] = ...
                 message["step"] = 3
 
-        A dict is sent, or whatever ``message.value`` was set to, with the arrays anywhere inside of it. What becomes of
-        them is what `loan` says.
+        The message is a dict, or the value of ``message.value``, with the arrays anywhere inside. For the arrays see
+        `loan`.
 
         Args:
-            nbytes: How much room the arrays need together; None: as much as ``max_chunk_bytes``. Arrays for which that
-                is not enough are copied when the block ends.
+            nbytes: Room for all arrays together. None: ``max_chunk_bytes``. Further arrays are copied when the block
+                ends.
             timeout: Seconds to wait for room; None waits for ever.
 
         Raises:
@@ -451,9 +439,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     def acquire_read(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
     ) -> AbstractAsyncContextManager[memoryview]:
-        """Give the next message's bytes, undecoded and read-only, to the block.
-
-        They are valid inside the block, whose end releases the slot, also when it raises.
+        """Give the next message's bytes, undecoded and read-only, to the block; its end releases the slot.
 
         Raises:
             TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot: As `dequeue`.
@@ -464,22 +450,19 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     def lease(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
     ) -> AbstractAsyncContextManager[T]:
-        """Give the next message to the block, decoded where it lies: large arrays, tensors and bytes are not copied.
+        """Give the next message to the block, decoded in place: large arrays, tensors and bytes are not copied.
 
-        What is seen where it lies is read-only: arrays, and a ``memoryview`` of what was bytes. A tensor cannot be:
-        what is written to it reaches a private copy of the page (on Linux; elsewhere it ends the process), and nobody
-        else. The slot is held until the block ends, also by an exception. What is used after that is a copy, made of
-        whatever is still held at the end of the next lease, or some 10 ms after this one, unless a call waits for a
-        message then: so a loop's own name for the message causes none, however long the next one takes.
+        Arrays, and the ``memoryview`` that replaces bytes, are read-only. Writing to a tensor changes a private copy of
+        the page (on Linux; elsewhere it ends the process). The slot is held until the block ends. If you keep an array
+        after the block, it becomes a private copy: at the end of the next lease, or about 10 ms after this one unless a
+        call waits for a message then. A loop's own variable for the message therefore causes no copy.
 
-        A message of less than 256 KiB is received as by `dequeue` when the block begins, since a copy takes less time
-        than a view. `leases` does the same for one message after the other.
-
-        Until the block ends, calls of other tasks wait, and calls of this one are refused with `RoleError`.
+        A message of less than 256 KiB is received as by `dequeue`, which is faster. `leases` leases one message after
+        the other. During the block, calls of other tasks wait, and calls of this task raise `RoleError`.
 
         Raises:
             TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot, CodecError: As `dequeue`.
-            SharedMemoryError: At the end: something is still held and there is no memory for its copy.
+            SharedMemoryError: At the end: something is still in use and there is no memory for its copy.
         """
         reader = self._reader_of("lease")
         return reader.lease(timeout, cancel, indefinite)
@@ -487,13 +470,11 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     def leases(self) -> Leases[T]:
         """Iterate over messages, each leased until the next one is asked for; until the writer closes.
 
-        As a block of `lease` around the loop's body. A loop that is left by ``break``, ``return`` or an exception ends
-        its last lease, unless the iterator has a name: then ``await its.aclose()`` does, or `contextlib.aclosing`.
+        As a block of `lease` around the loop's body. Leaving the loop ends the last lease, unless a variable holds the
+        iterator: then close it (``aclose``, `contextlib.aclosing`).
 
         Raises:
-            PeerDied, CorruptSlot, CodecError: As `dequeue`, when the next message is asked for.
-            SharedMemoryError: Then as well: what the lease before has shown is still held and there is no memory for
-                its copy.
+            PeerDied, CorruptSlot, CodecError, SharedMemoryError: As `lease`, when the next message is due.
             RoleError: This is the writer's end.
         """
         reader = self._reader_of("leases")
@@ -508,29 +489,28 @@ class MessageQueue(QueueBase[T], AsyncClosing):
 
     @property
     def readers(self) -> tuple[ReaderInfo, ...]:
-        """Who reads, at every place that has, had or awaits a reader; of the writer's end. Empty once it was closed."""
+        """The readers: one entry for each rank that has, had or awaits a reader. Empty after closing; writer only."""
         writer = self._writer_of("readers")
         return writer.readers()
 
     def membership(self, timeout: float | None = None) -> Membership:
-        """Iterate over what becomes of readers from now on, with ``async for``, until this end is closed.
+        """Iterate over changes of the readers from now on, until this end is closed.
 
-        The items are `ReaderJoined`, `ReaderLeft` and `ReaderDied`. The last 1024 are kept for each iteration; one that
-        is slower than that gets a `ChangesLost`. `readers` says how it is.
+        The items are `ReaderJoined`, `ReaderLeft` and `ReaderDied`; an iteration that is more than 1024 changes behind
+        gets a `ChangesLost`, after which `readers` has the present state.
 
         Args:
-            timeout: Seconds for which each step waits before it raises ``TimeoutError``; the next one goes on.
+            timeout: Seconds for which each step waits before it raises ``TimeoutError``; the next one continues.
         """
         writer = self._writer_of("membership")
         return Membership(writer, timeout)
 
     def dismiss(self, rank: int) -> None:
-        """Go on without a reader; its place is vacant then.
+        """Continue without a reader; its rank is vacant then.
 
-        One that has died with ``on_reader_death="raise"`` is not raised any more, and a place that ``"hold"`` keeps is
-        given up with its messages. One that never came is not waited for. One that lives is evicted: its calls raise
-        `ReaderEvicted`. What a block of one on this host sees just now, or a call decodes, may be overwritten under it,
-        and its place can be had again when it has closed its end, or has died.
+        A dead reader is not raised any more (``on_reader_death="raise"``), or not held with its messages (``"hold"``).
+        A reader that never came is not waited for. A live reader is evicted: its calls raise `ReaderEvicted`, memory
+        that a block of a local one shows may be overwritten, and its rank is vacant when it has closed its end or died.
 
         Raises:
             ValueError: No reader has this rank.
@@ -564,14 +544,12 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         return self
 
     async def aclose(self) -> None:
-        """Close this end: the other side is told, waiting calls raise `QueueClosed`. Idempotent.
+        """Close this end and notify the other side; waiting calls raise `QueueClosed`. Idempotent.
 
-        A writer's readers can still read everything that was sent. Where ``on_reader_death="hold"`` keeps messages for
-        the replacement of a reader that has died, this waits for that, ``options.linger_s`` at most, and then a warning
-        says what is lost. Cancelling this ends that waiting, but does not stop the closing. It may be awaited on any
-        loop of the process, in any thread: also while the one that this end belongs to runs in another thread, which
-        then does it, and after that one was closed. Where that one has only stopped, what still waits there keeps the
-        memory until it goes on.
+        Readers can still read everything that the writer has sent. If ``on_reader_death="hold"`` holds messages for a
+        dead reader's replacement, this waits up to ``options.linger_s`` for it, and then logs what is lost. Cancelling
+        this ends that wait, not the closing. Any loop and thread of the process may await this; if the owning loop is
+        stopped but not closed, its pending calls keep the memory mapped until it runs again.
         """
         await self.end.state.aclose()
 

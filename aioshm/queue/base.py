@@ -69,38 +69,35 @@ class QueueBase(Generic[T]):
         """Make the writer's end.
 
         Args:
-            n_reader: Readers in all; each receives every message. With none, as in a group of one, everything is sent
-                at once, to nobody.
+            n_reader: Number of readers; each receives every message. 0: messages are sent to nobody.
             n_local_reader: Readers on this host, which read the ring; the others connect over TCP. None: all of them.
-            local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
-            max_chunk_bytes: Room for one message in the ring, in bytes; larger ones lie in memory beside it.
-            max_chunks: How many messages of that size the ring has room for before the writer has to wait for the
-                slowest reader. Of smaller ones it holds more, and of small ones as many as it has slots.
-            connect_ip: The address of this host that remote readers connect to; None: the one that its packets to other
-                hosts have. ``"*"``, ``"0.0.0.0"`` or ``"::"``: all of them, with that one in the handle.
-            codec: How objects become bytes: ``"pickle"``, ``"msgpack"``, ``"raw"``, the name of a codec that was
-                registered with `register_codec`, or a codec of one's own making, such as ``MsgpackCodec(type=Step)``.
-            options: Everything else; None takes the defaults and the environment.
-            remote_reader_ranks: The ranks of the remote readers; None means the lowest that are not local.
-            slots: Messages that the ring holds, of whatever size, before the writer has to wait; None: thousands.
-            type: What the messages are, for type checkers: with ``type=Step``, as with ``MessageQueue[Step](...)``,
-                this is a ``MessageQueue[Step]``. The codec must be able to decode it. What is sent is not checked here,
-                but by readers that are told the type, too.
-            name: What readers of this user on this host find the queue by, with `attach`: letters, digits and
-                ``._:+@-``. It is this writer's until it is closed or dies, and then the next one's. It is written to
-                ``options.runtime_dir``, which has to be the readers', too.
-            identity: The path of a file, made with mode 0600 if there is none, that keeps ports, keys and token: remote
-                readers with ``reconnect=True`` find the next writer that is started with it, on the same address. As
-                good as the handles, which stay valid, so keep it as secret. Where a port is in use, this tries for half
-                a second, blocking, to have it.
+            local_reader_ranks: Ranks of the local readers. None: 0 to n_local_reader - 1.
+            max_chunk_bytes: Room for one message in the ring, in bytes; larger messages lie in memory beside it.
+            max_chunks: Number of messages of that size in the ring before the writer waits for the slowest reader. The
+                ring holds more messages if they are smaller, up to ``slots``.
+            connect_ip: The address of this host that remote readers connect to. None: the one that packets to other
+                hosts have. ``"*"``, ``"0.0.0.0"`` or ``"::"``: listen on all, with that one in the handle.
+            codec: Encodes objects: ``"pickle"``, ``"msgpack"``, ``"raw"``, the name of a codec that was registered with
+                `register_codec`, or a codec such as ``MsgpackCodec(type=Step)``.
+            options: All other options. None: the defaults and the environment.
+            remote_reader_ranks: Ranks of the remote readers. None: the lowest that are not local.
+            slots: Messages of any size that the ring holds before the writer waits. None: thousands.
+            type: The type of the messages, for type checkers: with ``type=Step``, as with ``MessageQueue[Step](...)``,
+                this is a ``MessageQueue[Step]``. The codec must be able to decode it. Only readers that pass ``type``,
+                too, check messages.
+            name: The name by which readers of the same user on this host find the queue, with `attach`: letters, digits
+                and ``._:+@-``. The name is free for the next writer when this one is closed or dies. It is a file in
+                ``options.runtime_dir``, which readers must share.
+            identity: Path of a file with ports, keys and token, created with mode 0600. The next writer with the same
+                file has the same address, so remote readers with ``reconnect=True`` find it, and handles stay valid.
+                Keep the file as secret as a handle. If a port is in use, this blocks for up to half a second.
 
         Raises:
             ValueError, TypeError: An argument is out of range; the text names it.
-            NameTaken: A writer that lives has the name, or the identity.
-            IdentityError: The file of the identity is damaged, or another user's, or others may read it.
+            NameTaken: Another writer has the name, or the identity.
+            IdentityError: The identity's file is damaged, another user's, or readable by others.
             UnsafePayload: There are remote readers, and ``options.secure=False`` goes with pickle.
-            SharedMemoryError: There is not enough memory, or no socket can be bound, or the name or the identity cannot
-                be written: no room, or a directory that is read-only, another user's, or open to others.
+            SharedMemoryError: There is not enough memory, no socket can be bound, or a file cannot be written.
         """
         ranks = checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks)
         end = writing_end(

@@ -70,15 +70,15 @@ class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
-    """Names a queue, and lets in its holder: treat it like a password.
+    """Names a queue, and admits its holder: treat it like a password.
 
     Attributes:
-        version: Of the segment's layout.
+        version: Version of the segment's layout.
         queue_id: 16 random bytes.
-        token: What a reader must know to be admitted.
-        host: Where the ring is.
-        uid: Whose it is.
-        n_reader: All readers.
+        token: Readers must present it to be admitted.
+        host: The host of the ring.
+        uid: The user who owns the ring.
+        n_reader: Number of readers.
         local_reader_ranks: The ranks that read the ring, in the order of its flags.
         max_chunk_bytes: Room for one message in the ring, in bytes.
         max_chunks: Chunks of that size.
@@ -86,12 +86,12 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         inline_bytes: Room for a message in a slot, in bytes.
         lifeline: Where the writer listens: ``@name`` for an abstract Unix socket, else a path.
         segment: Name of the POSIX segment, or None where its descriptor comes over the lifeline.
-        codec: How messages are encoded.
-        connect_ip: The address that remote readers connect to, as the writer was told.
-        remote: Where they connect; None where all readers are local.
-        options: The writer's, which hold for its readers too.
+        codec: Name of the codec.
+        connect_ip: The writer's ``connect_ip``.
+        remote: Addresses and credentials of remote readers; None: all readers are local.
+        options: The writer's options, which hold for its readers, too.
         answers: When the writer answers whether its event loop runs.
-        name: What the queue is called, if it has a name.
+        name: The queue's name, if it has one.
     """
 
     version: int
@@ -128,7 +128,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
 
     @property
     def label(self) -> str:
-        """What to call the queue, for people."""
+        """The queue's name, or the beginning of its id."""
         return self.name or self.queue_id.hex()[:8]
 
     def to_json(self) -> str:

@@ -12,11 +12,11 @@ RATE_S = 1.0
 
 
 class ReaderStats(ReaderInfo, frozen=True, kw_only=True):
-    """One place of a queue and its reader, as `ReaderInfo`, and what its writer knows of how it reads.
+    """A reader as in `ReaderInfo`, and how it reads.
 
     Attributes:
-        bytes: In the bodies of the messages that it has finished with; None of a remote reader: only its end knows.
-        latency: How long messages took from being published until it had taken them; None of a remote reader.
+        bytes: Bytes in the bodies of the messages that it has finished with; None for a remote reader.
+        latency: Times from publishing a message until the reader took it; None for a remote reader.
     """
 
     bytes: int | None = None
@@ -24,12 +24,12 @@ class ReaderStats(ReaderInfo, frozen=True, kw_only=True):
 
     @property
     def latency_p50_s(self) -> float | None:
-        """The median of that, in seconds; None if nothing was counted."""
+        """The median of the latency, in seconds; None if nothing was counted."""
         return None if self.latency is None else self.latency.quantile(0.5)
 
     @property
     def latency_p99_s(self) -> float | None:
-        """What 99% of the messages stayed below, in seconds; None if nothing was counted."""
+        """The 99th percentile of the latency, in seconds; None if nothing was counted."""
         return None if self.latency is None else self.latency.quantile(0.99)
 
 
@@ -58,7 +58,7 @@ class Rates:
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What one end of a queue has done so far.
+    """Statistics of one end of a queue.
 
     Attributes:
         queue: The queue's name, or the first 8 hex digits of its id.
@@ -66,29 +66,27 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         rank: The reader's rank, or -1.
         ready: Whether `wait_until_ready` has succeeded.
         messages: Messages sent or received.
-        bytes: In their bodies: what their codec has made of them, without what comes along in slots and on the network.
-        messages_per_s: Messages a second since an earlier call of ``stats()``, one that was at least a second ago; at
-            first since this end was made, or attached.
-        bytes_per_s: The same of bytes.
-        overflows: How many of them did not fit a chunk.
-        copied_bytes: Bytes that this end has copied into messages, or out of leased ones: none of what is loaned, and
-            leased where it lies. What `dequeue` returns is a copy, and does not count; nor does a lease of what was
-            enqueued with arrays of less than 72 KiB, which is what `dequeue` returns.
+        bytes: Bytes in their encoded bodies.
+        messages_per_s: Messages per second since an earlier call of ``stats()`` at least a second ago; at first since
+            this end was made, or attached.
+        bytes_per_s: Bytes per second, likewise.
+        overflows: Number of messages that did not fit a chunk.
+        copied_bytes: Bytes that this end has copied into messages, or out of leased ones; loans and leases in place
+            copy none. The copies that `dequeue` returns do not count, nor do leases of small messages.
         backlog: Messages that this end (a writer: the slowest reader) has not finished with.
         max_chunks: Chunks of ``max_chunk_bytes`` in the ring.
         slots: Messages that the ring holds.
         readers: A writer's readers that are attached and alive.
         per_reader: A writer's readers one by one, as in `MessageQueue.readers`.
-        latency: How long messages took from being published until this reader had taken them; None of a writer, and of
-            a remote reader, whose host has another clock.
+        latency: Times from publishing a message until this reader took it; None for a writer and a remote reader.
         kept: Messages that a writer keeps because a remote reader has not acknowledged them yet.
         kept_bytes: Their size.
         resent: Messages sent again to remote readers, or received twice by this one.
         reconnects: Times that a remote reader has lost a connection and got it back.
-        restarts: Times that a reader went on with another writer, and has told so (`QueueRestarted`).
-        garbled_traces: Messages that a reader got with a trace context that is none (`Options.trace_context`).
-        spins: Times this end span, each for some microseconds.
-        spin_hits: Spins that ended with what was waited for.
+        restarts: Times that a reader has raised `QueueRestarted`.
+        garbled_traces: Messages that a reader got with a damaged trace context (`Options.trace_context`).
+        spins: Times this end has spun, each for some microseconds.
+        spin_hits: Spins that ended with a message, or with room.
         spin_s: Seconds spent spinning.
         naps: Short sleeps on a timer, in which the other end does not wake this one.
         parks: Times this end went to sleep.

@@ -40,13 +40,12 @@ if TYPE_CHECKING:
 class MessageQueue(QueueBase[T], Closing):
     """A queue from one writer to many readers, for threads without an event loop.
 
-    The arguments, the results and the errors are those of `aioshm.MessageQueue`, and the names are, too. While a call
-    waits, other threads run. A background thread of the process attaches ends, and notices what happens to the others,
-    from the first call on.
+    Names, arguments, results and errors are those of `aioshm.MessageQueue`; ``cancel`` is a `threading.Event`. While a
+    call waits, other threads run. A background thread of the process attaches ends and notices changes of other ends.
 
-    **Signals.** What the handler of a signal raises, such as Ctrl-C's KeyboardInterrupt or an alarm's exception, ends a
-    call that waits, and comes out of it. A call that receives has lost nothing then: the next one returns the same
-    message. A call that sends may be interrupted before or after it has sent, and `messages` tells::
+    **Signals.** An exception of a signal handler, such as KeyboardInterrupt, ends a waiting call. An interrupted call
+    that receives loses nothing: the next call returns the same message. An interrupted call that sends may have sent or
+    not, which `messages` tells::
 
         before = mq.messages
         try:
@@ -55,15 +54,13 @@ class MessageQueue(QueueBase[T], Closing):
             if mq.messages == before:
                 ...  # nothing was sent
 
-    A message that a call has returned is the caller's, also if a handler raises before it is assigned. A block that is
-    interrupted on the way in was never entered; one that is interrupted on the way out ends when the exception is let
-    go of, and what it was to send is not sent.
+    A message that a call has returned belongs to the caller, even if a handler raises before the assignment. A block
+    that is interrupted on the way in was not entered; one that is interrupted on the way out sends nothing.
 
-    Any thread of the process that made it may use an end, one at a time: a call waits while another thread waits in a
-    call of the same end, or is in a block that has its slot, and its ``timeout`` counts meanwhile. Messages are sent
-    whole and in the order in which the calls had their turns; several threads that receive get different messages. A
-    call inside of a block of the same thread, and in a signal handler that interrupts one, is refused with `RoleError`
-    instead of waiting for itself; but see `close`. Codecs must not wait for other threads that use blocking queues.
+    **Threads.** Any thread of the process may use an end, one at a time: a call waits while another thread waits in a
+    call of the same end, or is in a block that has its slot, and its ``timeout`` counts meanwhile. A call inside of a
+    block of the same thread, or in a signal handler that interrupts a call, raises `RoleError`, except `close`. Codecs
+    must not wait for other threads that use blocking queues.
     """
 
     def _hold(self, end: WritingEnd | ReadingEnd) -> None:
@@ -395,19 +392,18 @@ class MessageQueue(QueueBase[T], Closing):
 
     @property
     def messages(self) -> int:
-        """How many messages this end has sent, or its calls have returned: tells what became of an interrupted call."""
+        """Number of messages that this end has sent, or that its calls have returned."""
         return self.stats().messages - len(self.held.undelivered)
 
     def __repr__(self) -> str:
         return repr(self.held)
 
     def close(self) -> None:
-        """Close this end: the other side is told. Idempotent, and from any thread.
+        """Close this end and notify the other side. Idempotent; may be called from any thread.
 
-        Calls that wait in other threads raise `QueueClosed` before this returns. Where the end is in use so that this
-        cannot wait, inside of a block that has its slot, in whichever thread, or in a signal handler that interrupts
-        one of its calls, this returns at once, everything that is asked of the end from then on raises `QueueClosed`
-        (a block of `acquire_write` sends nothing), and it is closed when that block or call ends.
+        Calls that wait in other threads raise `QueueClosed` before this returns. While a block has the slot, or in a
+        signal handler that interrupts a call, this returns immediately: further calls raise `QueueClosed`, a block of
+        `acquire_write` sends nothing, and the end is closed when the block or call ends.
         """
         self.held.close()
 

@@ -54,20 +54,16 @@ def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -
 class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     """The messages of many queues, each as ``(rank, obj)``. Made by `merge`.
 
-    Each queue's messages come in its order; among the queues that have messages, each has its turn before any of them
-    has another. A queue whose writer closes it drops out; one that ends otherwise, or cannot be attached to, does so
-    with an error: a `PeerDied`, a `HandleError`, a `ReaderEvicted`, or a `MessagesLost`. It is told once, by then the
-    queue is out, and the iteration can be gone on with: ``anext``, or another ``async for``. It ends when all have
-    ended. `add` and `remove` change what it is of.
+    Each queue's messages come in order, and queues with messages take turns. A queue whose writer closes it drops out.
+    A queue that ends otherwise, or cannot be attached to, drops out with an error, which is raised once, or is an item
+    with ``errors="yield"``: a `PeerDied`, `HandleError`, `ReaderEvicted` or `MessagesLost`. A damaged or lost message
+    (`CorruptSlot`, `CodecError`, `MessagesLost`), a lack of memory or descriptors for one, and a `QueueRestarted` are
+    raised in the same way, and their queue stays. `failed` has the errors that ended queues. After an error, iterate
+    again. The iteration ends when all queues have ended. `add` and `remove` change the queues.
 
-    A message that is damaged or lost is told in the same way, and its queue goes on: a `CorruptSlot`, `CodecError` or
-    `MessagesLost`, for each try a `SharedMemoryError` or `OutOfDescriptors` while a message has no room, and a
-    `QueueRestarted`. `failed` tells which error is its queue's end. With ``errors="yield"`` errors are items, as are
-    exceptions that were sent as messages: nothing else tells one from the other.
-
-    Cancelling a wait loses nothing. Two tasks that iterate get different messages. While this waits, calls that other
-    tasks make on one of the readers wait in line behind it, and go before it afterwards; between two messages the
-    readers can be used as if they were not merged. An iteration may be left, and begun again, at any time.
+    Cancelling a wait loses nothing. Two tasks that iterate get different messages. During a wait, calls of other tasks
+    on one of the readers wait, too; between two messages the readers can be used as if they were not merged. An
+    iteration may be left, and begun again, at any time.
 
     To type checkers, ``obj`` is of the queues' type, or anything, such as an error.
 
