@@ -51,6 +51,7 @@ class Closable(Protocol):
 class ClosingOrder:
     """Closes one end, once. Made before the end's parts: Python finalizes the oldest first."""
 
+    last_stats: QueueStats  # once dismantled
     _inside: Closable
 
     def __init__(self, state: EndState) -> None:
@@ -152,7 +153,7 @@ class ClosingOrder:
     def dismantle_unless_used(self) -> None:
         """Release everything, if the goodbye was said and no call is waiting."""
         if self._parted and not self.dismantled and not self._state.lock.calls:
-            self._last_stats = self._inside.stats()
+            self.last_stats = self._inside.stats()
             self.dismantled = True
             self._take_apart()
 
@@ -166,12 +167,9 @@ class ClosingOrder:
         self._inherited = True
         if not self.dismantled:
             self._state.forbid()
-            self._last_stats = self._inside.stats()
+            self.last_stats = self._inside.stats()
             self.dismantled = True
             self._inside.abandon()
-
-    def stats(self) -> QueueStats:
-        return self._last_stats if self.dismantled else self._inside.stats()
 
     def __del__(self) -> None:
         if getattr(self, "dismantled", True):

@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 import msgspec
 
 from aioshm.config import Options
 from aioshm.errors import HandleError
 from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors
-from aioshm.queue.inquiry import Answers
 from aioshm.ring.layout import VERSION, Layout
 
 if TYPE_CHECKING:
     from aioshm.zeromq.curve import CurveKeys
 
+
+Answers: TypeAlias = Literal["always", "by a thread", "unknown"]
+"""Whether a writer answers that its event loop runs: always, also while the program hangs, or perhaps never."""
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 

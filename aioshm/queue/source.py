@@ -5,15 +5,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from aioshm.errors import AioshmError
 from aioshm.lifeline.doorbell import Doorbell
+from aioshm.process.state import SUSPECT_STATES
+from aioshm.queue.handle import Answers
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY
+from aioshm.wait.limits import seconds
 
 
 class SourceBlock(Protocol):
@@ -78,10 +82,6 @@ class Source(ABC):
     def look(self) -> bool:
         """Return whether a message is there, be it only in part; poll sockets, too."""
         return False
-
-    def look_on(self) -> bool:
-        """Return the same; look for as long as a call should before it waits."""
-        return self.look()
 
     def take(self) -> Any:
         """Return the next message, `EMPTY`, or `SLOW_PATH` if incomplete; skip a damaged one."""
@@ -164,3 +164,20 @@ class Source(ABC):
 
     def abandon(self) -> None:
         """Release, in a forked child, everything that would hide the parent's death."""
+
+
+def findings(who: str, state: str, silent_s: float | None, answers: Answers) -> tuple[int, str]:
+    """Return log level and text about a writer; ``silent_s``: None if no answer is due."""
+    is_ = f" is {state}" if state else ""
+    if state in SUSPECT_STATES:
+        return logging.WARNING, f"{who}{is_}"
+    also = f"{is_} and" if state else ""
+    if silent_s is None and answers == "by a thread":
+        text = "answers by a thread of its own: whether the program that uses the queue hangs is not known here"
+        return logging.WARNING, f"{who}{also} {text}"
+    if silent_s is None:
+        return logging.INFO, f"{who}{also} answers: its event loop runs, and there is nothing to read"
+    if answers != "unknown":
+        text = f"its event loop has not answered for {seconds(silent_s)}: it is blocked, or busy without a pause"
+        return logging.WARNING, f"{who}{is_}, but {text}" if state else f"{who}: {text}"
+    return logging.WARNING, f"{who}{also} has not answered whether its event loop runs; older releases never do"

@@ -392,7 +392,7 @@ class EndState:
         await self._closing.aclose()
 
     def stats(self) -> QueueStats:
-        stats = self._closing.stats()
+        stats = self._closing.last_stats if self.dismantled else self._inside.stats()
         messages_per_s, bytes_per_s = self.rates.since(monotonic(), stats.messages, stats.bytes)
         return msgspec.structs.replace(stats, messages_per_s=messages_per_s, bytes_per_s=bytes_per_s)
 

@@ -1,8 +1,7 @@
-"""Messages that are kept for remote readers: copied before the caller goes on, their memory used again, not early."""
+"""Messages that are kept for remote readers: copied before the caller goes on, and counted while ZeroMQ reads them."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from support import eventually
 
 from aioshm.codec.frames import HEADER, INLINE, RAW, body_bytes, split_body
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.outgoing import IDLE_BYTES, Outbox, Outgoing
+from aioshm.queue.remote.outgoing import Outbox, Outgoing
 from aioshm.queue.remote.wire import ONE_FRAME_BYTES
 
 SECRET = bytes(wire.SECRET_BYTES)
@@ -30,10 +29,6 @@ def received(message: Outgoing) -> wire.Data:
     """Return what a reader makes of it."""
     body = None if message.body is None else memoryview(bytes(message.body))
     return wire.parse_data(memoryview(wire.address(SECRET) + message.head), body)
-
-
-def idle(outbox: Outbox) -> list[int]:
-    return [len(memory) for memory in outbox._idle]
 
 
 @pytest.mark.parametrize("size", [0, 1, ONE_FRAME_BYTES - 1, ONE_FRAME_BYTES, ONE_FRAME_BYTES + 1, 10**6])
@@ -74,47 +69,17 @@ def test_bytes_that_nobody_can_change_are_not_copied() -> None:
     assert pack(Outbox(), content).body is content
 
 
-def test_memory_is_used_again() -> None:
-    outbox = Outbox()
-    first = pack(outbox, b"1", bytes(100_000))
-    memory = first.memory
-    assert memory is not None
-    assert pack(outbox, b"2", bytes(100_000)).memory is not memory, "the first one is still kept"
-    outbox.let_go([first])
-    assert first.body is None
-    small = pack(outbox, b"3", bytes(20_000))
-    assert small.memory is not memory, "it would be wasted on so small a message"
-    again = pack(outbox, b"4", bytes(50_000))
-    assert again.memory is memory
-    assert received(again).body == b"4" + bytes(50_000)
-    larger = pack(outbox, b"5", bytes(100_001))
-    assert larger.memory is not memory
-
-
-def test_the_smallest_memory_that_fits_is_taken() -> None:
-    outbox = Outbox()
-    messages = [pack(outbox, b"x", bytes(size)) for size in (300_000, 100_000, 200_000)]
-    memories = [message.memory for message in messages]
-    outbox.let_go(messages)
-    assert pack(outbox, b"x", bytes(90_000)).memory is memories[1]
-    assert pack(outbox, b"x", bytes(90_000)).memory is memories[2]
-
-
-def test_memory_that_zeromq_reads_is_not_touched() -> None:
+def test_message_that_zeromq_reads_counts_until_every_sending_is_done() -> None:
     outbox = Outbox()
     message = pack(outbox, b"1", bytes(100_000))
-    memory = message.memory
     trackers: list[Any] = [SimpleNamespace(done=False) for _ in range(3)]
     message.trackers.extend(trackers)
     outbox.let_go([message])
-    assert outbox.nbytes == message.nbytes
     for tracker in trackers:
         assert outbox.nbytes == message.nbytes, "it is sent three times"
-        assert pack(outbox, b"2", bytes(100_000)).memory is not memory
         tracker.done = True
         outbox.tidy()
     assert outbox.nbytes == 0
-    assert pack(outbox, b"2", bytes(100_000)).memory is memory
 
 
 def test_bytes_that_zeromq_reads_count_too() -> None:
@@ -126,7 +91,7 @@ def test_bytes_that_zeromq_reads_count_too() -> None:
     assert outbox.nbytes == message.nbytes
     tracker.done = True
     outbox.tidy()
-    assert (outbox.nbytes, idle(outbox)) == (0, [])
+    assert outbox.nbytes == 0
 
 
 @pytest.fixture
@@ -143,7 +108,6 @@ def test_zeromq_itself_says_when_it_has_let_go(pair: tuple[zmq.Socket[bytes], zm
     outbox = Outbox()
     expected = b"payload!" * 50_000
     message = pack(outbox, b"", expected)
-    memory = message.memory
     for _ in range(2):  # as when it is sent again
         assert message.body is not None
         tracker = sender.send(message.body, copy=False, track=True)
@@ -152,8 +116,6 @@ def test_zeromq_itself_says_when_it_has_let_go(pair: tuple[zmq.Socket[bytes], zm
     outbox.let_go([message])
     for _ in range(2):
         assert outbox.nbytes == message.nbytes
-        other = pack(outbox, b"", b"garbage!" * 50_000)
-        assert other.memory is not memory
         assert receiver.recv() == expected
 
     def let_go() -> bool:
@@ -161,19 +123,3 @@ def test_zeromq_itself_says_when_it_has_let_go(pair: tuple[zmq.Socket[bytes], zm
         return outbox.nbytes == 0
 
     eventually(let_go, "the end of ZeroMQ's use")
-    assert pack(outbox, b"", b"garbage!" * 50_000).memory is memory
-
-
-def test_idle_memory_is_bounded() -> None:
-    outbox = Outbox()
-    size = 1 << 20
-    messages = [pack(outbox, b"x", memoryview(mmap.mmap(-1, size))) for _ in range(80)]
-    assert idle(outbox) == []
-    outbox.let_go(messages)
-    assert 0 < sum(idle(outbox)) <= IDLE_BYTES
-    assert max(idle(outbox)) == size + 1
-    before = idle(outbox)
-    outbox.let_go([pack(outbox, b"x", bytes(2 * IDLE_BYTES))])
-    assert idle(outbox) == before, "what only one message in a while needs is given back"
-    outbox.let_go([pack(outbox, b"x", bytes(size))])
-    assert sorted(idle(outbox)) == sorted(before), "what fits is used again"

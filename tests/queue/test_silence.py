@@ -20,7 +20,7 @@ from test_death import Child, child
 
 from aioshm import MessageQueue, Options, blocking, merge
 from aioshm.lifeline.dialer import Lifeline
-from aioshm.queue.inquiry import findings
+from aioshm.queue.source import findings
 
 pytestmark = pytest.mark.slow_on_uvloop
 

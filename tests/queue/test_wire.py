@@ -325,4 +325,4 @@ def test_a_greeting_in_another_version_is_told_from_garbage(version: int, more: 
 @pytest.mark.parametrize("more", [[], [False, False, False, "what a later version adds"]])
 def test_a_refusal_is_understood_in_every_version(more: list[Any]) -> None:
     assert wire.parse_from_writer(msgspec.msgpack.encode(["Refused", "why", *more])) == wire.Refused("why")
-    assert msgspec.msgpack.decode(wire.RefusedPlainly("why").pack()) == ["Refused", "why", False]
+    assert msgspec.msgpack.decode(wire.Refused("why").pack())[:3] == ["Refused", "why", False]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from aioshm.errors import QueueClosed
 from aioshm.queue.source import SourceBlock, TakenMessage
@@ -15,7 +14,7 @@ from aioshm.wait.limits import deadline_after
 if TYPE_CHECKING:
     from aioshm.queue.ends.reading import ReadingEnd
 
-T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
 
 
 class ReadBlock(AbstractAsyncContextManager[Any]):
@@ -125,18 +124,7 @@ class AwaitedReadBlock(ReadBlock):
             state.loop.call_soon_threadsafe(self.leave_now)
 
 
-class Leases(Protocol[T_co]):
-    """Messages for ``async for``, each leased until the next."""
-
-    def __aiter__(self) -> Self: ...
-
-    def __anext__(self) -> Awaitable[T_co]: ...
-
-    def aclose(self) -> Coroutine[Any, Any, None]:
-        """End the lease of the latest message."""
-
-
-class LeasedMessages:
+class Leases(Generic[T]):
     """Leases messages until the writer closes; dropping the iterator ends the last lease."""
 
     def __init__(self, end: ReadingEnd) -> None:
@@ -147,12 +135,12 @@ class LeasedMessages:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> T:
         self._leave()
         self._leasing = True
         try:
             block = self._end.lease(None, None, False)
-            message = await block.__aenter__()
+            message: T = await block.__aenter__()
             self._block = block
             return message
         except QueueClosed:

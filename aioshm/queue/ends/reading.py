@@ -12,7 +12,7 @@ import msgspec
 from aioshm.codec import Codec, Encoded, cannot_decode
 from aioshm.config import check_int
 from aioshm.errors import AioshmError, CodecError, QueueEmpty
-from aioshm.queue.ends.leasing import AwaitedReadBlock, LeasedMessages, Leases
+from aioshm.queue.ends.leasing import AwaitedReadBlock, Leases
 from aioshm.queue.ends.reconnect import Following
 from aioshm.queue.handle import Handle
 from aioshm.queue.source import Source, nothing
@@ -124,7 +124,7 @@ class ReadingEnd:
 
     def leases(self) -> Leases[Any]:
         """Return an iterator that leases each message until the next one."""
-        return LeasedMessages(self)
+        return Leases(self)
 
     async def dequeue(self, outcome: Any, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
         """Receive the next message after the core did not; ``outcome``: its answer, its exception, or None."""
@@ -157,7 +157,7 @@ class ReadingEnd:
         source = self.source
         if self.state.core.passes():
             source.settle()
-            if source.look_on() and (batch := source.take_many(max_items)):
+            if source.look() and (batch := source.take_many(max_items)):
                 return batch
         deadline = deadline_after(timeout, cancel, indefinite)
         await self.line_up(deadline, cancel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, monotonic_ns
@@ -20,11 +21,13 @@ from aioshm.queue.state import EndState
 from aioshm.queue.tracing import NO_TRACE, current_trace
 from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot, Slots
-from aioshm.wait.limits import Stall, settle
+from aioshm.wait.limits import Stall, seconds, settle
 
 if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
     from aioshm.queue.remote.outgoing import Outgoing
     from aioshm.queue.remote.readers import RemoteReaders
+
+logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 EVICT_POLL_S = 0.05
 """How often a full window looks whether a remote reader is too slow by now to be waited for."""
@@ -49,8 +52,6 @@ class Sender:
         ring: LocalReaders,
         network: RemoteReaders | None,
         codec: Codec,
-        report: Callable[[float], None],
-        lag: LagWatch,
     ) -> None:
         self._state = state
         self._ring = ring
@@ -63,12 +64,11 @@ class Sender:
         self._inline_bytes = ring.ring.layout.inline_bytes
         self._small_bytes = min(self._inline_bytes, state.options.max_message_bytes)
         self._max_message_bytes = state.options.max_message_bytes
-        self._report = report
-        self._lag = lag
+        options = state.options
+        self._lag = LagWatch(options.lag_warning_s, options.stall_warning_s, self._report_lag)
         self._stall: Stall | None = None
         self._stalled_at = -1
-        # The room that the waiting call needs.
-        self.wanted: Need = Need(1, ())
+        self._wanted = Need(1, ())  # the room that the waiting call needs
         has_readers = bool(ring.ranks) or network is not None
         self.encode: Callable[[Any], Encoded] = codec.encode if has_readers else _checked_only(codec)
         self._current_trace = current_trace() if state.options.trace_context else None
@@ -359,12 +359,24 @@ class Sender:
 
     def _stall_of_writing(self, wanted: Need) -> Stall:
         """Return the stall report of a wait for room, continued from an earlier call."""
-        self.wanted = wanted
+        self._wanted = wanted
         if self._stall is not None and self._stalled_at == self._core.seq:
             self._stall.resume()
         else:
-            self._stall, self._stalled_at = self._state.stall(self._report), self._core.seq
+            self._stall, self._stalled_at = self._state.stall(self._report_laggards), self._core.seq
         return self._stall
+
+    def _report_laggards(self, waited_s: float) -> None:
+        text = "%r: waited %s to write message %d: not read by %s"
+        logger.warning(text, self._state, seconds(waited_s), self._core.seq, self.laggards(self._wanted))
+
+    def _report_lag(self, rank: int, held_s: float, waited_s: float) -> None:
+        registry = self._ring.registry
+        slot = registry.slots[rank]
+        if slot.in_use:
+            text = "%r: held back for %s by %s, %d messages behind: %.0f%% of that time went by waiting for it"
+            share = 100 * waited_s / held_s
+            logger.warning(text, self._state, seconds(held_s), slot.name, registry.lag(slot), share)
 
 
 def _room_for(network: RemoteReaders, *messages: Encoded) -> bool:

@@ -17,7 +17,6 @@ from aioshm.arguments import check_int
 from aioshm.codec import Codec, Encoded, PickleCodec
 from aioshm.errors import AioshmError, PeerClosed, QueueFull
 from aioshm.process.limits import shortage
-from aioshm.queue.ends.lag import LagWatch
 from aioshm.queue.ends.lending import Loan, Message, itself, room_for
 from aioshm.queue.ends.sending import Sender
 from aioshm.queue.handle import Handle, host_id
@@ -67,8 +66,7 @@ class WritingEnd:
         self._listening = False
         self._parted = False  # whether the goodbye was said
         self._refused: Callable[[], AioshmError] | None = None  # with what, because of readers that are gone
-        lag = LagWatch(state.options.lag_warning_s, state.options.stall_warning_s, self._report_lag)
-        self.sender: Sender = Sender(state, ring, network, codec, self._report_laggards, lag)
+        self.sender: Sender = Sender(state, ring, network, codec)
         self.send: Callable[[Any], Any] = self.sender.send
         state.core = ring.ring.core
         remote = set() if network is None else set(network.ranks).difference(ring.ranks)
@@ -361,22 +359,6 @@ class WritingEnd:
         missing = ", ".join(self.registry.missing())
         hint = "a reader attaches when its first call is awaited, or with `async with`"
         logger.warning("%r: waited %s for readers to attach: %s (%s)", self.state, waited, missing, hint)
-
-    def _report_laggards(self, waited_s: float) -> None:
-        logger.warning(
-            "%r: waited %s to write message %d: not read by %s",
-            self.state,
-            seconds(waited_s),
-            self.ring.ring.seq,
-            self.sender.laggards(self.sender.wanted),
-        )
-
-    def _report_lag(self, rank: int, held_s: float, waited_s: float) -> None:
-        slot = self.registry.slots[rank]
-        if slot.in_use:
-            text = "%r: held back for %s by %s, %d messages behind: %.0f%% of that time went by waiting for it"
-            behind, share = self.registry.lag(slot), 100 * waited_s / held_s
-            logger.warning(text, self.state, seconds(held_s), slot.name, behind, share)
 
     def stats(self) -> QueueStats:
         ring, network = self.ring, self.network

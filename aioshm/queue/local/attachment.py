@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aioshm.errors import HandleError, PeerClosed
+from aioshm.lifeline.address import socket_file
 from aioshm.lifeline.dialer import Lifeline, attach
-from aioshm.lifeline.protocol import CLOSED, Hello
+from aioshm.lifeline.protocol import CLOSED, Hello, Welcome
+from aioshm.process.limits import naming_limits
 from aioshm.process.loop_thread import shared_loop
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.overflow import PassedSegments
@@ -30,16 +33,15 @@ class Attachment:
         lifeline: Lifeline,
         buffer: ShmRingBuffer,
         ring: RingReader,
-        subscriber: Callable[[bytes, int], OverflowSubscriber],
+        subscriber: Callable[[], OverflowSubscriber],
     ) -> None:
         self.lifeline = lifeline  # the connection to the writer; not started
         self.buffer = buffer
         self.ring = ring
-        secret, rank = lifeline.welcome.secret, lifeline.welcome.rank
-        self.rank: int = rank
+        self.rank: int = lifeline.welcome.rank
         # Where messages are that did not fit a chunk.
         self.overflow: PassedSegments = PassedSegments(
-            ring, secret, lifeline.look, lambda: lifeline.holds_back, lambda: subscriber(secret, rank)
+            ring, lifeline.welcome.secret, lifeline.look, lambda: lifeline.holds_back, subscriber
         )
 
     @classmethod
@@ -49,9 +51,9 @@ class Attachment:
         hello: Hello,
         sock: socket.socket | None,
         prefault_bytes: int,
-        subscriber: Callable[[bytes, int], OverflowSubscriber],
+        changed: Callable[[], None],
     ) -> Attachment:
-        """Wait until the writer has admitted this reader, then map the ring.
+        """Wait until the writer has admitted this reader, then map the ring; ``changed``: a body has arrived.
 
         Raises:
             HandleError: The queue is gone, refused this reader, or is not what the handle says.
@@ -75,7 +77,7 @@ class Attachment:
             if closed:
                 raise PeerClosed(CLOSED.reason) from None
             raise
-        attachment = cls(lifeline, buffer, ring, subscriber)
+        attachment = cls(lifeline, buffer, ring, functools.partial(_subscriber, handle, welcome, changed))
         if handle.options.overflow == "zmq":
             try:
                 attachment.overflow.subscribe()
@@ -137,6 +139,13 @@ class WriterWaker:
             except BaseException:  # as above
                 self._ring.writer_parked[0] = 1
                 raise
+
+
+def _subscriber(handle: Handle, welcome: Welcome, changed: Callable[[], None]) -> OverflowSubscriber:
+    with naming_limits("a reader"):  # which reading the files may reach; and who has segments needs no ZeroMQ
+        from aioshm.queue.local.overflow_sockets import OverflowSubscriber
+    endpoint = f"ipc://{socket_file(handle.options, handle.queue_id, 'overflow')}"
+    return OverflowSubscriber(endpoint, welcome.secret, welcome.rank, handle.options.remote_timeout, changed)
 
 
 def _map(handle: Handle, lifeline: Lifeline) -> ShmRingBuffer:

@@ -45,16 +45,7 @@ _STATES = {"left": LEFT, "died": DIED, "held": HELD}
 class LocalReaders:
     """The transport of local readers; the `lifeline.peer.Host` of the listener.
 
-    Args:
-        ranks: The readers' ranks, in the order of the ring's flags.
-        sizes: The bytes of a chunk, how many chunks, and how many slots, None taking the default.
-        options: The queue's options.
-        token: The secret that readers must know; None: a new one.
-        extra: Ranks that nobody waits for before the queue is ready.
-
-    Raises:
-        SharedMemoryError: There is not enough memory, or no socket can be bound.
-        OutOfDescriptors: None is left.
+    ``sizes``: the bytes of a chunk, how many chunks, how many slots. Nobody waits for readers of ``extra`` ranks.
     """
 
     kind = "local"

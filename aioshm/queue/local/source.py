@@ -10,24 +10,23 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aioshm.codec import Codec
 from aioshm.config import SlowReader
 from aioshm.errors import AioshmError, HandleError, LimitReached, MessagesLost, PeerClosed, PeerDied, SharedMemoryError
-from aioshm.lifeline.address import peer_credentials, socket_file
+from aioshm.lifeline.address import peer_credentials
 from aioshm.lifeline.dialer import Lifeline, dial, hang_up
 from aioshm.lifeline.doorbell import Doorbell
 from aioshm.lifeline.protocol import Hello
 from aioshm.process.limits import naming_limits
 from aioshm.process.state import SUSPECT_STATES, process_state
 from aioshm.queue.handle import Handle
-from aioshm.queue.inquiry import findings
 from aioshm.queue.local.attachment import Attachment, WriterWaker
 from aioshm.queue.local.copying import CopyingSlots, eviction
 from aioshm.queue.local.leases import Leases
 from aioshm.queue.local.slots import SlotReader
-from aioshm.queue.source import Source, SourceBlock, nothing
+from aioshm.queue.source import Source, SourceBlock, findings, nothing
 from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
@@ -35,9 +34,6 @@ from aioshm.ring.copying import CopyingCore
 from aioshm.ring.layout import VERSION
 from aioshm.wait.cpus import usable_cpus
 from aioshm.wait.limits import seconds
-
-if TYPE_CHECKING:  # who has segments needs no ZeroMQ
-    from aioshm.queue.local.overflow_sockets import OverflowSubscriber
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
@@ -103,7 +99,7 @@ class RingSource(Source):
         usable_cpus()  # is asked for again once the writer has answered, which takes longer than this does
         with naming_limits(f"{state!r}"):
             self.attachment = attachment = await Attachment.make(
-                self._handle, self._hello, sock, state.options.prefault_bytes, self._subscriber
+                self._handle, self._hello, sock, state.options.prefault_bytes, state.interrupt
             )
         self._lifeline, self._cursor = lifeline, ring = attachment.lifeline, attachment.ring
         self._rank = attachment.rank
@@ -136,13 +132,6 @@ class RingSource(Source):
         lifeline.prove()
         if lifeline.welcome.going:
             self._on_go()
-
-    def _subscriber(self, secret: bytes, rank: int) -> OverflowSubscriber:
-        with naming_limits("a reader"):  # which reading the files may reach; and who has segments needs no ZeroMQ
-            from aioshm.queue.local.overflow_sockets import OverflowSubscriber
-        state, handle = self._state, self._handle
-        endpoint = f"ipc://{socket_file(handle.options, handle.queue_id, 'overflow')}"
-        return OverflowSubscriber(endpoint, secret, rank, handle.options.remote_timeout, state.interrupt)
 
     def _attached(self, attaching: asyncio.Task[None]) -> None:
         if attaching.cancelled():
@@ -208,10 +197,6 @@ class RingSource(Source):
         return others
 
     # Receiving
-
-    def look_on(self) -> bool:
-        core = self._cursor.core
-        return core.ready() or (core.spin_ns > 0 and core.spin(core.spin_ns))
 
     def open_block(self, *, decoded: bool) -> SourceBlock | None:
         return self._slots.open_block(decoded=decoded)

@@ -33,13 +33,7 @@ class Newcomer(NamedTuple):
 
 
 class Admission:
-    """Answers the readers that the writer does not know.
-
-    Args:
-        readers: Those that it knows.
-        queue_id: The queue; None: whichever has the token.
-        token: The handle's secret.
-    """
+    """Answers readers that the writer does not know; with a queue id of None, whichever queue's have the token."""
 
     def __init__(self, readers: RemoteReaders, queue_id: bytes | None, token: bytes) -> None:
         self._readers = readers
@@ -56,7 +50,7 @@ class Admission:
         topic = self._readers.secret
         reason = self._why_unknown(hello)
         if reason is not None:
-            self._sockets.send(identity, wire.RefusedPlainly(reason))
+            self._sockets.send(identity, wire.Refused(reason))
         elif hello.topic != topic and not self._readers.closing:
             self._sockets.send(identity, wire.Renewed(topic))
         elif hello.leaving:

@@ -5,12 +5,16 @@ Remote readers get all messages this way. Local readers get bodies that do not f
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from time import monotonic
+from typing import Self
 
 import zmq
 
+from aioshm.codec.buffers import OwnMemory
 from aioshm.queue.remote import wire
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
@@ -118,3 +122,19 @@ class Connection:
                 self.up = False
                 self.down_since = monotonic()
         return before != (self.up, self.connections, self.refused)
+
+
+class MessageMemory(mmap.mmap, OwnMemory):
+    """Anonymous memory of one message, with huge pages where the kernel has them.
+
+    Raises:
+        OSError: There is no memory.
+    """
+
+    def __new__(cls, nbytes: int) -> Self:
+        """Map so many bytes."""
+        memory = super().__new__(cls, -1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory

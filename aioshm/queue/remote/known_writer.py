@@ -9,9 +9,9 @@ from time import monotonic
 
 from aioshm.errors import AioshmError, PeerDied
 from aioshm.queue.handle import Handle, RemoteAddress
-from aioshm.queue.inquiry import findings
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.reader_sockets import ReaderSockets
+from aioshm.queue.source import findings
 from aioshm.queue.state import EndState
 from aioshm.wait.limits import seconds
 

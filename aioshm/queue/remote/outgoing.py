@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
@@ -15,6 +13,7 @@ from aioshm.codec.frames import HEADER, write_body
 from aioshm.config import Options
 from aioshm.queue.encoded import message_bytes
 from aioshm.queue.remote import wire
+from aioshm.queue.remote.data_sockets import MessageMemory
 from aioshm.queue.remote.window import SendWindow
 from aioshm.queue.remote.wire import ADDRESS_BYTES, BODY_APART, ONE_FRAME_BYTES, TRACED
 from aioshm.ring.layout import TRACE_BYTES
@@ -22,19 +21,15 @@ from aioshm.ring.layout import TRACE_BYTES
 if TYPE_CHECKING:  # who sends large messages to local readers has no such sockets
     from aioshm.queue.remote.writer_sockets import WriterSockets
 
-IDLE_BYTES = 64 << 20
-"""So much memory is kept to be filled again: touching fresh memory costs more than the copy."""
-
 
 class Outgoing:
     """One message."""
 
-    __slots__ = ("body", "head", "memory", "nbytes", "trackers")
+    __slots__ = ("body", "head", "nbytes", "trackers")
 
-    def __init__(self, head: bytes, body: bytes | memoryview | None, memory: mmap.mmap | None) -> None:
+    def __init__(self, head: bytes, body: bytes | memoryview | None = None) -> None:
         self.head: bytes = head  # the first frame, without whom it is for
         self.body: bytes | memoryview | None = body  # the second frame, if there is one
-        self.memory: mmap.mmap | None = memory
         self.nbytes: int = ADDRESS_BYTES + len(head) + (0 if body is None else len(body))  # of both
         self.trackers: list[zmq.MessageTracker] = []
 
@@ -46,10 +41,9 @@ class Outgoing:
 
 
 class Outbox:
-    """Makes messages, and takes their memory back."""
+    """Makes messages, and counts those that ZeroMQ still reads once nobody needs them."""
 
     def __init__(self) -> None:
-        self._idle: list[mmap.mmap] = []
         self._used: list[Outgoing] = []
         self.nbytes: int = 0  # size of those that were let go of while ZeroMQ still reads them
 
@@ -69,26 +63,23 @@ class Outbox:
         header = HEADER.pack(kind, codec, flags, len(buffers), seq, monotonic_ns(), main_bytes) + trace
         if not apart:
             if not buffers:
-                return Outgoing(b"".join((header, *parts)), None, None)
+                return Outgoing(b"".join((header, *parts)))
             gathered = bytearray(len(header) + size)
             gathered[: len(header)] = header
             write_body(memoryview(gathered)[len(header) :], parts, buffers)
-            return Outgoing(bytes(gathered), None, None)
+            return Outgoing(bytes(gathered))
         if len(parts) == 1 and not buffers and type(parts[0]) is bytes:
-            return Outgoing(header, parts[0], None)
-        memory = self._memory(size)
-        body = memoryview(memory)[:size]
+            return Outgoing(header, parts[0])
+        body = memoryview(MessageMemory(size))
         write_body(body, parts, buffers)
-        return Outgoing(header, body, memory)
+        return Outgoing(header, body)
 
     def let_go(self, messages: Sequence[Outgoing]) -> None:
-        """Take back what need not be sent any more."""
+        """Forget messages that need not be sent any more."""
         for message in messages:
             if message.used():
                 self._used.append(message)
                 self.nbytes += message.nbytes
-            else:
-                self._recycle(message)
 
     def tidy(self) -> None:
         """Look which of the messages that were let go of ZeroMQ does not read any more."""
@@ -96,25 +87,6 @@ class Outbox:
             used, self._used = self._used, []
             self.nbytes = 0
             self.let_go(used)
-
-    def _memory(self, size: int) -> mmap.mmap:
-        fitting = min((each for each in self._idle if len(each) >= size), key=len, default=None)
-        if fitting is not None and len(fitting) <= 4 * size:
-            self._idle.remove(fitting)
-            return fitting
-        memory = mmap.mmap(-1, size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
-
-    def _recycle(self, message: Outgoing) -> None:
-        memory, message.memory, message.body = message.memory, None, None
-        if memory is None or len(memory) > IDLE_BYTES:
-            return
-        self._idle.append(memory)
-        while sum(map(len, self._idle)) > IDLE_BYTES:
-            self._idle.pop(0)
 
 
 class Flow:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Self
 
 import msgspec
 import zmq
 
-from aioshm.codec.buffers import OwnMemory
 from aioshm.config import Options
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.data_sockets import Connection, DataSubscriber
+from aioshm.queue.remote.data_sockets import Connection, DataSubscriber, MessageMemory
 from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.pump import Pump, whole
@@ -134,22 +130,6 @@ class ReaderSockets:
             self._on_change()
 
 
-class _Memory(mmap.mmap, OwnMemory):
-    """Anonymous memory, with huge pages where the kernel has them.
-
-    Raises:
-        OSError: There is no memory.
-    """
-
-    def __new__(cls, nbytes: int) -> Self:
-        """Map so many bytes."""
-        memory = super().__new__(cls, -1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
-
-
 class Assembly:
     """Puts the parts of a message together, which come in their order.
 
@@ -158,7 +138,7 @@ class Assembly:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._memory: _Memory | None = None
+        self._memory: MessageMemory | None = None
         self._seq = 0
         self._filled = 0
 
@@ -173,7 +153,7 @@ class Assembly:
             self.clear()
             if part.total > self._max_bytes:
                 raise wire.WireError(f"a message of {part.total} bytes, more than {self._max_bytes}")
-            self._memory = _Memory(part.total)
+            self._memory = MessageMemory(part.total)
             self._seq = part.seq
         memory = self._memory
         if memory is None or (part.seq, part.offset, part.total) != (self._seq, self._filled, len(memory)):

@@ -64,19 +64,8 @@ class RemoteReader:
 class RemoteReaders:
     """The transport of remote readers.
 
-    Args:
-        registry: The registry of all readers.
-        queue_id: The queue.
-        token: What a reader must know.
-        ranks: Those that remote readers may have.
-        ip: Where to bind, from `check_ip`; None: this host's own address.
-        options: The queue's.
-        identity: Ports, keys and token that outlive this writer; released when the sockets are closed.
-        extra: Ranks that nobody waits for before the queue is ready.
-
-    Raises:
-        ValueError: The address is not this host's.
-        SharedMemoryError, OutOfDescriptors, OutOfThreads: The sockets cannot be had.
+    ``identity`` has ports, keys and token that outlive this writer, which releases it with the sockets; nobody
+    waits for readers of ``extra`` ranks.
     """
 
     kind = "remote"
@@ -205,7 +194,7 @@ class RemoteReaders:
             elif isinstance(message, wire.Hello):
                 self.admission.greeted(identity, message)
         except wire.VersionError as error:
-            self.sockets.send(identity, wire.RefusedPlainly(str(error)))
+            self.sockets.send(identity, wire.Refused(str(error)))
         except wire.WireError as error:
             held_back = self._limiter.admit()
             if held_back is not None:

@@ -134,7 +134,7 @@ class NetworkSource(Source):
             raise self._lost(message)
         self._window.held = True
         self.note_trace(message)
-        return LeasedData(self, message) if decoded else RawData(self, message)
+        return HeldData(self, message, decoded=decoded)
 
     def _lost(self, missing: Missing) -> MessagesLost:
         if self._window.skips:
@@ -240,34 +240,20 @@ class NetworkSource(Source):
         await self.link.finish()
 
 
-class RawData:
-    """A message's bytes, for `acquire_read`."""
+class HeldData:
+    """The first message in line, while a block has it: decoded, or as bytes for `acquire_read`."""
 
-    def __init__(self, source: NetworkSource, data: wire.Data) -> None:
-        self._source = source
-        self._view = data.body.toreadonly()
-
-    def open(self) -> memoryview:
-        return self._view
-
-    def close(self, *, undo: bool) -> None:
-        self._view.release()
-        self._source.let_go()
-        if not undo:
-            self._source.done()
-
-
-class LeasedData:
-    """A leased message."""
-
-    def __init__(self, source: NetworkSource, data: wire.Data) -> None:
+    def __init__(self, source: NetworkSource, data: wire.Data, *, decoded: bool) -> None:
         self._source = source
         self._data = data
+        self._view = None if decoded else data.body.toreadonly()
 
     def open(self) -> Any:
-        return self._source.seen(self._data)
+        return self._source.seen(self._data) if self._view is None else self._view
 
     def close(self, *, undo: bool) -> None:
+        if self._view is not None:
+            self._view.release()
         self._source.let_go()
         if not undo:
             self._source.done()

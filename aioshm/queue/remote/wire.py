@@ -88,41 +88,21 @@ def subscriber(subscription: bytes, secret: bytes) -> int | None:
 
 
 class Data(msgspec.Struct, frozen=True, gc=False):
-    """A data message.
+    """A data message, or a part of one."""
 
-    Attributes:
-        kind: `INLINE`, `RAW` or `MARK`.
-        codec: The code of the codec that the body is in.
-        n_buffers: Out-of-band buffers in the body.
-        seq: The sequence number.
-        main_bytes: Length of the body's main part.
-        body: As it would lie in a chunk; or a part of that.
-        trace: The trace context; empty: there is none.
-        offset: Where the part begins in the whole body.
-        total: Size of the whole body; more than ``body`` has where that is a part.
-    """
-
-    kind: int
+    kind: int  # `INLINE`, `RAW` or `MARK`
     codec: int
     n_buffers: int
     seq: int
-    main_bytes: int
-    body: memoryview
-    trace: bytes
-    offset: int
-    total: int
+    main_bytes: int  # length of the body's main part
+    body: memoryview  # as it would lie in a chunk; or a part of that
+    trace: bytes  # the trace context; empty: there is none
+    offset: int  # where the part begins in the whole body
+    total: int  # size of the whole body
 
 
 def parse_data(head: memoryview, body: memoryview | None) -> Data:
-    """Read a data message; that it begins with the secret was checked by the subscription.
-
-    Args:
-        head: The first frame.
-        body: The second one.
-
-    Raises:
-        WireError: This is none.
-    """
+    """Read a data message of one or two frames, or raise `WireError`. The subscription has checked the secret."""
     if len(head) < HEAD_BYTES:
         raise WireError(f"a frame of {len(head)} bytes instead of {HEAD_BYTES} or more")
     kind, codec, flags, n_buffers, seq, _, main_bytes = HEADER.unpack_from(head, ADDRESS_BYTES)
@@ -160,43 +140,31 @@ def parts(head: bytes, body: bytes | memoryview | None) -> Iterator[tuple[bytes,
 
 
 class Control(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=True):
-    """What every control message is."""
+    """The base of control messages."""
 
     def pack(self) -> bytes:
         """Return the message as bytes."""
         return _encoder.encode(self)
 
 
+# Readers to writer
+
+
 class Hello(Control):
-    """A reader introduces itself, again after every new connection.
+    """A reader introduces itself, again after every new connection."""
 
-    Attributes:
-        version: Of the protocol, which changes with the segment's layout.
-        queue_id: Of its handle.
-        token: Of its handle.
-        rank: Its own; `ANY_RANK`: the lowest that has no reader.
-        pid: Its process.
-        host: Where that is, for people.
-        proven: Whether data has reached it.
-        slow: What becomes of it when it is too slow, as `Options.slow_reader`.
-        topic: What the data messages begin with that it subscribes to: those of which writer.
-        history: How many of the latest messages it wants first.
-        admitted: Whether it was admitted before: if the writer knows it no more, it has missed something.
-        leaving: Whether this only says who it is that leaves.
-    """
-
-    version: int
+    version: int  # of the protocol, which changes with the segment's layout
     queue_id: bytes
     token: bytes
-    rank: int
+    rank: int  # or `ANY_RANK`: the lowest that has no reader
     pid: int
-    host: str
-    proven: bool
-    slow: str = "block"
-    topic: bytes = b""
-    history: int = 0
-    admitted: bool = False
-    leaving: bool = False
+    host: str  # for people
+    proven: bool  # data has reached the reader
+    slow: str = "block"  # as `Options.slow_reader`
+    topic: bytes = b""  # the writer's, whose data messages begin with it
+    history: int = 0  # how many of the latest messages the reader wants first
+    admitted: bool = False  # before: if the writer does not know the reader any more, the reader has missed something
+    leaving: bool = False  # this only says which reader leaves
 
 
 class Proven(Control):
@@ -204,21 +172,13 @@ class Proven(Control):
 
 
 class Acknowledge(Control):
-    """What a reader has finished with.
-
-    Attributes:
-        consumed: Sequence number of the first message that it has not finished with.
-    """
+    """The reader has finished with all messages below this number."""
 
     consumed: int
 
 
 class Resend(Control):
-    """What a reader is missing.
-
-    Attributes:
-        ranges: First and last sequence numbers of runs of messages.
-    """
+    """The reader is missing these runs of messages, each from a first to a last number."""
 
     ranges: list[tuple[int, int]]
 
@@ -231,30 +191,22 @@ class Leave(Control):
     """A reader says goodbye."""
 
 
-class Welcome(Control):
-    """The writer admits a reader, or has done so before.
+# Writer to readers
 
-    Attributes:
-        pid: The writer's.
-        host: Where that is, for people.
-        rank: Which reader this is.
-        first: Sequence number of its first message.
-    """
+
+class Welcome(Control):
+    """The writer admits a reader, or has done so before."""
 
     pid: int
-    host: str
+    host: str  # for people
     rank: int
-    first: int
+    first: int  # number of the reader's first message
 
 
 class Wait(Control):
-    """The writer cannot say yet whether it admits a reader; it will, once it knows what became of another one.
+    """The writer will admit or refuse a reader once it knows whether the reader that has the rank is still there."""
 
-    Attributes:
-        reason: For people.
-    """
-
-    reason: str
+    reason: str  # for people
 
 
 TOO_SLOW = "it was too slow"
@@ -265,41 +217,16 @@ DISMISSED = "the writer has dismissed this reader"
 
 
 class Refused(Control, forbid_unknown_fields=False):
-    """The writer does not admit a reader, or not any more. What later versions may add need not be understood.
+    """The writer does not admit a reader, or not any more. Other versions know the first two fields."""
 
-    Attributes:
-        reason: For people.
-        evicted: Whether it had been admitted.
-        full: Whether that is because all places have readers.
-        closed: Whether it is because the writer is closing the queue.
-    """
-
-    reason: str
-    evicted: bool = False
-    full: bool = False
-    closed: bool = False
-
-
-class RefusedPlainly(Control, tag="Refused"):
-    """`Refused`, with the fields that it has in all versions.
-
-    Attributes:
-        reason: For people.
-        evicted: False.
-    """
-
-    reason: str
-    evicted: bool = False
+    reason: str  # for people
+    evicted: bool = False  # the reader had been admitted
+    full: bool = False  # all ranks have readers
+    closed: bool = False  # the writer is closing the queue
 
 
 class Renewed(Control):
-    """The writer is another one than that of the reader's handle, or than before: it has taken its place.
-
-    It admits a reader that says hello once more, having subscribed to this one's data.
-
-    Attributes:
-        topic: What its data messages begin with.
-    """
+    """Another writer has taken the place of the reader's: the reader says hello once more, with this topic."""
 
     topic: bytes
 
@@ -313,27 +240,18 @@ class Tick(Control):
 
 
 class Lost(Control):
-    """Messages that a reader asked for are not to be had any more.
-
-    Attributes:
-        first: Sequence number of the first one.
-        last: Sequence number of the last one.
-    """
+    """Messages that a reader asked for, from a first to a last number, do not exist any more."""
 
     first: int
     last: int
 
 
 class Left(Control):
-    """The writer has heard that a reader leaves, or has received everything, and waits for it no more."""
+    """The writer knows that a reader leaves, or has received everything, and does not wait for the reader."""
 
 
 class Closing(Control):
-    """The writer says goodbye.
-
-    Attributes:
-        end: Sequence number that the next message would have had.
-    """
+    """The writer says goodbye; the next message would have had this number."""
 
     end: int
 
@@ -357,12 +275,7 @@ _any_hello: msgspec.msgpack.Decoder[_AnyHello] = msgspec.msgpack.Decoder(_AnyHel
 
 
 def parse_from_reader(data: bytes) -> FromReader:
-    """Read a control message that a reader sent.
-
-    Raises:
-        VersionError: It is a greeting in another version of the protocol.
-        WireError: This is none.
-    """
+    """Read a control message that a reader sent; raise `VersionError` for a greeting of another version."""
     try:
         message = _parse(_from_reader, data)
     except WireError:
@@ -383,11 +296,7 @@ def parse_from_reader(data: bytes) -> FromReader:
 
 
 def parse_from_writer(data: bytes) -> FromWriter:
-    """Read a control message that the writer sent.
-
-    Raises:
-        WireError: This is none.
-    """
+    """Read a control message that the writer sent."""
     message = _parse(_from_writer, data)
     if isinstance(message, Welcome) and not (0 <= message.rank <= MAX_RANK and 0 <= message.first <= MAX_SEQ):
         raise WireError(f"a welcome to rank {message.rank} from message {message.first} on")

@@ -23,7 +23,7 @@ _FROM_WRITER = (
     wire.Welcome(1, "host", 0, 5),
     wire.Wait("soon"),
     wire.Refused("no", full=True),
-    wire.RefusedPlainly("no"),
+    wire.Refused("no"),
     wire.Renewed(_SECRET),
     wire.Go(),
     wire.Tick(),
