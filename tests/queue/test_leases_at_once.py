@@ -53,18 +53,6 @@ async def test_other_tasks_wait_until_it_ends() -> None:
             assert obj == "fourth"
 
 
-async def test_it_would_wait_for_itself() -> None:
-    async with attached(1, chunks=4) as (writer, (reader,)):
-        for _ in range(2):
-            await writer.enqueue_many(["leased", "second"])
-            async with reader.lease() as obj:
-                assert obj == "leased"
-                for call in (reader.dequeue, lambda: reader.dequeue_many(2), lambda: reader.lease().__aenter__()):
-                    with pytest.raises(RoleError, match="wait for itself"):
-                        await call()
-            assert await reader.dequeue() == "second"
-
-
 async def test_the_slot_of_a_large_message_is_held() -> None:
     async with attached(1, chunks=2, chunk=1 << 20) as (writer, (reader,)):
         for how in (reader.lease, lambda: reader.lease(5)):
@@ -116,18 +104,6 @@ async def test_damage_is_reported_once() -> None:
             async with reader.lease() as obj:
                 assert obj == "good"
         assert reader.stats().backlog == 0
-
-
-async def test_what_the_block_raises_comes_out() -> None:
-    async with attached(1, chunks=1) as (writer, (reader,)):
-        for number in range(3):
-            await writer.enqueue(number)
-            with pytest.raises(ZeroDivisionError):
-                async with reader.lease() as obj:
-                    assert obj == number
-                    raise ZeroDivisionError
-            await writer.enqueue("next", 5)
-            assert await reader.dequeue(5) == "next"
 
 
 async def test_what_was_leased_is_not_kept_alive() -> None:

@@ -340,15 +340,3 @@ async def test_a_task_does_not_wait_for_itself() -> None:
         assert (await reader.dequeue(5))[:2] == b"ok"
         await writer.enqueue("goes on")
         assert await reader.dequeue(5) == "goes on"
-
-
-async def test_another_task_waits_for_the_block_to_end() -> None:
-    async with attached(1) as (writer, (reader,)):
-        await writer.enqueue_many([1, 2])
-        async with reader.lease(5) as obj:
-            behind = asyncio.ensure_future(reader.dequeue())
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert not behind.done()
-            assert obj == 1
-        assert await asyncio.wait_for(behind, 5) == 2

@@ -158,25 +158,6 @@ async def test_arrays_whose_names_outlive_their_blocks_cost_no_copy(size: int) -
             assert end.stats().copied_bytes < 12 * 400, "no more than the pickles"
 
 
-async def test_the_same_arguments_are_asked_for_again_and_again() -> None:
-    shape = [100, 1000]
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        for number in range(6):
-            shape[0] = 100 + number // 3
-            async with writer.loan(shape, "uint8") as array:
-                _fill(array, number)
-            assert (await reader.dequeue(5)).shape == (100 + number // 3, 1000), "a list may change"
-        for dtype in ("float32", "float32", "float32", "int16", "int16", "float32"):
-            async with writer.loan(100_000, dtype) as array:
-                _fill(array, 1)
-            assert (await reader.dequeue(5)).dtype == dtype
-        with pytest.raises(TypeError, match="shape"):
-            writer.loan(True, "float32")
-        async with writer.loan(100_000, "float32", "torch") as tensor:
-            _fill(tensor, 1)
-        assert isinstance(await reader.dequeue(5), torch.Tensor)
-
-
 async def test_an_exit_stack_costs_no_copy_either() -> None:
     async with attached(chunk=CHUNK) as (writer, (reader,)):
         async with AsyncExitStack() as stack:

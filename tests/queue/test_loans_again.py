@@ -5,11 +5,9 @@ Those in overflow segments have more tests in ``test_loans_in_segments.py``.
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import struct
 import sys
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ import torch
 from pairs import attached
 from support import until
 
-from aioshm import CodecError, MessageQueue, PeerDied, QueueClosed, RoleError
+from aioshm import CodecError, MessageQueue, PeerDied, QueueClosed
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, chunk_at
 
 CHUNK = 1 << 20
@@ -73,24 +71,6 @@ async def test_arrays_of_several_kinds(codec: str) -> None:
         assert [end.stats().backlog for end in readers] == [0, 0]
 
 
-async def test_what_a_lender_keeps_reaches_nobody() -> None:
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        await _warm(writer, reader)
-        kept: list[Any] = []
-        for number in range(ROUNDS):
-            async with writer.loan(SIZE, "uint8") as array:
-                array[:] = number
-                derived = [array, array[5:], memoryview(array), torch.from_numpy(array), np.from_dlpack(array)]
-                kept.append(derived[number % len(derived)])
-                derived.clear()
-            _scribble(array)
-            for view in kept:
-                with suppress(ValueError):
-                    view[:1] = b"\xff" if isinstance(view, memoryview) else 255
-            async with reader.lease(5) as leased:
-                assert (leased == number).all()
-
-
 async def test_a_tensor_alone_over_a_loan_reaches_nobody() -> None:
     async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
         await _warm(writer, reader)
@@ -102,25 +82,6 @@ async def test_a_tensor_alone_over_a_loan_reaches_nobody() -> None:
             tensor[:] = 255
             async with reader.lease(5) as leased:
                 assert (leased == number).all()
-
-
-async def test_arrays_whose_names_outlive_their_blocks_cost_no_copy() -> None:
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        await _warm(writer, reader)
-        before = writer.stats().copied_bytes
-        for number in range(ROUNDS):
-            async with writer.loan(SIZE, "uint8") as first:
-                first[:] = number
-            assert (await reader.dequeue(5) == number).all()
-            async with writer.loan(SIZE, "uint8") as second:  # in the same chunk: the one freed last
-                second[:] = number + 1
-            assert (await reader.dequeue(5) == number + 1).all()
-            async with AsyncExitStack() as stack:
-                third = await stack.enter_async_context(writer.loan(SIZE, "uint8"))
-                third[:] = number + 2
-            assert (await reader.dequeue(5) == number + 2).all()
-            _scribble(first)
-        assert writer.stats().copied_bytes - before < 200 * 3 * ROUNDS
 
 
 async def test_an_array_that_was_changed_in_place_is_sent_as_it_is() -> None:
@@ -140,58 +101,6 @@ async def test_an_array_that_was_changed_in_place_is_sent_as_it_is() -> None:
                 assert (leased == 257).all()
 
 
-async def test_a_block_that_raises_or_is_cancelled_sends_nothing() -> None:
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        await _warm(writer, reader)
-
-        async def raising(error: BaseException) -> None:
-            async with writer.loan(SIZE, "uint8") as array:
-                array[:] = 99
-                raise error
-
-        for error in (ValueError("no"), asyncio.CancelledError(), KeyError("no")):
-            with pytest.raises(type(error)):
-                await raising(error)
-            await _lend(writer, 7)
-            assert (await reader.dequeue(5) == 7).all()
-        assert reader.stats().backlog == 0
-
-
-async def test_others_wait_for_the_block_and_its_own_calls_are_refused() -> None:
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        await _warm(writer, reader)
-        for _ in range(3):
-            async with writer.loan(SIZE, "uint8") as array:
-                array[:] = 1
-                with pytest.raises(RoleError):
-                    await writer.enqueue("of the block itself")
-                others = [asyncio.ensure_future(_lend(writer, number)) for number in (2, 3)]
-                others.append(asyncio.ensure_future(writer.enqueue("last")))
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-                assert not any(other.done() for other in others)
-            await asyncio.gather(*others[:1])
-            assert [int((await reader.dequeue(5))[0]) for _ in range(2)] == [1, 2]
-            await asyncio.gather(*others)
-            assert int((await reader.dequeue(5))[0]) == 3
-            assert await reader.dequeue(5) == "last"
-
-
-async def test_closing_during_a_block() -> None:
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        await _warm(writer, reader)
-        with pytest.raises(QueueClosed):
-            async with writer.loan(SIZE, "uint8") as array:
-                closing = asyncio.ensure_future(writer.aclose())
-                await until(lambda: writer.end.state.closed)
-                array[:] = 2
-        await closing
-        _scribble(array)
-        assert len(array) == SIZE
-        with pytest.raises(QueueClosed):
-            await reader.dequeue(5)
-
-
 async def test_the_reader_goes_during_a_block() -> None:
     async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
         await _warm(writer, reader)
@@ -200,33 +109,6 @@ async def test_the_reader_goes_during_a_block() -> None:
                 await reader.aclose()
                 await until(lambda: writer.end.state.refusal is not None)
                 array[:] = 2
-
-
-async def test_a_block_that_is_forgotten() -> None:
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        await _warm(writer, reader)
-        forgotten = writer.loan(SIZE, "uint8")
-        array = await forgotten.__aenter__()
-        with pytest.warns(ResourceWarning, match="never left"):
-            del forgotten
-            gc.collect()
-        await asyncio.wait_for(writer.enqueue("after"), 5)
-        _scribble(array)
-        assert await reader.dequeue(5) == "after"
-
-
-async def test_backpressure() -> None:
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        await _warm(writer, reader)
-        for number in range(3):
-            await _lend(writer, number)
-        waiting = asyncio.ensure_future(_lend(writer, 3))
-        await until(lambda: writer.end.state.lock.calls)
-        assert not waiting.done()
-        for number in range(4):
-            async with reader.lease(5) as array:
-                assert (array == number).all()
-        await waiting
 
 
 async def test_what_is_kept_of_leased_loans_never_changes() -> None:
