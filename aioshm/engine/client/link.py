@@ -27,7 +27,7 @@ from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestT
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.protocol.reports import encode_scale
 from aioshm.engine.security.binding import Protection, over_tcp
-from aioshm.engine.security.keys import keys_for_front_end
+from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.errors import CodecError, EndClosed, EngineDead, RoleError
 from aioshm.logs import LogLimiter
 from aioshm.process.background import notify
@@ -116,8 +116,8 @@ class EngineLink:
         self.liveness: Liveness = Liveness(this)
         if address is not None:
             self.pending.idle = lambda _rank: this.say_progress()
-            keys = keys_for_front_end(self._chosen.keys) if self._secure and over_tcp([address]) else None
             try:
+                keys = self._keys(address)
                 self._membership = MembershipListener(address, this, None if keys is None else keys.to_front_end())
             except BaseException:
                 self.closed = True
@@ -238,11 +238,15 @@ class EngineLink:
     def _subscribe(self, address: str | None) -> None:
         try:
             if address is not None:
-                encrypted = self._secure and over_tcp([address])
-                keys = keys_for_front_end(self._chosen.keys) if encrypted else None
+                keys = self._keys(address)
                 self.sockets.subscribe(address, None if keys is None else keys.to_coordinator())
         except (OSError, RuntimeError) as error:  # requests are distributed by what this client knows, then
             self._limiter.warn(logger, "there are no counts from the coordinator: %s", error)
+
+    def _keys(self, address: str) -> EngineKeys | None:
+        if not self._secure or not over_tcp([address]):
+            return None
+        return keys_for_front_end(self._chosen.keys)
 
     def disconnected(self, connection: int) -> None:
         """Handle the end of a connection."""

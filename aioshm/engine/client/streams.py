@@ -30,9 +30,12 @@ class Inbox:
     waiter: asyncio.Future[None] | None = None  # of the task that waits
     ended: bool = False
     error: Callable[[], Exception] | None = None  # why it has ended, if the request is not finished
-    interrupted: bool = False  # whether the last wait was cancelled, and nobody has waited since
-    _consumer: asyncio.Task[Any] | None = None
-    _on_consumer_end: Callable[[asyncio.Task[Any]], None] | None = None
+    _stay: Callable[[], object] | None = None  # takes back that the end of a cancelled wait's task leaves the stream
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last wait was cancelled, and nobody has waited since."""
+        return self._stay is not None
 
     def put(self, output: Any) -> None:
         """Add an output."""
@@ -49,17 +52,18 @@ class Inbox:
 
     def interrupt(self, consumer: asyncio.Task[Any], leave: Callable[[], None]) -> None:
         """Note a cancelled wait; leave the stream when the waiting task ends."""
-        self.interrupted = True
-        self._consumer = consumer
-        self._on_consumer_end = lambda _consumer: leave()
-        consumer.add_done_callback(self._on_consumer_end)
+
+        def on_end(_consumer: asyncio.Task[Any]) -> None:
+            leave()
+
+        consumer.add_done_callback(on_end)
+        self._stay = partial(consumer.remove_done_callback, on_end)
 
     def resume(self) -> None:
         """Note that a task waits again, or that no wait is needed."""
-        self.interrupted = False
-        if self._consumer is not None and self._on_consumer_end is not None:
-            self._consumer.remove_done_callback(self._on_consumer_end)
-            self._consumer = self._on_consumer_end = None
+        if self._stay is not None:
+            self._stay()
+            self._stay = None
 
     def _wake(self) -> None:
         waiter = self.waiter
