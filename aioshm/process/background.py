@@ -131,6 +131,11 @@ def notify(callback: Callable[..., object], *args: object) -> None:
         task.add_done_callback(partial(_end_notified, callback))
 
 
+def notify_soon(callback: Callable[..., object], *args: object) -> None:
+    """Do what `notify` does, in the next turn of the running loop."""
+    asyncio.get_running_loop().call_soon(notify, callback, *args)
+
+
 def _end_notified(callback: Callable[..., object], task: asyncio.Future[Any]) -> None:
     _notified.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:

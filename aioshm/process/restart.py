@@ -114,20 +114,43 @@ class RestartHistory:
 
 
 class Life:
-    """The processes of one rank, one after the other; see `RankInfo`."""
+    """The processes of one rank, one after the other; see `RankInfo`. With ``pid`` the first one runs already."""
 
-    def __init__(self, rank: int, restart: Restart) -> None:
+    def __init__(
+        self,
+        rank: int,
+        restart: Restart,
+        on_change: Callable[[RankInfo], object] | None = None,
+        pid: int | None = None,
+    ) -> None:
         self.rank: int = rank
         self.history: RestartHistory = RestartHistory(restart)
-        self.state: ProcessPhase = "starting"
-        self.pid: int | None = None
+        self.state: ProcessPhase = "starting" if pid is None else "running"
+        self.pid: int | None = pid
         self.cause: str = ""
         self.task: asyncio.Task[None] | None = None  # starts the next one
+        self._on_change = on_change
 
     @property
     def info(self) -> RankInfo:
         """Its state for users."""
         return RankInfo(self.rank, self.pid, self.state, self.history.restarts, self.cause)
+
+    def enter(self, state: ProcessPhase) -> None:
+        """Note a state, and report a change."""
+        if state != self.state:
+            self.state = state
+            if self._on_change is not None:
+                self._on_change(self.info)
+
+    async def bring_back(self, cause: str, start: Callable[[], Awaitable[str]]) -> bool:
+        """Start a process until it runs, see `bring_back`; return False for a crash loop."""
+
+        def wait(cause: str) -> None:
+            self.cause = cause
+            self.enter("waiting")
+
+        return await bring_back(self.history, cause, start, wait)
 
 
 async def bring_back(

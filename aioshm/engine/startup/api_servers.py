@@ -6,14 +6,15 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from aioshm.arguments import check_int, check_plain
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
 from aioshm.errors import EndClosed, ProcessDied, RoleError
-from aioshm.process.background import in_thread, notify
+from aioshm.process.background import in_thread, notify_soon
 from aioshm.process.manager import Job, ProcessManager
-from aioshm.process.restart import Life, ProcessPhase, RankInfo, Restart, bring_back
+from aioshm.process.restart import Life, RankInfo, Restart
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.process.watch import ProcessExit, ProcessWatch, WatchedProcess
 
@@ -88,7 +89,6 @@ class APIServerProcessManager(ProcessManager):
         self.sock = sock
         # A copy: servers are started when the caller may have closed the socket.
         self._copy = sock.dup() if sock is not None and self._loop is not None else None
-        self._on_change = on_change
         self._lives: dict[str, Life] = {}  # by the names of the processes, with ``restart``
         self._watch: ProcessWatch | None = None
         self._failure: ProcessDied | None = None  # the last death of a crash loop
@@ -107,10 +107,9 @@ class APIServerProcessManager(ProcessManager):
             )
         super().__init__(target_server_fn, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
         if restart is not None:
+            report = None if on_change is None else partial(notify_soon, on_change)
             for rank, process in enumerate(self.processes):
-                life = self._lives[process.name] = Life(rank, restart)
-                life.pid = process.pid
-                life.state = "running"
+                self._lives[process.name] = Life(rank, restart, report, process.pid)
             self._watch = ProcessWatch(manager=self, on_exit=self._server_exited)
 
     @property
@@ -171,19 +170,15 @@ class APIServerProcessManager(ProcessManager):
         for found in self._watch.take():
             life = self._lives[found.name]
             if found.exitcode == 0:
-                self._set(life, "exited")
+                life.enter("exited")
                 if all(other.state == "exited" for other in self._lives.values()):
                     self._over.set()
             elif self._failure is None:
                 life.task = self._loop.create_task(self._bring_back(life, found), name=f"aioshm-restarts-{found.name}")
 
     async def _bring_back(self, life: Life, found: ProcessExit) -> None:
-        def on_wait(cause: str) -> None:
-            life.cause = cause
-            self._set(life, "waiting")
-
         async def start() -> str:
-            self._set(life, "starting")
+            life.enter("starting")
             try:
                 process = await in_thread(lambda: self.start_again(found.name))
             except Exception as error:
@@ -191,22 +186,17 @@ class APIServerProcessManager(ProcessManager):
             life.pid = process.pid
             assert self._watch is not None
             self._watch.add([process], managed=True)
-            self._set(life, "running")
+            life.enter("running")
             return ""
 
         cause = found.describe()
-        if not await bring_back(life.history, cause, start, on_wait):
+        if not await life.bring_back(cause, start):
             life.cause = cause
-            self._set(life, "exited")
+            life.enter("exited")
             story = f"it is in a crash loop: {life.history.story}"
             self._failure = ProcessDied(found.name, found.pid, found.exitcode, story)
             logger.error("%s", self._failure)
             self._over.set()
-
-    def _set(self, life: Life, state: ProcessPhase) -> None:
-        life.state = state
-        if self._on_change is not None and self._loop is not None:
-            self._loop.call_soon(notify, self._on_change, life.info)
 
 
 async def all_succeed(processes: Sequence[WatchedProcess]) -> None:

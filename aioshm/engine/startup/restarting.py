@@ -20,9 +20,9 @@ from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.errors import EndClosed, EngineDead
-from aioshm.process.background import in_thread, notify
+from aioshm.process.background import in_thread
 from aioshm.process.child import Child
-from aioshm.process.restart import Life, ProcessPhase, RankInfo, Restart, RestartHistory, bring_back
+from aioshm.process.restart import Life, RankInfo, Restart, RestartHistory, bring_back
 from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
 
@@ -32,8 +32,8 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 class EngineLife(Life):
     """The processes of one engine, one after the other."""
 
-    def __init__(self, rank: int, restart: Restart) -> None:
-        super().__init__(rank, restart)
+    def __init__(self, rank: int, rules: RestartRules, pid: int | None = None) -> None:
+        super().__init__(rank, rules.restart, rules.on_change, pid)
         self.begin()
 
     def begin(self) -> None:
@@ -74,9 +74,7 @@ class Restarting:
         for process in self._processes:
             rank = engine_index(process.name)
             assert rank is not None
-            life = self.lives[rank] = EngineLife(rank, restart)
-            life.pid = process.pid
-            life.state = "running"
+            self.lives[rank] = EngineLife(rank, rules, process.pid)
         self._startup = launch.startup.stay_open(self.ready)
         self._watch = ProcessWatch(manager=manager, on_exit=self._process_exited)
         if launch.coordinator is not None:
@@ -96,7 +94,7 @@ class Restarting:
 
     def add(self, rank: int) -> asyncio.Task[None]:
         """Add an engine, and return the task that is done when it is ready."""
-        life = self.lives[rank] = EngineLife(rank, self._rules.restart)
+        life = self.lives[rank] = EngineLife(rank, self._rules)
         local = self._manager.is_local(rank) if isinstance(self._manager, CoreEngineActorManager) else True
         self._startup.handshake.add(CoreEngine(rank, local))
         life.task = self._spawn(self._bring_up(life, ""), f"engine-{rank}")
@@ -163,11 +161,7 @@ class Restarting:
 
     async def _bring_up(self, life: EngineLife, cause: str) -> None:
         """Start an engine until it is ready; ``cause`` is how its predecessor died."""
-
-        def on_wait(_cause: str) -> None:
-            self.set_state(life, "waiting")
-
-        if not await bring_back(life.history, cause, lambda: self._start(life), on_wait):
+        if not await life.bring_back(cause, lambda: self._start(life)):
             self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
 
     def _fall(self, life: EngineLife, cause: str) -> None:
@@ -192,7 +186,7 @@ class Restarting:
                 return
             logger.warning("%s; restarting all engines (%s)", cause, self._of_all.number)
             for each in self.lives.values():
-                self.set_state(each, "waiting")
+                each.enter("waiting")
             await asyncio.sleep(delay)
             coordinator = self._launch.coordinator
             if coordinator is not None:  # its count of waves is void
@@ -218,7 +212,7 @@ class Restarting:
             life.cause = f"engine {rank} could not be started: {error}"
             return life.cause
         life.pid = process.pid
-        self.set_state(life, "starting")
+        life.enter("starting")
         self._watch.add([process], managed=True)
         if isinstance(self._members, EngineClient):
             self._members.watch(self._manager)
@@ -234,7 +228,7 @@ class Restarting:
             await asyncio.wait([life.exited])
             life.cause = f"engine {rank} (pid {process.pid}) was killed: not ready after {within_s:g} s"
             return life.cause
-        self.set_state(life, "running")
+        life.enter("running")
         logger.info("engine %d (pid %d) is ready, after %d restarts", rank, life.pid, life.history.restarts)
         return ""
 
@@ -274,13 +268,6 @@ class Restarting:
         """Note how an engine has died, and return it."""
         life.cause = describe_exit(found, "starting" if life.state == "starting" else "")
         return life.cause
-
-    def set_state(self, life: EngineLife, state: ProcessPhase) -> None:
-        """Note the state of an engine, and report a change."""
-        if state != life.state:
-            life.state = state
-            if self._rules.on_change is not None:
-                asyncio.get_running_loop().call_soon(notify, self._rules.on_change, life.info)
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=f"aioshm-supervises-{what}")

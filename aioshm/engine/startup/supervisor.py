@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 from aioshm.arguments import check_int, check_plain, check_seconds
@@ -19,6 +20,7 @@ from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
 from aioshm.engine.startup.restarting import EngineLife, Restarting, RestartRules
 from aioshm.engine.stats import EngineSupervisorStats
 from aioshm.errors import EndClosed, EngineDead, RoleError
+from aioshm.process.background import notify_soon
 from aioshm.process.restart import RankInfo, Restart
 
 
@@ -78,7 +80,7 @@ class EngineSupervisor(AsyncClosing):
             restart=restart or Restart(),
             lockstep=lockstep,
             start_timeout=engine_ready_timeout() if start_timeout is None else start_timeout,
-            on_change=on_change,
+            on_change=None if on_change is None else partial(notify_soon, on_change),
         )
         self._options = {
             **options,
@@ -238,11 +240,11 @@ class EngineSupervisor(AsyncClosing):
     async def _take_out(self, life: EngineLife, timeout: float | None) -> None:
         restarting = self._supervision()
         before = life.state
-        restarting.set_state(life, "stopping")
+        life.enter("stopping")
         try:
             await self._members().remove_engine(life.rank, timeout=timeout)
         except BaseException:
-            restarting.set_state(life, before)
+            life.enter(before)
             raise
         self._tell_coordinator()
         await restarting.remove(life.rank)

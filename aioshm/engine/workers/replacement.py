@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioshm.engine.workers.processes import Settings, WorkerProcess
 from aioshm.errors import AioshmError
-from aioshm.process.restart import Life, ProcessPhase, RankInfo, Restart, RestartHistory, bring_back
+from aioshm.process.restart import Life, RankInfo, Restart, RestartHistory, bring_back
 
 if TYPE_CHECKING:
     from aioshm.engine.workers.session import Session
@@ -32,9 +32,7 @@ class Replacer:
         self._ready_timeout = settings.ready_timeout
         self._lives: dict[int, Life] = {}
         for rank, worker in self._processes.workers.items():
-            life = self._lives[rank] = Life(rank, restart)
-            life.pid = worker.pid
-            life.state = "running"
+            self._lives[rank] = Life(rank, restart, session.worker_changed, worker.pid)
         self._standbys: list[WorkerProcess] = []
         self._standby_history = RestartHistory(restart)
         self._filling: asyncio.Task[None] | None = None
@@ -64,7 +62,7 @@ class Replacer:
 
     def add(self, rank: int) -> asyncio.Task[None]:
         """Add a worker; return the task that is done when the worker is created."""
-        life = self._lives[rank] = Life(rank, self._restart)
+        life = self._lives[rank] = Life(rank, self._restart, self._session.worker_changed)
         return self._replace(life, "")
 
     def remove(self, rank: int) -> None:
@@ -89,11 +87,7 @@ class Replacer:
         return life.task
 
     async def _bring_back(self, life: Life, cause: str) -> None:
-        def on_wait(cause: str) -> None:
-            life.cause = cause
-            self._set(life, "waiting")
-
-        if not await bring_back(life.history, cause, lambda: self._start(life), on_wait):
+        if not await life.bring_back(cause, lambda: self._start(life)):
             self._session.end(self._processes.death_of(life.rank, f"a crash loop: {life.history.story}"))
 
     async def _start(self, life: Life) -> str:
@@ -104,11 +98,11 @@ class Replacer:
         except Exception as error:
             return f"worker {rank} could not be started: {error}"
         life.pid = process.pid
-        self._set(life, "starting")
+        life.enter("starting")
         self._processes.assign(process, rank)
         cause = await self._prepare(process, self._create(rank, process), "made")
         if not cause:
-            self._set(life, "running")  # if the worker dies from now on, another task replaces it
+            life.enter("running")  # if the worker dies from now on, another task replaces it
             logger.info("%s is worker %d: pid %d", process.name, rank, process.pid)
             self._session.calls.mark_present([rank])
         self._fill()  # not before: the replacement comes first
@@ -170,7 +164,3 @@ class Replacer:
     async def _import(self, process: WorkerProcess) -> str:
         await process.handle()  # is sent once everything is imported
         return ""
-
-    def _set(self, life: Life, state: ProcessPhase) -> None:
-        life.state = state
-        self._session.worker_changed(life.info)

@@ -28,7 +28,7 @@ from aioshm.engine import (
 from aioshm.engine.client.link import EngineLink
 from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.startup.processes import CoreEngineProcManager
-from aioshm.engine.startup.restarting import EngineLife, Restarting
+from aioshm.engine.startup.restarting import EngineLife
 from aioshm.process.child import _Popen
 
 FOR_EVER = 1_000_000.0
@@ -143,12 +143,11 @@ def after(owner: type, name: str) -> Callable[[], None]:
 def after_killing_all() -> None:
     """Stop once the engines that a group has left are dead."""
 
-    def stopping(self: Restarting, _life: EngineLife, state: str) -> NoReturn:
-        assert state == "waiting"
-        assert all(process.exitcode is not None for process in self._manager.processes)
+    def stopping(self: EngineLife, state: str) -> NoReturn:
+        assert (state, self.exited.done()) == ("waiting", True)
         stop_here()
 
-    Restarting.set_state = stopping  # type: ignore[method-assign]
+    EngineLife.enter = stopping  # type: ignore[method-assign]
 
 
 def nothing() -> None:
