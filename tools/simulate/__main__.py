@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first one (default: 0)")
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--trace", action="store_true", help="say what happens in it")
-    parser.add_argument("--only", choices=["remote", "events", "engine", "waiting"], help="only this part of each")
+    parser.add_argument("--only", choices=["remote", "events", "engine"], help="only this part of each")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--mutants", action="store_true", help="plant each bug, and say which seed finds it")
     parser.add_argument("--mutant", choices=[bug.name for bug in BUGS], action="append", help="plant this bug")

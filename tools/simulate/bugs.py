@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-PARTS = {"queue": "remote", "events": "events", "engine": "engine", "process": "engine", "wait": "waiting"}
+PARTS = {"queue": "remote", "events": "events", "engine": "engine", "process": "engine"}
 """The part of the simulation that runs the modules of a folder."""
 
 

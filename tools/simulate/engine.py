@@ -280,9 +280,8 @@ class Cluster:
         client: Any = SimpleNamespace(
             void_keys=lambda *_: None, watch=lambda *_: None, give_up=self._give_up, ranks=self.ranks
         )
-        launch: Any = SimpleNamespace(
-            engine_manager=self.manager, members=client, coordinator=None, stay_open=lambda _: self.startup
-        )
+        startup = SimpleNamespace(stay_open=lambda _: self.startup)
+        launch: Any = SimpleNamespace(engine_manager=self.manager, members=client, coordinator=None, startup=startup)
         rules = restarting.RestartRules(
             restart=self.policy,
             lockstep=self.lockstep,

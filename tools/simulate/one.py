@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from tools.simulate import engine, events, remote, waiting
+from tools.simulate import engine, events, remote
 from tools.simulate.world import Violation, World
 
-PARTS = {"remote": remote.run, "events": events.run, "engine": engine.run, "waiting": waiting.run}
+PARTS = {"remote": remote.run, "events": events.run, "engine": engine.run}
 
 
 def prepare() -> None:

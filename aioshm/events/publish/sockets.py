@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket as sockets
+import stat
 import threading
 from contextlib import suppress
 
@@ -251,21 +252,13 @@ class Subscriptions:
 def _disconnect(descriptor: int, port: int) -> str | None:
     """Shut down a ZeroMQ connection, unless its descriptor was reused meanwhile; return the peer's address."""
     try:
-        duplicate = os.dup(descriptor)
-    except OSError:
-        return None
-    try:
-        connection = sockets.socket(fileno=duplicate)
-    except OSError:
-        os.close(duplicate)
-        return None
-    try:
-        if connection.family == sockets.AF_UNIX or connection.getsockname()[1] != port:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None
-        host, number = connection.getpeername()[:2]
-        connection.shutdown(sockets.SHUT_RDWR)
+        with sockets.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family == sockets.AF_UNIX or connection.getsockname()[1] != port:
+                return None
+            host, number = connection.getpeername()[:2]
+            connection.shutdown(sockets.SHUT_RDWR)
     except OSError:
         return None
-    finally:
-        connection.close()
     return f"{host}:{number}"
