@@ -173,10 +173,15 @@ class _End(ABC):
         if self.reorders:
             memory_fence()
 
+    @property
+    def _places(self) -> int:
+        """How many peers count."""
+        return 1
+
     def _peer_parked(self) -> bool:
-        """Return whether the peer, or one of the readers, has to be woken."""
+        """Return whether the peer, or a reader that counts, has to be woken."""
         memory_fence()
-        return any(self._parked)
+        return any(self._parked[: self._places])
 
     def check_open(self) -> None:
         """Raise if the ring was closed."""
@@ -237,6 +242,10 @@ class WriterBase(_End):
         self._ones = memoryview(bytes([1]) * self._row_bytes)
         self.claimed_bytes: int = 0  # of the message that the claimed slot is for
         self.awaited: int = NO_MESSAGE  # the message that all read before a spin ends; NO_MESSAGE: the next slot's
+
+    @property
+    def _places(self) -> int:
+        return self._record.places
 
     def finished(self, message: int, /) -> bool:
         """Return whether all have read a message, or its slot has another one."""
@@ -377,7 +386,7 @@ class WriterBase(_End):
         self.copied += size
 
     def _is_free(self, index: int) -> bool:
-        row, amount = index * self._row_bytes, 1 + self._record.places
+        row, amount = index * self._row_bytes, 1 + self._places
         return self._flags[row : row + amount] == self._ones[:amount] or not self._flags[row]
 
     def ready(self) -> bool:
@@ -393,7 +402,7 @@ class WriterBase(_End):
             trace = start + self._trace_at
             self._view[trace : trace + at.TRACE_BYTES] = record.trace
         self._order()
-        self._flags[row + 1 : row + 1 + record.places] = record.unread[: record.places]
+        self._flags[row + 1 : row + 1 + self._places] = record.unread[: self._places]
         self._order()  # the written flag becomes visible after what it announces, the cleared flags included
         if record.claimed is not None:
             record.claimed.take(self.seq)

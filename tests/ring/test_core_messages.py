@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from pairs_of_cores import PLAIN, NewPair, Notes, Pair, decode
 
+from aioshm.ring import layout as at
+
 COPY_MAX = 65536
 
 
@@ -287,6 +289,14 @@ class TestTelling:
             notes.clear()
             for each in pair.readers:
                 each.take_many(9)
+
+    def test_a_parked_flag_of_an_evicted_last_reader_wakes_nobody(self, new_pair: NewPair) -> None:
+        pair = new_pair(2)
+        pair.writer.evict(1)
+        for place, parked in ((1, False), (0, True)):
+            pair.ring.view[at.READERS_PARKED + place] = 1
+            pair.writer.claim()
+            assert pair.writer.commit() is parked
 
     def test_of_a_parked_writer(self, new_pair: NewPair) -> None:
         pair, notes = new_pair(1, 4), Notes()
