@@ -78,15 +78,16 @@ class EngineActor:
         finally:
             self.release()
 
-    def await_process(self, timeout: float) -> None:
-        """Wait until the process runs, and note its address."""
+    def await_process(self, timeout: float) -> bool:
+        """Wait until the process runs, and note its address; return whether it does."""
         ray = require_ray()
         try:
             self.address, self.pid = ray.get(self.where_ref, timeout=max(0.0, timeout))
         except ray.exceptions.GetTimeoutError:
-            raise TimeoutError(f"the actor of {self.name} was not started in time") from None
+            return False
         except ray.exceptions.RayError as error:
             raise EngineStartupError(f"the actor of {self.name} could not be started: {error}") from error
+        return True
 
     @property
     def host(self) -> str:

@@ -23,7 +23,7 @@ from aioshm.engine.ray.cluster import (
 from aioshm.engine.ray.placement import EngineNeeds
 from aioshm.engine.ray.remaking import KILLED_S, Remaking
 from aioshm.engine.security.keys import EngineKeys, keys_to_hand_over
-from aioshm.errors import EngineDead, EngineStartupError
+from aioshm.errors import EngineDead, EngineStartupError, RoleError
 from aioshm.process.background import completed, in_thread
 from aioshm.process.watch import ProcessWatch
 
@@ -198,7 +198,11 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         Raises:
             RoleError: Placement groups were given, and they are fewer.
         """
-        self._remaking.check_engine_count(engine_count)
+        if self._given and engine_count > len(self._groups):
+            raise RoleError(
+                f"{len(self._groups)} placement groups were given, so there can be no {engine_count} engines: let this"
+                " manager make them (needs=), or give more of them"
+            )
 
     def next_incarnation(self, rank: int) -> int:
         """Return the incarnation of the next actor of this rank."""
@@ -305,10 +309,8 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         ray = require_ray()
         here = ray.util.get_node_ip_address()
         for actor in self.actors:
-            try:
-                actor.await_process(deadline - time.monotonic())
-            except TimeoutError as error:
-                raise EngineStartupError(str(error)) from None
+            if not actor.await_process(deadline - time.monotonic()):
+                raise EngineStartupError(f"the actor of {actor.name} was not started in time")
             if actor.local and actor.address != here:
                 raise EngineStartupError(f"{actor} is to be local, but its placement group is not on {here}")
 

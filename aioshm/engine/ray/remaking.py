@@ -21,7 +21,7 @@ PROGRESS_S = 10.0
 """Seconds between log lines about an engine that waits for room."""
 
 _LOOK_S = 0.1
-_LOOK_AT_NODE_S = 1.0  # while an actor does not run yet
+_LOOK_AT_NODE_S = 0.5  # while an actor does not run yet
 
 _log = logging.getLogger("aioshm.engine")
 
@@ -124,32 +124,18 @@ class Remaking:
             group = self._room(rank, local, deadline)
             actor = EngineActor(rank, local, actor_in(group, self._runtime_env))
             try:
-                if self._runs(actor, group, deadline):
-                    actor.node_id = nodes_of([group])[0]
-                    return actor
+                while self._needs is None or not self._is_lost(group):
+                    self._check_wanted(rank)
+                    if actor.await_process(min(_LOOK_AT_NODE_S, deadline - time.monotonic())):
+                        actor.node_id = nodes_of([group])[0]
+                        return actor
+                    if time.monotonic() > deadline:
+                        raise EngineStartupError(f"the actor of {actor.name} was not started in time")
             except BaseException:
                 actor.discard()
                 raise
             actor.discard()
             _log.warning("engine %d: its node has left before it was there; it looks for room again", rank)
-
-    def _runs(self, actor: EngineActor, group: Any, deadline: float) -> bool:
-        """Wait until the process of an actor runs; return False if its room is lost."""
-        looked = time.monotonic()
-        while True:
-            self._check_wanted(actor.rank)
-            try:
-                actor.await_process(min(_LOOK_S, deadline - time.monotonic()))
-            except TimeoutError as error:
-                now = time.monotonic()
-                if now > deadline:
-                    raise EngineStartupError(str(error)) from None
-                if self._needs is not None and now - looked > _LOOK_AT_NODE_S:
-                    looked = now
-                    if self._is_lost(group):
-                        return False
-            else:
-                return True
 
     def _room(self, rank: int, local: bool, deadline: float) -> Any:
         """Wait until the group of an engine is reserved, and return it."""
@@ -184,14 +170,6 @@ class Remaking:
         except EngineStartupError as error:
             return str(error)
         return ""
-
-    def check_engine_count(self, engine_count: int) -> None:
-        """Raise if given placement groups are too few for so many engines."""
-        if self._needs is None and engine_count > len(self._groups):
-            raise RoleError(
-                f"{len(self._groups)} placement groups were given, so there can be no {engine_count} engines: let this"
-                " manager make them (needs=), or give more of them"
-            )
 
     @staticmethod
     def _is_lost(group: Any) -> bool:

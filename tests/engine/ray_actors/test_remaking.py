@@ -39,8 +39,7 @@ class Ray:
         self.killed: list[int] = []
         for name in ("group_where_there_is_room", "trouble_of", "nodes_of", "remove_groups", "actor_in"):
             monkeypatch.setattr(f"aioshm.engine.ray.remaking.{name}", getattr(self, name))
-        for name, value in (("_LOOK_S", 0.001), ("_LOOK_AT_NODE_S", 0.0)):
-            monkeypatch.setattr(f"aioshm.engine.ray.remaking.{name}", value)
+        monkeypatch.setattr("aioshm.engine.ray.remaking._LOOK_S", 0.001)
         ray = self
 
         class Actor(EngineActor):
@@ -48,11 +47,12 @@ class Ray:
                 super().__init__(rank, local, FakeHandle())
                 self.group = handle
 
-            def await_process(self, timeout: float) -> None:
+            def await_process(self, timeout: float) -> bool:
                 if self.group in ray.slow:
                     threading.Event().wait(0.001)
-                    raise TimeoutError(f"the actor of {self.name} was not started in time")
+                    return False
                 self.address, self.pid = "10.0.0.6", 7
+                return True
 
             def kill(self) -> None:
                 ray.killed.append(self.rank)
@@ -226,9 +226,6 @@ def test_given_groups_are_not_replaced(ray: Ray, actors: list[EngineActor]) -> N
     assert started(remaking, 0).node_id == "b"
     remaking.stop(0)
     assert (ray.removed, groups) == ([], {0: "b group of 0", 1: "a group of 1"})
-    remaking.check_engine_count(2)
-    with pytest.raises(RoleError, match="2 placement groups were given, so there can be no 3 engines"):
-        remaking.check_engine_count(3)
 
 
 @pytest.mark.parametrize(
