@@ -84,52 +84,47 @@ def default_runtime_dir() -> str:
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How a queue behaves; the writer's options travel in its handle and hold for its readers too.
+    """How a queue behaves. The writer's options travel in its handle, and hold for its readers, too.
 
     Attributes:
-        backing: ``"memfd"`` has no name, so nothing can be left behind, and is sealed, so nobody can truncate it;
-            ``"named"`` is a POSIX segment, which cannot be sealed: a process of the same user that truncates it, by its
-            name or through ``/proc``, ends every end with SIGBUS.
-        prefault_bytes: How much of the ring both ends touch beforehand, spread over its slots; 0 touches nothing. A
-            reader that joins when all were ready touches nothing: its messages are there.
-        lifeline: ``"abstract"`` binds a Linux abstract Unix socket, which vanishes with its process however that
-            dies; ``"directory"`` binds a file in ``runtime_dir``, for hosts that share a directory but not a
-            network namespace, and for macOS.
+        backing: ``"memfd"``: memory without a name, so that nothing is left behind, and sealed, so that nobody can
+            truncate it. ``"named"``: a POSIX segment; if a process of the same user truncates it, all ends get SIGBUS.
+        prefault_bytes: How much of the ring both ends touch before use, spread over its slots; 0: nothing. A reader
+            that joins later touches nothing.
+        lifeline: ``"abstract"``: a Linux abstract Unix socket, which vanishes with its process. ``"directory"``: a
+            socket file in ``runtime_dir``, for hosts that share a directory but not a network namespace, and for macOS.
         runtime_dir: The directory of names and socket files, with mode 0700; refused if it belongs to another user.
             Default: ``AIOSHM_RUNTIME_DIR``, so that writers and readers with options of their own agree.
-        overflow: What carries messages that do not fit a chunk to local readers: ``"segments"`` of shared memory, or
-            ``"zmq"``, sockets whose file is in ``runtime_dir``, several times slower. Where a segment cannot be had,
-            ``"segments"`` sends that message over ZeroMQ, too, and warns once.
+        overflow: Carries messages that do not fit a chunk to local readers. ``"segments"``: shared memory; without room
+            for a segment, ZeroMQ carries that message, with one warning. ``"zmq"``: sockets with a file in
+            ``runtime_dir``, several times slower.
         wait: ``"adaptive"`` spins while that is cheaper than sleeping, ``"spin"`` never sleeps, ``"park"`` always.
-        max_spin_cpu: Share of a core (0 to 1) that an end may spend on spinning for messages that come with a steady
-            period; the hot streams of ``"adaptive"`` are not counted.
-        stall_warning_s: Seconds without movement before a report says who holds the queue up, and between two reports.
-        lag_warning_s: Seconds for which one reader, though it moves, is what the writer spends half of its time waiting
-            for, before a report says which, since when and how far behind it is, and between two reports.
-        on_reader_death: ``"raise"`` lets every ``enqueue`` raise `PeerDied`, until the reader is replaced or dismissed;
-            ``"evict"`` goes on with the others, and the place is vacant; ``"hold"`` keeps the place and the messages
-            that were not read, until a replacement goes on there: the writer waits when the ring, or the window, is
-            full. A remote reader's replacement may get again what that one had finished with only just now.
-        linger_s: Seconds for which closing waits for a replacement where ``"hold"`` keeps messages; then they are lost,
-            and the log says whose.
-        max_readers: Places for readers in all; those beyond ``n_reader`` are for readers that come and go, have the
-            ranks from ``n_reader`` on, and are not waited for by ``wait_until_ready()``. They are for readers on the
-            writer's host; where there are remote readers, too, or ``connect_ip`` is given, for either, whoever comes
-            first. None: ``n_reader``.
-        slow_reader: What becomes of a reader that has a whole ring, or window, still to read when the writer needs the
-            room: ``"block"`` lets the writer wait for it, ``"evict"`` goes on without it (`ReaderEvicted`), ``"skip"``
-            lets it lose its oldest messages (`MessagesLost`). ``create_from_handle(slow_reader=)`` is for one reader.
-        max_message_bytes: Encoded messages above this raise `MessageTooLarge`.
-        trace_context: Whether each message takes along the context of the OpenTelemetry span that is current where it
-            is sent; readers have it as ``last_trace_context``. The writer needs ``aioshm[opentelemetry]``, and takes
-            some 2 us more for each message.
+        max_spin_cpu: Share of a core (0 to 1) that an end may spin away for messages that come with a steady period;
+            the hot streams of ``"adaptive"`` do not count.
+        stall_warning_s: Seconds without progress before a report names who holds the queue up, and between reports.
+        lag_warning_s: Seconds for which the writer spends half of its time waiting for one reader, before a report says
+            which reader, since when and how far behind, and between reports.
+        on_reader_death: ``"raise"``: every ``enqueue`` raises `PeerDied` until the reader is replaced or dismissed.
+            ``"evict"``: the queue continues with the others, and the rank is vacant. ``"hold"``: rank and unread
+            messages are kept for a replacement; the writer waits when the ring, or the window, is full. A remote
+            replacement may get messages again that the dead reader had finished with.
+        linger_s: Seconds that closing waits for a replacement of a held reader; then a log line says what is lost.
+        max_readers: Readers in all, the ones that come and go included: ranks from ``n_reader`` on, which
+            ``wait_until_ready()`` does not wait for. They are local; with remote readers, or ``connect_ip``, the first
+            reader of either kind gets the rank. None: ``n_reader``.
+        slow_reader: If a reader is a whole ring, or window, behind when the writer needs the room: ``"block"``: the
+            writer waits. ``"evict"``: the reader is evicted (`ReaderEvicted`). ``"skip"``: the reader loses its oldest
+            messages (`MessagesLost`). ``create_from_handle(slow_reader=)`` is for one reader.
+        max_message_bytes: Larger encoded messages raise `MessageTooLarge`.
+        trace_context: Whether each message carries the context of the OpenTelemetry span that is current where it is
+            sent; see ``last_trace_context``. The writer needs ``aioshm[opentelemetry]``, and about 2 us per message.
         remote_timeout: Seconds of silence after which the other end of a network connection is dead.
-        remote_window: Messages that may be on their way to remote readers, or wait there; then `enqueue` waits.
+        remote_window: Messages in flight to remote readers, or waiting there, before `enqueue` waits.
         remote_window_bytes: The same in bytes; a larger message goes alone.
-        remote_history: How many of the latest messages are kept for remote newcomers that ask for them (``history=``),
-            though all have finished with them; of ``remote_window`` and ``remote_window_bytes`` at most.
-        secure: Whether connections are encrypted, and only holders of the handle let in. Without, pickle is refused.
-        allow_insecure_pickle: Unpickle what comes over connections that are not: strangers can run code here.
+        remote_history: Number of the latest messages kept for remote readers that ask for them (``history=``); within
+            ``remote_window`` and ``remote_window_bytes``.
+        secure: Whether connections are encrypted, and only holders of the handle admitted. Without, pickle is refused.
+        allow_insecure_pickle: Unpickle from connections that are not encrypted: strangers can run code here.
     """
 
     # Segment
@@ -216,7 +211,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _environment(given: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Return where variables are looked up: this process' environment is no default value, which `help` would print."""
+    """Return the given environment, or this process': as a default value, `help` would print that."""
     return os.environ if given is None else given
 
 
@@ -241,27 +236,21 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def native_wanted(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether the native parts may be used, where they were built: unless ``AIOSHM_NATIVE`` is ``0``.
-
-    Raises:
-        ValueError: It is neither ``0`` nor ``1``.
-    """
-    text = _environment(environ).get("AIOSHM_NATIVE", "")
-    if text not in {"", "0", "1"}:
-        raise ValueError(f"AIOSHM_NATIVE={shown(text)}: it must be 0 or 1")
-    return text != "0"
+    """Return whether native parts may be used: unless ``AIOSHM_NATIVE`` is ``0``."""
+    return _switch("AIOSHM_NATIVE", environ) != "0"
 
 
 def vllm_wanted(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether vLLM is to use this library's queue: if ``AIOSHM_VLLM`` is ``1``.
+    """Return whether vLLM is to use this library's queue: if ``AIOSHM_VLLM`` is ``1``."""
+    return _switch("AIOSHM_VLLM", environ) == "1"
 
-    Raises:
-        ValueError: It is neither ``0`` nor ``1``.
-    """
-    text = _environment(environ).get("AIOSHM_VLLM", "")
+
+def _switch(variable: str, environ: Mapping[str, str] | None) -> str:
+    """Return a variable that is ``0``, ``1`` or empty, or raise `ValueError`."""
+    text = _environment(environ).get(variable, "")
     if text not in {"", "0", "1"}:
-        raise ValueError(f"AIOSHM_VLLM={text!r}: it must be 0 or 1")
-    return text == "1"
+        raise ValueError(f"{variable}={shown(text)}: it must be 0 or 1")
+    return text
 
 
 def vllm_options(max_spin_cpu: float, environ: Mapping[str, str] | None = None) -> Options:
@@ -328,11 +317,7 @@ def _check_share(name: str, value: object) -> None:
 
 
 def check_slow(name: str, value: object, overflow: OverflowWay) -> SlowReader:
-    """Return what becomes of a slow reader.
-
-    Raises:
-        ValueError: It is no such thing, or does not go with ``overflow``; the text names the argument.
-    """
+    """Return ``value`` if it is a `SlowReader` that goes with ``overflow``, or raise `ValueError`."""
     _check_choice(name, value, SLOW_READER)
     if value != "block" and overflow == "zmq":  # ZeroMQ would pile up what the reader is to lose
         raise ValueError(f"{name}={value!r} does not go with overflow='zmq': use overflow='segments'")

@@ -12,10 +12,9 @@ from time import monotonic
 from aioshm.errors import HandleError, PeerDied, QueueGone
 from aioshm.lifeline import protocol
 from aioshm.lifeline.address import peer_credentials, sockaddr
-from aioshm.lifeline.descriptors import has_hung_up, receive, receive_next
 from aioshm.lifeline.doorbell import Doorbell
 from aioshm.lifeline.protocol import BYE, EVICTED, GO, OVERFLOW, PING, PONG, PROVEN, SUBSCRIBE, WAKE, Hello, Welcome
-from aioshm.lifeline.quiet import QuietSocket
+from aioshm.lifeline.sockets import QuietSocket, has_hung_up, receive, receive_next
 from aioshm.process.limits import naming_limits, out_of_descriptors, shortage
 
 _RETRY_S = 0.01  # while the writer's backlog is full

@@ -22,7 +22,7 @@ from aioshm.lifeline.connection import Connection
 from aioshm.lifeline.doorbell import HAVE_EVENTFD, Doorbell
 from aioshm.lifeline.peer import Host
 from aioshm.lifeline.protocol import Hello
-from aioshm.lifeline.quiet import QuietSocket
+from aioshm.lifeline.sockets import QuietSocket
 from aioshm.process.limits import is_out_of_descriptors, naming_limits, out_of_descriptors, why_no_descriptor
 from aioshm.ring.layout import VERSION
 

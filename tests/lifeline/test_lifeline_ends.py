@@ -18,7 +18,7 @@ from loops import open_fds, turns
 from support import until
 
 from aioshm.errors import HandleError, NoPlaceVacant, PeerClosed, SharedMemoryError
-from aioshm.lifeline import descriptors
+from aioshm.lifeline import sockets
 from aioshm.lifeline.dialer import attach, dial
 from aioshm.lifeline.listener import LifelineListener
 from aioshm.lifeline.peer import Peer
@@ -347,11 +347,11 @@ def nobody_listens(address: str) -> bool:
 
 @pytest.mark.parametrize("event", ["POLLRDHUP", "POLLHUP"])
 def test_an_end_behind_unread_bytes_is_seen_on_linux_and_on_macos(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptors, "_CLOSED", getattr(select, event))
+    monkeypatch.setattr(sockets, "_CLOSED", getattr(select, event))
     ours, theirs = socket.socketpair()
     with ours:
         theirs.send(b"unread")
-        assert not descriptors.has_hung_up(ours)
+        assert not sockets.has_hung_up(ours)
         theirs.close()
-        assert descriptors.has_hung_up(ours)
+        assert sockets.has_hung_up(ours)
         assert ours.recv(10) == b"unread"

@@ -17,7 +17,7 @@ from pairs import attached
 from slots import slot_of
 
 from aioshm import CorruptSlot, MessageQueue, MessagesLost, PeerDied, QueueCancelled, QueueEmpty, SharedMemoryError
-from aioshm.lifeline import descriptors
+from aioshm.lifeline import sockets
 from aioshm.queue.local.overflow import pack_marker
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 
@@ -173,7 +173,7 @@ async def test_a_descriptor_that_was_lost_on_the_way_in_shifts_no_other(monkeypa
     """Where the system cannot keep it in the socket, a process with too many open files gets the byte only."""
     async with attached() as (writer, (reader,)):
         with monkeypatch.context() as patch:
-            receive = descriptors.receive
+            receive = sockets.receive
             lost: list[bool] = []
 
             def lossy(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
@@ -185,8 +185,8 @@ async def test_a_descriptor_that_was_lost_on_the_way_in_shifts_no_other(monkeypa
                     fds, cut = [], True
                 return data, fds, cut
 
-            patch.setattr(descriptors, "_PEEKS", False)
-            patch.setattr(descriptors, "receive", lossy)
+            patch.setattr(sockets, "_PEEKS", False)
+            patch.setattr(sockets, "receive", lossy)
             await writer.enqueue(b"1" * BIG)  # which may let the loop run, and so the descriptor in
             await writer.enqueue(b"2" * BIG)
             with pytest.raises(CorruptSlot, match="too many open files"):

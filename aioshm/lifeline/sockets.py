@@ -1,4 +1,4 @@
-"""Receiving descriptors, and the bytes that they come with, over a Unix socket."""
+"""Unix sockets: descriptors with the bytes that they come with, and a class whose owner warns at collection."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import array
 import select
 import socket
 import sys
+from typing import Any
 
 from aioshm.lifeline.protocol import MAX_GREETING_BYTES, OVERFLOW
 
@@ -48,3 +49,16 @@ def has_hung_up(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, _CLOSED)
     return bool(poll.poll(0))
+
+
+class QuietSocket(socket.socket):
+    """A socket without a `ResourceWarning`: the end that owns the socket gives the warning."""
+
+    def accept(self) -> tuple[QuietSocket, Any]:
+        """Accept a stream without asking the kernel for the new socket's type."""
+        accept: Any = super()._accept  # type: ignore[misc]
+        fd, address = accept()
+        return QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fd), address
+
+    def __del__(self) -> None:
+        self.close()
