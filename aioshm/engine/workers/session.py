@@ -195,11 +195,12 @@ class Session:
 
     def queue_ended(self, rank: int) -> None:
         """Note that a queue or the socket of a worker has ended: its process has to exit soon."""
-        worker = self.processes.workers[rank]
-        asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_exited, rank, worker)
+        worker = self.processes.workers.get(rank)
+        if worker is not None:  # else it was asked to exit
+            asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_exited, rank, worker)
 
     def _check_exited(self, rank: int, worker: WorkerProcess) -> None:
-        if worker.exited.done() or self.exit.failure is not None:
+        if worker.exited.done() or self.exit.failure is not None or rank not in self.processes.workers:
             return
         if self.replacer is None:
             self.end(self.processes.death(rank))

@@ -272,3 +272,16 @@ async def test_scaling_that_is_cancelled_when_workers_go_lets_them_go() -> None:
         assert all(gone(pid) for pid in pids[1:])
         await group.scale(2)
         assert await group.collective_rpc("add", timeout=60) == [0, 1]
+
+
+async def test_death_of_a_worker_that_leaves_fails_no_call_of_the_others(tmp_path: Path) -> None:
+    async with group_of(2, targets.ClosesSlowly, kwargs={"log": str(tmp_path)}) as group:
+        leaving = group.pids[1]
+        busy = asyncio.create_task(group.call(0, "slowly", targets.LONG_S))  # answers are read meanwhile
+        scaling = asyncio.create_task(group.scale(1))
+        await until((tmp_path / "closing").exists)
+        os.kill(leaving, signal.SIGKILL)
+        await scaling
+        assert not busy.done()
+        busy.cancel()
+        assert await group.broadcast("add", 5, timeout=60) == [5]
