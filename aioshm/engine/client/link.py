@@ -48,7 +48,8 @@ class EngineLink:
     def __init__(
         self, addresses: EngineZmqAddresses, engines: Sequence[CoreEngine] | int, chosen: ClientOptions
     ) -> None:
-        self._opened = self.closed = False
+        self._opened = False
+        self.closed: bool = False
         ranks: Iterable[int]
         if isinstance(engines, int):
             ranks = range(check_int("engines", engines, minimum=1))
