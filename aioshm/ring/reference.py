@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import platform
 import struct
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from threading import get_ident
+from threading import Lock, get_ident
 from time import monotonic_ns
 from typing import Any, Final
 
@@ -38,15 +37,14 @@ _SEQ_AT = 8
 STRONG_ORDER = platform.machine().lower() in {"x86_64", "amd64", "i686", "i386", "x86"}
 """Whether stores stay in order among themselves, and loads among themselves."""
 
-_lock = threading.Lock()
-
 
 def memory_fence() -> None:
     """Full memory fence, by a lock (platform notes: memory ordering; `cores.FULL_FENCE`)."""
-    with _lock:
+    lock = Lock()  # a new one: the exception of a signal handler may leave it taken
+    with lock:
         pass
     if not STRONG_ORDER:
-        with _lock:
+        with lock:
             pass
 
 

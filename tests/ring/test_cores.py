@@ -55,14 +55,14 @@ def test_a_fence_of_the_twin_is_a_release_and_then_an_acquire_where_stores_are_r
     """One round trip is an acquire and then a release: what is on either side of it may change places within."""
     steps: list[str] = []
 
-    class Lock:
+    class Noted:
         def __enter__(self) -> None:
             steps.append("acquire")
 
         def __exit__(self, *_: object) -> None:
             steps.append("release")
 
-    monkeypatch.setattr(reference, "_lock", Lock())
+    monkeypatch.setattr(reference, "Lock", Noted)
     monkeypatch.setattr(reference, "STRONG_ORDER", strong)
     reference.memory_fence()
     assert steps == ["acquire", "release"] * round_trips
