@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
 
+import aioshm
 from aioshm.arguments import check_plain
 from aioshm.config import usage_stats_path
 
@@ -65,7 +65,7 @@ def report_usage_stats(stats: object = None, usage_context: str | Enum = "unknow
         report = {
             "time": time.time(),
             "usage_context": usage_context.value if isinstance(usage_context, Enum) else usage_context,
-            "aioshm": _own_version(),
+            "aioshm": aioshm.__version__,
             "python": platform.python_version(),
             "platform": sys.platform,
             "machine": platform.machine(),
@@ -105,10 +105,3 @@ def _append(path: str, line: bytes) -> None:
         os.write(fd, line)  # at once, so that lines of several processes do not mix
     finally:
         os.close(fd)
-
-
-def _own_version() -> str:
-    try:
-        return version("aioshm")
-    except PackageNotFoundError:  # it runs from a source tree
-        return "unknown"

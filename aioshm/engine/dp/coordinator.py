@@ -237,7 +237,4 @@ class DPCoordinator(ProcessManager):
 
 
 def _checked(n_engines: int) -> int:
-    check_int("n_engines", n_engines, minimum=1)
-    if n_engines > MAX_INDEX + 1:
-        raise ValueError(f"n_engines must be at most {MAX_INDEX + 1}, not {n_engines}")
-    return n_engines
+    return check_int("n_engines", n_engines, minimum=1, maximum=MAX_INDEX + 1)
