@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -102,7 +101,6 @@ class ChangeLog:
     def __init__(self) -> None:
         self._waiting: deque[Change] = deque()
         self._dropped = 0
-        self.changed: Callable[[], object] = _nothing
 
     def add(self, change: Change) -> None:
         """Note a change."""
@@ -110,7 +108,6 @@ class ChangeLog:
             self._waiting.popleft()
             self._dropped += 1
         self._waiting.append(change)
-        self.changed()
 
     def take(self) -> Change | None:
         """Return the next change, if there is one."""
@@ -118,6 +115,3 @@ class ChangeLog:
             count, self._dropped = self._dropped, 0
             return ChangesLost(count)
         return self._waiting.popleft() if self._waiting else None
-
-
-def _nothing() -> None: ...

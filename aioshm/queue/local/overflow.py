@@ -163,21 +163,13 @@ class OverflowSegments:
     ) -> None:
         """Copy the body of a message, as `Overflow.put`."""
         try:
-            number = self._fitting(size)
+            number = self.reserve(size)
         except (SharedMemoryError, OutOfDescriptors) as error:
             self._put_second_way(header, parts, buffers, size, error)
             return
         with self.segments[number].segment.view[:size] as target:
             write_body(target, parts, buffers)
         self.mark(header, number, size)
-
-    def reserve(self, size: int) -> int:
-        """Return the number of a segment for the next message, which is written there by other means; see `mark`.
-
-        Raises:
-            SharedMemoryError, OutOfDescriptors: There is none to be had.
-        """
-        return self._fitting(size)
 
     def mark(self, header: memoryview, number: int, size: int) -> None:
         """Note in the claimed slot's header that a segment has the body of its message, and how many bytes."""
@@ -244,7 +236,12 @@ class OverflowSegments:
             error.add_note(f"It could not be sent over ZeroMQ instead: {also}")
             raise error from None
 
-    def _fitting(self, size: int) -> int:
+    def reserve(self, size: int) -> int:
+        """Return the number of a segment with room for the next message; see `mark`.
+
+        Raises:
+            SharedMemoryError, OutOfDescriptors: There is none to be had.
+        """
         if not CAN_PASS_DESCRIPTORS:
             raise SharedMemoryError(
                 ENOTSUP, "this platform cannot pass the descriptors of overflow segments to readers"
