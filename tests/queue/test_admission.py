@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from children import child
 from faces import Thread
 from pairs import EITHER_PLACE
 from remotes import wide_writer
 from support import cancelled_after, eventually, until
-from test_death import child
 
 from aioshm import MessageQueue, Options, PeerDied, QueueClosed, blocking
 from aioshm.process.state import process_state

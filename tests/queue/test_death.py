@@ -6,14 +6,14 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from children import Child, child
 from pairs import attached
+from remotes import wide_writer
 from support import eventually
 
 from aioshm import Handle, HandleError, MessageQueue, Options, PeerDied, QueueClosed, QueueFull
@@ -21,52 +21,6 @@ from aioshm.ring.layout import PREAMBLE
 from aioshm.ring.segment import remove_orphan
 
 pytestmark = pytest.mark.slow_on_uvloop
-
-CHILD = Path(__file__).with_name("child.py")
-
-
-class Child:
-    """A running ``child.py``."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.pid = process.pid
-
-    async def says(self, beginning: str = "") -> str:
-        assert self._process.stdout is not None
-        line = (await asyncio.wait_for(self._process.stdout.readline(), 20)).decode().rstrip("\n")
-        assert line.startswith(beginning), f"the child said {line!r} instead of {beginning!r}"
-        return line
-
-    def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    async def end(self) -> int:
-        return await asyncio.wait_for(self._process.wait(), 20)
-
-
-@asynccontextmanager
-async def child(*arguments: str, script: Path = CHILD) -> AsyncIterator[Child]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(script),
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        limit=1 << 20,
-    )
-    try:
-        yield Child(process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        assert process.stderr is not None
-        complaints = (await asyncio.wait_for(process.stderr.read(), 10)).decode()
-        assert complaints == "", f"no traceback, no warning of the resource tracker: {complaints}"
-        # asyncio leaves the pipe's transport to the garbage collector.
-        process._transport.close()  # type: ignore[attr-defined]
-        await asyncio.sleep(0)
 
 
 def _writer(n_reader: int = 1, chunks: int = 4, **options: object) -> MessageQueue:
@@ -153,13 +107,14 @@ async def test_an_evicted_reader_holds_nobody_up(role: tuple[str, ...], caplog: 
     assert f"reader 1 (pid {victim.pid}) died and was evicted" in caplog.text
 
 
-async def test_when_every_reader_was_evicted_the_writer_is_told() -> None:
-    async with _writer(1, on_reader_death="evict") as writer:
+@pytest.mark.parametrize("n_remote", [0, 1])
+async def test_writer_whose_every_reader_was_evicted_is_told(n_remote: int) -> None:
+    async with wide_writer(1 - n_remote, n_remote, remote_timeout=0.8, on_reader_death="evict") as writer:
         async with child("idle", writer.export_handle().to_json(), "0") as victim:
             await writer.wait_until_ready(20)
             victim.signal(signal.SIGKILL)
             with pytest.raises(QueueClosed, match="every reader has left"):
-                for _ in range(100):
+                while True:
                     await writer.enqueue("x", 5)
 
 

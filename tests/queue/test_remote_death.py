@@ -98,16 +98,6 @@ async def test_an_evicted_reader_holds_nobody_up(caplog: pytest.LogCaptureFixtur
     assert f"reader 1 (pid {victim.pid} on " in caplog.text
 
 
-async def test_when_every_reader_was_evicted_the_writer_is_told() -> None:
-    async with wide_writer(0, 1, remote_timeout=TIMEOUT_S, on_reader_death="evict") as writer:
-        async with child("idle", writer.export_handle().to_json(), "0") as victim:
-            await writer.wait_until_ready(20)
-            victim.signal(signal.SIGKILL)
-            with pytest.raises(QueueClosed, match="every reader has left"):
-                while True:
-                    await writer.enqueue("x", 5)
-
-
 async def test_a_reader_that_is_stopped_for_a_while_loses_nothing() -> None:
     async with wide_writer(0, 1, remote_timeout=2 * TIMEOUT_S, remote_window=100) as writer:
         async with child("collect", writer.export_handle().to_json(), "0") as reader:

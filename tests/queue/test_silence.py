@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from children import Child, child
 from faces import Thread
 from merging import queues
 from pairs import attached
 from support import eventually, until
-from test_death import Child, child
 
 from aioshm import MessageQueue, Options, blocking, merge
 from aioshm.lifeline.dialer import Lifeline
