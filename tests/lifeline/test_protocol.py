@@ -14,7 +14,6 @@ from aioshm.lifeline.protocol import (
     Hello,
     Refusal,
     Welcome,
-    check_hello,
     pack,
     take_frame,
     unpack_answer,
@@ -118,24 +117,3 @@ class TestGarbage:
             unpack_answer(hello)
         with pytest.raises(HandleError, match="undecodable greeting"):
             unpack_hello(welcome)
-
-
-class TestAdmission:
-    HELLO = Hello(version=1, queue_id=b"q" * 16, token=b"t" * 32, rank=0, pid=1)
-
-    def test_of_a_holder_of_the_handle(self) -> None:
-        check_hello(self.HELLO, 1, b"q" * 16, b"t" * 32)
-
-    @pytest.mark.parametrize(
-        ("version", "queue_id", "token", "reason"),
-        [
-            (2, b"q" * 16, b"t" * 32, "the reader has layout version 1, the writer 2"),
-            (1, b"p" * 16, b"t" * 32, "the handle is of another queue"),
-            (1, b"q" * 16, b"s" * 32, "the handle's token is wrong"),
-            (1, b"q" * 16, b"t" * 31, "the handle's token is wrong"),
-            (1, b"q" * 16, b"", "the handle's token is wrong"),
-        ],
-    )
-    def test_of_nobody_else(self, version: int, queue_id: bytes, token: bytes, reason: str) -> None:
-        with pytest.raises(HandleError, match=f"^{reason}$"):
-            check_hello(self.HELLO, version, queue_id, token)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,7 @@ import pytest
 from faces import Thread, child
 from support import eventually
 
-from aioshm import CodecError, Options, PeerDied, RoleError, blocking
+from aioshm import CodecError, EndClosed, PeerDied, RoleError, blocking
 from aioshm.blocking import Merged, MessageQueue, merge
 
 
@@ -257,5 +256,20 @@ def test_arguments() -> None:
             next(merge(readers))
         assert repr(merge(readers)) == "<blocking Merged of 1 queues>"
     assert blocking.merge is merge
-    assert threading.active_count() >= 1
-    assert Options().wait == "adaptive"
+
+
+def test_queue_that_cannot_be_added_is_refused_and_so_is_any_after_closing() -> None:
+    with queues(2) as (writers, readers):
+        merged: Merged[Any] = merge({0: readers[0]})
+        for rank, reader, error, text in (
+            (0, readers[1], ValueError, "rank 0 is taken by"),
+            (1, readers[1].held.end, TypeError, r"must be an aioshm\.blocking\.MessageQueue"),
+            (1, writers[0], RoleError, "this is a writer"),
+        ):
+            with pytest.raises(error, match=text):
+                merged.add(rank, reader)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="rank 5 is not in this merge"):
+            merged.remove(5)
+        merged.close()
+        with pytest.raises(EndClosed):
+            merged.add(1, readers[1])

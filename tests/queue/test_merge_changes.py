@@ -388,26 +388,6 @@ class TestBlocking:
                 merged.remove(7)
                 assert merged.failed == {}
 
-    def test_what_cannot_be_added(self) -> None:
-        with blocking_queues(2) as (writers, readers):
-            merged: blocking.Merged[Any] = blocking.merge({0: readers[0]})
-            for rank, reader, error, text in (
-                (0, readers[1], ValueError, "rank 0 is taken by"),
-                (1, readers[0], ValueError, "is there already, as rank 0"),
-                (True, readers[1], TypeError, "rank must be an int"),
-                (1, readers[1].held.end, TypeError, r"must be an aioshm\.blocking\.MessageQueue"),
-                (1, writers[0], RoleError, "this is a writer"),
-            ):
-                with pytest.raises(error, match=text):
-                    merged.add(rank, reader)  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match="rank 5 is not in this merge"):
-                merged.remove(5)
-            with pytest.raises(ValueError, match="errors must be"):
-                blocking.merge({}, errors="both")  # type: ignore[arg-type]
-            merged.close()
-            with pytest.raises(EndClosed):
-                merged.add(1, readers[1])
-
     def test_a_storm_of_changes_loses_nothing(self) -> None:
         """Two threads iterate, one changes what is merged, and takes messages itself meanwhile."""
         with blocking_queues(3) as (writers, readers):
