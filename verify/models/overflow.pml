@@ -4,7 +4,7 @@
  * step. The socket takes CAP descriptors; what it does not take waits in the writer's outbox.
  *
  *     step here       queue/local/overflow.py                      lifeline/
- *     fitting         OverflowSegments._fitting, _free, put, mark
+ *     fitting         OverflowSegments.reserve, _free, put, mark
  *     hand_over       OverflowSegments.hand_over                       peer.py Peer.hand_over, _empty_outbox
  *     marker          pack_marker; readers.py LocalReaders.put
  *     look            PassedSegments.body, arrived                 dialer.py Lifeline._readable
