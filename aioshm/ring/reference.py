@@ -51,7 +51,7 @@ def memory_fence() -> None:
 class _End(ABC):
     """The part that both ends share: who may use it, spinning, memory."""
 
-    reorders = not STRONG_ORDER  # whether loads and stores need fences between them
+    reorders: bool = not STRONG_ORDER  # whether loads and stores need fences between them
 
     def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], view: memoryview, line: int, parked: memoryview) -> None:
         if not sizes.slots or len(view) < sizes.total_bytes:
@@ -232,6 +232,10 @@ class _Unraisable:
 
 class WriterBase(_End):
     """The hot calls of a writer's end: claim a slot and publish it; or encode, claim and publish in one call."""
+
+    published_ns: int
+    in_use: int
+    copied: int
 
     def __init__(self, sizes: Sizes, pools: tuple[Pool, ...], view: memoryview, record: bytearray, /) -> None:
         parked = view[at.READERS_PARKED : at.READERS_PARKED + sizes.n_reader]
@@ -414,6 +418,9 @@ class WriterBase(_End):
 
 class ReaderBase(_End):
     """The hot calls of a reader's end: decode the next message and finish with its slot; or both by hand."""
+
+    published_ns: int
+    in_use: int
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ class RingSource(Source):
     gone: Callable[[], AioshmError] | None = None
     _lifeline: Lifeline
     _cursor: RingReader
+    ring: RingReader | None
 
     def __init__(
         self,
