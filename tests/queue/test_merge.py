@@ -150,23 +150,6 @@ class TestSleeping:
             flags = [writer.end.ring.ring.readers_parked[0] for writer in writers[:3]]  # type: ignore[attr-defined]
             assert flags == [0, 0, 0]
 
-    async def test_one_of_those_that_are_all_needed_wakes_it(self) -> None:
-        async with queues(3) as (writers, readers):
-            merged = merge(readers)
-            merged.needed = {0, 1}
-            waiting = await asleep(merged)
-            flags = [writer.end.ring.ring.readers_parked[0] for writer in writers]  # type: ignore[attr-defined]
-            assert flags in ([1, 0, 0], [0, 1, 0])
-            rung = flags.index(1)
-            await writers[1 - rung].enqueue("silent")
-            assert not waiting.done()
-            await writers[rung].enqueue("rings")
-            assert {await waiting, await anext(merged)} == {(rung, "rings"), (1 - rung, "silent")}
-            merged.needed = {1 - rung}
-            waiting = await asleep(merged)
-            await writers[1 - rung].enqueue("the last one")
-            assert await waiting == (1 - rung, "the last one")
-
     async def test_each_of_them_wakes_it(self) -> None:
         async with queues(3, 2) as (writers, readers):
             merged = merge(readers)

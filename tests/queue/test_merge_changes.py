@@ -14,7 +14,7 @@ import pytest
 from children import child
 from faces import Thread
 from faces import child as blocking_child
-from merging import BIG, asleep, poller_of, queues
+from merging import BIG, asleep, queues
 from slots import slot_of
 from support import eventually
 from test_blocking_merge import asleep as all_asleep
@@ -218,20 +218,6 @@ class TestRemoving:
             one.remove(1)
             await writers[1].enqueue("there", 20)
             assert await watching == (1, "there")
-
-    async def test_while_it_is_closed_and_one_that_is_needed(self) -> None:
-        async with queues(2) as (writers, readers):
-            merged = merge(readers)
-            merged.needed = {1}
-            waiting = await asleep(merged)
-            assert [flags(writer) for writer in writers] == [0, 1]
-            closing = asyncio.ensure_future(readers[1].aclose())
-            await asyncio.sleep(0)
-            merged.remove(1)
-            await closing
-            await writers[0].enqueue("on", 20)
-            assert await waiting == (0, "on")
-            assert poller_of(merged) is not None
 
 
 class TestErrors:

@@ -83,7 +83,7 @@ class Calls:
                 await self.all_present()
                 n_workers = self._session.n_workers
                 await self._send_to_all(call, request)
-                await call.wait()
+                await self._wait(call)
         finally:
             call.done = True  # later answers are dropped
         call.check()
@@ -129,7 +129,7 @@ class Calls:
         try:
             async with self._within(timeout, call, self._waits_for_one):
                 await self._send(call, CALL, request)
-                await call.wait()
+                await self._wait(call)
         finally:
             self.leave_call(call)
         call.check()
@@ -141,7 +141,7 @@ class Calls:
             async with self._within(timeout, call, self._waits_for_one):
                 if not call.sent:
                     await self._send(call, STREAM, request)
-                await call.wait()
+                await self._wait(call)
         if not call.items:
             call.check()
             raise StopAsyncIteration
@@ -172,7 +172,7 @@ class Calls:
             except (PeerDied, QueueClosed):  # the worker is gone, and has not received the call
                 if channel is self.channels.get(rank):
                     self._session.queue_ended(rank)
-                    await call.wait()
+                    await self._wait(call)
                 continue
             except BaseException:  # its queue has had no room in time
                 self.leave_call(call)
@@ -184,7 +184,7 @@ class Calls:
         if not (call.queued or self.schedule.holds(call)):  # else an earlier wait has timed out
             call.ready.clear()
             self.schedule.ask(call)
-        await call.wait()
+        await self._wait(call)
         call.check()
         self._exit.check()
 
@@ -241,7 +241,6 @@ class Calls:
         call.missing = set(ranks)
         call.ready.clear()
         self._calls[call.number] = call
-        self._read_answers()
 
     # Answers
 
@@ -256,13 +255,23 @@ class Calls:
                 rank, message = await anext(self._answers)
             except StopAsyncIteration:  # there is no queue, or all have ended
                 return
-            if isinstance(message, AioshmError) and rank in self._answers.failed:
-                self._session.queue_ended(rank)
+            self._receive(rank, message)
+
+    async def _wait(self, call: Call) -> None:
+        """Wait until a caller has to look at its call. Answers that come soon need no turn of the event loop."""
+        while not call.ready.is_set():
+            answer = self._answers.take_soon()
+            if answer is None:
+                self._read_answers()
+                await call.ready.wait()
             else:
-                self._receive(rank, message)
+                self._receive(*answer)
 
     def _receive(self, rank: int, message: Any) -> None:
-        """Deliver a message of a worker, or the error of a message that cannot be received."""
+        """Deliver a message of a worker, or the error of its queue or of one message."""
+        if isinstance(message, AioshmError) and rank in self._answers.failed:
+            self._session.queue_ended(rank)
+            return
         if isinstance(message, tuple):
             self._deliver(rank, message)
             return

@@ -65,10 +65,6 @@ class Call:
         """Whether the call waits for a worker."""
         return self.order > 0 and self.slot is None
 
-    async def wait(self) -> None:
-        """Wait for the next `notify`."""
-        await self.ready.wait()
-
     def notify(self) -> None:
         """Wake the caller."""
         self.ready.set()

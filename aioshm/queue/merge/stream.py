@@ -9,7 +9,8 @@ meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
 from time import monotonic, monotonic_ns
 from typing import Any, Self
 
@@ -69,8 +70,6 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     Attributes:
         failed: The errors of the queues that have ended with one, by rank.
-        needed: Ranks whose queues have one more message each to come, all of which are needed before anything is done:
-            then the sleep is for one of them, and the others' messages wake nobody. Usually empty.
     """
 
     def __init__(self, readers: Mapping[int, QueueBase[T]], errors: Errors = "raise") -> None:
@@ -80,9 +79,9 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._options = places[0].reader.state.options if places else Options()
         self._round = Round(places, self._options.stall_warning_s, monotonic())
         self.failed: dict[int, AioshmError] = self._round.failed
-        self.needed: Set[int] = frozenset()
         self._turn = 0
         self._turn_ends_ns = 0
+        self._spin_ns = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = CallLock()
         self._past = 0  # messages of the rings that have dropped out
@@ -166,21 +165,43 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             RoleError: A reader belongs to another loop, thread or process, or another merge is waiting for it, or this
                 was called inside of a block that has its slot.
         """
-        if self._turn > 0:
-            for _, place in zip(self._round.running, self._round.order, strict=False):  # one round
+        item = self.take_soon()
+        if item is None:
+            item = await self._next()
+        return item
+
+    def take_soon(self) -> tuple[int, T | Any] | None:
+        """Return a message that is there or comes within a short spin, as for ``anext``; None: a wait is due."""
+        until_ns = 0
+        while self._turn > 0:
+            item = self._take_one()
+            if item is not None:
+                return item
+            now_ns = monotonic_ns()
+            if not until_ns:
+                until_ns = now_ns + self._spin_ns
+            if now_ns >= until_ns:
+                break
+            if self._shared.yields:
+                os.sched_yield()
+        return None
+
+    def _take_one(self) -> tuple[int, Any] | None:
+        """Go round the queues once; return the first message, or None."""
+        for _, place in zip(self._round.running, self._round.order, strict=False):
+            try:
+                obj = place.receive()
+            except Exception as error:
+                return self._tell(place, place.damaged(error))
+            if obj is SLOW_PATH:
                 try:
-                    obj = place.receive()
-                except Exception as error:
-                    return self._tell(place, place.damaged(error))
-                if obj is SLOW_PATH:
-                    try:
-                        obj = place.poll()
-                    except AioshmError as error:
-                        return self._tell(place, error)
-                if obj is not EMPTY:
-                    self._turn -= 1
-                    return place.rank, obj
-        return await self._next()
+                    obj = place.poll()
+                except AioshmError as error:
+                    return self._tell(place, error)
+            if obj is not EMPTY:
+                self._turn -= 1
+                return place.rank, obj
+        return None
 
     async def _next(self) -> tuple[int, Any]:
         loop = asyncio.get_running_loop()
@@ -261,9 +282,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             if place.ring is not None:
                 count += place.ring.seq
                 self._newest_ns = max(self._newest_ns, place.ring.core.published_ns)
-        watched = [(place.rank, place.ring) for place in entered if place.running and not place.late and place.ring]
-        needed = [ring for rank, ring in watched if rank in self.needed]
-        rings = needed[-1:] or [ring for _, ring in watched]
+        rings = [place.ring for place in entered if place.running and not place.late and place.ring]
         poller = shared.poller
         if poller is None:
             shared.poller = poller = self._new_poller()
@@ -277,6 +296,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             pass  # another thread may be done with its reader
         finally:
             shared.rings = ()
+            self._spin_ns = poller.inline_spin_ns
 
     def _look_again_at(self, entered: Sequence[Place]) -> float | None:
         """Return when to look at readers that were left out, if none of them wakes this."""
