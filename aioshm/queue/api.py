@@ -457,7 +457,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         after the block, it becomes a private copy: at the end of the next lease, or about 10 ms after this one unless a
         call waits for a message then. A loop's own variable for the message therefore causes no copy.
 
-        A message of less than 256 KiB is received as by `dequeue`, which is faster. `leases` leases one message after
+        A message of less than 512 KiB is received as by `dequeue`, which is faster. `leases` leases one message after
         the other. During the block, calls of other tasks wait, and calls of this task raise `RoleError`.
 
         Raises:

@@ -28,8 +28,8 @@ def content(n: int) -> dict[str, Any]:
         "array": {"step": n, "array": block},
         "tensor": [n, torch.from_numpy(block)],
         "halves": [np.split(block, 2), n],
-        "many": {"all": np.split(block[: 64 * 4100], 64), "n": n},
-        "too many": {"all": np.split(block[: 65 * 4100], 65), "n": n},
+        "many": {"all": np.split(block[: 64 * 8200], 64), "n": n},
+        "too many": {"all": np.split(block[: 65 * 8150], 65), "n": n},
         "nothing": (np.zeros(0), n, b"", block),
         "bytes": {"text": "short", "bytes": bytes(block)},
     }
@@ -81,12 +81,12 @@ async def test_several_loans_in_one_message_are_seen() -> None:
     async with attached(chunk=CHUNK, chunks=4) as (writer, (reader,)):
         for n in range(12):
             async with writer.build() as message:
-                message["one"] = message.empty(200_000, "uint8")
-                message["other"] = message.empty((2, 100_000), "uint8", "torch")
+                message["one"] = message.empty(300_000, "uint8")
+                message["other"] = message.empty((2, 150_000), "uint8", "torch")
                 message["one"][:] = n
                 message["other"].fill_(n)
             async with reader.lease() as leased:
-                assert same(leased, {"one": np.full(200_000, n), "other": torch.full((2, 100_000), n)})
+                assert same(leased, {"one": np.full(300_000, n), "other": torch.full((2, 150_000), n)})
                 assert not leased["one"].flags.writeable
             del leased
         assert reader.stats().copied_bytes < 100

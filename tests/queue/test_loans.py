@@ -141,7 +141,7 @@ async def test_a_name_that_was_bound_to_something_over_the_array(like: Any, deri
 
 
 @pytest.mark.usefixtures("long_respite")
-@pytest.mark.parametrize("size", [300_000, 2_000_000], ids=["chunk", "segment"])
+@pytest.mark.parametrize("size", [600_000, 2_000_000], ids=["chunk", "segment"])
 async def test_arrays_whose_names_outlive_their_blocks_cost_no_copy(size: int) -> None:
     async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
         for number in range(6):
@@ -498,7 +498,7 @@ def test_blocking_ends_copy_nothing_however_often() -> None:
 
 async def test_leased_arrays_by_dlpack() -> None:
     async with attached(chunk=CHUNK) as (writer, (reader,)):
-        async with writer.loan(100_000, "float32") as array:
+        async with writer.loan(150_000, "float32") as array:
             given = torch.from_dlpack(array)
             given[:] = 3
             del given
@@ -653,7 +653,7 @@ def test_a_queue_of_either_core() -> None:
         "import asyncio, aioshm, test_loans\n"
         "assert not aioshm.native_core\n"
         "aioshm.queue.local.leases.RESPITE_S = 60.0\n"
-        "asyncio.run(test_loans.test_arrays_whose_names_outlive_their_blocks_cost_no_copy(300_000))\n"
+        "asyncio.run(test_loans.test_arrays_whose_names_outlive_their_blocks_cost_no_copy(600_000))\n"
         "asyncio.run(test_loans.test_arrays_whose_names_outlive_their_blocks_cost_no_copy(2_000_000))\n"
     )
     environment = {

@@ -55,7 +55,7 @@ def _scribble(array: Any) -> None:
 @pytest.mark.usefixtures("long_respite")
 @pytest.mark.parametrize("codec", ["pickle", "msgpack"])
 async def test_arrays_of_several_kinds(codec: str) -> None:
-    kinds = [(SIZE, "uint8"), ((300, 500), "<i4"), ((70_000, 1), "float64"), ((2, 40_000, 3), ">i2")]
+    kinds = [(SIZE, "uint8"), ((300, 500), "<i4"), ((70_000, 1), "float64"), ((2, 50_000, 3), ">i2")]
     async with attached(2, codec=codec, chunk=CHUNK, chunks=3) as (writer, readers):
         for number in range(3 * ROUNDS):
             shape, dtype = kinds[number % len(kinds)]

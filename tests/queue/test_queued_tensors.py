@@ -14,7 +14,7 @@ from aioshm.codec.pickle5 import PickleCodec
 from aioshm.queue.encoded import parts_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.bool, torch.int64, torch.complex64]
-SIZES = {"copied": 6000, "seen": 300_000}
+SIZES = {"copied": 6000, "seen": 600_000}
 
 
 class Named(torch.Tensor):

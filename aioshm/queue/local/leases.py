@@ -22,9 +22,9 @@ from aioshm.ring.window import Windows
 
 RESPITE_S = 0.010
 LONGEST_RESPITE_S = 0.16
-VIEW_BYTES = 256 * 1024
-"""Smaller messages are leased as a copy. A view, and finding out whether it is still held, takes as long as copying
-half of that; exchanging what is still held for a copy takes several times as long."""
+VIEW_BYTES = 512 * 1024
+"""Smaller messages are leased as a copy: a view, and finding out whether it is still held, takes as long as copying
+that much."""
 
 
 class Leases:
