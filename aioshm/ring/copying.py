@@ -30,6 +30,7 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
         super().__init__(layout, view, slots, reader)
         with view[at.WRITER_LINE : at.WRITER_LINE + at.LINE].cast("Q") as words:
             self._written = words[at.COUNT : at.COUNT + 1]
+        self._views.append(self._written)
         self._lost_at = -1
         self._staged = bytes(at.TRACE_BYTES), 0
 
@@ -77,15 +78,11 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
         obj = super().receive()
         return EMPTY if obj is reference.EMPTY else obj
 
-    def close(self) -> None:
-        super().close()
-        self._written.release()
-
     def _wake_peer(self) -> None: ...
 
     def stage(self) -> None:
         """Copy trace context and size of the next message, before `intact` checks the copy."""
-        self._staged = super()._read_trace() if self._trace_at else b"", super()._read_size()
+        self._staged = super()._read_trace() if self._sizes.trace_at else b"", super()._read_size()
 
     def _read_trace(self) -> bytes:
         return self._staged[0]

@@ -11,6 +11,7 @@ import platform
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Lock, get_ident
 from time import monotonic_ns
 from typing import Any, Final
@@ -76,7 +77,6 @@ class _End(ABC):
         self._runs: Callable[[], object] | None = bool
         self._lock: Any = None
         self._sizes = sizes
-        self._trace_at = sizes.trace_at
         self._pools = pools
         self._closed = False
         self._view = view[:]
@@ -85,6 +85,7 @@ class _End(ABC):
         self._own = view[line : line + at.LINE]
         self._count = self._own.cast("Q")  # and the other words of the line
         self._parked = parked
+        self._views = [self._view, self._flags, self._count, self._own, parked]  # to be released
 
     def bind(self, code: Callable[[Any], Any], what: int, raw: bool, on_parked: Callable[[], object] | None, /) -> None:
         """Set the codec, an ordinary message's first word, whether bytes stand for themselves, how to wake a peer."""
@@ -93,11 +94,7 @@ class _End(ABC):
         self._code, self._what, self._raw, self._on_parked = code, what, raw, on_parked
 
     def bind_beside(self, beside: Callable[..., Any] | None, measure: Callable[[Any], int] | None = None, /) -> None:
-        """Set what handles messages with out-of-band buffers.
-
-        Writer: ``measure`` returns the bytes of an encoded message; ``beside`` gets the offset of a slot, the message
-        and its sequence number, and fills the slot, or returns False. Reader: ``beside`` gets the offset of the slot.
-        """
+        """Set what fills or decodes the slot of a message with buffers, at an offset, and what counts its bytes."""
         self._beside = beside
         self._measure: Any = measure
 
@@ -160,8 +157,8 @@ class _End(ABC):
             raise BufferError("the ring is in use")
         self.open = False
         self._closed = True
-        for part in (self._view, self._flags, self._count, self._own, self._parked):
-            part.release()
+        for view in self._views:
+            view.release()
 
     @abstractmethod
     def ready(self) -> bool:
@@ -171,18 +168,12 @@ class _End(ABC):
         if self.reorders:
             memory_fence()
 
-    @property
-    def _places(self) -> int:
-        """How many peers count."""
-        return 1
-
     def _peer_parked(self) -> bool:
         """Return whether the peer, or a reader that counts, has to be woken."""
         memory_fence()
-        return any(self._parked[: self._places])
+        return any(self._parked)
 
     def check_open(self) -> None:
-        """Raise if the ring was closed."""
         if self._closed:
             raise ValueError("the ring was closed")
 
@@ -194,7 +185,6 @@ class _End(ABC):
 
     @property
     def _index(self) -> int:
-        """The index of the next message's slot."""
         return self.seq % self._sizes.slots
 
     def _slot(self) -> int:
@@ -245,9 +235,9 @@ class WriterBase(_End):
         self.claimed_bytes: int = 0  # of the message that the claimed slot is for
         self.awaited: int = NO_MESSAGE  # the message that all read before a spin ends; NO_MESSAGE: the next slot's
 
-    @property
-    def _places(self) -> int:
-        return self._record.places
+    def _peer_parked(self) -> bool:
+        memory_fence()
+        return any(self._parked[: self._record.places])
 
     def finished(self, message: int, /) -> bool:
         """Return whether all have read a message, or its slot has another one."""
@@ -381,14 +371,13 @@ class WriterBase(_End):
             self.awaited = NO_MESSAGE
 
     def _fill(self, message: bytes, now_ns: int) -> None:
-        """Fill the claimed slot, or its chunk."""
         size = len(message)
         _HEAD.pack_into(self._view, self._slot(), self._what, self.seq, now_ns, size)
         self._view[self._body : self._body + size] = message
         self.copied += size
 
     def _is_free(self, index: int) -> bool:
-        row, amount = index * self._row_bytes, 1 + self._places
+        row, amount = index * self._row_bytes, 1 + self._record.places
         return self._flags[row : row + amount] == self._ones[:amount] or not self._flags[row]
 
     def ready(self) -> bool:
@@ -400,11 +389,11 @@ class WriterBase(_End):
         overflows = self._view[start] == at.OVERFLOW_KIND
         if not overflows:  # an overflow message's marker has its size
             _WORD.pack_into(self._view, start + at.SIZE, self.claimed_bytes)
-        if self._trace_at:
-            trace = start + self._trace_at
+        if self._sizes.trace_at:
+            trace = start + self._sizes.trace_at
             self._view[trace : trace + at.TRACE_BYTES] = record.trace
         self._order()
-        self._flags[row + 1 : row + 1 + self._places] = record.unread[: self._places]
+        self._flags[row + 1 : row + 1 + record.places] = record.unread[: record.places]
         self._order()  # the written flag becomes visible after what it announces, the cleared flags included
         if record.claimed is not None:
             record.claimed.take(self.seq)
@@ -439,11 +428,10 @@ class ReaderBase(_End):
         self.kept: bool = False  # whether a slot was skipped and has not been given back
         self.garbled: int = 0  # messages whose trace context is none
         self.damaged: bool = False  # whether the message that could not be decoded was finished with
-        self._copy_max = min(COPY_MAX, sizes.max_chunk_bytes)
-        self._rushes = False  # whether messages come in quick succession, so that only some latencies are counted
         self._finished_ns = 0
         with view[histogram : histogram + 8 * at.LATENCY_BUCKETS] as part:
             self._latencies = part.cast("Q")
+        self._views.append(self._latencies)
 
     def release(self) -> bool:
         """Finish with the slot; return whether the writer is parked and has to be woken."""
@@ -466,11 +454,7 @@ class ReaderBase(_End):
         self.kept = True
 
     def take(self) -> Any:
-        """Return the next message, `EMPTY`, or `SLOW_PATH`; finish with the message, also if it cannot be decoded.
-
-        Where decoding was interrupted, by an error that is no `Exception` or does not recur, the next call returns the
-        same message.
-        """
+        """Return the next message, `EMPTY`, or `SLOW_PATH`; finish with the message, also if it cannot be decoded."""
         self.check_unused()
         if not self.ready():
             return EMPTY
@@ -479,7 +463,7 @@ class ReaderBase(_End):
         except Exception:
             self.damaged = self._fails_again()
             if not self.damaged:
-                raise
+                raise  # interrupted, as by what is no `Exception`: the next call returns the same message
             if self.was_evicted():
                 return EMPTY
             self._finish_and_wake(took=False)
@@ -517,13 +501,9 @@ class ReaderBase(_End):
             self._release(before)
 
     def take_many(self, most: int, /) -> list[Any]:
-        """Return at most ``most`` of the next messages, with one fence, until the budget ends.
-
-        The batch ends before a message that is not ordinary, or cannot be decoded: if that is the first, as `take`.
-        """
+        """Return at most ``most`` of the next messages, with one fence, until the budget or what is ordinary ends."""
         self.check_unused()
         batch: list[Any] = []
-        failure: BaseException | None = None
         self.in_use += 1
         try:
             while len(batch) < most and self.ready():
@@ -532,16 +512,15 @@ class ReaderBase(_End):
                     break
                 try:
                     obj = message if self._raw else self._code(message)
-                except BaseException as error:
-                    if isinstance(error, Exception) and batch:
+                except Exception:
+                    if batch:
                         break  # the next call meets the same message again
-                    self.damaged = isinstance(error, Exception) and self._fails_again()
-                    if not self.damaged:
-                        failure = error
-                    elif not self.was_evicted():
-                        failure = error
+                    self.damaged = self._fails_again()
+                    if self.damaged and self.was_evicted():
+                        break
+                    if self.damaged:
                         self._finish()
-                    break
+                    raise
                 if self.was_evicted():
                     break
                 batch.append(obj)
@@ -552,19 +531,18 @@ class ReaderBase(_End):
                         break
         finally:
             self.in_use -= 1
-        now = monotonic_ns()
-        if len(batch) % BATCH_LOOKS:
-            self._note_latency(now)
-        self._spend(len(batch), now)
-        self._wake_peer()
-        if failure is not None:
-            raise failure
+            now = monotonic_ns()
+            if len(batch) % BATCH_LOOKS:
+                self._note_latency(now)
+            self._spend(len(batch), now)
+            self._wake_peer()
         return batch
 
     def _take_if_there(self) -> Any:
-        # Slots go back in order.
-        if self.kept or (not self.ready() and (self.spin_ns <= 0 or not self.spin(self.spin_ns))):
+        if self.kept:  # slots go back in order
             return EMPTY
+        if self.spin_ns > 0:
+            self.spin(self.spin_ns)
         return self.take()
 
     def _decode(self) -> Any:
@@ -583,7 +561,7 @@ class ReaderBase(_End):
     def _copy_plain(self) -> bytes | None:
         view, start, room = self._view, self._slot(), self._sizes.inline_bytes
         what, seq, at_ns, size, number = _WORDS.unpack_from(view, start)
-        if what != self._what or seq != self.seq or size > self._copy_max:
+        if what != self._what or seq != self.seq or size > COPY_MAX:
             return None
         if number:
             place = chunk_at(self._pools, number - 1)
@@ -599,11 +577,9 @@ class ReaderBase(_End):
     def _fails_again(self) -> bool:
         """Return whether the next message cannot be decoded: an error of a signal handler does not recur."""
         for _ in range(DECODINGS - 1):
-            try:
+            with suppress(Exception):
                 self._decode()
-            except Exception:
-                continue
-            return False
+                return False
         return True
 
     def was_evicted(self) -> bool:
@@ -612,7 +588,6 @@ class ReaderBase(_End):
         return bool(self._flags[self._index * self._row_bytes + self._flag])
 
     def ready(self) -> bool:
-        """Return whether a message waits."""
         # In this order: a slot that is cleared already and still written, from the lap before, is being published.
         flags, row = self._flags, self._index * self._row_bytes
         there = not flags[row + self._flag] and flags[row] != 0
@@ -621,9 +596,9 @@ class ReaderBase(_End):
 
     def _finish_and_wake(self, *, took: bool) -> None:
         now = monotonic_ns()
-        self._rushes = now - self._finished_ns < RUSH_NS
+        rushes = now - self._finished_ns < RUSH_NS  # then only some latencies are counted
         self._finished_ns = now
-        if took and (not self._rushes or self.seq % at.LATENCY_EVERY == 0):
+        if took and (not rushes or self.seq % at.LATENCY_EVERY == 0):
             self._note_latency(now)
         self._spend(1, now)
         self._finish()
@@ -635,16 +610,8 @@ class ReaderBase(_End):
         self._flags[self._index * self._row_bytes + self._flag] = 1
         self._advance()
 
-    def close(self) -> None:
-        super().close()
-        self._latencies.release()
-
-    # Latency, size, trace context
-
     def taken(self, published_ns: int, /) -> None:
         """Note when the message was published that has just been taken, and count its latency."""
-        if not 0 <= published_ns < 1 << 64:
-            raise OverflowError("no clock shows this")
         self.check_open()
         self.published_ns = published_ns
         self._note_latency(monotonic_ns())
@@ -659,7 +626,7 @@ class ReaderBase(_End):
 
     def note_trace(self) -> None:
         """Note the trace context of the next message, once."""
-        if not self._trace_at or self._record.is_noted(self.seq):
+        if not self._sizes.trace_at or self._record.is_noted(self.seq):
             return
         trace = self._read_trace()
         is_there, _, trace_id, span_id = at.TRACE.unpack(trace)
@@ -679,5 +646,5 @@ class ReaderBase(_End):
         return int(_WORD.unpack_from(self._view, start)[0])
 
     def _read_trace(self) -> bytes:
-        start = self._slot() + self._trace_at
+        start = self._slot() + self._sizes.trace_at
         return bytes(self._view[start : start + at.TRACE_BYTES])

@@ -69,9 +69,6 @@ class TestLatency:
         pair.reader.taken(now := monotonic_ns() - (1 << 30))
         assert pair.reader.published_ns == now
         assert header_of(pair).readers[0].latency.counts[23] == 1
-        for wrong in (-1, 1 << 64):
-            with pytest.raises(OverflowError):
-                pair.reader.taken(wrong)
         pair.reader.close()
         with pytest.raises(ValueError, match="closed"):
             pair.reader.taken(now)

@@ -114,18 +114,12 @@ def _handle_seeds() -> Iterator[bytes]:
 
 
 def _identity_seeds() -> Iterator[bytes]:
-    server, client = z85.encode(b"s" * 32), z85.encode(b"c" * 32)
     plain = identities._Content(token=b"t" * identities.TOKEN_BYTES, data=1, control=2, pid=3)
     yield identities._encode(plain)
-    yield identities._encode(
-        msgspec.structs.replace(
-            plain,
-            server_public=zmq.curve_public(server),
-            server_secret=server,
-            client_public=zmq.curve_public(client),
-            client_secret=client,
-        )
+    server, client = (
+        identities._Pair(zmq.curve_public(secret), secret) for secret in (z85.encode(b"s" * 32), z85.encode(b"c" * 32))
     )
+    yield identities._encode(msgspec.structs.replace(plain, server=server, client=client))
 
 
 def _key_seeds() -> Iterator[bytes]:
