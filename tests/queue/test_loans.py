@@ -270,6 +270,7 @@ async def test_a_forgotten_block() -> None:
         with pytest.warns(ResourceWarning, match="never left"):
             del forgotten
             gc.collect()
+        await until(lambda: not writer.end.state.lock.in_own_block, "the loop to take the memory back")
         await asyncio.wait_for(writer.enqueue("after"), 5)
         _scribble(array)
         assert await reader.dequeue(5) == "after"

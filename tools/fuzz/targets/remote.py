@@ -51,7 +51,8 @@ def data_messages(data: bytes) -> None:
     body = memoryview(pieces.rest()) if shape == 2 else None
     found = attempt(wire.WireError, wire.parse_data, memoryview(head), body)
     if found is not None:
-        assert found.main_bytes <= len(found.body)
+        assert found.main_bytes <= found.total
+        assert found.offset + len(found.body) <= found.total
         assert len(found.trace) in (0, TRACE_BYTES)
         assert found.kind in (INLINE, 3, wire.MARK)
     rank = wire.subscriber(data, _SECRET)
