@@ -37,7 +37,9 @@ class Doorbell:
             pass
 
     def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-        """Call back on a loop whenever this was rung."""
+        """Call back on a loop whenever this was rung. Does nothing once closed."""
+        if self.fd < 0:
+            return
         loop.add_reader(self.fd, self._rung, callback)
 
     def unwatch(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 
@@ -21,6 +22,14 @@ def test_a_full_one_does_not_block() -> None:
     doorbell.drain()
     assert not readable(doorbell)
     doorbell.close()
+
+
+async def test_watching_a_closed_one_does_nothing() -> None:
+    loop = asyncio.get_running_loop()
+    doorbell = Doorbell.create()
+    doorbell.close()
+    doorbell.watch(loop, lambda: None)
+    doorbell.unwatch(loop)
 
 
 def test_closing() -> None:
