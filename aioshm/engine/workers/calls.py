@@ -258,14 +258,14 @@ class Calls:
             self._receive(rank, message)
 
     async def _wait(self, call: Call) -> None:
-        """Wait until a caller has to look at its call. Answers that come soon need no turn of the event loop."""
-        while not call.ready.is_set():
+        """Wait until a caller has to look at its call. If no other is in flight, soon answers need no turn of the loop."""
+        while len(self._calls) == 1 and not call.ready.is_set():
             answer = self._answers.take_soon()
             if answer is None:
-                self._read_answers()
-                await call.ready.wait()
-            else:
-                self._receive(*answer)
+                break
+            self._receive(*answer)
+        self._read_answers()
+        await call.ready.wait()
 
     def _receive(self, rank: int, message: Any) -> None:
         """Deliver a message of a worker, or the error of its queue or of one message."""
