@@ -258,7 +258,7 @@ class Calls:
             self._receive(rank, message)
 
     async def _wait(self, call: Call) -> None:
-        """Wait until a caller has to look at its call. If no other is in flight, soon answers need no turn of the loop."""
+        """Wait until a caller has to look at its call; while no other is in flight, take answers that come soon."""
         while len(self._calls) == 1 and not call.ready.is_set():
             answer = self._answers.take_soon()
             if answer is None:
