@@ -54,7 +54,7 @@ def wait_for_all(manager: ProcessManager, beginning: str = "up") -> None:
 def open_things() -> set[str]:
     """Return the descriptors and the threads of this process, with what `multiprocessing` keeps once it was used."""
     resource_tracker.ensure_running()
-    things = {thread.name for thread in threading.enumerate() if thread.name.startswith("aioshm")}
+    things = {thread.name for thread in threading.enumerate() if thread.ident and thread.name.startswith("aioshm")}
     for fd in Path("/proc/self/fd").iterdir():
         try:
             things.add(f"{fd.name} {os.readlink(fd)}")
