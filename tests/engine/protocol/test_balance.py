@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from statistics import mean
 
 import pytest
 
@@ -22,6 +23,23 @@ def spread(balance: LoadBalancer, count: int) -> list[int]:
         chosen.append(balance.choose())
         balance.sent(chosen[-1])
     return chosen
+
+
+def widest_gaps(*, published: bool) -> list[int]:
+    """Return how far the loads of four engines lie apart after 4,000 requests that end in any order, in 20 runs."""
+    gaps = []
+    for seed in range(20):
+        chance, balance, open_ = random.Random(seed), LoadBalancer(range(4)), []
+        for number in range(4000):
+            chosen = balance.choose()
+            balance.sent(chosen)
+            open_.append(chosen)
+            if len(open_) > 100:
+                balance.done(open_.pop(chance.randrange(len(open_))))
+            if published and number % 50 == 0:
+                balance.update([[0, count] for count in balance.in_flight.values()])
+        gaps.append(max(balance.in_flight.values()) - min(balance.in_flight.values()))
+    return gaps
 
 
 class TestBalance:
@@ -101,18 +119,11 @@ class TestBalance:
         balance.update([[0, 0], [0, 0]])
         assert sorted(spread(balance, 10)) == [0] * 5 + [1] * 5
 
-    @pytest.mark.parametrize("published", [False, True])
-    def test_a_load_stays_balanced(self, published: bool) -> None:
-        chance, balance, open_ = random.Random(1), LoadBalancer(range(4)), []
-        for number in range(4000):
-            chosen = balance.choose()
-            balance.sent(chosen)
-            open_.append(chosen)
-            while len(open_) > 100:
-                balance.done(open_.pop(chance.randrange(len(open_))))
-            if published and number % 50 == 0:
-                balance.update([[0, count] for count in balance.in_flight.values()])
-        assert max(balance.in_flight.values()) - min(balance.in_flight.values()) <= 8
+    def test_a_load_stays_balanced(self) -> None:
+        assert max(widest_gaps(published=False)) <= 2
+
+    def test_a_load_that_old_publications_describe_stays_balanced_on_average(self) -> None:
+        assert mean(widest_gaps(published=True)) <= 7, "of engines chosen at random it is about 10"
 
 
 class TestLockstep:
