@@ -24,7 +24,7 @@ NUMPY: Final = 0
 TORCH: Final = 1
 
 Order: TypeAlias = Literal["C", "F"]
-Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # NumPy gives -1 a meaning of its own
+Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # in NumPy, -1 means: infer this length
 
 
 class ArrayHead(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):

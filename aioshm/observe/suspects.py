@@ -130,7 +130,7 @@ def _behind(
     behind = f"{reader.lag} message{'s' * (reader.lag != 1)} behind"
     if taken <= 0:
         yield _suspect(
-            "blocked", reader, f"has taken nothing for {seconds:.1f} s, {behind}: {_why(reader, doing)}", doing
+            "blocked", reader, f"took nothing in the last {seconds:.1f} s, {behind}: {_why(reader, doing)}", doing
         )
     elif keeps or (reader.lag >= then.lag and reader.lag > LONG_LAG * now.header.slots):
         yield _suspect("slow", reader, f"takes {taken / seconds:,.0f} messages a second, {behind}", doing)

@@ -46,11 +46,11 @@ else:
 
 
 class Calls:
-    """The calls of one end.
+    """`enqueue` and `dequeue`, bound to the core and the slow path of one end.
 
     Args:
-        slow_path: Makes the coroutine that continues where the core could not. Its arguments are the core's answer, its
-            exception, or None without a core, and then those of `enqueue` or `dequeue`.
+        slow_path: The coroutine function that is called when the core cannot finish a call. Its arguments are the
+            core's answer, its exception, or None without a core, and then those of `enqueue` or `dequeue`.
     """
 
     docs: ClassVar[tuple[str, str]] = "", ""

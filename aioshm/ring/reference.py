@@ -27,7 +27,7 @@ DECODINGS = 3  # a message that fails to decode this often is damaged
 COPY_MAX = 65536  # larger messages are decoded where they lie
 BATCH_LOOKS = 8  # between two readings of the clock
 RUSH_NS = 20_000  # between two messages: they come in quick succession
-HELD_SPIN_NS = 50_000  # a longer spin keeps the memory from being closed meanwhile, and its end from being used
+HELD_SPIN_NS = 50_000  # during a longer spin the ring can neither be closed nor used
 
 _ALL = (1 << 64) - 1
 _HEAD = struct.Struct("<4Q")  # of a slot's header: kind, sequence number, time of publishing, bytes
@@ -88,13 +88,13 @@ class _End(ABC):
         self._views = [self._view, self._flags, self._count, self._own, parked]  # to be released
 
     def bind(self, code: Callable[[Any], Any], what: int, raw: bool, on_parked: Callable[[], object] | None, /) -> None:
-        """Set the codec, an ordinary message's first word, whether bytes stand for themselves, how to wake a peer."""
+        """Set the codec, the header word of its messages, whether bytes are sent unencoded, and how to wake a peer."""
         if not 0 <= what < 1 << 64:
             raise OverflowError("what must fit a word of the header")
         self._code, self._what, self._raw, self._on_parked = code, what, raw, on_parked
 
     def bind_beside(self, beside: Callable[..., Any] | None, measure: Callable[[Any], int] | None = None, /) -> None:
-        """Set what fills or decodes the slot of a message with buffers, at an offset, and what counts its bytes."""
+        """Set the functions that write or read a message with out-of-band buffers, and count its bytes."""
         self._beside = beside
         self._measure: Any = measure
 
@@ -426,7 +426,7 @@ class ReaderBase(_End):
         self._record = ReaderRecord(sizes, record)
         self._flag = 1 + reader
         self.kept: bool = False  # whether a slot was skipped and has not been given back
-        self.garbled: int = 0  # messages whose trace context is none
+        self.garbled: int = 0  # messages with an invalid trace context
         self.damaged: bool = False  # whether the message that could not be decoded was finished with
         self._finished_ns = 0
         with view[histogram : histogram + 8 * at.LATENCY_BUCKETS] as part:
@@ -463,7 +463,7 @@ class ReaderBase(_End):
         except Exception:
             self.damaged = self._fails_again()
             if not self.damaged:
-                raise  # interrupted, as by what is no `Exception`: the next call returns the same message
+                raise  # a signal handler may have raised: the next call returns the same message
             if self.was_evicted():
                 return EMPTY
             self._finish_and_wake(took=False)

@@ -177,7 +177,7 @@ class TestWho:
     def test_who(self, call: Call) -> None:
         code, out, _ = call("who", NAME, "--window", "0.02")
         assert code == 0
-        assert re.search(rf"{NAME}: reader 1, pid {os.getpid()} \(.+\): has taken nothing for", out)
+        assert re.search(rf"{NAME}: reader 1, pid {os.getpid()} \(.+\): took nothing in the last", out)
 
     def test_json(self, call: Call) -> None:
         _, out, _ = call("who", "--json", "--window", "0.02")

@@ -87,7 +87,7 @@ class TestStalls:
         planted.go_wrong(reader)
         suspect = culprit(planted, reader.pid)
         assert (suspect.kind, suspect.rank) == ("blocked", 1)
-        assert "has taken nothing for" in suspect.text
+        assert "took nothing in the last" in suspect.text
         check_line(suspect, "blocked")
         times = []
         for _ in range(3):

@@ -88,13 +88,13 @@ class TestVerdict:
         before, now = look(5, 5, 3), look(6, 6, 3, ns=250_000_000)
         assert found(before, now) == [("blocked", 1)]
         assert text_of(before, now) == (
-            "has taken nothing for 0.2 s, 3 messages behind: its event loop waits for something else"
+            "took nothing in the last 0.2 s, 3 messages behind: its event loop waits for something else"
         )
         assert text_of(before, now, second=SLEEP).endswith("it is blocked in clock_nanosleep (hrtimer_nanosleep)")
         assert text_of(before, now, second=BUSY).endswith("it is blocked")
         running = look(6, 6, 5, ns=250_000_000, states={SECOND: "running"})
         text = text_of(look(6, 6, 5), running, second=BUSY)
-        assert text == "has taken nothing for 0.2 s, 1 message behind: its code keeps the CPU"
+        assert text == "took nothing in the last 0.2 s, 1 message behind: its code keeps the CPU"
 
     def test_what_has_only_just_come_is_no_blockade(self) -> None:
         assert found(look(5, 5, 5), look(7, 7, 5)) == []

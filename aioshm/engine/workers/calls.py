@@ -131,7 +131,7 @@ class Calls:
                 await self._send(call, CALL, request)
                 await self._wait(call)
         finally:
-            self.leave_call(call)
+            self.abandon_call(call)
         call.check()
         return next(iter(call.results.values()))
 
@@ -175,7 +175,7 @@ class Calls:
                     await self._wait(call)
                 continue
             except BaseException:  # its queue has had no room in time
-                self.leave_call(call)
+                self.abandon_call(call)
                 raise
             call.sent = True
             return
@@ -188,7 +188,7 @@ class Calls:
         call.check()
         self._exit.check()
 
-    def leave_call(self, call: Call) -> None:
+    def abandon_call(self, call: Call) -> None:
         """Abandon a call whose caller has stopped waiting; cancel the call if it was sent."""
         if call.sent:
             if not call.done:
@@ -199,7 +199,7 @@ class Calls:
         self._calls.pop(call.number, None)
         if call.order:
             self.schedule.withdraw(call)
-        self._look_at_drained()
+        self._check_drained()
 
     def _post(self, call: Call, kind: int, value: Any = None) -> None:
         channel = None if call.rank is None else self.channels.get(call.rank)
@@ -258,7 +258,7 @@ class Calls:
             self._receive(rank, message)
 
     async def _wait(self, call: Call) -> None:
-        """Wait until a caller has to look at its call; while no other is in flight, take answers that come soon."""
+        """Wait until a caller has to check its call; if no other is in flight, poll for the answer briefly first."""
         while len(self._calls) == 1 and not call.ready.is_set():
             answer = self._answers.take_soon()
             if answer is None:
@@ -316,7 +316,7 @@ class Calls:
             self.schedule.broadcast_ends(rank)
         else:
             self.schedule.answered(call)
-        self._look_at_drained()
+        self._check_drained()
 
     # Workers come and go
 
@@ -360,7 +360,7 @@ class Calls:
                 call.fail(failure)
             else:  # not sent yet: `_send` asks for a worker again
                 call.notify()
-        self._look_at_drained()
+        self._check_drained()
 
     def forget(self, rank: int, failure: Callable[[], AioshmError]) -> None:
         """Remove a worker for good, and fail the calls that wait for it."""
@@ -376,13 +376,13 @@ class Calls:
         drained = asyncio.Event()
         self._draining[drained] = leaving
         try:
-            self._look_at_drained()
+            self._check_drained()
             await drained.wait()
         finally:
             del self._draining[drained]
         self._exit.check()
 
-    def _look_at_drained(self) -> None:
+    def _check_drained(self) -> None:
         for drained, ranks in self._draining.items():
             if self.schedule.done(ranks):
                 drained.set()

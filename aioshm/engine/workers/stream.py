@@ -66,7 +66,7 @@ class WorkerStream(AsyncIterator[Any]):
         return RequestAborted(text, engine=call.rank, request_id=call.method)
 
     def _end(self, error: BaseException | None) -> None:
-        self._calls.leave_call(self._call)
+        self._calls.abandon_call(self._call)
         if self._count_item is not None:
             self._count_item = None
             self._metering.__exit__(None if error is None else type(error), error, None)

@@ -77,7 +77,7 @@ class ReadingEnd:
                 self._check_attaching()
                 until = deadline
                 if until is None and self._following is not None:
-                    until = self._following.patience_ends(began)
+                    until = self._following.writer_deadline(began)
                 await settle(state.news(), deadline=until, cancel=cancel, stall=stall)
         except TimeoutError:
             raise self.source.too_late() from None
@@ -101,11 +101,11 @@ class ReadingEnd:
     def _restarting(self) -> bool:
         return self._following is not None and self._following.telling
 
-    def go_on_after(self, error: AioshmError) -> None:
+    def reconnect_after(self, error: AioshmError) -> None:
         """Wait for the next writer, now that this one is gone and drained, or raise ``error``."""
         if self._following is None:
             raise error
-        self._following.go_on_after(error)
+        self._following.reconnect_after(error)
 
     def _check_attaching(self) -> None:
         """Raise the error that prevents attaching; look for the next writer if this is gone."""
@@ -191,7 +191,7 @@ class ReadingEnd:
         if obj is not EMPTY and obj is not SLOW_PATH:
             return obj
         if gone is not None:
-            self.go_on_after(gone() if obj is EMPTY else source.lost())
+            self.reconnect_after(gone() if obj is EMPTY else source.lost())
             raise QueueEmpty(str(self.source.too_late()))
         what = "nothing to read yet" if obj is EMPTY else f"the body of message {source.progress} is on its way"
         raise QueueEmpty(f"{state!r}: {what}")
@@ -267,7 +267,7 @@ class ReadingEnd:
             if gone is not None:
                 if self._following is not None and asyncio._get_running_loop() is None:
                     return False  # the loop leaves the writer: a signal handler may raise here
-                self.go_on_after(gone())
+                self.reconnect_after(gone())
                 continue
             progress = source.progress if source.ring is None else source.ring.core.seq
             stall = None if indefinite else self._stall_of_reading(progress)
@@ -294,7 +294,7 @@ class ReadingEnd:
         state, source = self.state, self.source
         state.check_usable()
         if source.gone is not None:
-            self.go_on_after(source.lost())
+            self.reconnect_after(source.lost())
             return
         try:
             await settle(state.news(), deadline=deadline, cancel=cancel, stall=None if indefinite else self._inquiry())

@@ -37,17 +37,17 @@ class Writers(Protocol):
     """Finds the writers of a reader, one after the other."""
 
     def look(self) -> Handle | None:
-        """Return the handle of the present writer; None if there is none, or only a `left` one."""
+        """Return the handle of the present writer; None if none runs, or only the one marked as gone."""
 
     def left(self) -> None:
-        """Note that the writer of the latest handle is gone."""
+        """Mark the writer of the latest handle as gone."""
 
     def awaited(self) -> str:
         """Describe the awaited writer for log lines and errors."""
 
 
 class SameWriter:
-    """Writers of one handle, as writers of one identity have."""
+    """The writers of one identity: every new writer has the same handle."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -120,7 +120,7 @@ class NoWriter(Source):
             timer.cancel()
 
     def abandon(self) -> None:
-        self._timer = None  # the loop is the parent's
+        self._timer = None  # after a fork, it belongs to the parent's loop
 
 
 def _look(looking: weakref.ref[NoWriter], loop: asyncio.AbstractEventLoop) -> None:
@@ -134,7 +134,7 @@ Connect: TypeAlias = Callable[[Handle, Callable[[AioshmError], None]], tuple[Sou
 
 
 class Following:
-    """The writers that one reader has, one after the other."""
+    """Attaches a reader to its writer, and to the next writer when that one is gone."""
 
     source: Source
     _use: Callable[[Source, Handle | None, Codec | None], None]
@@ -156,8 +156,10 @@ class Following:
         self._reconnect = reconnect
         # For calls without a timeout; None: wait for ever.
         self._patience_s = patience_s
-        self._ended: tuple[int, AioshmError] | None = None  # the writer before this one, until the caller is told
-        self._obstacle: AioshmError | None = None  # what has kept this from attaching, until the caller is told
+        self._ended: tuple[int, AioshmError] | None = (
+            None  # pid and error of the writer before this one, until a call has raised `QueueRestarted`
+        )
+        self._obstacle: AioshmError | None = None  # the error that prevented attaching, until a call has raised it
         self._finishing: set[asyncio.Task[None]] = set()
         # Messages and bytes from the writers before this one.
         self.received: int = 0
@@ -176,7 +178,7 @@ class Following:
     def _no_writer(self) -> NoWriter:
         return NoWriter(self._state, self._rank, self._writers, self._found, self._failed)
 
-    # What the caller is to be told
+    # Errors for the next call
 
     @property
     def telling(self) -> bool:
@@ -189,7 +191,7 @@ class Following:
         return self._obstacle is not None or (self._ended is not None and self._state.ready)
 
     def tell(self) -> AioshmError | None:
-        """Return, once, the news that the next call has to report first, if any."""
+        """Return the error that the next call raises first, and forget it; None: there is none."""
         obstacle, self._obstacle = self._obstacle, None
         if obstacle is not None or self._ended is None or not self._state.ready:
             return obstacle
@@ -210,8 +212,8 @@ class Following:
             raise obstacle
         self._state.check_refusal()
 
-    def patience_ends(self, began: float) -> float | None:
-        """Return until when a call without a timeout, that began then, waits for there to be a writer."""
+    def writer_deadline(self, began: float) -> float | None:
+        """Return when a call without a timeout, begun then, stops waiting for a writer; None: never."""
         source = self.source
         if not isinstance(source, NoWriter) or self._patience_s is None:
             return None
@@ -219,16 +221,16 @@ class Following:
 
     # Leaving a writer
 
-    def go_on_after(self, error: AioshmError) -> None:
+    def reconnect_after(self, error: AioshmError) -> None:
         """Wait for the next writer, now that this one is gone and drained, or raise ``error``."""
-        if not self._goes_on(error):
+        if not self._reconnects_after(error):
             raise error
         if self._state.ready and self._ended is None:
             self._ended = self.source.writer_pid, error
         self._writers.left()
         self._look_for_writer()
 
-    def _goes_on(self, error: AioshmError) -> bool:
+    def _reconnects_after(self, error: AioshmError) -> bool:
         """Return whether the error ends a writer whose successor is awaited."""
         return self._reconnect and isinstance(error, (PeerDied, PeerClosed, MessagesLost, QueueGone))
 
@@ -244,7 +246,7 @@ class Following:
         if gone is None or state.refusal is not None or state.lock.calls or source.look():
             return
         with suppress(AioshmError):  # the next call raises it
-            self.go_on_after(gone())
+            self.reconnect_after(gone())
 
     def _look_for_writer(self, *, at_once: bool = True) -> None:
         state, old = self._state, self.source
@@ -292,7 +294,7 @@ class Following:
     def _failed(self, error: AioshmError) -> None:
         """Look for the next writer, keep the error for the next call, or refuse every call."""
         looks_on = True
-        if self._goes_on(error) or isinstance(error, QueueGone):
+        if self._reconnects_after(error) or isinstance(error, QueueGone):
             self._writers.left()
         elif self._reconnect or isinstance(error, LimitReached):
             self._obstacle = error

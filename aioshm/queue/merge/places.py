@@ -169,7 +169,7 @@ class Place:
     def goes_on_after(self, error: AioshmError) -> bool:
         """Wait for the next writer, if the reader does; return whether it does."""
         try:
-            self.reader.go_on_after(error)
+            self.reader.reconnect_after(error)
         except AioshmError:
             return False
         self.unready()

@@ -38,10 +38,10 @@ def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -
     For use as ``async for rank, obj in merge({rank: reader, ...})``; see `Merged`.
 
     Args:
-        readers: Readers' ends by the rank, or any other number, that their messages are to come with. They need not be
-            ready; they stay open when the iteration ends. Without any, it ends at once.
-        errors: What becomes of an error of one of the queues: ``"raise"``: it comes out of the iteration, with the
-            queue's rank as its ``rank``; ``"yield"``: it is an item, ``(rank, error)``. Both ways one can go on.
+        readers: The queues to read, each by the number (often the rank) that its messages are returned with. They need
+            not be ready, and stay open when the iteration ends. Without any, the iteration ends at once.
+        errors: With ``"raise"``, an error of a queue is raised, and its ``rank`` is the queue's. With ``"yield"``, it
+            is an item, ``(rank, error)``. The iteration can continue after either.
 
     Raises:
         TypeError: Not a mapping from ints to queues.
@@ -86,7 +86,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._lock = CallLock()
         self._past = 0  # messages of the rings that have dropped out
         self._newest_ns = 0
-        self._changed = False  # whether a queue was added or removed since the lines were joined
+        self._changed = False  # whether a queue was added or removed since the call locks were acquired
 
     def _place(self, rank: int, queue: QueueBase[Any]) -> Place:
         return Place(rank, queue, self._shared)
@@ -94,10 +94,10 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     # Changing what is merged
 
     def add(self, rank: int, reader: MessageQueue[T]) -> None:
-        """Let another queue have its turns, from any task, also while one waits here; it begins to attach.
+        """Add a queue, which begins to attach. Any task of the loop may call this, also while another one iterates.
 
         Args:
-            rank: What its messages are to come with; that of a queue which has ended, or was removed, is free again.
+            rank: The number that its messages are returned with, also that of a queue that has ended or was removed.
             reader: Its reader's end, which need not be ready.
 
         Raises:
@@ -120,14 +120,14 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             _attach(place)
         self._round.add(place, monotonic())
         self._changed = True
-        self._turn = 0  # the quick way knows it once the lines have been joined anew
+        self._turn = 0  # the quick way knows the queue once the call locks have been acquired anew
         self._shared.wake()
 
     def remove(self, rank: int) -> None:
-        """Leave a queue out from now on, from any task, also while one waits here.
+        """Remove a queue. Any task of the loop may call this, also while another one iterates.
 
-        Its reader stays open and can be used at once; what was not received here, it receives. The iteration ends if
-        it was the last.
+        Its reader stays open, and still receives every message that the merge has not returned. The iteration ends
+        with the last queue.
 
         Args:
             rank: That of the queue; one that has ended is forgotten, with its error.
@@ -268,7 +268,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 for place in entered:
                     if place.running and (item := self._take(place)) is not None:
                         return item
-                if not self._round.running or self._lines_changed() or monotonic_ns() >= self._turn_ends_ns:
+                if not self._round.running or self._locks_changed() or monotonic_ns() >= self._turn_ends_ns:
                     return None
         finally:
             for place in reached:
@@ -324,8 +324,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 return True
         return self._changed or not self._round.running
 
-    def _lines_changed(self) -> bool:
-        """Return whether a reader that was left out need not be any more."""
+    def _locks_changed(self) -> bool:
+        """Return whether a reader whose call lock was taken can be locked now."""
         return any(not place.entered and place.may_go_on() for place in self._round.running)
 
     def _note_ready(self, entered: Sequence[Place]) -> None:
@@ -407,7 +407,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self.end()
 
     def end(self) -> None:
-        """Do that, on the loop that this belongs to."""
+        """End the iteration; call this on the loop of the merge."""
         self._round.close()
         self._shared.wake()
         self._shared.close()

@@ -40,7 +40,7 @@ class DataPublisher:
         self.socket: Socket = sockets.add(
             open_socket(sockets.context, zmq.XPUB, endpoint, bind=True, hwm=hwm, curve=curve, silence_s=silence_s)
         )
-        self.socket.setsockopt(zmq.XPUB_MANUAL, 1)  # who gets what is not for the subscriber to say
+        self.socket.setsockopt(zmq.XPUB_MANUAL, 1)  # the writer, not the subscriber, chooses the topics
         self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_SUBSCRIPTION_BYTES)
 
     def send(self, head: bytes, body: bytes | memoryview | None = None) -> zmq.MessageTracker | None:
@@ -91,12 +91,12 @@ class DataSubscriber:
 
 
 class Connection:
-    """Whether a connecting socket has its connection, and since when not."""
+    """The state of a socket's connection, from the events of its monitor."""
 
     def __init__(self, sock: Socket) -> None:
         self._monitor = Monitor(sock, also=zmq.EVENT_CONNECT_RETRIED)
         self.up: bool = False
-        # Since when not, by the monotonic clock; None while it has it.
+        # When the connection was lost, by the monotonic clock; None while connected.
         self.down_since: float | None = monotonic()
         self.failed: bool = False  # whether the latest attempt to connect failed, or the connection has ended
         self.refused: bool = False  # whether the latest handshake failed because this end is not let in
@@ -108,7 +108,7 @@ class Connection:
         return self._monitor.pair
 
     def changed(self) -> bool:
-        """Read the news; return whether there was any, but for attempts that failed."""
+        """Process the monitor's events; return whether the connection changed. Failed attempts alone do not count."""
         before = self.up, self.connections, self.refused
         for event, *_ in self._monitor.events():
             self.failed = event != zmq.EVENT_HANDSHAKE_SUCCEEDED
