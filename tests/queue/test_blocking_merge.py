@@ -228,6 +228,19 @@ def test_reader_that_another_thread_has_in_a_block_is_merged_afterwards() -> Non
         assert waiting.result() == (0, "next")
 
 
+@pytest.mark.parametrize("kept", ["message", "error"])
+def test_what_an_interrupted_call_has_left_is_given_out_though_the_reader_is_not_ready(kept: str) -> None:
+    with queues(1, ready=False) as (_, readers):
+        merged = merge(readers, errors="yield")
+        if kept == "message":
+            readers[0].held.undelivered.append("left")
+            merged._budget = 0  # the time to look after queues that had nothing
+        else:
+            readers[0].held.failure = CodecError("left")
+        rank, left = Thread(next, merged).result(10)
+        assert (rank, str(left)) == (0, "left")
+
+
 def test_an_idle_merge_burns_no_cpu() -> None:
     with queues(3) as (writers, readers):
         waiting = Thread(next, merge(readers))

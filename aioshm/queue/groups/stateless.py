@@ -93,6 +93,7 @@ class StatelessProcessGroup:
         self._timeout = timeout
         self._calls = 0
         self._broken: str | None = None
+        self._given_up = False
         self._lock = threading.Lock()
 
     @classmethod
@@ -101,7 +102,8 @@ class StatelessProcessGroup:
     ) -> StatelessProcessGroup:
         """Join a group, and wait until everybody has.
 
-        After an error the rank is free again.
+        After an error the rank is free again. The rank of a process that died stays taken until every rank creates the
+        group again.
 
         Args:
             host: Where rank 0 listens: an address of its machine, or a name of one.
@@ -252,9 +254,12 @@ class StatelessProcessGroup:
                 "rank, or for a group of its own another port or another name; if that process is gone, create the "
                 "group again at every rank"
             )
+        if self._given_up:  # `create` has raised before the claim, which nobody else would release
+            store.compare_set(self._claim_key, self._claim, "")
 
     def _give_up(self) -> None:
         """Release the claim, if there is one and the store answers, and close."""
+        self._given_up = True
         store = self._store
         try:
             if store is not None and self.rank != 0:

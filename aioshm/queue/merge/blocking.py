@@ -69,14 +69,10 @@ class _Place(Place):
         return bool(self.held.undelivered) or self.held.failure is not None or super().may_go_on()
 
     def poll(self) -> Any:
-        held = self.held
-        if held.undelivered:
-            return held.undelivered.pop(0)
-        held.raise_failure()
         try:
             return super().poll()
         finally:
-            held.state.wake_peers()
+            self.held.state.wake_peers()
 
 
 class _Merging(stream.Merged[Any]):
@@ -95,6 +91,17 @@ class _Merging(stream.Merged[Any]):
             await self._next()
         except StopAsyncIteration:
             pass
+
+    def _take(self, place: Place) -> tuple[int, Any] | None:
+        assert isinstance(place, _Place)
+        held = place.held
+        if held.undelivered:  # of an interrupted call; the reader need not be ready
+            return place.rank, None
+        failure = held.failure
+        if failure is not None:
+            held.failure = None
+            return self._tell(place, failure)
+        return super()._take(place)
 
     def _give(self, place: Place, obj: Any) -> tuple[int, Any]:
         assert isinstance(place, _Place)
