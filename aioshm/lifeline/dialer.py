@@ -131,7 +131,7 @@ class Lifeline:
         if self._writer_doorbell is not None:
             self._writer_doorbell.close()
 
-    def abandon(self) -> None:
+    def detach_after_fork(self) -> None:
         """Close the socket and nothing else: a forked child's copy would hide this process' death."""
         if self._sock.fileno() >= 0:
             os.close(self._sock.detach())

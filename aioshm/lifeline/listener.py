@@ -116,7 +116,7 @@ class LifelineListener:
                 if peer_credentials(sock)[1] == os.geteuid():
                     sock.send(protocol.pack(protocol.CLOSED))
 
-    def abandon(self) -> None:
+    def detach_after_fork(self) -> None:
         """Close the descriptors and nothing else: a forked child's copies would hide this process' death."""
         for sock in [self._sock, *self._connections]:
             if sock.fileno() >= 0:

@@ -160,22 +160,22 @@ def _exists(thread: int) -> bool:
 class Inherited(Protocol):
     """An object of which a forked child has a useless copy."""
 
-    def abandon_in_child(self) -> None:
+    def detach_after_fork(self) -> None:
         """Become useless in the child, without changing anything of the parent."""
 
 
-_to_be_abandoned: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_owners: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
-def abandon_when_forked(owner: Inherited) -> None:
-    """Call ``owner.abandon_in_child`` in forked children; holds ``owner`` weakly."""
-    _to_be_abandoned.add(owner)
+def detach_when_forked(owner: Inherited) -> None:
+    """Call ``owner.detach_after_fork`` in forked children; holds ``owner`` weakly."""
+    _owners.add(owner)
 
 
-def _abandon_all() -> None:
-    for owner in list(_to_be_abandoned):
-        owner.abandon_in_child()
-    _to_be_abandoned.clear()
+def _detach_all() -> None:
+    for owner in list(_owners):
+        owner.detach_after_fork()
+    _owners.clear()
 
 
-os.register_at_fork(after_in_child=_abandon_all)
+os.register_at_fork(after_in_child=_detach_all)

@@ -9,7 +9,7 @@ import threading
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE
 from types import FrameType
 
-from aioshm.process.limits import abandon_when_forked
+from aioshm.process.limits import detach_when_forked
 
 TERMINATED = 128 + signal.SIGTERM
 """The code of the SystemExit that SIGTERM raises, as shells name the signal."""
@@ -30,7 +30,7 @@ class Termination:
         self._armed = self._signalled = self._came = self._raised = False
         self.interrupts: bool = False
         self.ignored: bool = False
-        abandon_when_forked(self)
+        detach_when_forked(self)
 
     def arm(self) -> None:
         """Begin. Idempotent."""
@@ -62,7 +62,7 @@ class Termination:
         assert self._task is not None
         return self._came and (self._raised or self._task.uncancel() == 0)
 
-    def abandon_in_child(self) -> None:
+    def detach_after_fork(self) -> None:
         """Let SIGTERM end a forked child, as its parent expects that."""
         if self._armed:
             self._armed = False

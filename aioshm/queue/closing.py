@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
 from aioshm.closing import warn_not_closed
-from aioshm.process.limits import abandon_when_forked
+from aioshm.process.limits import detach_when_forked
 from aioshm.queue.stats import QueueStats
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Closable(Protocol):
     def close(self) -> None:
         """Give everything back; called once, when no call uses the ring any more. Needs no loop."""
 
-    def abandon(self) -> None:
+    def detach_after_fork(self) -> None:
         """Release, in a forked child, everything that would hide the parent's death."""
 
     def finished(self) -> bool:
@@ -66,7 +66,7 @@ class ClosingOrder:
         """Take over the closing of an end, which is complete by now."""
         self._inside = inside
         self.dismantled = False
-        abandon_when_forked(self)
+        detach_when_forked(self)
 
     async def aclose(self) -> None:
         """Close the end; see `aioshm.MessageQueue.aclose`."""
@@ -162,14 +162,14 @@ class ClosingOrder:
             self._state.poller.close()
         self._inside.close()
 
-    def abandon_in_child(self) -> None:
+    def detach_after_fork(self) -> None:
         """Refuse every call in a forked child, and let the parent's end go on."""
         self._inherited = True
         if not self.dismantled:
             self._state.forbid()
             self.last_stats = self._inside.stats()
             self.dismantled = True
-            self._inside.abandon()
+            self._inside.detach_after_fork()
 
     def __del__(self) -> None:
         if getattr(self, "dismantled", True):

@@ -162,7 +162,7 @@ class Source(ABC):
     async def finish(self) -> None:
         """Do the slow part of closing."""
 
-    def abandon(self) -> None:
+    def detach_after_fork(self) -> None:
         """Release, in a forked child, everything that would hide the parent's death."""
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from aioshm.process.limits import abandon_when_forked, naming_limits
+from aioshm.process.limits import detach_when_forked, naming_limits
 
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -55,7 +55,7 @@ class Monitor:
             )
         self._lost = False
         self._over = False
-        abandon_when_forked(self)
+        detach_when_forked(self)
 
     @property
     def pair(self) -> zmq.Socket[bytes]:
@@ -110,7 +110,7 @@ class Monitor:
         finally:
             self._pair.close(linger=0)
 
-    def abandon_in_child(self) -> None:
+    def detach_after_fork(self) -> None:
         """Leave the sockets to the parent: ZeroMQ waits for ever for a call that it believes to be interrupted."""
         self._over = True
 

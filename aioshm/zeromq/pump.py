@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import zmq
 
-from aioshm.process.limits import abandon_when_forked
+from aioshm.process.limits import detach_when_forked
 from aioshm.zeromq.sockets import BURST, Socket
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Pump:
         self._descriptor = int(socket.getsockopt(zmq.FD)) if descriptor is None else descriptor
         self._running = False
         self._is_coming_back = False
-        abandon_when_forked(self)
+        detach_when_forked(self)
         self.resume()
 
     @classmethod
@@ -122,7 +122,7 @@ class Pump:
             self._is_coming_back = True
             self._loop.call_soon(self._come_back)
 
-    def abandon_in_child(self) -> None:
+    def detach_after_fork(self) -> None:
         """Leave the loop alone: it shares with the parent's what it waits by."""
         self._running = False
 

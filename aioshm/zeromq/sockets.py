@@ -21,7 +21,7 @@ import zmq
 import zmq.utils.garbage
 
 from aioshm.errors import LimitReached
-from aioshm.process.limits import SIGNAL_DESCRIPTORS, abandon_when_forked, check_descriptors, check_threads
+from aioshm.process.limits import SIGNAL_DESCRIPTORS, check_descriptors, check_threads, detach_when_forked
 from aioshm.zeromq.context import new_context
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
@@ -51,7 +51,7 @@ class Sockets:
         self._sockets: list[Socket] = []
         self._first: list[Callable[[], None]] = []
         _open.add(self)
-        abandon_when_forked(self)
+        detach_when_forked(self)
 
     def add(self, socket: Socket) -> Socket:
         """Close this socket, too, and return it."""
@@ -74,7 +74,7 @@ class Sockets:
             socket.close(linger=linger_ms)
         self.context.term()
 
-    def abandon_in_child(self) -> None:
+    def detach_after_fork(self) -> None:
         """Leave everything to the parent: ZeroMQ takes any call in the child for one that was interrupted, for ever."""
         self.closed = True
         _inherited.append(self)

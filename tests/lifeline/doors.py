@@ -187,7 +187,7 @@ def _forked(end: Lifeline | LifelineListener, pipe: Connection) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            end.abandon()
+            end.detach_after_fork()
             pipe.recv()  # until the test hangs up
         finally:
             os._exit(0)

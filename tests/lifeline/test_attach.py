@@ -141,7 +141,7 @@ class TestStrangeWriters:
         attaching = asyncio.ensure_future(attach(address, hello(), sock))
         await turns(5)
         if not closes:
-            door.listener.abandon()
+            door.listener.detach_after_fork()
         door.close()
         with pytest.raises(error):
             await asyncio.wait_for(attaching, 10)

@@ -37,7 +37,7 @@ from aioshm.events.publish.replay_server import ReplayServer
 from aioshm.events.publish.sockets import PublisherEnds
 from aioshm.events.stats import PublisherStats
 from aioshm.logs import LogLimiter
-from aioshm.process.limits import abandon_when_forked
+from aioshm.process.limits import detach_when_forked
 from aioshm.zeromq.curve import CurveKeys
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
@@ -122,7 +122,7 @@ class PublisherCore:
             max_queue_size=max_queue_size,
             topic=topic,
         )
-        abandon_when_forked(self)
+        detach_when_forked(self)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send and serve on ``loop`` from now on."""
@@ -278,7 +278,7 @@ class PublisherCore:
         self._progress.set()
         return self.ends.close(linger)
 
-    def abandon_in_child(self) -> None:
+    def detach_after_fork(self) -> None:
         """Stop in a forked child: the sockets belong to the parent."""
         self._stopped = True
 

@@ -19,7 +19,7 @@ from aioshm.events.protocol.outbox import Overflow
 from aioshm.events.protocol.wire import DEFAULT_WIRE, Encoding, ReplayFormat, Wire
 from aioshm.events.publish.base import CorePublisher
 from aioshm.events.publish.core import PublisherCore
-from aioshm.process.limits import abandon_when_forked
+from aioshm.process.limits import detach_when_forked
 from aioshm.zeromq.curve import CurveKeys
 
 
@@ -109,7 +109,7 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
         self._closed = False
-        abandon_when_forked(self)
+        detach_when_forked(self)
         self._attach_to_loop(required=False)
 
     async def apublish(self, events: EventBatch, timeout: float | None = None) -> None:
@@ -204,7 +204,7 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
             warn_not_closed(self)
             self._core.stop(0.0)
 
-    def abandon_in_child(self) -> None:
+    def detach_after_fork(self) -> None:
         """Be closed: the sockets are the parent's."""
         self._inherited = not self._closed
         self._closed = True

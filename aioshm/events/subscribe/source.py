@@ -23,7 +23,7 @@ from aioshm.events.stats import SubscriberStats
 from aioshm.events.subscribe.backlog import CAME_BACK, Backlog, Inbox
 from aioshm.events.subscribe.ports import LivePort, ReplayPort
 from aioshm.logs import LogLimiter
-from aioshm.process.limits import abandon_when_forked
+from aioshm.process.limits import detach_when_forked
 from aioshm.zeromq.curve import CurveKeys
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
@@ -115,7 +115,7 @@ class EventSource:
             gone_after_s=options.gone_after_s,
         )
         self._port.watch(loop, self._work)
-        abandon_when_forked(self)
+        detach_when_forked(self)
 
     @property
     def is_connected(self) -> bool:
@@ -159,7 +159,7 @@ class EventSource:
         self._port.close()
         self._backlog.clear()
 
-    def abandon_in_child(self) -> None:
+    def detach_after_fork(self) -> None:
         """Do nothing any more: the sockets, and what the loop waits by, are the parent's."""
         self._inherited = self._paused = True
 

@@ -20,7 +20,7 @@ from aioshm.events.protocol.wire import MAX_SEQ, MAX_TOPIC_BYTES
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.subscribe.backlog import Inbox
 from aioshm.events.subscribe.source import EventSource, SourceOptions
-from aioshm.process.limits import abandon_when_forked
+from aioshm.process.limits import detach_when_forked
 from aioshm.zeromq.context import shared_context
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.hosts import is_loopback
@@ -145,7 +145,7 @@ class EventSubscriber(AsyncClosing):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._since_yield = 0
         self._inherited = False  # whether this is a forked child's copy
-        abandon_when_forked(self)
+        detach_when_forked(self)
 
     @property
     def endpoints(self) -> list[str]:
@@ -267,7 +267,7 @@ class EventSubscriber(AsyncClosing):
             warn_not_closed(self)
             self._close_sources()
 
-    def abandon_in_child(self) -> None:
+    def detach_after_fork(self) -> None:
         """Be of no use."""
         self._inherited = self._loop is not None
         self._sources.clear()

@@ -386,9 +386,9 @@ class ReadingEnd:
         """Release everything that the goodbye does not need."""
         self.source.close()
 
-    def abandon(self) -> None:
+    def detach_after_fork(self) -> None:
         """Release, in a forked child, everything that would hide the parent's death."""
-        self.source.abandon()
+        self.source.detach_after_fork()
 
     def finished(self) -> bool:
         """Return whether `finish` has nothing to do."""

@@ -119,7 +119,7 @@ class NoWriter(Source):
         if timer is not None:
             timer.cancel()
 
-    def abandon(self) -> None:
+    def detach_after_fork(self) -> None:
         self._timer = None  # after a fork, it belongs to the parent's loop
 
 

@@ -425,9 +425,9 @@ class WritingEnd:
         if self.network is not None:
             await self.network.wait_closed()
 
-    def abandon(self) -> None:
+    def detach_after_fork(self) -> None:
         """Release, in a forked child, everything that would hide the parent's death."""
-        self.ring.listener.abandon()
+        self.ring.listener.detach_after_fork()
 
     def __repr__(self) -> str:
         return repr(self.state)

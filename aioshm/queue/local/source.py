@@ -331,8 +331,8 @@ class RingSource(Source):
         if self._attaching is not None and not self.finished():
             await asyncio.wait({self._attaching})
 
-    def abandon(self) -> None:
+    def detach_after_fork(self) -> None:
         if self._sock is not None:
             os.close(self._sock.detach())
         if self.attachment is not None:
-            self.attachment.lifeline.abandon()
+            self.attachment.lifeline.detach_after_fork()

@@ -14,7 +14,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from aioshm.process.limits import abandon_when_forked
+from aioshm.process.limits import detach_when_forked
 
 MAX_BYTES = 1 << 20
 """Longer files are none of these."""
@@ -34,7 +34,7 @@ class OwnFile:
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self._fd = fd
-        abandon_when_forked(self)
+        detach_when_forked(self)
 
     def read(self) -> bytes:
         return read(self._fd)
@@ -61,7 +61,7 @@ class OwnFile:
         fd, self._fd = self._fd, -1
         os.close(fd)
 
-    def abandon_in_child(self) -> None:
+    def detach_after_fork(self) -> None:
         """Close a forked child's copy; the parent keeps the lock."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
