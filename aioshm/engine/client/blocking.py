@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 from aioshm.arguments import check_plain, check_seconds
 from aioshm.closing import Closing, warn_not_closed
 from aioshm.engine.client import client as awaited
-from aioshm.engine.client import streams
 from aioshm.engine.client.options import ClientOptions
+from aioshm.engine.client.streams import Inbox
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.stats import EngineClientStats
 from aioshm.errors import RoleError
@@ -138,7 +140,8 @@ class EngineClient(Closing):
         if timeout is not None:
             check_seconds("timeout", timeout)
         host = self._open_host()
-        return host.do(lambda: OutputStream(self._client.submit(request, engine=engine), host, timeout))
+        client = self._client
+        return host.do(lambda: OutputStream(client.send_request(request, engine), client, host, timeout))
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests: their streams raise `RequestAborted` after the received outputs."""
@@ -212,13 +215,18 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
         timeout: Seconds that each output may take; None: no limit. May be changed.
     """
 
-    __slots__ = ("_host", "_stream", "request_id", "timeout")
+    __slots__ = ("__weakref__", "_finalizer", "_host", "_inbox", "_leave", "request_id", "timeout")
 
-    def __init__(self, stream: streams.OutputStream[Output], host: LoopThread, timeout: float | None) -> None:
-        self.request_id: str = stream.request_id
+    def __init__(self, inbox: Inbox, client: awaited.EngineClient, host: LoopThread, timeout: float | None) -> None:
+        self.request_id: str = inbox.request_id
         self.timeout: float | None = timeout
-        self._stream = stream
+        self._inbox = inbox
         self._host = host
+        self._leave = client.leave
+        # No __del__: its code runs wherever the stream is dropped, and an exception of a signal handler would be lost
+        # in there. A finalizer can be detached at the end of the outputs.
+        self._finalizer = weakref.finalize(self, client.leave, inbox)
+        self._finalizer.atexit = False
 
     def __iter__(self) -> Self:
         return self
@@ -234,11 +242,15 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
             RoleError: Another thread waits for the next output, or this is a forked child.
             TimeoutError: The output took longer than ``timeout``; the request continues.
         """
-        inbox = self._stream.inbox
+        inbox = self._inbox
         try:
-            if not inbox.outputs and not inbox.ended:
-                self._host.run(self._wait)
-            return self._stream.take()  # only now: an interrupt of the wait loses no output
+            if not inbox.outputs:
+                if not inbox.ended:
+                    self._host.run(self._wait)
+                if inbox.ended:
+                    self._finalizer.detach()
+            output: Output = inbox.take()  # only now: an interrupt of the wait loses no output
+            return output
         except StopAsyncIteration:
             raise StopIteration from None
         except Exception:
@@ -250,21 +262,21 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
     async def _wait(self) -> None:
         try:
             async with asyncio.timeout(self.timeout):
-                await self._stream.wait()
+                await self._inbox.wait()
         except TimeoutError:
             raise TimeoutError(f"request {self.request_id!r}: no output within {self.timeout:g} s") from None
         except asyncio.CancelledError:  # an interrupt of the waiting thread, whatever a signal handler has raised
-            self._stream.leave()
+            self._leave(self._inbox)
             raise
 
     def close(self) -> None:
         """Abort the request unless it is finished. Idempotent; may be called in any thread."""
-        self._host.post(self._stream.leave)
+        self._host.post(partial(self._leave, self._inbox))
 
     @property
     def engine(self) -> int:
         """The rank of the engine that has the request."""
-        return self._stream.engine
+        return self._inbox.engine
 
     def __repr__(self) -> str:
-        return repr(self._stream)
+        return f"<blocking OutputStream of request {self.request_id!r} at engine {self.engine}>"

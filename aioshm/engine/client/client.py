@@ -14,7 +14,7 @@ from aioshm.closing import AsyncClosing
 from aioshm.engine.client.link import EngineLink
 from aioshm.engine.client.options import ClientOptions
 from aioshm.engine.client.pending import PendingCall
-from aioshm.engine.client.streams import OutputStream
+from aioshm.engine.client.streams import Inbox, OutputStream
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
 from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
 from aioshm.engine.protocol.payloads import Frame, PayloadEncoder
@@ -262,6 +262,14 @@ class EngineClient(AsyncClosing):
                 no such engine; or the id belongs to an aborted request, and the engine, not aioshm's, cannot tell the
                 two apart.
         """
+        return OutputStream(self.send_request(request, engine), self._link.leave)
+
+    def leave(self, inbox: Inbox) -> None:
+        """Abort a request, unless it is finished. May be called in any thread."""
+        self._link.leave(inbox)
+
+    def send_request(self, request: Any, engine: int | None) -> Inbox:
+        """Do what `submit` does; the caller must call `leave` if it drops the result."""
         link = self._link
         link.check_ready()
         if self._request_type is not None and not isinstance(request, self._request_type):
@@ -277,7 +285,7 @@ class EngineClient(AsyncClosing):
         self._stamp(request)
         frames = self._encode(request)
         if former is not None:
-            link.leave(request_id, former)
+            link.leave(former)
         while True:
             link.pending.check_reuse(request_id, rank)
             generation, marked = link.pending.new_generation(rank, frames)
@@ -290,8 +298,7 @@ class EngineClient(AsyncClosing):
                 rank = link.engines.choose(None)  # another engine: `lost` has removed this one from the choices
         # Frames of arrays are views of the caller's memory, who may change it by the time that an engine dies.
         kept: list[Frame] | None = [bytes(frame) for frame in frames] if self._resubmits else None
-        inbox = link.pending.add(request_id, rank, generation, kept)
-        return OutputStream(request_id, inbox, link.leave)
+        return link.pending.add(request_id, rank, generation, kept)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests: their streams raise `RequestAborted` after the received outputs.

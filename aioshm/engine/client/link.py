@@ -184,15 +184,15 @@ class EngineLink:
             except EngineDead:
                 pass  # the waiting calls are told
 
-    def leave(self, request_id: str, inbox: Inbox) -> None:
+    def leave(self, inbox: Inbox) -> None:
         """Abort a request whose stream was left."""
         if inbox.ended or self.closed or self._loop.is_closed():
             return
         if threading.get_ident() != self._thread:  # the garbage collector's choice
-            self._loop.call_soon_threadsafe(self.leave, request_id, inbox)
+            self._loop.call_soon_threadsafe(self.leave, inbox)
             return
-        self.pending.abort(request_id)
-        self.abort(inbox.engine, [request_id])
+        self.pending.abort(inbox.request_id)
+        self.abort(inbox.engine, [inbox.request_id])
 
     # Receiving
 

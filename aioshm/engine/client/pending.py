@@ -87,7 +87,7 @@ class Pending:
         """Add a request that an engine has received."""
         self._balance.sent(rank)
         self.requests += 1
-        inbox = self.inboxes[request_id] = Inbox(rank, generation, request)
+        inbox = self.inboxes[request_id] = Inbox(request_id, rank, generation, request)
         return inbox
 
     def move(self, request_id: str, rank: int, generation: int) -> None:

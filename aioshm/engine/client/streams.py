@@ -22,6 +22,7 @@ class Inbox:
     The client references this object, and the user an `OutputStream`, which the garbage collector can free.
     """
 
+    request_id: str
     engine: int  # the rank of the engine that has the request
     generation: int  # the generation of the submission that it has
     request: list[Frame] | None = None  # for another engine if this one dies before the first output
@@ -50,11 +51,30 @@ class Inbox:
         self.resume()
         self._wake()
 
-    def interrupt(self, consumer: asyncio.Task[Any], leave: Callable[[], None]) -> None:
+    async def wait(self) -> None:
+        """Wait until there is an output, or the request has ended."""
+        while not self.outputs and not self.ended:
+            if self.waiter is not None:
+                raise RoleError(f"another task or thread waits for outputs of request {self.request_id!r}")
+            self.waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self.waiter
+            finally:
+                self.waiter = None
+
+    def take(self) -> Any:
+        """Return the next output after `wait`; raise the request's error or `StopAsyncIteration` if there is none."""
+        if self.outputs:
+            return self.outputs.popleft()
+        if self.error is not None:
+            raise self.error()
+        raise StopAsyncIteration
+
+    def interrupt(self, consumer: asyncio.Task[Any], leave: Callable[[Inbox], None]) -> None:
         """Note a cancelled wait; leave the stream when the waiting task ends."""
 
         def on_end(_consumer: asyncio.Task[Any]) -> None:
-            leave()
+            leave(self)
 
         consumer.add_done_callback(on_end)
         self._stay = partial(consumer.remove_done_callback, on_end)
@@ -83,8 +103,8 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
 
     __slots__ = ("_inbox", "_leave", "request_id")
 
-    def __init__(self, request_id: str, inbox: Inbox, leave: Callable[[str, Inbox], None]) -> None:
-        self.request_id: str = request_id
+    def __init__(self, inbox: Inbox, leave: Callable[[Inbox], None]) -> None:
+        self.request_id: str = inbox.request_id
         self._inbox = inbox
         self._leave = leave
 
@@ -97,7 +117,7 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
         Cancelling this loses nothing: the next call returns the same output.
 
         Raises:
-            EngineDead: The engine is gone; with ``on_engine_death="fail"`` another one may be it, too.
+            EngineDead: The engine is gone; with ``on_engine_death="fail"``, any engine.
             RequestAborted: The stream was left, or its id was aborted, or submitted again after a cancelled wait.
             RequestFailed: The engine has refused the request.
             QueueClosed: The client was closed.
@@ -106,58 +126,34 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
         return self._next(asyncio.current_task())  # wait_for() of CPython 3.11 awaits this in a task of its own
 
     async def _next(self, consumer: asyncio.Task[Any] | None) -> Output:
-        self._inbox.resume()
-        if not self._inbox.outputs:
-            await self.wait(consumer)
-        return self.take()
-
-    async def wait(self, consumer: asyncio.Task[Any] | None = None) -> None:
-        """Wait until there is an output, or the request has ended; a cancelled ``consumer`` aborts it at its end."""
         inbox = self._inbox
-        while not inbox.outputs and not inbox.ended:
-            if inbox.waiter is not None:
-                raise RoleError(f"another task or thread waits for outputs of request {self.request_id!r}")
-            inbox.waiter = asyncio.get_running_loop().create_future()
-            try:
-                await inbox.waiter
-            except asyncio.CancelledError:
-                if consumer is not None and not inbox.ended:
-                    inbox.interrupt(consumer, partial(self._leave, self.request_id, inbox))
-                raise
-            finally:
-                inbox.waiter = None
-
-    def take(self) -> Output:
-        """Return the next output after `wait`, or raise why there is none."""
-        inbox = self._inbox
-        if inbox.outputs:
-            output: Output = inbox.outputs.popleft()
-            return output
-        if inbox.error is not None:
-            raise inbox.error()
-        raise StopAsyncIteration
+        inbox.resume()
+        try:
+            await inbox.wait()
+        except asyncio.CancelledError:
+            if consumer is not None and not inbox.ended:
+                inbox.interrupt(consumer, self._leave)
+            raise
+        output: Output = inbox.take()
+        return output
 
     @property
     def engine(self) -> int:
-        """The rank of the engine that has the request; another one's after a death, with ``resubmit="unstarted"``."""
+        """The rank of the engine; after its death with ``resubmit="unstarted"`` the rank of the next engine."""
         return self._inbox.engine
 
     @property
     def inbox(self) -> Inbox:
-        """What has come and was not taken yet."""
+        """The received outputs."""
         return self._inbox
 
-    def leave(self) -> None:
-        """Abort the request unless it is finished. Idempotent."""
-        self._leave(self.request_id, self._inbox)
-
     async def aclose(self) -> None:
-        """Do what `leave` does."""
-        self.leave()
+        """Abort the request unless it is finished. Idempotent."""
+        self._leave(self._inbox)
 
     def __del__(self) -> None:
         if not self._inbox.ended:
-            self._leave(self.request_id, self._inbox)
+            self._leave(self._inbox)
 
     def __repr__(self) -> str:
         return f"<OutputStream of request {self.request_id!r} at engine {self.engine}>"

@@ -179,6 +179,24 @@ class TestStreams:
             eventually(lambda: client.call("report", engine=0)["open"] == [], "the abortion")
             assert client.in_flight == 0
 
+    @pytest.mark.parametrize("way", ["outputs", "error"])
+    def test_stream_read_to_its_end_runs_no_code_when_dropped(self, way: str) -> None:
+        """An exception of a signal handler would be lost in a destructor of the caller's thread."""
+        called: list[str] = []
+
+        def record(frame: Any, event: str, _arg: object) -> None:
+            if event == "call":
+                called.append(frame.f_code.co_qualname)
+
+        with served() as client:
+            stream = client.submit(ask("a", 3, refuse="" if way == "outputs" else "too long"))
+            with suppress(RequestFailed):
+                assert tokens(stream) == [0, 1, 2]
+            sys.setprofile(record)
+            del stream
+            sys.setprofile(None)
+        assert called == []
+
     def test_two_threads_of_one_stream(self) -> None:
         with served() as client:
             stream = client.submit(ask("a", None))
@@ -237,7 +255,7 @@ class TestInterrupts:
             thread.start()
             stream = client.submit(ask("a", None))
             assert next(stream)["token"] == 0
-            interrupt_when(lambda: stream._stream.inbox.waiter)
+            interrupt_when(lambda: stream._inbox.waiter)
             with pytest.raises(KeyboardInterrupt):
                 next(stream)
             with pytest.raises(RequestAborted):
@@ -258,7 +276,7 @@ class TestInterrupts:
             with served() as client:
                 stream = client.submit(ask("a", None))
                 next(stream)
-                interrupt_when(lambda: stream._stream.inbox.waiter, signal.SIGALRM)
+                interrupt_when(lambda: stream._inbox.waiter, signal.SIGALRM)
                 with pytest.raises(LookupError):
                     next(stream)
                 eventually(lambda: client.call("report", engine=0)["open"] == [], "the abortion")
