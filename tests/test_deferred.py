@@ -16,7 +16,7 @@ import pytest
 import aioshm
 import aioshm.engine
 from aioshm.deferred import import_when_used
-from aioshm.process.state import process_state
+from aioshm.process.watch import process_state
 
 
 def loaded_by(program: str) -> set[str]:

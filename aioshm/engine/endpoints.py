@@ -8,7 +8,7 @@ import msgspec
 
 from aioshm.arguments import check_int
 from aioshm.config import Options
-from aioshm.lifeline.address import new_address
+from aioshm.lifeline.sockets import new_address
 from aioshm.zeromq.hosts import bracketed
 
 _LAST_PORT = 65535

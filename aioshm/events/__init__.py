@@ -26,7 +26,7 @@ from aioshm.events.publish.publisher import ZmqEventPublisher
 from aioshm.events.publish.threaded import ThreadedEventPublisher
 from aioshm.events.stats import PublisherStats, SubscriberStats
 from aioshm.events.subscribe.subscriber import EventSubscriber
-from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import CurveKeys
 
 __all__ = [
     "MEDIUM_CPU",

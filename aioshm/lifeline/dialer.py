@@ -11,10 +11,16 @@ from time import monotonic
 
 from aioshm.errors import HandleError, PeerDied, QueueGone
 from aioshm.lifeline import protocol
-from aioshm.lifeline.address import peer_credentials, sockaddr
-from aioshm.lifeline.doorbell import Doorbell
 from aioshm.lifeline.protocol import BYE, EVICTED, GO, OVERFLOW, PING, PONG, PROVEN, SUBSCRIBE, WAKE, Hello, Welcome
-from aioshm.lifeline.sockets import QuietSocket, has_hung_up, receive, receive_next
+from aioshm.lifeline.sockets import (
+    Doorbell,
+    QuietSocket,
+    has_hung_up,
+    peer_credentials,
+    receive,
+    receive_next,
+    sockaddr,
+)
 from aioshm.process.limits import naming_limits, out_of_descriptors, shortage
 
 _RETRY_S = 0.01  # while the writer's backlog is full

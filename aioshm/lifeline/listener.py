@@ -17,12 +17,9 @@ from contextlib import suppress
 
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline import protocol
-from aioshm.lifeline.address import peer_credentials, remove, sockaddr
-from aioshm.lifeline.connection import Connection
-from aioshm.lifeline.doorbell import HAVE_EVENTFD, Doorbell
-from aioshm.lifeline.peer import Host
+from aioshm.lifeline.connection import Connection, Host
 from aioshm.lifeline.protocol import Hello
-from aioshm.lifeline.sockets import QuietSocket
+from aioshm.lifeline.sockets import HAVE_EVENTFD, Doorbell, QuietSocket, peer_credentials, remove, sockaddr
 from aioshm.process.limits import is_out_of_descriptors, naming_limits, out_of_descriptors, why_no_descriptor
 from aioshm.ring.layout import VERSION
 

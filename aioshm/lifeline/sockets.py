@@ -3,12 +3,125 @@
 from __future__ import annotations
 
 import array
+import asyncio
+import errno
+import os
 import select
 import socket
+import stat
+import struct
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import util
+from pathlib import Path
 from typing import Any
 
+from aioshm.config import Options
+from aioshm.errors import SharedMemoryError
 from aioshm.lifeline.protocol import MAX_GREETING_BYTES, OVERFLOW
+from aioshm.process.limits import naming_limits
+from aioshm.ring.segment import orphans, remove_orphan
+
+_PATH_BYTES = 103 if sys.platform == "darwin" else 107  # sun_path without its final zero (unix(7))
+_SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # macOS: sys/un.h
+
+
+def new_address(options: Options, queue_id: bytes, kind: str) -> str:
+    """Return an address for a queue's socket: ``@name`` for an abstract one, else a path."""
+    global _uses_segments
+    _uses_segments = _uses_segments or options.backing == "named"
+    if options.lifeline == "abstract":
+        return f"@aioshm-{queue_id.hex()}.{kind}"
+    directory = Path(options.runtime_dir)
+    with naming_limits(f"looking into {directory}"):
+        secure_directory(directory)
+        _sweep(directory)
+    _directories.add(directory)
+    path = socket_file(options, queue_id, kind)
+    if len(os.fsencode(path)) > _PATH_BYTES:
+        raise SharedMemoryError(
+            errno.ENAMETOOLONG,
+            f"socket path {path!r} is longer than {_PATH_BYTES} bytes: set AIOSHM_RUNTIME_DIR to a shorter one",
+        )
+    return path
+
+
+def socket_file(options: Options, queue_id: bytes, kind: str) -> str:
+    """Return the path of a queue's socket that has a file, for those who connect."""
+    return str(Path(options.runtime_dir) / f"{queue_id.hex()}.{kind}")
+
+
+def sockaddr(address: str) -> str:
+    """Return the form of an address that ``socket.bind`` and ``connect`` take."""
+    return "\0" + address[1:] if address.startswith("@") else address
+
+
+def remove(address: str) -> None:
+    """Remove the address' file, if it has one."""
+    if not address.startswith("@"):
+        Path(address).unlink(missing_ok=True)
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return the peer's pid and uid, as the kernel reports them (0: not visible)."""
+    if sys.platform == "darwin":
+        credentials = sock.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, 76)  # struct xucred: version, uid, groups
+        return 0, int(struct.unpack_from("=II", credentials)[1])
+    pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def secure_directory(directory: Path) -> None:
+    """Create the directory for socket files; refuse one that is not this user's alone."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        raise SharedMemoryError(
+            error.errno, f"cannot make the directory {directory}: {error.strerror}: set AIOSHM_RUNTIME_DIR to another"
+        ) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise SharedMemoryError(
+            errno.EACCES,
+            f"{directory} must be a directory of this user's with mode 0700: remove it, or set AIOSHM_RUNTIME_DIR",
+        )
+
+
+def _sweep(directory: Path) -> None:
+    """Remove the socket files of processes that were killed: no socket is bound to them any more."""
+    for path in directory.iterdir():
+        try:
+            if stat.S_ISSOCK(path.lstat().st_mode) and not _is_bound(path):
+                path.unlink(missing_ok=True)
+        except OSError:
+            continue
+
+
+def sweep_leftovers() -> None:
+    """Remove dead processes' files and segments; runs after a stop, and when Python ends."""
+    for directory in _directories:
+        with suppress(OSError):
+            _sweep(directory)
+    if _uses_segments:
+        for name in orphans():
+            remove_orphan(name)
+
+
+_directories: set[Path] = set()
+_uses_segments = False
+util.Finalize(None, sweep_leftovers, exitpriority=-1)  # below 0: after multiprocessing has joined all children
+
+
+def _is_bound(path: Path) -> bool:
+    """Return whether any process has bound a socket file (platform notes: socket files)."""
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):
+        with socket.socket(socket.AF_UNIX, kind) as probe:
+            probe.setblocking(False)
+            if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
+                return True
+    return False
+
 
 _MAX_FDS = 3
 _CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux; macOS tells the end of a Unix socket by the other one
@@ -62,3 +175,55 @@ class QuietSocket(socket.socket):
 
     def __del__(self) -> None:
         self.close()
+
+
+HAVE_EVENTFD = hasattr(os, "eventfd")
+
+
+class Doorbell:
+    """Owns an eventfd. One `drain` takes all rings."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd: int = fd
+
+    @classmethod
+    def create(cls) -> Doorbell:
+        """Make a new eventfd."""
+        return cls(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+
+    def ring(self) -> None:
+        """Make the descriptor readable. Never blocks; does nothing once closed."""
+        if self.fd < 0:
+            return
+        try:
+            os.eventfd_write(self.fd, 1)
+        except BlockingIOError:
+            pass  # the counter is full, so the descriptor is readable
+
+    def drain(self) -> None:
+        """Make the descriptor unreadable until the next ring."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            pass
+
+    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+        """Call back on a loop whenever this was rung. Does nothing once closed."""
+        if self.fd < 0:
+            return
+        loop.add_reader(self.fd, self._rung, callback)
+
+    def unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Stop calling back. Idempotent."""
+        if self.fd >= 0 and not loop.is_closed():
+            loop.remove_reader(self.fd)
+
+    def _rung(self, callback: Callable[[], object]) -> None:
+        self.drain()
+        callback()
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from aioshm.errors import OutOfThreads
-from aioshm.process.threads import start_thread
+from aioshm.process.limits import start_thread
 
 T = TypeVar("T")
 

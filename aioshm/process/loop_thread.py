@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import ctypes
 import os
 import selectors
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -21,9 +23,85 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from aioshm.arguments import check_plain
 from aioshm.errors import EndClosed, QueueClosed, RoleError
-from aioshm.process.limits import check_descriptors, naming_limits
-from aioshm.process.lock import ProcessLock
-from aioshm.process.threads import start_thread
+from aioshm.process.limits import check_descriptors, naming_limits, start_thread
+
+
+class ProcessLock(ctypes.Structure):
+    """A lock for the threads of a process. They acquire it in any order, but `next_owner` is always first.
+
+    Args:
+        recheck_s: How late a thread notices a free lock if a handler kept the last owner from waking other threads.
+
+    Attributes:
+        owner: The id of the thread that holds the lock; 0: none.
+        next_owner: The id of the thread that acquires the lock next; 0: the first that tries. Only the background
+            loop's thread uses this: handing the lock over at each release would cost a thread switch.
+        waiting: One `threading.Lock` for each waiting thread, on which that thread sleeps.
+    """
+
+    # Two words of memory. The native core reads and writes them, too.
+    _fields_ = (("owner", ctypes.c_ulong), ("next_owner", ctypes.c_ulong))
+    owner: int
+    next_owner: int
+
+    def __init__(self, recheck_s: float) -> None:
+        super().__init__()
+        self._recheck_s = recheck_s
+        self.waiting: deque[threading.Lock] = deque()
+
+    def acquire(self, me: int, deadline: float | None = None) -> bool:
+        """Acquire the lock; return False if the deadline passes first.
+
+        Args:
+            me: The id of the calling thread, which must not hold the lock yet.
+            deadline: When to give up, by ``time.monotonic()``.
+        """
+        self.owner = self.owner or me
+        while self.owner != me:
+            if not self._wait(me, deadline):
+                return False
+            self.owner = self.owner or me
+        return True
+
+    def _wait(self, me: int, deadline: float | None = None) -> bool:
+        """Wait until the lock may be free; return False if the deadline has passed."""
+        left = self._recheck_s if deadline is None else min(self._recheck_s, deadline - monotonic())
+        if left <= 0:
+            return False
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        self.waiting.append(sleeper)
+        try:
+            if self.owner not in (0, me):
+                sleeper.acquire(timeout=left)
+        finally:
+            with suppress(ValueError):
+                self.waiting.remove(sleeper)
+        return True
+
+    def wake(self) -> None:
+        """Wake every waiting thread, so that each tries to acquire the lock again."""
+        for sleeper in list(self.waiting):
+            with suppress(RuntimeError):  # another thread has released it just now
+                sleeper.release()
+
+    # For the background loop: its thread runs no signal handlers
+
+    def acquire_first(self) -> None:
+        """Acquire the lock before all other waiting threads."""
+        me = get_ident()
+        self.next_owner = me
+        while (self.owner or me) != me:
+            self._wait(me)
+        self.owner = me
+        self.next_owner = 0
+
+    def release(self) -> None:
+        """Release the lock, to `next_owner` if there is one, and wake waiting threads."""
+        self.owner = self.next_owner
+        if self.waiting:
+            self.wake()
+
 
 LOOK_S = 1.0
 """How late a waiting caller may notice that the loop's thread has ended."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aioshm.process.threads import start_thread
+from aioshm.process.limits import start_thread
 
 KEPT_BYTES = 16 << 10
 """Bytes of the end of each stream that are kept."""

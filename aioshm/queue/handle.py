@@ -15,7 +15,7 @@ from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors
 from aioshm.ring.layout import VERSION, Layout
 
 if TYPE_CHECKING:
-    from aioshm.zeromq.curve import CurveKeys
+    from aioshm.zeromq.endpoint import CurveKeys
 
 
 Answers: TypeAlias = Literal["always", "by a thread", "unknown"]
@@ -61,7 +61,7 @@ class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def keys(self) -> CurveKeys | None:
         """A reader's keys, if the connections are encrypted."""
-        from aioshm.zeromq.curve import CurveKeys  # here, because who has local readers only needs no ZeroMQ
+        from aioshm.zeromq.endpoint import CurveKeys  # here, because who has local readers only needs no ZeroMQ
 
         if self.server_key is None or self.client_public is None or self.client_secret is None:
             return None

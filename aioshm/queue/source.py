@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from aioshm.errors import AioshmError
-from aioshm.lifeline.doorbell import Doorbell
-from aioshm.process.state import SUSPECT_STATES
+from aioshm.lifeline.sockets import Doorbell
+from aioshm.process.watch import SUSPECT_STATES
 from aioshm.queue.handle import Answers
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader

@@ -18,7 +18,7 @@ import msgspec
 
 from aioshm.config import Options
 from aioshm.errors import AioshmError, EndClosed, RoleError
-from aioshm.lifeline.doorbell import Doorbell
+from aioshm.lifeline.sockets import Doorbell
 from aioshm.process.loop_thread import process_lock
 from aioshm.queue.call_lock import CallLock
 from aioshm.queue.closing import Closable, ClosingOrder
@@ -28,8 +28,7 @@ from aioshm.ring.copying import CopyingCore
 from aioshm.ring.cores import ReaderCore, WriterCore
 from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import Stall
-from aioshm.wait.poller import Poller, WaitStats
-from aioshm.wait.threads import ThreadPoller
+from aioshm.wait.poller import Poller, ThreadPoller, WaitStats
 
 YIELD_AFTER_MESSAGES = 256
 YIELD_AFTER_NS = 1_000_000

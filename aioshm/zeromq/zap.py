@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
-from aioshm.process.limits import naming_limits
-from aioshm.process.threads import start_thread
+from aioshm.process.limits import naming_limits, start_thread
 from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import Socket, Sockets
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aioshm.config import Options
-from aioshm.lifeline.address import new_address
+from aioshm.lifeline.sockets import new_address
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from typing import Any
 from support import until
 
 from aioshm.errors import HandleError
-from aioshm.lifeline.address import sockaddr
+from aioshm.lifeline.connection import Peer
 from aioshm.lifeline.dialer import Lifeline, attach, dial
 from aioshm.lifeline.listener import LifelineListener
-from aioshm.lifeline.peer import Peer
 from aioshm.lifeline.protocol import Hello, Welcome
+from aioshm.lifeline.sockets import sockaddr
 from aioshm.ring.layout import VERSION
 
 QUEUE_ID = b"q" * 16

@@ -16,7 +16,7 @@ import pytest
 
 from aioshm.config import Options
 from aioshm.errors import SharedMemoryError
-from aioshm.lifeline.address import new_address, peer_credentials, remove, sockaddr
+from aioshm.lifeline.sockets import new_address, peer_credentials, remove, sockaddr
 
 QUEUE_ID = bytes(range(16))
 LONG_AGO = time.time() - 3600
@@ -179,7 +179,7 @@ PROGRAM = """
 import os, socket, sys
 import zmq
 from aioshm.config import Options
-from aioshm.lifeline.address import new_address, sweep_leftovers
+from aioshm.lifeline.sockets import new_address, sweep_leftovers
 from aioshm.ring.segment import Segment
 from aioshm.zeromq.sockets import Sockets
 

@@ -6,7 +6,7 @@ import select
 
 import pytest
 
-from aioshm.lifeline.doorbell import HAVE_EVENTFD, Doorbell
+from aioshm.lifeline.sockets import HAVE_EVENTFD, Doorbell
 
 pytestmark = pytest.mark.skipif(not HAVE_EVENTFD, reason="there is no eventfd here")
 

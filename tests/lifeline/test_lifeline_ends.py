@@ -19,9 +19,9 @@ from support import until
 
 from aioshm.errors import HandleError, NoPlaceVacant, PeerClosed, SharedMemoryError
 from aioshm.lifeline import sockets
+from aioshm.lifeline.connection import Peer
 from aioshm.lifeline.dialer import attach, dial
 from aioshm.lifeline.listener import LifelineListener
-from aioshm.lifeline.peer import Peer
 from aioshm.lifeline.protocol import BYE, GO, PROVEN, Hello, Welcome, pack, take_frame, unpack_answer
 
 spawn = get_context("spawn")

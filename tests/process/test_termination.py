@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from support import until
 
-from aioshm.process.termination import TERMINATED, Termination
+from aioshm.process.stopping import TERMINATED, Termination
 
 
 def is_default() -> bool:

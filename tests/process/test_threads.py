@@ -15,8 +15,8 @@ import pytest
 from aioshm.errors import EndClosed, OutOfThreads
 from aioshm.process import background
 from aioshm.process.background import in_thread
+from aioshm.process.limits import start_thread
 from aioshm.process.loop_thread import LoopThread
-from aioshm.process.threads import start_thread
 
 pytestmark = [
     pytest.mark.timeout(60, func_only=True),
@@ -60,7 +60,7 @@ def test_with_every_size_of_memory_a_thread_begins_or_is_refused() -> None:
     code = """
         import os, resource, signal, threading
         from aioshm.errors import OutOfThreads
-        from aioshm.process.threads import start_thread
+        from aioshm.process.limits import start_thread
 
         def outcome(pages):
             size = int(open("/proc/self/statm").read().split()[0])

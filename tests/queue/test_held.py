@@ -20,7 +20,7 @@ from remotes import wide_writer
 from support import eventually, until
 
 from aioshm import EndClosed, MessageQueue, Options, PeerClosed, QueueFull, ReaderDied, ReaderJoined, blocking
-from aioshm.process.state import is_dying, process_state
+from aioshm.process.watch import is_dying, process_state
 from aioshm.queue.local import readers as local_readers
 
 

@@ -32,7 +32,7 @@ from aioshm import (
     blocking,
     merge,
 )
-from aioshm.process.state import process_state
+from aioshm.process.watch import process_state
 from aioshm.queue.names.registry import NamedWriters
 from aioshm.ring.cores import native_core
 

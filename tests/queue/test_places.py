@@ -32,8 +32,8 @@ from aioshm import (
     ReaderLeft,
     blocking,
 )
-from aioshm.lifeline.address import sockaddr
 from aioshm.lifeline.protocol import Hello, pack
+from aioshm.lifeline.sockets import sockaddr
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.membership import KEPT_CHANGES
 from aioshm.queue.state import YIELD_AFTER_MESSAGES, YIELD_SOON_AFTER_MESSAGES, EndState

@@ -15,7 +15,7 @@ from pairs import attached
 
 from aioshm import CodecError, CorruptSlot, Handle, HandleError, MessageQueue, SharedMemoryError
 from aioshm.codec.frames import HEADER, pack_header
-from aioshm.lifeline.address import sockaddr
+from aioshm.lifeline.sockets import sockaddr
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pairs_of_cores import PLAIN, NewPair, Notes, in_a_thread, open_gate
 
-from aioshm.process.lock import ProcessLock
+from aioshm.process.loop_thread import ProcessLock
 from aioshm.ring.reference import ReaderBase, WriterBase
 
 

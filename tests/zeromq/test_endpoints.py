@@ -19,8 +19,7 @@ import zmq
 from aioshm import EndpointError
 from aioshm.engine import CoreEngine, EngineClient, EngineStartupCoordinator, EngineZmqAddresses, run_engine_core
 from aioshm.events import EventSubscriber, ThreadedEventPublisher, ZmqEventPublisher
-from aioshm.zeromq.curve import CurveKeys
-from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.endpoint import CurveKeys, attach, open_socket
 
 FREE = "tcp://127.0.0.1:*"
 NO_PORT = "no port is free: .* widen net.ipv4.ip_local_port_range"

@@ -9,8 +9,7 @@ import pytest
 import zmq
 from support import eventually
 
-from aioshm.zeromq.curve import CurveKeys
-from aioshm.zeromq.endpoint import open_socket
+from aioshm.zeromq.endpoint import CurveKeys, open_socket
 from aioshm.zeromq.monitor import ENDED, MISMATCH, TIMED_OUT, Monitor
 
 ANY = "tcp://127.0.0.1:*"

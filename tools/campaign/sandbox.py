@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from aioshm import Options
-from aioshm.lifeline.address import new_address
+from aioshm.lifeline.sockets import new_address
 
 ROOM = "size=64m,mode=0700"
 """What the disk of the sandbox holds, and its shared memory."""

@@ -17,8 +17,7 @@ from aioshm.engine.protocol.membership import (
 )
 from aioshm.errors import EngineDead
 from aioshm.logs import LogLimiter
-from aioshm.zeromq.curve import CurveKeys, limit_frames
-from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import Sockets

@@ -21,8 +21,7 @@ from aioshm.engine.security.bound_sockets import (
 )
 from aioshm.errors import CodecError
 from aioshm.process.background import give_back
-from aioshm.zeromq.curve import CurveKeys
-from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.endpoint import CurveKeys, attach, open_socket
 from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import Socket
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from aioshm.config import Options, vllm_options
 from aioshm.errors import AioshmError, HandleError, QueueCancelled, QueueClosed, RoleError
-from aioshm.process.threads import start_thread
+from aioshm.process.limits import start_thread
 from aioshm.queue import blocking
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.handle import Handle as QueueHandle

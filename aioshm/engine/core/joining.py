@@ -20,9 +20,8 @@ from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine
 from aioshm.errors import OutOfThreads
 from aioshm.process.background import give_back
-from aioshm.process.threads import start_thread
-from aioshm.zeromq.curve import limit_frames
-from aioshm.zeromq.endpoint import attach, check_endpoint, open_socket
+from aioshm.process.limits import start_thread
+from aioshm.zeromq.endpoint import attach, check_endpoint, limit_frames, open_socket
 from aioshm.zeromq.monitor import ENDED, MISMATCH, Monitor
 from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import Sockets

@@ -11,7 +11,7 @@ from aioshm.engine.core.core import EngineCore
 from aioshm.engine.core.joining import HandshakeOptions, shake_hands
 from aioshm.engine.core.sockets import MAX_PENDING_BYTES
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
-from aioshm.process.termination import Termination
+from aioshm.process.stopping import Termination
 
 
 async def run_engine_core(

@@ -19,8 +19,7 @@ from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.bound_sockets import with_views
 from aioshm.engine.security.keys import EngineCredentials
 from aioshm.process.background import give_back
-from aioshm.zeromq.curve import limit_frames
-from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.endpoint import attach, limit_frames, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket, Sockets

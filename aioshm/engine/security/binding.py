@@ -14,8 +14,7 @@ from zmq.utils import z85
 
 from aioshm.engine.protocol.addresses import MAX_INDEX, identity
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
-from aioshm.zeromq.curve import CurveKeys
-from aioshm.zeromq.endpoint import check_endpoint
+from aioshm.zeromq.endpoint import CurveKeys, check_endpoint
 from aioshm.zeromq.hosts import is_loopback
 
 ENGINES, FRONT_ENDS = "engines", "front-ends"

@@ -12,8 +12,7 @@ import zmq
 
 from aioshm.engine.security.binding import ENGINES, Protection
 from aioshm.logs import LogLimiter
-from aioshm.zeromq.curve import limit_frames
-from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
+from aioshm.zeromq.endpoint import BoundFile, attach, limit_frames, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket, Sockets

@@ -24,7 +24,7 @@ from aioshm.arguments import check_int
 from aioshm.config import engine_keys_path
 from aioshm.engine.protocol.addresses import identity
 from aioshm.errors import RoleError
-from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import CurveKeys
 
 SECRET_BYTES = 32
 _NAME_BYTES = 16

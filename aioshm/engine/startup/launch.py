@@ -20,7 +20,7 @@ from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.layout import EngineLayout, ResolvedLayout
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.errors import RoleError
-from aioshm.lifeline.address import sweep_leftovers
+from aioshm.lifeline.sockets import sweep_leftovers
 from aioshm.process.child import Child
 from aioshm.process.watch import WatchedManager, WatchedProcess
 from aioshm.zeromq.sockets import Socket

@@ -17,9 +17,15 @@ from aioshm.engine.protocol.progress import PHASES, StartupProgress, describe_fa
 from aioshm.errors import EngineStartupError, HandshakeError
 from aioshm.process.background import completed, in_thread
 from aioshm.process.manager import ProcessManager
-from aioshm.process.state import SUSPECT_STATES, process_state
 from aioshm.process.stopping import ashutdown
-from aioshm.process.watch import ProcessExit, ProcessWatch, WatchedManager, WatchedProcess
+from aioshm.process.watch import (
+    SUSPECT_STATES,
+    ProcessExit,
+    ProcessWatch,
+    WatchedManager,
+    WatchedProcess,
+    process_state,
+)
 
 STOP_S = 1.0
 """How long processes may take to exit when asked to: they have nothing yet that they would have to finish."""

@@ -15,14 +15,13 @@ from aioshm.config import Options
 from aioshm.engine.workers.channel import ControlSocket
 from aioshm.engine.workers.worker import LoopFactory, run_worker
 from aioshm.errors import WorkerDied
-from aioshm.lifeline.address import sweep_leftovers
+from aioshm.lifeline.sockets import sweep_leftovers
 from aioshm.process.background import in_thread
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.restart import Restart
-from aioshm.process.state import SUSPECT_STATES, process_state
 from aioshm.process.stopping import ashutdown
-from aioshm.process.watch import ProcessExit, ProcessWatch
+from aioshm.process.watch import SUSPECT_STATES, ProcessExit, ProcessWatch, process_state
 
 if TYPE_CHECKING:
     from aioshm.engine.workers.session import Session

@@ -17,7 +17,7 @@ from aioshm.engine.workers.channel import ControlSocket, Requests
 from aioshm.engine.workers.messages import MessageCodec, Request, failure_of
 from aioshm.engine.workers.server import CallServer
 from aioshm.errors import HandleError, PeerDied, QueueClosed, RemoteFailure
-from aioshm.process.termination import TERMINATED, Termination
+from aioshm.process.stopping import TERMINATED, Termination
 from aioshm.queue import MessageQueue
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]

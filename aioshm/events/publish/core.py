@@ -38,7 +38,7 @@ from aioshm.events.publish.sockets import PublisherEnds
 from aioshm.events.stats import PublisherStats
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import detach_when_forked
-from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import CurveKeys
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 

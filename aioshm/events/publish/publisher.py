@@ -20,7 +20,7 @@ from aioshm.events.protocol.wire import DEFAULT_WIRE, Encoding, ReplayFormat, Wi
 from aioshm.events.publish.base import CorePublisher
 from aioshm.events.publish.core import PublisherCore
 from aioshm.process.limits import detach_when_forked
-from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import CurveKeys
 
 
 class ZmqEventPublisher(AsyncClosing, CorePublisher):

@@ -17,13 +17,12 @@ from aioshm.events.config import check_endpoint, for_rank, publisher_binds
 from aioshm.events.protocol.wire import MAX_TOPIC_BYTES
 from aioshm.events.publish.replay_server import CLIENT_BUFFER_BYTES, CLIENT_HWM, MAX_REQUEST_BYTES
 from aioshm.logs import LogLimiter
-from aioshm.process.threads import start_thread
-from aioshm.zeromq.context import context_for
-from aioshm.zeromq.curve import ADDED_BYTES, CurveKeys
-from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
+from aioshm.process.limits import start_thread
+from aioshm.zeromq.endpoint import ADDED_BYTES, BoundFile, CurveKeys, attach, open_socket
 from aioshm.zeromq.hosts import host_of, is_loopback, is_own_address
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, drain
+from aioshm.zeromq.sockets import context_for
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 

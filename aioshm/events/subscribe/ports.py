@@ -14,8 +14,7 @@ from aioshm.errors import OutOfDescriptors
 from aioshm.events.protocol import wire
 from aioshm.events.subscribe.backlog import CAME_BACK, Backlog
 from aioshm.process.limits import SIGNAL_DESCRIPTORS, check_descriptors
-from aioshm.zeromq.curve import CurveKeys, limit_frames
-from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, BoundFile, attach, open_socket
+from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, BoundFile, CurveKeys, attach, limit_frames, open_socket
 from aioshm.zeromq.monitor import ENDED, Monitor
 from aioshm.zeromq.pump import Pump, receive_frames
 

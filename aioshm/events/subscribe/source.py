@@ -24,7 +24,7 @@ from aioshm.events.subscribe.backlog import CAME_BACK, Backlog, Inbox
 from aioshm.events.subscribe.ports import LivePort, ReplayPort
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import detach_when_forked
-from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import CurveKeys
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 

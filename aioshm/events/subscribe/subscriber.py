@@ -21,9 +21,9 @@ from aioshm.events.stats import SubscriberStats
 from aioshm.events.subscribe.backlog import Inbox
 from aioshm.events.subscribe.source import EventSource, SourceOptions
 from aioshm.process.limits import detach_when_forked
-from aioshm.zeromq.context import shared_context
-from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import CurveKeys
 from aioshm.zeromq.hosts import is_loopback
+from aioshm.zeromq.sockets import shared_context
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 

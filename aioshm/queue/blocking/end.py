@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioshm.closing import warn_not_closed
 from aioshm.errors import AioshmError, QueueClosed, QueueRestarted, RoleError
-from aioshm.process.lock import ProcessLock
-from aioshm.process.loop_thread import LoopThread, process_lock, shared_loop
+from aioshm.process.loop_thread import LoopThread, ProcessLock, process_lock, shared_loop
 from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.state import EndState
 from aioshm.ring.cores import EMPTY, ReaderCore, native_core
-from aioshm.wait.threads import CANCEL_POLL_S
+from aioshm.wait.poller import CANCEL_POLL_S
 
 if TYPE_CHECKING:
     from aioshm.queue.blocking.blocks import Block

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from aioshm.config import Options
 from aioshm.errors import LimitReached, SharedMemoryError
-from aioshm.lifeline.address import new_address, peer_credentials, remove, sockaddr
-from aioshm.lifeline.sockets import receive
-from aioshm.process.limits import check_descriptors, naming_limits, out_of_descriptors
-from aioshm.process.threads import start_thread
+from aioshm.lifeline.sockets import new_address, peer_credentials, receive, remove, sockaddr
+from aioshm.process.limits import check_descriptors, naming_limits, out_of_descriptors, start_thread
 from aioshm.queue.groups.process_group import ObjectGroup, as_group, check_rank, gather, tell
 from aioshm.ring.segment import Segment
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aioshm.errors import HandleError, PeerClosed
-from aioshm.lifeline.address import socket_file
 from aioshm.lifeline.dialer import Lifeline, attach
 from aioshm.lifeline.protocol import CLOSED, Hello, Welcome
+from aioshm.lifeline.sockets import socket_file
 from aioshm.process.limits import naming_limits
 from aioshm.process.loop_thread import shared_loop
 from aioshm.queue.handle import Handle

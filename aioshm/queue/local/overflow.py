@@ -28,7 +28,7 @@ from aioshm.codec.buffers import HUGE_PAGE_BYTES, OwnMemory
 from aioshm.codec.frames import HEADER, write_body
 from aioshm.config import DEFAULT_BACKING
 from aioshm.errors import AioshmError, CorruptSlot, OutOfDescriptors, SharedMemoryError
-from aioshm.lifeline.peer import Peer
+from aioshm.lifeline.connection import Peer
 from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors, shortage
 from aioshm.ring import RingReader, RingWriter
 from aioshm.ring.cores import FULL_FENCE

@@ -28,10 +28,9 @@ import zmq
 from aioshm.codec.frames import INLINE
 from aioshm.config import Options
 from aioshm.errors import CorruptSlot, OutOfThreads, SharedMemoryError
-from aioshm.lifeline.address import new_address
-from aioshm.lifeline.peer import Peer
-from aioshm.process.limits import Reserve, naming_limits
-from aioshm.process.threads import start_thread
+from aioshm.lifeline.connection import Peer
+from aioshm.lifeline.sockets import new_address
+from aioshm.process.limits import Reserve, naming_limits, start_thread
 from aioshm.queue.local.overflow import BY_ZEROMQ, pack_marker
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.data_sockets import DataPublisher, DataSubscriber

@@ -15,13 +15,13 @@ from aioshm.codec import Encoded
 from aioshm.codec.frames import INLINE, OVERFLOW, PLACED, RAW, pack_header, pack_place, write_body
 from aioshm.config import SLOW_READER, Options
 from aioshm.errors import AioshmError, HandleError, PeerDied
-from aioshm.lifeline.address import new_address
+from aioshm.lifeline.connection import Peer
 from aioshm.lifeline.listener import LifelineListener
-from aioshm.lifeline.peer import Peer
 from aioshm.lifeline.protocol import ANY_RANK, Hello, Welcome
+from aioshm.lifeline.sockets import new_address
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import naming_limits
-from aioshm.process.state import is_dying, process_state
+from aioshm.process.watch import is_dying, process_state
 from aioshm.queue.encoded import parts_of
 from aioshm.queue.local.loans import Extent, Loans, Placed
 from aioshm.queue.local.overflow import SECRET_BYTES, Overflow, OverflowSegments

@@ -15,12 +15,11 @@ from typing import Any
 from aioshm.codec import Codec
 from aioshm.config import SlowReader
 from aioshm.errors import AioshmError, HandleError, LimitReached, MessagesLost, PeerClosed, PeerDied, SharedMemoryError
-from aioshm.lifeline.address import peer_credentials
 from aioshm.lifeline.dialer import Lifeline, dial, hang_up
-from aioshm.lifeline.doorbell import Doorbell
 from aioshm.lifeline.protocol import Hello
+from aioshm.lifeline.sockets import Doorbell, peer_credentials
 from aioshm.process.limits import naming_limits
-from aioshm.process.state import SUSPECT_STATES, process_state
+from aioshm.process.watch import SUSPECT_STATES, process_state
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.attachment import Attachment, WriterWaker
 from aioshm.queue.local.copying import CopyingSlots, eviction

@@ -10,7 +10,7 @@ from typing import Any, Self
 from aioshm.closing import Closing
 from aioshm.codec import T
 from aioshm.errors import AioshmError, RoleError
-from aioshm.lifeline.doorbell import Doorbell
+from aioshm.lifeline.sockets import Doorbell
 from aioshm.process.loop_thread import LoopThread, shared_loop
 from aioshm.queue.blocking.end import BlockingEnd, check_thread
 from aioshm.queue.blocking.queue import MessageQueue
@@ -18,7 +18,7 @@ from aioshm.queue.merge import stream
 from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, check_errors, ranked
 from aioshm.wait.policy import Policy
-from aioshm.wait.threads import ThreadPoller
+from aioshm.wait.poller import ThreadPoller
 
 TAKEN_S = 0.01
 """How often to look after a reader that another thread uses."""

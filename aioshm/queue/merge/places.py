@@ -13,8 +13,7 @@ from aioshm.queue.base import QueueBase
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY, SLOW_PATH
-from aioshm.wait.poller import Poller
-from aioshm.wait.threads import ThreadPoller
+from aioshm.wait.poller import Poller, ThreadPoller
 
 Q = TypeVar("Q", bound=QueueBase[Any])
 

@@ -28,8 +28,7 @@ from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import Stall
 from aioshm.wait.policy import Policy
-from aioshm.wait.poller import Poller
-from aioshm.wait.threads import ThreadPoller
+from aioshm.wait.poller import Poller, ThreadPoller
 
 
 def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -> Merged[T]:

@@ -14,7 +14,7 @@ import msgspec
 
 from aioshm.arguments import shown
 from aioshm.errors import HandleError, NameTaken, OutOfDescriptors, SharedMemoryError
-from aioshm.lifeline.address import secure_directory, sockaddr
+from aioshm.lifeline.sockets import secure_directory, sockaddr
 from aioshm.process.limits import naming_limits
 from aioshm.queue.handle import Handle
 from aioshm.queue.names import files

@@ -16,8 +16,7 @@ import zmq
 
 from aioshm.codec.buffers import OwnMemory
 from aioshm.queue.remote import wire
-from aioshm.zeromq.curve import CurveKeys
-from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.endpoint import CurveKeys, attach, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Inbox, drain
 from aioshm.zeromq.sockets import Socket, Sockets, send_frames

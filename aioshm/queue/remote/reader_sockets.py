@@ -12,8 +12,7 @@ import zmq
 from aioshm.config import Options
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.data_sockets import Connection, DataSubscriber, MessageMemory
-from aioshm.zeromq.curve import CurveKeys, limit_frames
-from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
 from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import CONTROL_HWM, Sockets
 

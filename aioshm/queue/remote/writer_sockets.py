@@ -16,8 +16,7 @@ from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.queue.names.identity import Identity
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.data_sockets import DataPublisher
-from aioshm.zeromq.curve import CurveKeys, limit_frames
-from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
 from aioshm.zeromq.hosts import bracketed, connectable, own_address
 from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets

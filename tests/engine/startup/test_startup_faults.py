@@ -20,7 +20,7 @@ from aioshm.engine import (
     wait_for_engine_startup,
 )
 from aioshm.errors import EngineStartupError, HandshakeError
-from aioshm.process.state import process_state
+from aioshm.process.watch import process_state
 
 pytestmark = pytest.mark.slow_on_uvloop
 

@@ -23,7 +23,7 @@ from support import cancelled_after, eventually, until
 
 from aioshm import CodecError, QueueClosed, RoleError, WorkerDied, WorkerError
 from aioshm.engine import WorkerGroup
-from aioshm.process.state import process_state
+from aioshm.process.watch import process_state
 
 pytestmark = pytest.mark.slow_on_uvloop
 
