@@ -72,7 +72,7 @@ class _End(ABC):
         self.spun_ns: int = 0
         self.copied: int = 0  # bytes copied into messages, or out of leased ones
         self.bind(bytes, 0, False, None)
-        self.bind_beside(None)
+        self.bind_out_of_band(None)
         self._thread = -1
         self._runs: Callable[[], object] | None = bool
         self._lock: Any = None
@@ -93,9 +93,9 @@ class _End(ABC):
             raise OverflowError("what must fit a word of the header")
         self._code, self._what, self._raw, self._on_parked = code, what, raw, on_parked
 
-    def bind_beside(self, beside: Callable[..., Any] | None, measure: Callable[[Any], int] | None = None, /) -> None:
+    def bind_out_of_band(self, code: Callable[..., Any] | None, measure: Callable[[Any], int] | None = None, /) -> None:
         """Set the functions that write or read a message with out-of-band buffers, and count its bytes."""
-        self._beside = beside
+        self._out_of_band: Any = code
         self._measure: Any = measure
 
     def belong(self, runs: Callable[[], object] | None, /) -> None:
@@ -258,7 +258,7 @@ class WriterBase(_End):
         """Publish what encoding returned; return False if it is no ordinary message, or there is no room."""
         self.check_unused()
         if type(message) is not bytes:
-            return self._put_beside(message)
+            return self._put_out_of_band(message)
         if not self._claim_spinning(len(message)):
             return False
         self.published_ns = now = monotonic_ns()
@@ -298,15 +298,15 @@ class WriterBase(_End):
             return False
         try:
             message = obj if self._raw and type(obj) is bytes else self._code(obj)
-            if type(message) is not bytes and self._beside is None:
+            if type(message) is not bytes and self._out_of_band is None:
                 return message
             return None if self.put(message) else message
         finally:
             self._release(before)
 
-    def _put_beside(self, message: Any) -> bool:
+    def _put_out_of_band(self, message: Any) -> bool:
         """Publish a message that is not bytes; return False if it is no ordinary one, or no slot is free."""
-        if self._beside is None:
+        if self._out_of_band is None:
             raise TypeError("put() takes bytes")
         nbytes = self._measure(message)
         self.check_unused()
@@ -314,7 +314,7 @@ class WriterBase(_End):
             return False
         self.in_use += 1
         try:
-            if self._beside(self._slot(), message, self.seq) is not True:
+            if self._out_of_band(self._slot(), message, self.seq) is not True:
                 return False
         finally:
             self.in_use -= 1
@@ -550,11 +550,11 @@ class ReaderBase(_End):
         message: Any = self._copy_plain()
         if message is not None and self._raw:
             return message
-        if message is None and self._beside is None:
+        if message is None and self._out_of_band is None:
             return SLOW_PATH
         self.in_use += 1
         try:
-            return self._code(message) if self._beside is None or message is not None else self._beside(self._slot())
+            return self._out_of_band(self._slot()) if message is None else self._code(message)
         finally:
             self.in_use -= 1
 

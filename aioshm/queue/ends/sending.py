@@ -77,7 +77,7 @@ class Sender:
         self._as_it_is = isinstance(codec, RawCodec) and has_readers and self._current_trace is None
         self.bind(ring.wake_readers)
         if network is None:
-            core.bind_beside(
+            core.bind_out_of_band(
                 _filling(codec.code, ring.ring.slots), functools.partial(_checked_size, self._max_message_bytes)
             )
         # Returns None: sent. False: the fast path is shut. Else the encoded message: there is no

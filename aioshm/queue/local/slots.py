@@ -61,7 +61,7 @@ class SlotReader:
         self.overflows: int = 0  # how many messages did not fit a chunk
         on_parked = state.defer_wakeup if state.blocks else waker.slot_is_free
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), on_parked)
-        self._core.bind_beside(self._decode_beside)
+        self._core.bind_out_of_band(self._decode_out_of_band)
 
     def take(self) -> Any:
         """Return the next message, as `Source.take`."""
@@ -101,7 +101,7 @@ class SlotReader:
                 raise
             raise cannot_decode(error, self._codec.name) from error
 
-    def _decode_beside(self, begin: int) -> Any:
+    def _decode_out_of_band(self, begin: int) -> Any:
         """Decode a message with buffers for the core; `SLOW_PATH` if there is anything else about it."""
         kind, code, how, n_buffers, seq, at, size = unpack_header(self._slots.bodies, begin)
         if kind != INLINE or code != self._code or seq != self._core.seq:

@@ -3,13 +3,11 @@
 
 #include "core.h"
 
-#define ARGS 5
-
 typedef struct {
     PyObject_HEAD
-    /* The core, which is asked first; slow_path, which makes the coroutine that continues; then the arguments of enqueue
-     * (obj, timeout, NULL) or dequeue (timeout, cancel, indefinite). NULL once begun. */
-    PyObject *args[ARGS];
+    /* The core; slow_path, which makes the coroutine that continues; then the arguments of enqueue (obj, timeout, NULL)
+     * or dequeue (timeout, cancel, indefinite). NULL once begun. */
+    PyObject *args[CALL_ARGS];
     PyObject *rest;           /* the coroutine that continues where the core could not; NULL: none, or it has ended */
     const char *name;
     State *state;             /* of the module, which the type keeps */
@@ -22,7 +20,7 @@ static bool is_new(const Call *self)
 
 static void clear_args(PyObject **args)
 {
-    for (int n = 0; n < ARGS; n++)
+    for (int n = 0; n < CALL_ARGS; n++)
         Py_CLEAR(args[n]);
 }
 
@@ -49,7 +47,7 @@ static PyObject *fetch_error(void)
 /* Have the core do it. PYGEN_NEXT: it could not, and the rest continues with what the core answered or raised. */
 static PySendResult begin(Call *self, bool asks, PyObject **result)
 {
-    PyObject *args[ARGS], *outcome = Py_NewRef(Py_None);
+    PyObject *args[CALL_ARGS], *outcome = Py_NewRef(Py_None);
     memcpy(args, self->args, sizeof args);
     memset(self->args, 0, sizeof args);
     bool done = false, sends = args[4] == NULL;
@@ -142,7 +140,7 @@ static PyObject *call_close(Call *self, PyObject *Py_UNUSED(ignored))
 static int call_traverse(Call *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)self));
-    for (int n = 0; n < ARGS; n++)
+    for (int n = 0; n < CALL_ARGS; n++)
         Py_VISIT(self->args[n]);
     Py_VISIT(self->rest);
     return 0;
@@ -198,85 +196,18 @@ PyType_Spec call_spec = {
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, call_slots,
 };
 
-/* Make a call from arguments by place or name. `self` is the module and the parts of `Calls`; `found` has the core, the
- * slow path and the arguments' defaults. */
-static PyObject *new_call(PyObject *self, const char *const *names, Py_ssize_t most, PyObject **found,
-                          PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+PyObject *new_call(State *state, const char *name, PyObject *const *args)
 {
-    PyObject *parts = PyTuple_GetItem(self, 1);
-    if (nargs > most)
-        return PyErr_Format(PyExc_TypeError, "%s() takes at most %zd arguments (%zd given)", names[0], most, nargs);
-    for (Py_ssize_t n = 0; n < nargs; n++)
-        found[2 + n] = args[n];
-    for (Py_ssize_t n = 0; kwnames != NULL && n < PyTuple_Size(kwnames); n++) {
-        PyObject *word = PyTuple_GetItem(kwnames, n);
-        Py_ssize_t at = 0;
-        while (at < most && PyUnicode_CompareWithASCIIString(word, names[1 + at]) != 0)
-            at++;
-        if (at == most || at < nargs)
-            return PyErr_Format(PyExc_TypeError, "%s() got %s argument '%U'", names[0],
-                                at == most ? "an unexpected keyword" : "multiple values for", word);
-        found[2 + at] = args[nargs + n];
-    }
-    if (found[2] == NULL)
-        return PyErr_Format(PyExc_TypeError, "%s() missing a required argument: '%s'", names[0], names[1]);
-    found[0] = PyList_GetItem(parts, 0);
-    found[1] = PyList_GetItem(parts, 1);
-    if (found[0] == NULL || found[1] == NULL)
-        return NULL;
-    State *state = PyModule_GetState(PyTuple_GetItem(self, 0));
     Call *made = state->spare == NULL ? PyObject_GC_New(Call, state->call)
                                       : (Call *)PyObject_Init(state->spare, state->call);
     if (made == NULL)
         return NULL;
     state->spare = NULL;
-    for (int n = 0; n < ARGS; n++)
-        made->args[n] = Py_XNewRef(found[n]);
+    for (int n = 0; n < CALL_ARGS; n++)
+        made->args[n] = Py_XNewRef(args[n]);
     made->rest = NULL;
-    made->name = names[0];
+    made->name = name;
     made->state = state;
     PyObject_GC_Track(made);
     return (PyObject *)made;
-}
-
-static PyObject *enqueue(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    static const char *const NAMES[] = {"MessageQueue.enqueue", "obj", "timeout"};
-    PyObject *found[ARGS] = {NULL, NULL, NULL, Py_None, NULL};
-    return new_call(self, NAMES, 2, found, args, nargs, kwnames);
-}
-
-static PyObject *dequeue(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    static const char *const NAMES[] = {"MessageQueue.dequeue", "timeout", "cancel", "indefinite"};
-    PyObject *found[ARGS] = {NULL, NULL, Py_None, Py_None, Py_False};
-    return new_call(self, NAMES, 3, found, args, nargs, kwnames);
-}
-
-static PyMethodDef enqueue_def = {"enqueue", FAST enqueue, METH_FASTCALL | METH_KEYWORDS, NULL};
-static PyMethodDef dequeue_def = {"dequeue", FAST dequeue, METH_FASTCALL | METH_KEYWORDS, NULL};
-
-/* The docstring of a call: that of MessageQueue, where it stands once. The text is kept for ever, as the calls are. */
-static const char *document(const char *signature, PyObject *doc)
-{
-    PyObject *text = PyUnicode_FromFormat("%s\n--\n\n%U", signature, doc);
-    return text == NULL ? NULL : PyUnicode_AsUTF8AndSize(text, NULL);
-}
-
-PyObject *bind_calls(PyObject *module, PyObject *args)
-{
-    PyObject *parts, *docs[2];
-    if (!PyArg_ParseTuple(args, "O!UU:bind_calls", &PyList_Type, &parts, &docs[0], &docs[1]))
-        return NULL;
-    if (enqueue_def.ml_doc == NULL)
-        enqueue_def.ml_doc = document("enqueue($self, obj, timeout=None)", docs[0]);
-    if (dequeue_def.ml_doc == NULL)
-        dequeue_def.ml_doc = document("dequeue($self, timeout=None, cancel=None, indefinite=False)", docs[1]);
-    PyObject *self = enqueue_def.ml_doc && dequeue_def.ml_doc ? PyTuple_Pack(2, module, parts) : NULL;
-    if (self == NULL)
-        return NULL;
-    PyObject *made = Py_BuildValue("NN", PyCFunction_NewEx(&enqueue_def, self, NULL),
-                                   PyCFunction_NewEx(&dequeue_def, self, NULL));
-    Py_DECREF(self);
-    return made;
 }

@@ -77,7 +77,7 @@ typedef struct {
     /* How messages are coded */
     uint64_t what;
     bool raw;
-    PyObject *code, *beside, *measure, *on_parked;
+    PyObject *code, *out_of_band, *measure, *on_parked;
     PyObject *empty, *slow_path;
     /* Who may use this end, and for how long */
     char open;
@@ -293,8 +293,12 @@ State *state_of(PyObject *self);
 PyObject *writer_send(WriterEnd *self, PyObject *obj);
 PyObject *reader_receive(ReaderEnd *self, PyObject *ignored);
 
-/* awaitable.c */
+/* calls.c */
 PyObject *bind_calls(PyObject *module, PyObject *args);
+
+/* awaitable.c */
+#define CALL_ARGS 5
+PyObject *new_call(State *state, const char *name, PyObject *const *args);
 
 extern PyType_Spec writer_spec, reader_spec, call_spec;
 
@@ -302,7 +306,7 @@ extern PyType_Spec writer_spec, reader_spec, call_spec;
 
 PyObject *end_spin(End *end, PyObject *arg);
 PyObject *end_bind(End *end, PyObject *args);
-PyObject *end_bind_beside(End *end, PyObject *args);
+PyObject *end_bind_out_of_band(End *end, PyObject *args);
 PyObject *end_belong(End *end, PyObject *runs);
 PyObject *end_share(End *end, PyObject *lock);
 PyObject *end_passes(End *end, PyObject *ignored);
@@ -315,9 +319,9 @@ PyObject *end_close(End *end, PyObject *ignored);
 
 #define BOTH_ENDS                                                                                                  \
     {"bind", CALL end_bind, METH_VARARGS, "Set how messages are coded, and what wakes the other end."},            \
-    {"bind_beside", CALL end_bind_beside, METH_VARARGS, "Set what handles messages with out-of-band buffers."},     \
+    {"bind_out_of_band", CALL end_bind_out_of_band, METH_VARARGS, "Set what codes out-of-band buffers."},          \
     {"belong", CALL end_belong, METH_O, "Belong to this thread, while runs() is true; None: to any thread."},      \
-    {"share", CALL end_share, METH_O, "Belong to any thread, and acquire a lock in send and receive_next."},         \
+    {"share", CALL end_share, METH_O, "Belong to any thread, and acquire a lock in send and receive_next."},       \
     {"passes", CALL end_passes, METH_NOARGS, "Return whether this thread may send or receive now."},               \
     {"spin", CALL end_spin, METH_O, "Spin for at most so many nanoseconds; return whether this end may go on."},   \
     {"check_open", CALL end_check_open, METH_NOARGS, "Raise if the ring was closed."},                             \

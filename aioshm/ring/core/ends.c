@@ -109,7 +109,7 @@ static int end_init(End *end, PyObject *sizes, PyObject *pools, PyObject *view, 
     end->empty = Py_NewRef(state->empty);
     end->slow_path = Py_NewRef(state->slow_path);
     end->code = Py_NewRef(Py_None);
-    end->beside = Py_NewRef(Py_None);
+    end->out_of_band = Py_NewRef(Py_None);
     end->on_parked = Py_NewRef(Py_None);
     end->runs = Py_NewRef((PyObject *)&PyBool_Type);  /* bool() is False */
     end->base = end->buffer.buf;
@@ -179,7 +179,7 @@ int end_traverse(End *end, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)end));
     Py_VISIT(end->code);
-    Py_VISIT(end->beside);
+    Py_VISIT(end->out_of_band);
     Py_VISIT(end->measure);
     Py_VISIT(end->on_parked);
     Py_VISIT(end->runs);
@@ -190,7 +190,7 @@ int end_traverse(End *end, visitproc visit, void *arg)
 int end_clear(End *end)
 {
     Py_CLEAR(end->code);
-    Py_CLEAR(end->beside);
+    Py_CLEAR(end->out_of_band);
     Py_CLEAR(end->measure);
     Py_CLEAR(end->on_parked);
     Py_CLEAR(end->runs);

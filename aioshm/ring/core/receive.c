@@ -127,7 +127,7 @@ static PyObject *decode(ReaderEnd *self)
     if (obj == NULL) {
         if (PyErr_Occurred())
             return NULL;
-        callable = end->beside;
+        callable = end->out_of_band;
         if (callable == NULL || callable == Py_None)
             return Py_NewRef(end->slow_path);
         arg = PyLong_FromSize_t(end->slots_at + end->index * end->slot_bytes);

@@ -81,12 +81,12 @@ PyObject *end_bind(End *end, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyObject *end_bind_beside(End *end, PyObject *args)
+PyObject *end_bind_out_of_band(End *end, PyObject *args)
 {
-    PyObject *beside, *measure = Py_None, *old = end->beside, *old_measure = end->measure;
-    if (!PyArg_ParseTuple(args, "O|O:bind_beside", &beside, &measure))
+    PyObject *out_of_band, *measure = Py_None, *old = end->out_of_band, *old_measure = end->measure;
+    if (!PyArg_ParseTuple(args, "O|O:bind_out_of_band", &out_of_band, &measure))
         return NULL;
-    end->beside = Py_NewRef(beside);
+    end->out_of_band = Py_NewRef(out_of_band);
     end->measure = Py_NewRef(measure);
     Py_XDECREF(old);
     Py_XDECREF(old_measure);

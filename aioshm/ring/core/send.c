@@ -229,10 +229,10 @@ static int send_memory(WriterEnd *self, PyObject *obj)
 }
 
 /* Send a message that is not bytes; return None, or the message if it is no ordinary one, or has no slot. */
-static PyObject *send_beside(WriterEnd *self, PyObject *message)
+static PyObject *send_out_of_band(WriterEnd *self, PyObject *message)
 {
     End *end = &self->end;
-    if (end->beside == NULL || end->beside == Py_None)
+    if (end->out_of_band == NULL || end->out_of_band == Py_None)
         return Py_NewRef(message);
     PyObject *size = call(end->measure, message);
     if (size == NULL)
@@ -244,7 +244,7 @@ static PyObject *send_beside(WriterEnd *self, PyObject *message)
     if (nbytes > end->room
         || (claim(self, nbytes) == NULL && (!spin_for_room(self, nbytes) || claim(self, nbytes) == NULL)))
         return Py_NewRef(message);
-    PyObject *fill = Py_NewRef(end->beside);
+    PyObject *fill = Py_NewRef(end->out_of_band);
     end->in_use++;
     PyObject *filled = PyObject_CallFunction(fill, "nOK", (Py_ssize_t)(end->slots_at + end->index * end->slot_bytes),
                                              message, (unsigned long long)end->seq);
@@ -271,11 +271,11 @@ static PyObject *writer_put(WriterEnd *self, PyObject *message)
         return NULL;
     if (PyBytes_CheckExact(message))
         return PyBool_FromLong(put(self, PyBytes_AsString(message), (size_t)PyBytes_Size(message)));
-    if (self->end.beside == NULL || self->end.beside == Py_None) {
+    if (self->end.out_of_band == NULL || self->end.out_of_band == Py_None) {
         PyErr_SetString(PyExc_TypeError, "put() takes bytes");
         return NULL;
     }
-    PyObject *answer = send_beside(self, message);
+    PyObject *answer = send_out_of_band(self, message);
     if (answer == NULL)
         return NULL;
     Py_DECREF(answer);
@@ -296,7 +296,7 @@ static PyObject *send_passed(WriterEnd *self, PyObject *obj)
         if (message == NULL)
             return NULL;
         if (!PyBytes_CheckExact(message)) {
-            PyObject *answer = send_beside(self, message);
+            PyObject *answer = send_out_of_band(self, message);
             Py_DECREF(message);
             return answer;
         }

@@ -55,9 +55,9 @@ class _Side:
             core.belong(None)
             core.open, core.budget, core.budget_ends_ns = True, 1 << 30, _FAR_NS
         for reader in self.readers:
-            reader.bind_beside(functools.partial(self._decode_beside, reader))
+            reader.bind_out_of_band(functools.partial(self._decode_out_of_band, reader))
 
-    def _decode_beside(self, reader: Any, begin: int) -> object:
+    def _decode_out_of_band(self, reader: Any, begin: int) -> object:
         kind, code, how, n_buffers, seq, _, size = unpack_header(self.slots.bodies, begin)
         if kind != INLINE or code != _PLAIN >> 8 or seq != reader.seq or n_buffers != 1:
             return self.module.SLOW_PATH

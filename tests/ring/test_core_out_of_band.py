@@ -1,4 +1,4 @@
-"""Messages with buffers beside them, and slots that are kept, in both cores."""
+"""Messages with out-of-band buffers, and slots that are kept, in both cores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pairs_of_cores import PLAIN, NewPair, Pair, open_gate
 
 
-def beside(pair: Pair) -> None:
+def send_out_of_band(pair: Pair) -> None:
     """Make the next message of the reader none that the core decodes itself."""
     struct.pack_into("<Q", pair.slots[pair.reader.seq % len(pair.slots)].header, 0, PLAIN + 1)
 
@@ -26,12 +26,12 @@ class TestBeside:
             return True
 
         assert pair.writer.send([b"x"]) == [b"x"], "nothing does that"
-        pair.writer.bind_beside(fill, len)
+        pair.writer.bind_out_of_band(fill, len)
         assert pair.writer.send([b"x"]) is None
         assert pair.writer.send(["no"]) == ["no"]
         assert (pair.writer.seq, pair.writer.published_ns) == (1, 5)
         assert pair.reader.take() == b"x"
-        pair.writer.bind_beside(None)
+        pair.writer.bind_out_of_band(None)
         assert pair.writer.send([b"x"]) == [b"x"]
 
     def test_a_chunk_is_taken_where_it_does_not_fit_the_slot(self, new_pair: NewPair) -> None:
@@ -44,7 +44,7 @@ class TestBeside:
             pair.slots.body(begin)[: message[0]] = b"z" * message[0]
             return True
 
-        pair.writer.bind_beside(fill, lambda message: message[0])
+        pair.writer.bind_out_of_band(fill, lambda message: message[0])
         for nbytes in (16, 17, 100):
             assert pair.writer.send([nbytes]) is None
         assert sizes == [(False, 16), (True, 100), (True, 100)]
@@ -57,7 +57,7 @@ class TestBeside:
 
     def test_measuring_fails(self, new_pair: NewPair) -> None:
         pair = new_pair()
-        pair.writer.bind_beside(lambda *_: True, lambda _: 1 // 0)
+        pair.writer.bind_out_of_band(lambda *_: True, lambda _: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             pair.writer.send([1])
         assert (pair.writer.seq, pair.writer.send(b"next")) == (0, None)
@@ -72,7 +72,7 @@ class TestBeside:
                 pair.writer.close()
             raise ZeroDivisionError
 
-        pair.writer.bind_beside(fail, len)
+        pair.writer.bind_out_of_band(fail, len)
         with pytest.raises(ZeroDivisionError):
             pair.writer.send([1])
         assert (pair.writer.seq, pair.reader.ready()) == (0, False)
@@ -81,10 +81,10 @@ class TestBeside:
 
     def test_the_reader_has_its_message_decoded_and_releases(self, new_pair: NewPair) -> None:
         pair = new_pair(1, 2)
-        pair.reader.bind_beside(lambda begin: ("decoded", bytes(pair.slots.body(begin)[:1])))
+        pair.reader.bind_out_of_band(lambda begin: ("decoded", bytes(pair.slots.body(begin)[:1])))
         for number in range(5):
             pair.writer.put(b"%d" % number)
-            beside(pair)
+            send_out_of_band(pair)
             assert pair.reader.receive() == ("decoded", b"%d" % number)
         assert pair.reader.seq == 5
 
@@ -95,14 +95,14 @@ class TestBeside:
         def fail(_: Any) -> None:
             raise error
 
-        pair.reader.bind_beside(fail)
+        pair.reader.bind_out_of_band(fail)
         pair.writer.put(b"bad")
-        beside(pair)
+        send_out_of_band(pair)
         pair.writer.put(b"good")
         with pytest.raises(error):
             pair.reader.take()
         assert pair.reader.seq == (0 if left else 1)
-        pair.reader.bind_beside(None)
+        pair.reader.bind_out_of_band(None)
         assert pair.reader.take() == (pair.cores.module.SLOW_PATH if left else b"good")
 
 
@@ -130,7 +130,7 @@ class TestCopied:
         pair.writer.put_many([b"1", b"23"], 0)
         assert pair.writer.copied == 8
         pair.writer.bind(lambda obj: obj, PLAIN, False, None)
-        pair.writer.bind_beside(lambda *_: True, lambda message: 10)
+        pair.writer.bind_out_of_band(lambda *_: True, lambda message: 10)
         open_gate(pair.writer)
         pair.writer.send(["beside"])
         assert pair.writer.copied == 18
