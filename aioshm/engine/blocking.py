@@ -13,7 +13,7 @@ and any number of threads may wait for outputs at the same time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from aioshm.engine.client.blocking import EngineClient, OutputStream
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.protocol.addresses import EngineZmqAddresses
 from aioshm.engine.protocol.progress import StartupReport
+from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup import launch as launching
 from aioshm.engine.startup.processes import CoreEngineProcManager
@@ -38,7 +39,7 @@ class CoreEngineLaunch:
         awaited: The launch on the loop of the thread.
         engine_manager: The engines of this host, or Ray's actors.
         coordinator: The data-parallel coordinator, if there is one.
-        processes: The engine processes of this host.
+        processes: The engines that were started here: processes of this host, or Ray's actors.
         addresses: The addresses for engines, and for API servers.
         handshake_address: Where engines say HELLO.
     """
@@ -47,7 +48,7 @@ class CoreEngineLaunch:
         self.awaited = launch
         self.engine_manager: CoreEngineProcManager | CoreEngineActorManager = launch.engine_manager
         self.coordinator: DPCoordinator | None = launch.coordinator
-        self.processes: list[Child] = launch.processes
+        self.processes: Sequence[Child | EngineActor] = launch.processes
         self.addresses: EngineZmqAddresses = launch.addresses
         self.handshake_address: str = launch.handshake_address
         self._host = host

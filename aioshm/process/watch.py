@@ -89,7 +89,7 @@ class WatchedProcess(Protocol):
 class WatchedManager(Protocol):
     """The starter of the local engines.
 
-    Optional members are used where they exist: ``processes``; ``actors``, processes with a ``host``; ``aclose()`` or
+    Optional members are used where they exist: ``processes``; ``aclose()`` or
     ``close()``, which stop all processes; ``last_lines(name)``, the last lines of a process's stderr.
     """
 
@@ -152,7 +152,7 @@ class ProcessWatch(Closing):
         self._on_exit = on_exit
         self._running: dict[WatchedProcess, bool] = {}  # and whether it is a manager's
         self._gone: weakref.WeakSet[WatchedProcess] = weakref.WeakSet()  # exited, and may be added again
-        self._managers: list[WatchedManager] = []  # without ``processes`` or ``actors``
+        self._managers: list[WatchedManager] = []  # without ``processes``
         self._last_lines: list[Callable[[str], Sequence[str]]] = []  # of the managers
         self._descriptors: set[int] = set()
         # Processes whose exit code is to be asked for again, and when they count as exited without one.
@@ -186,10 +186,9 @@ class ProcessWatch(Closing):
         last_lines = getattr(manager, "last_lines", None)
         if last_lines is not None and last_lines not in self._last_lines:
             self._last_lines.append(last_lines)
-        for processes in ("processes", "actors"):
-            if hasattr(manager, processes):
-                self.add(getattr(manager, processes), managed=True)
-                return
+        if hasattr(manager, "processes"):
+            self.add(manager.processes, managed=True)
+            return
         self._managers.append(manager)
         for sentinel in manager.sentinels():
             self._watch(os.dup(_fileno(sentinel)), None, 0.0)

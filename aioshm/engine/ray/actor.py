@@ -1,4 +1,4 @@
-"""An engine as a Ray actor: the code on its node, and its state here."""
+"""An engine as a Ray actor: the code on its node, and its state in the launching process."""
 
 from __future__ import annotations
 
@@ -40,25 +40,37 @@ class EngineCoreActor:
 
 
 class EngineActor:
-    """The state of an engine's actor in the launching process."""
+    """The state of an engine's actor in the launching process; a `WatchedProcess`."""
 
-    def __init__(self, rank: int, local: bool, handle: Any) -> None:
+    def __init__(self, rank: int, local: bool, group: Any, runtime_env: Mapping[str, Any] | None) -> None:
         self.rank = rank
         self.name: str = f"EngineCore_{rank}"
         self.local = local
-        self.handle = handle  # Ray's
-        self.where_ref: Any = handle.where.remote()
-        self.address: str = ""
+        self.group = group  # its placement group
+        self.handle: Any = _create(group, runtime_env)  # Ray's
+        self.where_ref: Any = self.handle.where.remote()
+        self.host: str = ""  # the address of its node
         self.node_id: str = ""
         self.pid: int = 0
         self.local_rank: int = 0
         self.run_ref: Any = None  # Ray's reference to the result of the run; None before
-        self.sentinel: int  # a descriptor that is readable when its run is over
-        self.sentinel, self._open = os.pipe()
+        self.exitcode: int | None = None  # 1 if the engine raised; None while it runs, and after a kill or a crash
         self._ended = threading.Event()
+        self.sentinel: int  # readable when its run is over
+        self.sentinel, self._held = os.pipe()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._code: int | None = None
+
+    def await_process(self, timeout: float) -> bool:
+        """Wait until the process runs, and note its address; return whether it does."""
+        ray = require_ray()
+        try:
+            self.host, self.pid = ray.get(self.where_ref, timeout=max(0.0, timeout))
+        except ray.exceptions.GetTimeoutError:
+            return False
+        except ray.exceptions.RayError as error:
+            raise EngineStartupError(f"the actor of {self.name} could not be started: {error}") from error
+        return True
 
     def run(
         self, target: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], keys: AnyKeys | None
@@ -71,52 +83,25 @@ class EngineActor:
         """Kill the process."""
         require_ray().kill(self.handle)
 
-    def discard(self) -> None:
-        """Kill the process, and close its descriptors."""
-        try:
-            self.kill()
-        finally:
-            self.release()
-
-    def await_process(self, timeout: float) -> bool:
-        """Wait until the process runs, and note its address; return whether it does."""
-        ray = require_ray()
-        try:
-            self.address, self.pid = ray.get(self.where_ref, timeout=max(0.0, timeout))
-        except ray.exceptions.GetTimeoutError:
-            return False
-        except ray.exceptions.RayError as error:
-            raise EngineStartupError(f"the actor of {self.name} could not be started: {error}") from error
-        return True
-
     @property
-    def host(self) -> str:
-        """The address of its node: see `WatchedProcess`."""
-        return self.address
+    def last_words(self) -> list[str]:
+        """Ray's report about its failure."""
+        if self._error is None:
+            return []
+        return _COLOUR.sub("", str(self._error)).splitlines()
 
     @property
     def ended(self) -> bool:
         """Whether its run is over."""
         return self._ended.is_set()
 
-    @property
-    def exitcode(self) -> int | None:
-        """The exit code, 1 if the engine raised; None while it runs, and after a kill or a crash."""
-        return self._code
-
-    @property
-    def last_words(self) -> list[str]:
-        """Ray's report about its failure."""
-        return _COLOUR.sub("", str(self._error)).splitlines() if self._error is not None else []
-
     def wait(self, deadline: float) -> bool:
-        """Block until its run is over; return whether it is."""
+        """Block until its run is over, or the deadline has passed; return whether it is over."""
         return self.run_ref is None or self._ended.wait(max(0.0, deadline - time.monotonic()))
 
     def release(self) -> None:
         """Close its descriptors; its run counts as over. Idempotent."""
-        self._ended.set()
-        self._close_pipe()
+        self._end()
         with self._lock:
             if self.sentinel >= 0:
                 os.close(self.sentinel)
@@ -125,39 +110,35 @@ class EngineActor:
     def _note(self, outcome: Any) -> None:
         self._error = outcome.exception()
         if self._error is None:
-            self._code = outcome.result()
+            self.exitcode = outcome.result()
         elif not isinstance(self._error, require_ray().exceptions.RayActorError):
-            self._code = 1
-        self._ended.set()
-        self._close_pipe()
+            self.exitcode = 1
+        self._end()
 
-    def _close_pipe(self) -> None:
+    def _end(self) -> None:
         with self._lock:
-            if self._open >= 0:
-                os.close(self._open)
-                self._open = -1
+            if not self.ended:
+                self._ended.set()  # first: a watcher of the sentinel may restart the engine immediately
+                os.close(self._held)
 
     def __str__(self) -> str:
-        return f"{self.name} (pid {self.pid} on {self.address})" if self.pid else self.name
+        return f"{self.name} (pid {self.pid} on {self.host})" if self.pid else self.name
 
 
-def actor_in(group: Any, runtime_env: Mapping[str, Any] | None) -> Any:
-    """Return the handle of a new actor, which takes all of the last bundle of a placement group."""
+def _create(group: Any, runtime_env: Mapping[str, Any] | None) -> Any:
+    """Return Ray's handle of a new actor, which takes all of the last bundle of a placement group."""
     ray = require_ray()
     last = len(group.bundle_specs) - 1
     resources = dict(group.bundle_specs[last])
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=last, placement_group_capture_child_tasks=True
     )
-    return (
-        ray.remote(EngineCoreActor)
-        .options(
-            num_cpus=resources.pop("CPU", 0),
-            num_gpus=resources.pop("GPU", 0),
-            memory=resources.pop("memory", None),
-            resources=resources,
-            scheduling_strategy=strategy,
-            runtime_env=dict(runtime_env) if runtime_env else None,
-        )
-        .remote()
-    )
+    options = {
+        "num_cpus": resources.pop("CPU", 0),
+        "num_gpus": resources.pop("GPU", 0),
+        "memory": resources.pop("memory", None),
+        "resources": resources,
+        "scheduling_strategy": strategy,
+        "runtime_env": dict(runtime_env) if runtime_env else None,
+    }
+    return ray.remote(EngineCoreActor).options(**options).remote()

@@ -1,4 +1,4 @@
-"""Queries Ray for nodes, and reserves room on them."""
+"""The connection to Ray, the nodes of the cluster, and placement groups on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from aioshm.engine.ray.placement import EngineNeeds, Node, Place, place_engines
+from aioshm.engine.ray.placement import EngineNeeds, Node, place_engines
 from aioshm.errors import EngineStartupError
 
 NODE_LABEL = "ray.io/node-id"
@@ -17,7 +17,11 @@ STALE_S = 1.0
 
 _REMOVED_S = 5.0
 _RESERVED_S = 5.0
-_LOOK_S = 0.02
+_POLL_S = 0.02
+
+_lock = threading.Lock()
+_users = 0
+_connected_here = False
 
 
 def require_ray() -> Any:
@@ -28,33 +32,25 @@ def require_ray() -> Any:
         raise ImportError(f"engines as Ray actors need ray: pip install 'aioshm[ray]' ({error})") from error
 
 
-class RayConnection:
-    """This process's connection to Ray: created if missing, and closed by its last user."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._ours = False
-
-    def open(self, options: Mapping[str, Any]) -> None:
-        """Use the connection; create it by ``ray.init(**options)`` if missing."""
-        ray = require_ray()
-        with self._lock:
-            if not ray.is_initialized():
-                ray.init(**options)
-                self._ours = True
-            self._users += 1
-
-    def close(self) -> None:
-        """Release the connection."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._ours:
-                self._ours = False
-                require_ray().shutdown()
+def connect(options: Mapping[str, Any]) -> None:
+    """Use this process's connection to Ray; create it by ``ray.init(**options)`` if missing."""
+    global _users, _connected_here
+    ray = require_ray()
+    with _lock:
+        if not ray.is_initialized():
+            ray.init(**options)
+            _connected_here = True
+        _users += 1
 
 
-connection: RayConnection = RayConnection()
+def disconnect() -> None:
+    """Release the connection; its last user closes a connection that `connect` created."""
+    global _users, _connected_here
+    with _lock:
+        _users -= 1
+        if _users == 0 and _connected_here:
+            _connected_here = False
+            require_ray().shutdown()
 
 
 def nodes(device: str) -> list[Node]:
@@ -62,17 +58,14 @@ def nodes(device: str) -> list[Node]:
     ray = require_ray()
     available = importlib.import_module("ray._private.state").available_resources_per_node()
     head = ray.get_runtime_context().get_node_id()
-    return [
-        Node(
-            node["NodeID"],
-            node["NodeManagerAddress"],
-            free.get(device, 0.0),
-            free.get("CPU", 0.0),
-            head=node["NodeID"] == head,
-        )
-        for node in ray.nodes()
-        if node["Alive"] and (free := available.get(node["NodeID"])) is not None
-    ]
+    found = []
+    for node in ray.nodes():
+        free = available.get(node["NodeID"])
+        if node["Alive"] and free is not None:
+            is_head = node["NodeID"] == head
+            address = node["NodeManagerAddress"]
+            found.append(Node(node["NodeID"], address, free.get(device, 0.0), free.get("CPU", 0.0), head=is_head))
+    return found
 
 
 def create_dp_placement_groups(
@@ -94,7 +87,15 @@ def create_dp_placement_groups(
         TypeError, ValueError: An argument is invalid.
     """
     needs = needs or EngineNeeds()
-    places = _place(engine_count, local_engine_count, needs)
+    stale_until = time.monotonic() + STALE_S
+    while True:
+        try:
+            places = place_engines(nodes(needs.device), engine_count, local_engine_count, needs)
+            break
+        except EngineStartupError:
+            if time.monotonic() > stale_until:
+                raise
+            time.sleep(_POLL_S)
     groups: list[Any] = []
     try:
         for rank, place in enumerate(places):
@@ -104,6 +105,23 @@ def create_dp_placement_groups(
         remove_groups(groups)
         raise
     return groups, [place.local_rank for place in places]
+
+
+def reserve_room(rank: int, local: bool, needs: EngineNeeds) -> Any:
+    """Reserve room for one engine: local on this node, else on another node if any has room."""
+    found = nodes(needs.device)
+    try:
+        place = place_engines(found, 1, int(local), needs)[0]
+    except EngineStartupError as too_small:
+        try:
+            place = place_engines(found, 1, 1, needs)[0]
+        except EngineStartupError:
+            raise too_small from None
+    group = _group_on(place.node.id, rank, needs)
+    if not group.wait(_RESERVED_S):  # another engine took the room, or the node has left
+        remove_groups([group], wait=False)
+        raise EngineStartupError(f"node {place.node.address} has room for {needs}, and Ray has not reserved it")
+    return group
 
 
 def _group_on(node_id: str, rank: int, needs: EngineNeeds) -> Any:
@@ -116,45 +134,17 @@ def _group_on(node_id: str, rank: int, needs: EngineNeeds) -> Any:
     )
 
 
-def group_where_there_is_room(rank: int, local: bool, needs: EngineNeeds) -> Any:
-    """Reserve room for one engine: local on this node, else on another node if any has room."""
-    found = nodes(needs.device)
-    try:
-        place = place_engines(found, 1, int(local), needs)[0]
-    except EngineStartupError as too_small:
-        try:
-            place = place_engines(found, 1, 1, needs)[0]
-        except EngineStartupError:
-            raise too_small from None
-    group = _group_on(place.node.id, rank, needs)
-    if not group.wait(_RESERVED_S):  # others were faster, or the node has left
-        remove_groups([group], wait=False)
-        raise EngineStartupError(f"node {place.node.address} has room for {needs}, and Ray has not reserved it")
-    return group
-
-
 def trouble_of(group: Any) -> str:
     """Return why nothing can start in a placement group now, or ""."""
-    table = importlib.import_module("ray.util").placement_group_table(group)
-    state = table.get("state")
-    if state in (None, "REMOVED"):
-        raise EngineStartupError("its placement group was removed")
+    table = _table(group)
+    state = table.get("state") or "REMOVED"
     if state != "CREATED":
-        return f"its placement group is {state}: Ray has no room for {group.bundle_specs}"
+        return f"its placement group is {state}: {group.bundle_specs}"
     alive = {node["NodeID"] for node in require_ray().nodes() if node["Alive"]}
     lost = set(table["bundles_to_node_id"].values()) - alive
-    return f"its placement group is on node {', '.join(sorted(lost))}, which has left the cluster" if lost else ""
-
-
-def _place(engine_count: int, local_engine_count: int, needs: EngineNeeds) -> list[Place]:
-    deadline = time.monotonic() + STALE_S
-    while True:
-        try:
-            return place_engines(nodes(needs.device), engine_count, local_engine_count, needs)
-        except EngineStartupError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_LOOK_S)
+    if not lost:
+        return ""
+    return f"its placement group is on node {', '.join(sorted(lost))}, which has left the cluster"
 
 
 def await_groups(groups: Sequence[Any], deadline: float) -> None:
@@ -166,20 +156,23 @@ def await_groups(groups: Sequence[Any], deadline: float) -> None:
             )
 
 
-def nodes_of(groups: Sequence[Any]) -> list[str]:
-    """Return the ids of the nodes that the last bundles of placement groups are on."""
-    table = importlib.import_module("ray.util").placement_group_table
-    return [table(group)["bundles_to_node_id"][len(group.bundle_specs) - 1] for group in groups]
+def node_of(group: Any) -> str:
+    """Return the id of the node that the last bundle of a placement group is on."""
+    return str(_table(group)["bundles_to_node_id"][len(group.bundle_specs) - 1])
 
 
 def remove_groups(groups: Iterable[Any], wait: bool = True) -> None:
     """Remove placement groups; with ``wait``, block until their room is free."""
-    util = importlib.import_module("ray.util")
     groups = list(groups)
     for group in groups:
-        util.remove_placement_group(group)
+        require_ray().util.remove_placement_group(group)
     deadline = time.monotonic() + _REMOVED_S
-    while wait and any(util.placement_group_table(group).get("state") not in (None, "REMOVED") for group in groups):
-        if time.monotonic() > deadline:
+    while wait and time.monotonic() < deadline:
+        if all(_table(group).get("state") in (None, "REMOVED") for group in groups):
             return
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
+
+
+def _table(group: Any) -> dict[str, Any]:
+    table: dict[str, Any] = require_ray().util.placement_group_table(group)
+    return table

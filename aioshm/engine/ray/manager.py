@@ -7,21 +7,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, Final, NamedTuple, Self
 
 from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, Closing, warn_not_closed
-from aioshm.engine.ray.actor import EngineActor, actor_in
-from aioshm.engine.ray.cluster import (
-    await_groups,
-    connection,
-    create_dp_placement_groups,
-    nodes_of,
-    remove_groups,
-    require_ray,
-)
+from aioshm.engine.ray import cluster
+from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.placement import EngineNeeds
-from aioshm.engine.ray.remaking import KILLED_S, Remaking
 from aioshm.engine.security.keys import EngineKeys, keys_to_hand_over
 from aioshm.errors import EngineDead, EngineStartupError, RoleError
 from aioshm.process.background import completed, in_thread
@@ -30,16 +23,30 @@ from aioshm.process.watch import ProcessWatch
 START_TIMEOUT_S = 300.0
 """How long actors may take to start: a node may first have to fetch packages for their runtime environment."""
 
-_log = logging.getLogger("aioshm.engine")
+KILLED_S = 10.0
+"""How long Ray may take to report that killed actors are gone."""
+
+PROGRESS_S = 10.0
+"""Seconds between log lines about an engine that waits for room."""
+
+_POLL_S = 0.1
+_POLL_NODE_S = 0.5  # while an actor does not run yet
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
-class _Target(NamedTuple):
-    """The function that each actor runs, with its arguments, and the keys of the deployment."""
+class _Plan(NamedTuple):
+    """The arguments of a manager that hold for all of its actors."""
 
-    function: Callable[..., object]
+    target: Callable[..., object]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     keys: EngineKeys | None
+    runtime_env: Mapping[str, Any] | None
+    timeout: float
+    needs: EngineNeeds | None  # None: the placement groups were given
+    local_engine_count: int
+    all_local: bool
 
 
 class CoreEngineActorManager(Closing, AsyncClosing):
@@ -57,7 +64,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
 
     `start_engine` recreates a dead actor, as an `EngineSupervisor` with Ray's backend does: in its placement group, or
     if the node has left the cluster, in a new one on another node with room, else on the node of the caller. Ray itself
-    moves given placement groups, as soon as it has room for them.
+    moves given placement groups when it has room for them.
 
     Args:
         target_fn: The target of each actor; importable on its node, or sent there.
@@ -77,6 +84,8 @@ class CoreEngineActorManager(Closing, AsyncClosing):
 
     Attributes:
         actors: The actors, by rank; their exit codes stay known after closing.
+        processes: The same list, under the name that managers of processes have for it.
+        max_engines: The number of given placement groups; None: `start_engine` creates as many as there is room for.
 
     Raises:
         EngineStartupError: The cluster is too small, or an actor could not be started in time; the others are killed.
@@ -84,7 +93,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         TypeError, ValueError: An argument is invalid.
     """
 
-    create_dp_placement_groups: Final = staticmethod(create_dp_placement_groups)
+    create_dp_placement_groups: Final = staticmethod(cluster.create_dp_placement_groups)
 
     def __init__(
         self,
@@ -103,12 +112,15 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         **kwargs: Any,
     ) -> None:
         self.actors: list[EngineActor] = []
-        self._groups: dict[int, Any] = {}
-        self._given = placement_groups is not None
+        self.processes: list[EngineActor] = self.actors
+        self.max_engines: int | None = None
+        self._groups: dict[int, Any] = {}  # placement groups, by rank
+        self._starts: dict[int, int] = {}  # starts so far, by rank
+        self._changed = threading.Condition()  # guards everything here: `start_engine` runs in threads
+        self._starting: set[int] = set()
+        self._stopping: set[int] = set()
         self._closed = True
         self._closing: asyncio.Task[None] | None = None
-        self._lock = threading.Lock()
-        self._started: dict[int, int] = {}  # starts so far, by rank
         check_plain("target_fn", target_fn)
         check_int("engine_count", engine_count, minimum=1)
         check_int("local_engine_count", local_engine_count, minimum=0)
@@ -121,35 +133,30 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             if given is not None and len(given) != engine_count:
                 raise ValueError(f"{name} must be {engine_count}, one for each engine, not {len(given)}")
         if (local_dp_ranks if placement_groups is None else needs) is not None:
-            raise ValueError("local_dp_ranks go with given placement_groups, and needs with those that are made here")
-        self._all_local = local_engine_count == engine_count
-        self._local_count = local_engine_count
-        self._target = _Target(target_fn, args, kwargs, keys)
-        wanted = None if self._given else needs or EngineNeeds()
-        self._remaking = Remaking(self.actors, self._groups, wanted, runtime_env, timeout)
-        connection.open(ray_options or {})
+            raise ValueError("local_dp_ranks need placement_groups=, and needs exclude placement_groups=")
+        if placement_groups is None:
+            needs = needs or EngineNeeds()
+        else:
+            self.max_engines = engine_count
+        all_local = local_engine_count == engine_count
+        self._plan = _Plan(target_fn, args, kwargs, keys, runtime_env, timeout, needs, local_engine_count, all_local)
+        cluster.connect(ray_options or {})
         self._closed = False
         try:
             if placement_groups is None:
-                groups, local_ranks = create_dp_placement_groups(
-                    engine_count, local_engine_count, needs, timeout=timeout
-                )
+                groups, _ = cluster.create_dp_placement_groups(engine_count, local_engine_count, needs, timeout=timeout)
             else:
                 groups = list(placement_groups)
-                await_groups(groups, deadline)
-                local_ranks = list(local_dp_ranks or _local_ranks(nodes_of(groups)))
+                cluster.await_groups(groups, deadline)
             self._groups.update(enumerate(groups))
-            for rank, group in enumerate(groups):
-                self.actors.append(EngineActor(rank, rank < local_engine_count, actor_in(group, runtime_env)))
-            self._await_actors(deadline)
-            for actor, local_rank, node_id in zip(self.actors, local_ranks, nodes_of(groups), strict=True):
-                actor.local_rank = local_rank
-                actor.node_id = node_id
-                self._run(actor)
+            for rank in range(engine_count):
+                self.actors.append(self._create(rank))
+            for rank, actor in enumerate([*self.actors]):
+                self._run(actor, deadline, local_dp_ranks[rank] if local_dp_ranks else None)
         except BaseException:
             self.close()
             raise
-        _log.debug("started %s", ", ".join(map(str, self.actors)))
+        logger.debug("started %s", ", ".join(map(str, self.actors)))
 
     @classmethod
     async def start(
@@ -180,7 +187,32 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             EngineStartupError: There is no room in time, or the actor could not be started.
             RoleError: The manager is closed, or that engine still runs.
         """
-        return self._remaking.start(rank, self.is_local(rank), self._run)
+        with self._changed:
+            self._check_wanted(rank)
+            former = self._find(rank)
+            if rank in self._starting or (former is not None and not former.ended):
+                raise RoleError(f"engine {rank} still runs, and can be started again when it has exited")
+            self._starting.add(rank)
+        try:
+            deadline = time.monotonic() + self._plan.timeout
+            if self._plan.needs is not None:
+                self._await_room(rank, self._plan.needs, deadline)
+            elif rank not in self._groups:
+                raise EngineStartupError(f"engine {rank} has no placement group: {self.max_engines} were given")
+            actor = self._create(rank)
+            try:
+                self._run(actor, deadline)
+            except BaseException:
+                actor.kill()
+                actor.release()
+                raise
+            if former is not None:
+                former.release()
+            return actor
+        finally:
+            with self._changed:
+                self._starting.discard(rank)
+                self._changed.notify_all()
 
     async def stop_engine(self, rank: int) -> None:
         """Kill the actor of an engine, free the room that was reserved for it here, and remove it.
@@ -190,46 +222,112 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         Raises:
             ValueError: There is no such engine.
         """
-        await in_thread(lambda: self._remaking.stop(rank))
-
-    def check_engine_count(self, engine_count: int) -> None:
-        """Raise if there cannot be so many engines.
-
-        Raises:
-            RoleError: Placement groups were given, and they are fewer.
-        """
-        if self._given and engine_count > len(self._groups):
-            raise RoleError(
-                f"{len(self._groups)} placement groups were given, so there can be no {engine_count} engines: let this"
-                " manager make them (needs=), or give more of them"
-            )
+        await in_thread(lambda: self._stop(rank))
 
     def next_incarnation(self, rank: int) -> int:
         """Return the incarnation of the next actor of this rank."""
-        return self._started.get(rank, 0)
+        return self._starts.get(rank, 0)
 
     def is_local(self, rank: int) -> bool:
         """Return whether an engine runs on the node of this process."""
-        return self._all_local or rank < self._local_count
+        return self._plan.all_local or rank < self._plan.local_engine_count
 
-    def _run(self, actor: EngineActor) -> None:
+    def _await_room(self, rank: int, needs: EngineNeeds, deadline: float) -> None:
+        """Wait until the group of an engine is reserved, on a node that has not left the cluster."""
+        logged = 0.0
+        while True:
+            self._check_wanted(rank)
+            if rank in self._groups:
+                if not cluster.trouble_of(self._groups[rank]):
+                    return
+                cluster.remove_groups([self._groups.pop(rank)], wait=False)  # bound to a node that is gone
+            try:
+                self._groups[rank] = cluster.reserve_room(rank, self.is_local(rank), needs)
+                return
+            except EngineStartupError as error:
+                missing = str(error)
+            now = time.monotonic()
+            if now > deadline:
+                waited = self._plan.timeout
+                raise EngineStartupError(f"there was no room for engine {rank} within {waited:g} s: {missing}")
+            if now - logged >= PROGRESS_S:
+                logged = now
+                logger.warning("engine %d waits for room, for %.0f s at most: %s", rank, deadline - now, missing)
+            time.sleep(_POLL_S)
+
+    def _create(self, rank: int) -> EngineActor:
+        return EngineActor(rank, self.is_local(rank), self._groups[rank], self._plan.runtime_env)
+
+    def _run(self, actor: EngineActor, deadline: float, local_rank: int | None = None) -> None:
+        """Wait until the process of an actor runs, let the engine run in it, and add it to the actors."""
         rank = actor.rank
-        ranks = {"dp_rank": rank, "local_dp_rank": actor.local_rank, "local_client": actor.local}
-        target = self._target
-        keys = keys_to_hand_over(target.keys, rank, self.next_incarnation(rank))
-        actor.run(target.function, target.args, dict(target.kwargs) | ranks, keys)
-        self._started[rank] = self.next_incarnation(rank) + 1
+        while not actor.await_process(min(_POLL_NODE_S, deadline - time.monotonic())):
+            self._check_wanted(rank)
+            trouble = cluster.trouble_of(actor.group)
+            if time.monotonic() > deadline or (trouble and self._plan.needs is not None):
+                reason = f": {trouble}" if trouble else ""
+                raise EngineStartupError(f"the actor of {actor.name} was not started in time{reason}")
+        here = cluster.require_ray().util.get_node_ip_address()
+        if actor.local and actor.host != here:
+            raise EngineStartupError(f"{actor} is to be local, but its placement group is not on {here}")
+        actor.node_id = cluster.node_of(actor.group)
+        plan = self._plan
+        with self._changed:
+            self._check_wanted(rank)
+            others = [each for each in self.actors if each.rank != rank]
+            if local_rank is None:
+                used = {each.local_rank for each in others if each.node_id == actor.node_id}
+                local_rank = next(number for number in count() if number not in used)
+            actor.local_rank = local_rank
+            ranks = {"dp_rank": rank, "local_dp_rank": local_rank, "local_client": actor.local}
+            keys = keys_to_hand_over(plan.keys, rank, self.next_incarnation(rank))
+            actor.run(plan.target, plan.args, {**plan.kwargs, **ranks}, keys)
+            self._starts[rank] = self.next_incarnation(rank) + 1
+            self.actors[:] = sorted([*others, actor], key=lambda each: each.rank)
+
+    def _stop(self, rank: int) -> None:
+        with self._changed:
+            if self._find(rank) is None and rank not in self._starting:
+                raise ValueError(f"rank must be that of one of the engines, not {rank}")
+            self._stopping.add(rank)
+            self._changed.wait_for(lambda: rank not in self._starting, KILLED_S)
+        try:
+            actor = self._find(rank)
+            if actor is not None and not actor.ended:
+                actor.kill()
+                actor.wait(time.monotonic() + KILLED_S)
+            if self._plan.needs is not None and rank in self._groups:
+                cluster.remove_groups([self._groups.pop(rank)])
+            with self._changed:
+                if actor is not None and not self._closed:
+                    self.actors.remove(actor)
+                    actor.release()
+        finally:
+            with self._changed:
+                self._stopping.discard(rank)
+                self._changed.notify_all()
+
+    def _find(self, rank: int) -> EngineActor | None:
+        return next((actor for actor in self.actors if actor.rank == rank), None)
+
+    def _check_wanted(self, rank: int) -> None:
+        if self._closed:
+            raise RoleError("this manager of actors is closed, and starts none any more")
+        if rank in self._stopping:
+            raise RoleError(f"engine {rank} is stopped, and is not started again")
 
     # State
 
     @property
     def created_placement_groups(self) -> list[Any]:
         """The placement groups that were created here, by rank."""
-        return [] if self._given else [group for _, group in sorted(self._groups.items())]
+        if self._plan.needs is None:
+            return []
+        return [group for _, group in sorted(self._groups.items())]
 
     def get_run_refs(self) -> list[Any]:
         """Return Ray's references to the results of the engines' runs, by rank."""
-        return [actor.run_ref for actor in self.actors if actor.run_ref is not None]
+        return [actor.run_ref for actor in self.actors]
 
     @property
     def local_engine_actors(self) -> list[Any]:
@@ -238,7 +336,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
 
     @property
     def remote_engine_actors(self) -> list[Any]:
-        """Ray's handles of the other engines."""
+        """Ray's handles of the engines on other nodes."""
         return [actor.handle for actor in self.actors if not actor.local]
 
     def sentinels(self) -> list[int]:
@@ -282,6 +380,16 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         self._raise_if_one_failed()
         return self.finished_procs()
 
+    def _raise_if_one_failed(self) -> None:
+        for actor in self.actors:
+            if actor.ended and actor.exitcode != 0 and not self._closed:
+                ended = "died"
+                if actor.exitcode is not None:
+                    ended = f"exited with code {actor.exitcode}"
+                raise EngineDead("\n".join([f"{actor} {ended}", *actor.last_words]))
+
+    # Closing
+
     def close(self) -> None:
         """Kill the actors, and free the created placement groups. Idempotent; blocks."""
         self._close(wait=True)
@@ -305,44 +413,23 @@ class CoreEngineActorManager(Closing, AsyncClosing):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {', '.join(actor.name for actor in self.actors)}>"
 
-    def _await_actors(self, deadline: float) -> None:
-        ray = require_ray()
-        here = ray.util.get_node_ip_address()
-        for actor in self.actors:
-            if not actor.await_process(deadline - time.monotonic()):
-                raise EngineStartupError(f"the actor of {actor.name} was not started in time")
-            if actor.local and actor.address != here:
-                raise EngineStartupError(f"{actor} is to be local, but its placement group is not on {here}")
-
-    def _raise_if_one_failed(self) -> None:
-        for actor in self.actors:
-            if actor.ended and actor.exitcode != 0 and not self._closed:
-                ended = f"exited with code {actor.exitcode}" if actor.exitcode is not None else "died"
-                raise EngineDead("\n".join([f"{actor} {ended}", *actor.last_words]))
-
     def _close(self, wait: bool) -> None:
-        with self._lock:
+        with self._changed:
             if self._closed:
                 return
             self._closed = True
-        self._remaking.close(wait)
+            if wait:  # threads that start or stop an actor must not use Ray afterwards
+                self._changed.wait_for(lambda: not self._starting and not self._stopping, KILLED_S)
         try:
-            if require_ray().is_initialized():
-                self._kill(wait)
+            if cluster.require_ray().is_initialized():
+                for actor in self.actors:
+                    actor.kill()
+                deadline = time.monotonic() + KILLED_S
+                late = [str(actor) for actor in self.actors if wait and not actor.wait(deadline)]
+                if late:
+                    logger.error("killed, but not gone after %s s: %s", KILLED_S, ", ".join(late))
+                cluster.remove_groups(self.created_placement_groups, wait)
         finally:
             for actor in self.actors:
                 actor.release()
-            connection.close()
-
-    def _kill(self, wait: bool) -> None:
-        for actor in self.actors:
-            actor.kill()
-        deadline = time.monotonic() + KILLED_S
-        late = [str(actor) for actor in self.actors if wait and not actor.wait(deadline)]
-        if late:
-            _log.error("killed, but not gone after %s s: %s", KILLED_S, ", ".join(late))
-        remove_groups(self.created_placement_groups, wait)
-
-
-def _local_ranks(node_ids: Sequence[str]) -> list[int]:
-    return [node_ids[:rank].count(node_id) for rank, node_id in enumerate(node_ids)]
+            cluster.disconnect()

@@ -265,17 +265,12 @@ async def wait_for_completion_or_failure(
 
 async def _fail_with(manager: Any) -> None:
     """Raise if a process or actor of this manager fails."""
-    processes = _processes(manager)
-    if processes:
-        await all_succeed(processes)
-    elif hasattr(manager, "join_first"):
+    if hasattr(manager, "join_first") and not isinstance(manager, ProcessManager):
         await manager.join_first()
-
-
-def _processes(manager: Any) -> Sequence[WatchedProcess]:
-    if hasattr(manager, "processes"):
-        return list(manager.processes)
-    return [manager.proc] if hasattr(manager, "proc") else []
+    elif hasattr(manager, "processes"):
+        await all_succeed(list(manager.processes))
+    elif hasattr(manager, "proc"):
+        await all_succeed([manager.proc])
 
 
 async def _stop(manager: Any) -> None:

@@ -14,6 +14,7 @@ from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.protocol.progress import StartupReport
+from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.coordinator import EngineStartupCoordinator, StartupOptions
 from aioshm.engine.startup.front_ends import FrontEnds
@@ -58,10 +59,9 @@ class CoreEngineLaunch:
     _stays_open: bool = field(default=False, repr=False)
 
     @property
-    def processes(self) -> list[Child]:
-        """The engine processes of this host; none with Ray's actors, see ``engine_manager``."""
-        manager = self.engine_manager
-        return manager.processes if isinstance(manager, CoreEngineProcManager) else []
+    def processes(self) -> Sequence[Child | EngineActor]:
+        """The engines that were started here: processes of this host, or Ray's actors."""
+        return self.engine_manager.processes
 
     @property
     def membership_address(self) -> str | None:

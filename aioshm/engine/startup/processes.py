@@ -32,7 +32,12 @@ class CoreEngineProcManager(ProcessManager):
         keys: Each process starts with the keys of its engine, for `run_engine_core`; None: from the keys of this
             process.
         kwargs: Every other keyword argument of the target.
+
+    Attributes:
+        max_engines: None: `start_engine` starts any number of engines.
     """
+
+    max_engines: int | None = None
 
     def __init__(
         self,
@@ -106,6 +111,10 @@ class CoreEngineProcManager(ProcessManager):
     def next_incarnation(self, rank: int) -> int:
         """Return the incarnation of the next process of this rank."""
         return self._started.get(rank, 0)
+
+    def is_local(self, rank: int) -> bool:
+        """Return whether an engine runs on this host: always."""
+        return True
 
     async def stop_engine(self, rank: int) -> None:
         """Stop an engine, see `stop`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +15,10 @@ from aioshm.engine.dp.coordinator import NAME as COORDINATOR
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.protocol.addresses import CoreEngine
 from aioshm.engine.protocol.progress import engine_index
-from aioshm.engine.ray.actor import EngineActor
-from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.errors import EndClosed, EngineDead
 from aioshm.process.background import in_thread
-from aioshm.process.child import Child
 from aioshm.process.restart import Life, RankInfo, Restart, RestartHistory, bring_back
 from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
@@ -71,7 +68,7 @@ class Restarting:
         self._of_coordinator = RestartHistory(restart)
         self._group: asyncio.Task[None] | None = None
         self._fallen: tuple[EngineLife, str] | None = None  # in lockstep: the first to die, and the cause
-        for process in self._processes:
+        for process in manager.processes:
             rank = engine_index(process.name)
             assert rank is not None
             self.lives[rank] = EngineLife(rank, rules, process.pid)
@@ -79,10 +76,6 @@ class Restarting:
         self._watch = ProcessWatch(manager=manager, on_exit=self._process_exited)
         if launch.coordinator is not None:
             self._watch.add([launch.coordinator.proc])
-
-    @property
-    def _processes(self) -> Sequence[Child | EngineActor]:
-        return self._manager.actors if isinstance(self._manager, CoreEngineActorManager) else self._manager.processes
 
     async def aclose(self) -> None:
         """Stop restarting. Idempotent."""
@@ -95,8 +88,7 @@ class Restarting:
     def add(self, rank: int) -> asyncio.Task[None]:
         """Add an engine, and return the task that is done when it is ready."""
         life = self.lives[rank] = EngineLife(rank, self._rules)
-        local = self._manager.is_local(rank) if isinstance(self._manager, CoreEngineActorManager) else True
-        self._startup.handshake.add(CoreEngine(rank, local))
+        self._startup.handshake.add(CoreEngine(rank, self._manager.is_local(rank)))
         life.task = self._spawn(self._bring_up(life, ""), f"engine-{rank}")
         return life.task
 
@@ -168,7 +160,7 @@ class Restarting:
         """Kill and restart all engines, in lockstep: they may wait for the one that has died."""
         if self._fallen is None:
             self._fallen = life, cause
-            for process in self._processes:
+            for process in self._manager.processes:
                 process.kill()
             if self._group is None or self._group.done():
                 self._group = self._spawn(self._bring_back_all(), "all-engines")

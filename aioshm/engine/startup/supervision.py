@@ -61,8 +61,9 @@ class Supervision:
         self._watch.add(self._watched if coordinator is None else (*self._watched, coordinator))
 
     def engines(self) -> dict[int, WatchedProcess]:
-        """Return the known engine processes, by rank."""
-        ranks = ((engine_index(process.name), process) for process in getattr(self._manager, "processes", ()))
+        """Return the known engine processes of this host, by rank."""
+        here = [process for process in getattr(self._manager, "processes", ()) if not hasattr(process, "host")]
+        ranks = ((engine_index(process.name), process) for process in here)
         return {rank: process for rank, process in ranks if rank is not None}
 
     def exited(self) -> list[ProcessExit]:

@@ -14,7 +14,6 @@ from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.options import ClientOptions, Resubmit
-from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
 from aioshm.engine.startup.restarting import EngineLife, Restarting, RestartRules
@@ -218,9 +217,12 @@ class EngineSupervisor(AsyncClosing):
         lives = restarting.lives
         if len(members.ranks) != len(lives):
             raise RoleError("engines are scaled where all of them are this process'")
-        manager = self._launch.engine_manager
-        if isinstance(manager, CoreEngineActorManager):
-            manager.check_engine_count(engine_count)
+        most = self._launch.engine_manager.max_engines
+        if most is not None and engine_count > most:
+            raise RoleError(
+                f"{most} placement groups were given, so there can be no {engine_count} engines: let the manager create"
+                " them (needs=), or pass more of them"
+            )
         async with self._scaling:
             while len(lives) > engine_count:
                 await self._take_out(lives[max(lives)], timeout)

@@ -74,11 +74,10 @@ class TestLaunch:
             layout=EngineLayout(backend="ray", host="127.0.0.1", manager_options={"timeout": 60}),
         ) as launch:
             assert isinstance(launch.engine_manager, CoreEngineActorManager)
-            assert launch.processes == []
             assert launch.coordinator is not None
             for rank in range(2):
                 assert len(await collected(launch.client.submit(ask(str(rank)), engine=rank))) == 3
-            pids = [actor.pid for actor in launch.engine_manager.actors]
+            pids = [actor.pid or 0 for actor in launch.processes]
             os.kill(pids[1], signal.SIGKILL)
             with pytest.raises(EngineDead, match="engine 1"):
                 await collected(launch.client.submit(ask("a", None), engine=0))
@@ -176,7 +175,7 @@ class TestDeath:
             with pytest.raises(EngineStartupError) as caught:
                 await made.wait(timeout=60)
             actor = manager.actors[1]
-            says = [f"EngineCore_1 (pid {actor.pid} on {actor.address}, {says[0]}", *says[1:]]
+            says = [f"EngineCore_1 (pid {actor.pid} on {actor.host}, {says[0]}", *says[1:]]
             assert all(each in str(caught.value) for each in says), str(caught.value)
             assert list(caught.value.failed) == ["EngineCore_1"]
             assert manager.sentinels() == []
@@ -193,7 +192,7 @@ class TestDeath:
                     await waiting
             first, *rest = str(caught.value).splitlines()
             actor = manager.actors[1]
-            assert first == f"EngineCore_1 (pid {actor.pid} on {actor.address}) died"
+            assert first == f"EngineCore_1 (pid {actor.pid} on {actor.host}) died"
             assert any("worker process has died" in line for line in rest)
             eventually(lambda: gone(manager.actors[0].pid))
             assert servers.finished_procs()

@@ -335,5 +335,8 @@ async def test_scaling_that_makes_no_sense() -> None:
         for attempt, error, text in wrong:
             with pytest.raises(error, match=text):
                 await attempt()
+        supervisor.launch.engine_manager.max_engines = 1  # as with given placement groups
+        with pytest.raises(RoleError, match="1 placement groups were given, so there can be no 2 engines"):
+            await supervisor.scale(2)
         with pytest.raises(ValueError, match="rank must be that of no engine, not 0"):
             supervisor.client.add_engine(0)

@@ -1,0 +1,275 @@
+"""How actors are recreated and stopped, on a cluster that does as a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import eventually
+
+from aioshm.engine import CoreEngineActorManager, EngineNeeds
+from aioshm.engine.ray import actor as acting
+from aioshm.engine.ray import cluster
+from aioshm.engine.ray import manager as managing
+from aioshm.engine.ray.placement import Node
+from aioshm.errors import EngineStartupError, RoleError
+
+NEEDS = EngineNeeds()
+
+
+class Handle:
+    """Ray's handle of an actor."""
+
+    def __init__(self, ray: Ray, group: str) -> None:
+        self.rank = int(group.split()[-1])
+        self.where = SimpleNamespace(remote=lambda: None)
+        self.run = SimpleNamespace(remote=self._run)
+        self.outcome = Future[None]()
+        self._ray = ray
+
+    def _run(self, *_: Any) -> Any:
+        if self._ray.refuses:
+            raise TypeError("the target cannot be pickled")
+        return SimpleNamespace(future=lambda: self.outcome)
+
+
+class Ray:
+    """A cluster; placement groups are named "NODE group of RANK".
+
+    Attributes:
+        room: The nodes with room, in the order in which they are used.
+        lost: Placement groups whose nodes have left.
+        slow: Placement groups in which no process ever runs.
+        removed: Placement groups that were removed.
+        killed: The ranks of killed actors.
+        refuses: Whether running an engine fails.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room: list[str] = []
+        self.lost: set[str] = set()
+        self.slow: set[str] = set()
+        self.removed: list[str] = []
+        self.killed: list[int] = []
+        self.refuses = False
+        util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.6")
+        package = SimpleNamespace(util=util, is_initialized=lambda: True, kill=self.kill)
+        for name in ("reserve_room", "trouble_of", "node_of", "remove_groups", "create_dp_placement_groups"):
+            monkeypatch.setattr(cluster, name, getattr(self, name))
+        for name in ("connect", "disconnect", "await_groups"):
+            monkeypatch.setattr(cluster, name, lambda *_: None)
+        monkeypatch.setattr(cluster, "require_ray", lambda: package)
+        monkeypatch.setattr(acting, "require_ray", lambda: package)
+        monkeypatch.setattr(acting, "_create", lambda group, _: Handle(self, group))
+        monkeypatch.setattr(acting.EngineActor, "await_process", lambda actor, _: self.await_process(actor))
+        monkeypatch.setattr(managing, "_POLL_S", 0.001)
+
+    def create_dp_placement_groups(self, count: int, local: int, needs: EngineNeeds, timeout: float) -> Any:
+        return [self.reserve_room(rank, rank < local, needs) for rank in range(count)], []
+
+    def reserve_room(self, rank: int, local: bool, needs: EngineNeeds) -> str:
+        if not self.room:
+            raise EngineStartupError("the cluster is too small")
+        return f"{self.room.pop(0)} group of {rank}"
+
+    def trouble_of(self, group: str) -> str:
+        return "its node has left" if group in self.lost else ""
+
+    def node_of(self, group: str) -> str:
+        return group.split()[0]
+
+    def remove_groups(self, groups: list[str], wait: bool = True) -> None:
+        self.removed += groups
+
+    def await_process(self, actor: acting.EngineActor) -> bool:
+        if actor.group in self.slow:
+            Event().wait(0.001)
+            return False
+        actor.host, actor.pid = "10.0.0.6", 7
+        return True
+
+    def kill(self, handle: Handle) -> None:
+        self.killed.append(handle.rank)
+        if not handle.outcome.done():
+            handle.outcome.set_result(None)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    return Ray(monkeypatch)
+
+
+Managed = Callable[..., CoreEngineActorManager]
+
+
+@pytest.fixture
+def managed(ray: Ray) -> Iterator[Managed]:
+    """Create managers whose engines run on these nodes at first."""
+    made: list[CoreEngineActorManager] = []
+
+    def create(*nodes: str, timeout: float = 100.0, **options: Any) -> CoreEngineActorManager:
+        ray.room = [*nodes]
+        manager = CoreEngineActorManager(print, len(nodes), 0, timeout=timeout, **options)
+        made.append(manager)
+        return manager
+
+    yield create
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as made:
+        yield made
+
+
+def nodes(manager: CoreEngineActorManager) -> list[tuple[str, int]]:
+    return [(actor.node_id, actor.local_rank) for actor in manager.actors]
+
+
+def starting(manager: CoreEngineActorManager, rank: int, pool: ThreadPoolExecutor) -> Future[Any]:
+    """Begin to start an engine, and return when it waits for room."""
+    future = pool.submit(manager.start_engine, rank)
+    eventually(lambda: rank in manager._starting)
+    return future
+
+
+def test_actor_comes_back_in_its_group_until_the_group_is_lost(ray: Ray, managed: Managed) -> None:
+    manager = managed("a", timeout=0.2)
+    for _ in range(2):
+        with pytest.raises(RoleError, match="engine 0 still runs"):
+            manager.start_engine(0)
+        manager.actors[0].kill()
+        actor = manager.start_engine(0)
+        assert manager.actors == manager.processes == [actor]
+        assert (actor.node_id, manager.created_placement_groups) == ("a", ["a group of 0"])
+    assert manager.next_incarnation(0) == 3
+    ray.room = ["b"]
+    ray.lost.add("a group of 0")
+    actor.kill()
+    assert manager.start_engine(0).node_id == "b"
+    assert ray.removed == ["a group of 0"]
+    ray.lost.add("b group of 0")
+    manager.actors[0].kill()
+    with pytest.raises(EngineStartupError, match=r"no room for engine 0 within 0.2 s: the cluster is too small"):
+        manager.start_engine(0)
+    assert manager.created_placement_groups == []
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_process_that_never_runs_is_an_error(lost: bool, ray: Ray, managed: Managed) -> None:
+    """It comes early where the node has left: the next attempt finds another one."""
+    manager = managed("b", timeout=100.0 if lost else 0.05)
+    ray.room, ray.slow = ["a"], {"a group of 1"}
+    if lost:
+        ray.lost = ray.slow
+    reason = ": its node has left" if lost else ""
+    with pytest.raises(EngineStartupError, match=f"the actor of EngineCore_1 was not started in time{reason}$"):
+        manager.start_engine(1)
+    assert (ray.killed, len(manager.actors)) == ([1], 1)
+
+
+def test_engines_of_one_node_have_different_local_ranks(ray: Ray, managed: Managed) -> None:
+    manager = managed("a", "a", "b", "a")
+    assert nodes(manager) == [("a", 0), ("a", 1), ("b", 0), ("a", 2)]
+    manager.actors[1].kill()
+    assert manager.start_engine(1).local_rank == 1
+    manager._stop(0)
+    ray.lost.add("b group of 2")
+    ray.room = ["a"]
+    manager.actors[1].kill()
+    assert manager.start_engine(2).local_rank == 0, "of the stopped engine"
+    assert [actor.rank for actor in manager.actors] == [1, 2, 3]
+
+
+def test_stopping_an_engine_that_waits_for_room_ends_the_wait(
+    ray: Ray, managed: Managed, pool: ThreadPoolExecutor
+) -> None:
+    manager = managed("a")
+    future = starting(manager, 1, pool)
+    with pytest.raises(RoleError, match="engine 1 still runs"):
+        manager.start_engine(1)
+    manager._stop(1)
+    with pytest.raises(RoleError, match="engine 1 is stopped"):
+        future.result()
+    ray.room = ["a"]
+    assert manager.start_engine(1).node_id == "a"
+    with pytest.raises(ValueError, match="rank must be that of one of the engines, not 2"):
+        manager._stop(2)
+
+
+def test_stopping_an_engine_frees_its_room(ray: Ray, managed: Managed) -> None:
+    manager = managed("a")
+    manager._stop(0)
+    assert (ray.killed, ray.removed, manager.actors) == ([0], ["a group of 0"], [])
+
+
+def test_closing_ends_the_wait_for_room(ray: Ray, managed: Managed, pool: ThreadPoolExecutor) -> None:
+    manager = managed("a")
+    future = starting(manager, 1, pool)
+    manager.close()
+    assert not manager._starting, "no thread uses Ray any more"
+    for attempt in (future.result, lambda: manager.start_engine(1)):
+        with pytest.raises(RoleError, match="is closed"):
+            attempt()
+
+
+def test_actor_that_gets_no_engine_is_killed(ray: Ray, managed: Managed) -> None:
+    manager = managed("a")
+    ray.room, ray.refuses = ["a"], True
+    with pytest.raises(TypeError, match="pickled"):
+        manager.start_engine(1)
+    assert (ray.killed, len(manager.actors)) == ([1], 1)
+    with pytest.raises(TypeError, match="pickled"):
+        managed("a")
+    assert ray.killed == [1, 0]
+
+
+def test_given_groups_are_not_replaced(ray: Ray, managed: Managed) -> None:
+    manager = managed("a", "b", placement_groups=["b group of 0", "a group of 1"], timeout=0.2)
+    assert manager.max_engines == 2
+    for actor in manager.actors:
+        actor.kill()
+    ray.lost = ray.slow = {"a group of 1"}
+    with pytest.raises(EngineStartupError, match="EngineCore_1 was not started in time: its node has left"):
+        manager.start_engine(1)
+    with pytest.raises(EngineStartupError, match="engine 2 has no placement group: 2 were given"):
+        manager.start_engine(2)
+    assert manager.start_engine(0).node_id == "b"
+    manager._stop(0)
+    assert ray.removed == []
+
+
+@pytest.mark.parametrize(
+    ("free", "local", "where"),
+    [
+        ({"head": 1, "other": 1}, True, "head"),
+        ({"head": 1, "other": 1}, False, "other"),
+        ({"head": 1, "other": 0}, False, "head"),
+        ({"head": 0, "other": 1}, True, None),
+        ({"head": 0, "other": 0}, False, None),
+    ],
+)
+def test_room_is_reserved_where_there_is_any(
+    monkeypatch: pytest.MonkeyPatch, free: dict[str, int], local: bool, where: str | None
+) -> None:
+    class Group:
+        def wait(self, timeout: float) -> bool:
+            return True
+
+    made: list[str] = []
+    monkeypatch.setattr(
+        cluster, "nodes", lambda device: [Node(name, name, free[name], 8.0, head=name == "head") for name in free]
+    )
+    monkeypatch.setattr(cluster, "_group_on", lambda node_id, rank, needs: made.append(node_id) or Group())
+    if where is None:
+        with pytest.raises(EngineStartupError, match=r"too small: 1 engines are to run on .* Free are: head \(head\)"):
+            cluster.reserve_room(1, local, NEEDS)
+    else:
+        cluster.reserve_room(1, local, NEEDS)
+    assert made == ([where] if where else [])
