@@ -1,1 +1,1 @@
-"""The command line: ``app.py`` runs the commands, ``outcome.py`` has their common parts."""
+"""The command line: ``app.py`` runs the commands."""

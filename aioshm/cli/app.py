@@ -1,42 +1,73 @@
-"""The ``aioshm`` command: its sub-commands, and the handling of errors and output."""
+"""The ``aioshm`` command: runs its sub-commands, and prints errors and JSON for all of them."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
 from typer.main import get_command
 
 import aioshm
-from aioshm.cli.outcome import FAILED, UNUSABLE, CommandFailed, interrupted
+
+T = TypeVar("T")
+
+FAILED = 1
+UNUSABLE = 2
+"""Exit code for wrong arguments, or an environment in which the command cannot start."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNAL_S = 0.01
+_INTERRUPTED = 128 + signal.SIGINT
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer has no public name for it
-_INTERRUPTED = interrupted().exit_code
-
 
 _COMMANDS = {
     "demo": "aioshm.cli.demo",
     "doctor": "aioshm.cli.doctor",
     "events": "aioshm.cli.events",
-    "export": "aioshm.cli.export",
-    **dict.fromkeys(("ls", "inspect", "top", "who", "dump"), "aioshm.cli.inspection.commands"),
+    **dict.fromkeys(("export", "ls", "inspect", "who", "dump"), "aioshm.cli.inspection"),
+    "top": "aioshm.cli.top",
 }
-"""The modules that register the sub-commands."""
+"""The sub-commands, and the modules with functions of these names."""
+
+
+class CommandFailed(Exception):
+    """Ends the command with one line on stderr, and an exit code."""
+
+    def __init__(self, message: str, exit_code: int = FAILED) -> None:
+        super().__init__(message.partition("\n")[0])
+        self.exit_code = exit_code
+
+
+def interrupted(signum: int) -> CommandFailed:
+    """Return the error of a command that a signal interrupted."""
+    return CommandFailed("interrupted" if signum == signal.SIGINT else "terminated", 128 + signum)
+
+
+def print_json(report: dict[str, Any]) -> None:
+    """Print one indented JSON object."""
+    print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
 
 
 def make_app(command: str | None = None) -> typer.Typer:
     """Return the application with all sub-commands, or only one: imports take longer than most commands."""
     app = typer.Typer()
     app.callback(invoke_without_command=True)(_root)
-    wanted = [_COMMANDS[command]] if command in _COMMANDS else dict.fromkeys(_COMMANDS.values())
-    for name in wanted:
-        import_module(name).register(app)
+    for name in [command] if command in _COMMANDS else _COMMANDS:
+        found = getattr(import_module(_COMMANDS[name]), name)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name)(found)
     return app
 
 
@@ -49,12 +80,15 @@ def run(args: Sequence[str]) -> int:
     try:
         code = _run(args)
         sys.stdout.flush()
+    except CommandFailed as failure:
+        return _fail(failure)
     except KeyboardInterrupt:
-        return _fail(interrupted())
+        return _fail(interrupted(signal.SIGINT))
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
             raise
-        _give_up_stdout()
+        # The interpreter flushes once more as it exits, and would report the same error again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             return FAILED  # the process that read the output has closed the pipe
         return _fail(CommandFailed(f"cannot write the output: {error.strerror}", UNUSABLE))
@@ -62,30 +96,22 @@ def run(args: Sequence[str]) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
+    command = get_command(make_app(args[0] if args else None))
     try:
-        code = get_command(make_app(args[0] if args else None)).main(
-            list(args), prog_name="aioshm", standalone_mode=False
-        )
-    except CommandFailed as failure:
-        return _fail(failure)
+        code = command.main(list(args), prog_name="aioshm", standalone_mode=False)
     except _UsageError as error:
         message = " ".join(str(getattr(error, "format_message", error.__str__)()).split())
-        return _fail(CommandFailed(f"{message.rstrip('.')} (see aioshm --help)", UNUSABLE))
+        raise CommandFailed(f"{message.rstrip('.')} (see aioshm --help)", UNUSABLE) from None
     except typer.Abort:
         code = _INTERRUPTED
     if code == _INTERRUPTED:
-        raise KeyboardInterrupt  # which typer swallowed, each version in another way
+        raise KeyboardInterrupt  # typer swallows it, and each version returns something else
     return code if isinstance(code, int) else 0
 
 
 def _fail(failure: CommandFailed) -> int:
     print(f"aioshm: {failure}", file=sys.stderr)
     return failure.exit_code
-
-
-def _give_up_stdout() -> None:
-    # The interpreter flushes once more as it exits, and would report the same error again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_version(wanted: bool) -> None:
@@ -103,3 +129,41 @@ def _root(
     """Messages between the processes of one asyncio service."""
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
+
+
+def run_interruptibly(
+    work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> T:
+    """Run a coroutine, which SIGINT and SIGTERM cancel; the exit code is then 128 + the signal."""
+    before = [(number, signal.getsignal(number)) for number in _SIGNALS]
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # an exception in the constructor of a loop leaves it open
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(_interruptible(work))
+    finally:
+        work.close()  # it may not have started
+        for number, handler in before:  # uvloop leaves its own
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+    noted: list[int] = []
+
+    def note(number: int) -> None:
+        if not noted:  # a second Ctrl-C does not interrupt the clean-up
+            noted.append(number)
+            task.cancel()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, note, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    try:
+        return await task
+    except (asyncio.CancelledError, Exception) as error:
+        await asyncio.sleep(_SIGNAL_S)  # a signal to the whole group may have ended a child first: this error
+        if not noted:
+            raise
+        raise interrupted(noted[0]) from error

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import aioshm
-from aioshm.cli.outcome import CommandFailed, print_json
+from aioshm.cli.app import CommandFailed, print_json
 from aioshm.config import Options, native_wanted
 from aioshm.events.protocol.encoding import NativeEncoder
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
@@ -48,12 +48,7 @@ class Finding(msgspec.Struct, frozen=True):
     advice: str = ""
 
 
-def register(app: typer.Typer) -> None:
-    """Add ``aioshm doctor``."""
-    app.command("doctor")(_doctor)
-
-
-def _doctor(
+def doctor(
     clean: Annotated[bool, typer.Option("--clean", help="Remove the segments that no process holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -93,7 +88,7 @@ def examine() -> Iterator[Finding]:
     yield _named_memory()
     yield _zeromq()
     yield _package("uvloop", "a faster event loop: pip install 'aioshm[uvloop]'")
-    yield _package("numpy", "needed for arrays and tensors only: pip install 'aioshm[torch]'")
+    yield _package("numpy", "needed for arrays and tensors only: pip install numpy")
     yield _package("torch", "needed for tensors only: pip install 'aioshm[torch]'")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, cast
@@ -15,7 +16,7 @@ from typing import Annotated, Any, BinaryIO, cast
 import msgspec
 import typer
 
-from aioshm.cli.outcome import UNUSABLE, CommandFailed, run_interruptibly
+from aioshm.cli.app import UNUSABLE, CommandFailed, run_interruptibly
 from aioshm.errors import AioshmError
 from aioshm.events import (
     Delivery,
@@ -45,21 +46,16 @@ Count = Annotated[int | None, typer.Option(min=1, help="Stop after so many batch
 Duration = Annotated[float | None, typer.Option(min=0.0, help="Stop after so many seconds.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
-_PROGRESS_S = 0.2
 _PATIENCE_S = 1.0
 """Seconds after which the command reports endpoints without a publisher."""
 
+_WIRES: dict[Encoding, Wire] = {"map": "vllm-0.24+", "array": "vllm-0.9"}
 _NOBODY = "no publisher speaks here yet; waiting for one"
 
-events_app: typer.Typer = typer.Typer(no_args_is_help=True, help="KV-cache events: tail, record, replay, stats.")
+events: typer.Typer = typer.Typer(no_args_is_help=True, help="KV-cache events: tail, record, replay, stats.")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the ``events`` commands to ``app``."""
-    app.add_typer(events_app, name="events")
-
-
-@events_app.command()
+@events.command()
 def tail(
     endpoints: Endpoints,
     replay: ReplayEndpoints = None,
@@ -91,7 +87,7 @@ def tail(
     _run(run())
 
 
-@events_app.command()
+@events.command()
 def record(
     endpoints: Endpoints,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
@@ -106,7 +102,6 @@ def record(
 
     async def run() -> None:
         written = gaps = 0
-        show = _progress("recorded")
         with output.open("wb") as file:
             recorder = Recorder(file)
             try:
@@ -118,7 +113,6 @@ def record(
                                 Record(time.time(), source.endpoint, source.topic or b"", item.seq, item.payload)
                             )
                             written += 1
-                            show(written)
                         else:
                             gaps += isinstance(item, Lost)
                             _complain(item)
@@ -126,12 +120,12 @@ def record(
                             break
             finally:
                 found = {"recorded": written, "file": str(output), "gaps": gaps}
-                _print(json.dumps(found) if as_json else f"{written} batches recorded in {output}, {gaps} gaps")
+                _say(found, f"{written} batches recorded in {output}, {gaps} gaps", as_json)
 
     _run(run())
 
 
-@events_app.command()
+@events.command()
 def replay(
     recording: Annotated[Path, typer.Argument(help="A file that `record` wrote.")],
     endpoint: Annotated[str, typer.Option(help="Where to publish.")] = "tcp://127.0.0.1:5557",
@@ -153,9 +147,8 @@ def replay(
     async def run() -> None:
         decoder = BatchDecoder()
         published = 0
-        show = _progress("published")
         with recording.open("rb") as file:
-            like = cast(Wire, wire or ("vllm-0.24+" if _encoding_of(file) == "map" else "vllm-0.9"))
+            like = cast(Wire, wire or _WIRES[_encoding_of(file)])
             form, _ = resolve_wire(like, cast(Encoding | None, encoding))
             records = read_records(file)
             async with ZmqEventPublisher(
@@ -169,31 +162,28 @@ def replay(
                 encoding=form,
             ) as publisher:
                 where = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
-                _print(
-                    json.dumps(where | {"wire": like, "encoding": form})
-                    if as_json
-                    else f"publishing {form}s at {publisher.endpoint}, replay at {publisher.replay_endpoint}"
-                )
+                text = f"publishing {form}s at {publisher.endpoint}, replay at {publisher.replay_endpoint}"
+                _say(where | {"wire": like, "encoding": form}, text, as_json)
                 await asyncio.sleep(wait)
-                begin, first = time.monotonic(), None
-                for one in records:
-                    first = one.received_at if first is None else first
+                begin = time.monotonic()
+                first = None
+                for each in records:
+                    first = first or each.received_at
                     if speed:
-                        due = begin + (one.received_at - first) / speed
+                        due = begin + (each.received_at - first) / speed
                         await asyncio.sleep(max(0.0, due - time.monotonic()))
-                    publisher.publish(decoder.decode(one.payload))
+                    publisher.publish(decoder.decode(each.payload))
                     published += 1
-                    show(published)
                     if not published % 100:
                         await publisher.flush()
                 await publisher.flush()
                 await asyncio.sleep(hold)
-        _print(json.dumps({"published": published}) if as_json else f"{published} batches published")
+        _say({"published": published}, f"{published} batches published", as_json)
 
     _run(run())
 
 
-@events_app.command()
+@events.command()
 def stats(
     endpoints: Endpoints,
     replay: ReplayEndpoints = None,
@@ -206,50 +196,40 @@ def stats(
     """Report rates, gaps and lag of every publisher, again and again."""
 
     async def run() -> None:
+        meters: dict[str, EventMeter] = {}
+        end = time.monotonic() + (math.inf if duration is None else duration)
         async with _subscriber(endpoints, replay, topic, from_start) as subscriber:
-            meters: dict[str, EventMeter] = {}
-            reporting = asyncio.create_task(_report(subscriber, meters, interval, as_json))
-            try:
-                async for item in _deliveries(subscriber, duration):
+            while (seconds := min(interval, end - time.monotonic())) > 0:
+                async for item in _deliveries(subscriber, seconds):
                     if isinstance(item, PublisherGone):
                         meters.pop(str(item.source), None)
                         _complain(item)
                     else:
                         meters.setdefault(str(item.source), EventMeter()).count(item)
-            finally:
-                reporting.cancel()
-                await asyncio.gather(reporting, return_exceptions=True)
-            _print_report(subscriber, meters, interval, as_json)
+                reports = {name: meter.report(seconds) for name, meter in meters.items()}
+                if as_json:
+                    totals = msgspec.to_builtins(subscriber.stats())
+                    _print(json.dumps({"at": time.time(), "publishers": reports, "subscriber": totals}))
+                    continue
+                for name, report in reports.items():
+                    _print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in report.items()))
+                if not reports:
+                    _print("no publisher yet")
 
     _run(run())
 
 
 def _encoding_of(file: BinaryIO) -> Encoding:
     """Return the encoding of the first batch that has events; restore the file position."""
-    decoder, begin = BatchDecoder(), file.tell()
+    decoder = BatchDecoder()
+    begin = file.tell()
     try:
-        for one in read_records(file):
-            if decoder.decode(one.payload).events:
+        for each in read_records(file):
+            if decoder.decode(each.payload).events:
                 break
     finally:
         file.seek(begin)
     return decoder.encoding
-
-
-async def _report(subscriber: EventSubscriber, meters: dict[str, EventMeter], interval: float, as_json: bool) -> None:
-    while True:
-        await asyncio.sleep(interval)
-        _print_report(subscriber, meters, interval, as_json)
-
-
-def _print_report(subscriber: EventSubscriber, meters: dict[str, EventMeter], interval: float, as_json: bool) -> None:
-    reports = {name: meter.report(interval) for name, meter in meters.items()}
-    if as_json:
-        totals = msgspec.to_builtins(subscriber.stats())
-        _print(json.dumps({"at": time.time(), "publishers": reports, "subscriber": totals}))
-        return
-    for name, line in reports.items() or {"no publisher yet": {}}.items():
-        _print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in line.items()))
 
 
 def _subscriber(endpoints: list[str], replays: list[str] | None, topic: str, from_start: bool) -> EventSubscriber:
@@ -286,21 +266,12 @@ async def _reporting_silence(subscriber: EventSubscriber, as_json: bool) -> Asyn
         await asyncio.gather(reporting_silence, return_exceptions=True)
 
 
-def _progress(done: str) -> Callable[[int], None]:
-    """Return a function that shows on a terminal, a few times a second, how many batches are ``done``."""
-    due = 0.0
-
-    def show(count: int) -> None:
-        nonlocal due
-        if sys.stderr.isatty() and time.monotonic() >= due:
-            due = time.monotonic() + _PROGRESS_S
-            print(f"{count:,} batches {done}", end="\r", file=sys.stderr, flush=True)
-
-    return show
-
-
 def _print(line: str) -> None:
     print(line, flush=True)
+
+
+def _say(found: dict[str, Any], text: str, as_json: bool) -> None:
+    _print(json.dumps(found) if as_json else text)
 
 
 def _complain(item: Delivery) -> None:
@@ -322,28 +293,34 @@ def _run(work: Any) -> None:
 def lines_of(item: Delivery, kinds: set[str], as_json: bool) -> list[str]:
     """Return a line for each event of a delivery; ``kinds``, unless empty, selects event types."""
     source: dict[str, Any] = {"endpoint": item.source.endpoint, "rank": item.source.rank}
-    if isinstance(item, Lost):
-        found = {**source, "type": "lost", "first": item.first, "last": item.last, "reason": item.reason}
-        return [json.dumps(found) if as_json else f"{item.source}: {item.first} to {item.last} lost: {item.reason}"]
-    if isinstance(item, Restarted):
-        found = {**source, "type": "restarted", "expected": item.expected, "reason": item.reason}
-        text = f"{item.source}: began again, {item.expected} was next: {item.reason}"
-        return [json.dumps(found) if as_json else text]
-    if isinstance(item, PublisherGone):
-        found = {**source, "type": "gone", "expected": item.expected, "after_s": round(item.after_s, 3)}
-        return [json.dumps(found) if as_json else f"{item.source}: gone, no sign of it for {item.after_s:.3g} s"]
+    if not isinstance(item, Received):
+        fields, text = _notice(item)
+        return [json.dumps(source | fields) if as_json else f"{item.source}: {text}"]
     lines = []
     for event in item.batch.events:
         kind = kind_of(event)
         if kinds and kind not in kinds:
             continue
+        fields = _fields(event)
         if as_json:
-            head = {**source, "seq": item.seq, "ts": item.batch.ts, "replayed": item.replayed, "type": kind}
-            lines.append(json.dumps(head | _fields(event)))
+            head = {"seq": item.seq, "ts": item.batch.ts, "replayed": item.replayed, "type": kind}
+            lines.append(json.dumps(source | head | fields))
         else:
-            shown = " ".join(f"{name}={value}" for name, value in _fields(event).items())
+            shown = " ".join(f"{name}={value}" for name, value in fields.items())
             lines.append(f"{item.source} #{item.seq} {kind} {shown}".rstrip())
     return lines
+
+
+def _notice(item: Lost | Restarted | PublisherGone) -> tuple[dict[str, Any], str]:
+    """Return the JSON fields and the text of a delivery without events."""
+    if isinstance(item, Lost):
+        fields = {"type": "lost", "first": item.first, "last": item.last, "reason": item.reason}
+        return fields, f"{item.first} to {item.last} lost: {item.reason}"
+    if isinstance(item, Restarted):
+        fields = {"type": "restarted", "expected": item.expected, "reason": item.reason}
+        return fields, f"began again, {item.expected} was next: {item.reason}"
+    fields = {"type": "gone", "expected": item.expected, "after_s": round(item.after_s, 3)}
+    return fields, f"gone, no sign of it for {item.after_s:.3g} s"
 
 
 def kind_of(event: KVEvent) -> str:
@@ -373,38 +350,35 @@ class EventMeter:
     """Counts the deliveries of one publisher since the last report, and in total."""
 
     def __init__(self) -> None:
-        self._batches = self._events = self._total = self._gaps = self._lost = self._restarts = 0
-        self._lag_s: float | None = None
+        self._recent: Counter[str] = Counter()  # since the last report
+        self._total: Counter[str] = Counter()
         self._kinds: Counter[str] = Counter()
+        self._lags_s: list[float] = []
 
     def count(self, item: Received | Lost | Restarted) -> None:
         """Count a delivery."""
         if isinstance(item, Lost):
-            self._gaps += 1
-            self._lost += item.last - item.first + 1
+            self._total["gaps"] += 1
+            self._total["lost"] += item.last - item.first + 1
         elif isinstance(item, Restarted):
-            self._restarts += 1
+            self._total["restarts"] += 1
         else:
-            self._batches += 1
-            self._total += 1
-            self._events += len(item.batch.events)
+            self._total["batches"] += 1
+            self._recent["batches"] += 1
+            self._recent["events"] += len(item.batch.events)
             self._kinds.update(kind_of(event) for event in item.batch.events)
             if not item.replayed:
-                lag = time.time() - item.batch.ts
-                self._lag_s = lag if self._lag_s is None else max(self._lag_s, lag)
+                self._lags_s.append(time.time() - item.batch.ts)
 
     def report(self, seconds: float) -> dict[str, Any]:
         """Return the rates since the last report, ``seconds`` ago, and the totals."""
-        line = {
-            "batches_per_s": round(self._batches / seconds, 1),
-            "events_per_s": round(self._events / seconds, 1),
-            "max_lag_ms": None if self._lag_s is None else round(self._lag_s * 1000, 3),
-            "batches": self._total,
-            "gaps": self._gaps,
-            "lost": self._lost,
-            "restarts": self._restarts,
-            "types": dict(self._kinds),
-        }
-        self._batches = self._events = 0
-        self._lag_s = None
-        return line
+        lag_ms = [round(lag_s * 1000, 3) for lag_s in self._lags_s]
+        report: dict[str, Any] = {}
+        for name in ("batches", "events"):
+            report[f"{name}_per_s"] = round(self._recent[name] / seconds, 1)
+        report["max_lag_ms"] = max(lag_ms, default=None)
+        report.update((name, self._total[name]) for name in ("batches", "gaps", "lost", "restarts"))
+        report["types"] = dict(self._kinds)
+        self._recent.clear()
+        self._lags_s.clear()
+        return report

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
+import uvloop
 from hiding import hiding
 
 import aioshm
+from aioshm.cli import app
 from aioshm.cli.app import run
 
 MAIN = """
@@ -33,7 +40,7 @@ def test_help_names_the_commands(capsys, args):
 def test_help_of_a_command(capsys):
     assert run(["demo", "--help"]) == 0
     out = capsys.readouterr().out
-    for option in ("--input", "--readers", "--repeat", "--loop", "--json"):
+    for option in ("--readers", "--remote", "--repeat", "--engines", "--json"):
         assert option in out
 
 
@@ -101,3 +108,71 @@ def test_every_command_is_in_the_help() -> None:
     done = subprocess.run([sys.executable, "-m", "aioshm", "--help"], capture_output=True, text=True, check=True)
     for name in ("demo", "doctor", "events", "export", "ls", "inspect", "top", "who", "dump"):
         assert f" {name} " in done.stdout
+
+
+# Interrupts
+
+
+MAKES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM])
+def strike(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    """Return a function that sends this process a signal; check that the handlers are the same afterwards."""
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    yield lambda: os.kill(os.getpid(), request.param)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_more_signals_do_not_interrupt_the_cleaning_up(loop: str, strike: Callable[[], None]) -> None:
+    cleaned: list[str] = []
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def work() -> None:
+        try:
+            strike()
+            await asyncio.sleep(20)
+        finally:
+            for _ in range(3):
+                strike()
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.01)
+                    cleaned.append("the work")
+            asyncio.ensure_future(lasting())  # noqa: RUF006 -- which the end of the loop cancels
+            await asyncio.sleep(0)
+
+    async def lasting() -> None:
+        try:
+            await asyncio.sleep(20)
+        finally:
+            strike()
+            await asyncio.sleep(0.01)
+            cleaned.append("the loop")
+
+    def make() -> Any:
+        loops.append(MAKES[loop]())
+        return loops[0]
+
+    with pytest.raises(app.CommandFailed, match=r"interrupted|terminated"):
+        app.run_interruptibly(work(), make)
+    assert cleaned == ["the work"] * 3 + ["the loop"]
+    assert loops[0].is_closed()
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_error_after_a_signal_is_an_interruption(loop: str, strike: Callable[[], None]) -> None:
+    async def work() -> None:
+        strike()
+        raise BrokenPipeError("a process that the signal has reached, too, is gone")
+
+    with pytest.raises(app.CommandFailed, match=r"interrupted|terminated"):
+        app.run_interruptibly(work(), MAKES[loop])
+
+
+def test_error_without_a_signal_is_raised() -> None:
+    async def work() -> None:
+        raise BrokenPipeError("mine")
+
+    with pytest.raises(BrokenPipeError, match="mine"):
+        app.run_interruptibly(work())

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
 import time
+from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,68 +15,41 @@ from aioshm import config
 from aioshm.cli import demo as script
 from aioshm.cli.app import run
 
-LONG = ("--repeat", "2000")
+LONG = ("--repeat", "100")
 ARRAYS = 182
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / os.fsdecode(b"not [UTF-8] \xff")
-    path.write_bytes(b"\n\xff\n\nthe last, without an end")
-    return path
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_json_has_the_measurements_of_every_reader(start_demo, text, loop):
-    options = ("--input", str(text), "--repeat", "50", "--loop", loop, "--remote", "1", "--json")
-    output, errors, code = start_demo(*options).end()
+def test_json_has_the_measurements_of_every_reader(start_demo):
+    output, errors, code = start_demo("--repeat", "2", "--remote", "1", "--json").end()
     assert (errors, code) == ("", 0)
     report = json.loads(output)
-    assert (report["verified"], report["loop"], report["lines"]) == (True, loop, 4)
-    assert report["input"].endswith("not [UTF-8] \ufffd")
-    assert report["messages"] == script.PACED + 200 + ARRAYS
-    assert [reader["remote"] for reader in report["readers"]] == [False, False, True]
-    assert len(report["multiprocessing"]) == 3
+    assert report["verified"]
+    assert report["messages"] == script.PACED + 2 * script.LINES + ARRAYS
+    assert [len(report[name]) for name in ("readers", "multiprocessing")] == [3, 3]
     for reader in (*report["readers"], *report["multiprocessing"]):
-        assert reader["messages"] == report["messages"]
-        assert reader["lines_per_s"] > 0
-        assert reader["arrays_gb_per_s"] > 0
-        assert 0 < reader["p50_us"] <= reader["p99_us"]
+        assert reader["messages"] >= script.PACED + script.LINES + ARRAYS
+        assert min(reader["lines_per_s"], reader["gb_per_s"], reader["p50_us"]) > 0
 
 
-def test_piped_output_fits_80_columns_and_has_no_escapes(start_demo, text):
-    options = ("--input", str(text), "--readers", "1", "--repeat", "3", "--loop", "asyncio")
-    output, errors, code = start_demo(*options, without=("numpy",)).end()
+def test_piped_output_fits_80_columns_and_has_no_escapes(start_demo):
+    output, errors, code = start_demo("--readers", "1", without=("numpy", "uvloop")).end()
     assert (errors, code) == ("", 0)
-    total = script.PACED + 12 + ARRAYS
     lines = output.splitlines()
-    assert "asyncio" in lines[0]
-    assert lines[1].endswith("not [UTF-8] \ufffd")
-    assert f"MessageQueue: every reader checked all {total} messages" in lines
-    assert f"multiprocessing.Queue: the same with {total} messages" in lines
+    assert lines[0].endswith(", asyncio")
+    total = script.PACED + script.LINES + ARRAYS
+    assert f"MessageQueue: every reader checked all {total:,} messages" in lines
+    assert f"multiprocessing.Queue: the same with {total:,} messages" in lines
     assert any(line.startswith("lines per second") for line in lines)
-    assert all(len(line) <= 80 for line in lines if str(text.parent) not in line)
+    assert all(len(line) <= 80 for line in lines)
     assert "\x1b" not in output
 
 
 @pytest.mark.slow
 def test_there_may_be_remote_readers_only(start_demo):
-    output, errors, code = start_demo("--readers", "0", "--remote", "1", "--repeat", "2").end()
+    output, errors, code = start_demo("--readers", "0", "--remote", "1").end()
     assert (errors, code) == ("", 0)
-    assert "1 writer, 0 readers, 1 over TCP (encrypted)" in output
-
-
-def test_terminal_shows_progress_of_a_long_run(start_demo):
-    ours, theirs = pty.openpty()
-    demo = start_demo(*LONG, stdout=theirs)
-    os.close(theirs)
-    shown = b""
-    while b"messages sent\r" not in shown:
-        shown += os.read(ours, 4096)
-    demo.process.send_signal(signal.SIGINT)
-    assert demo.end()[1:] == ("aioshm: interrupted\n", 130)
-    os.close(ours)
+    assert "1 writer, 0 local readers, 1 over TCP" in output
 
 
 # What ends a run
@@ -113,25 +87,23 @@ def test_interrupt_ends_everything_within_a_second(start_demo, signum, whole_gro
         assert again_s < scarcity, (took_s, again_s, scarcity)
 
 
-def test_interrupt_during_start_ends_everything(start_demo):
-    demo = start_demo()
-    demo.wait_for_line("1 writer")  # the readers are only starting
+@pytest.mark.parametrize(("options", "line"), [((), "1 writer"), (("--engines", "2"), "sending")])
+def test_interrupt_during_start_ends_everything(start_demo, options, line):
+    demo = start_demo(*options)
+    demo.wait_for_line(line)
     os.killpg(demo.process.pid, signal.SIGINT)
     _, errors, code = demo.end()
     assert (errors, code) == ("aioshm: interrupted\n", 130)
     demo.wait_until_none_is_left()
 
 
-@pytest.mark.parametrize("readers", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_killed_reader_is_named(start_demo, readers):
-    demo = start_demo(*LONG, "--readers", str(readers))
+def test_killed_reader_is_named(start_demo):
+    demo = start_demo(*LONG)
     demo.wait_for_line("writer:")
     victim = demo.workers[-1]
     victim.kill()
     _, errors, code = demo.end()
-    name = f"reader_{readers - 1}"
-    assert errors == f"aioshm: {name} (pid {victim.pid}) was killed by SIGKILL\n"
-    assert code == 1
+    assert (errors, code) == (f"aioshm: reader_1 (pid {victim.pid}) was killed by SIGKILL\n", 1)
     demo.wait_until_none_is_left()
 
 
@@ -172,19 +144,11 @@ def test_killing_the_first_process_ends_all(start_demo, options, line):
 # Engines
 
 
-@pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_json_of_engines_has_the_death_and_the_replacement(start_demo, tmp_path, loop):
-    text = tmp_path / "text"
-    text.write_bytes(b"\none\xff two\n\nthree")
-    options = ("--engines", "3", "--input", str(text), "--loop", loop, "--json")
-    output, errors, code = start_demo(*options).end()
+def test_json_of_engines_has_the_death(start_demo):
+    output, errors, code = start_demo("--engines", "3", "--json").end()
     assert (errors, code) == ("", 0)
     report = json.loads(output)
-    assert (report["verified"], report["loop"]) == (True, loop)
-    assert (report["requests"], report["words"], report["continued"]) == (24, 36, 4)
-    assert report["error"] == f"engine 2 (pid {report['killed']}) was killed by SIGKILL"
-    assert report["new_pid"] != report["killed"]
+    assert (report["verified"], report["requests"], report["continued"]) == (True, 24, 2)
     assert 0 < report["noticed_ms"] < report["back_s"] * 1e3
 
 
@@ -194,15 +158,13 @@ def test_piped_output_of_engines_fits_80_columns(start_demo):
     lines = output.splitlines()
     assert "2 of 2 engines connected, 2 ready" in lines
     assert any(line.endswith(") was killed by SIGKILL") for line in lines)
-    assert "2 requests of other engines continued" in lines
-    assert lines[-1].startswith("engine 1 came back after ")
-    assert all(len(line) <= 80 for line in lines[:1] + lines[2:])
+    assert lines[-1].startswith("engine 1 answers again after ")
+    assert lines[-1].endswith("; requests that continued: 1")
+    assert all(len(line) <= 80 for line in lines)
 
 
-def test_engine_that_somebody_else_kills_is_named(start_demo, tmp_path):
-    text = tmp_path / "long"
-    text.write_bytes(b"word " * 5000)
-    demo = start_demo("--engines", "2", "--input", str(text))
+def test_engine_that_somebody_else_kills_is_named(start_demo):
+    demo = start_demo("--engines", "2")
     demo.wait_for_line("sending")
     for victim in demo.workers:
         victim.kill()
@@ -213,40 +175,24 @@ def test_engine_that_somebody_else_kills_is_named(start_demo, tmp_path):
     demo.wait_until_none_is_left()
 
 
-def test_interrupt_ends_the_engines(start_demo):
-    demo = start_demo("--engines", "2")
-    demo.wait_for_line("sending")
-    demo.process.send_signal(signal.SIGINT)
-    _, errors, code = demo.end()
-    assert (errors, code) == ("aioshm: interrupted\n", 130)
-    demo.wait_until_none_is_left()
-
-
 # Arguments
 
 
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["--readers", "0"], "--readers must be at least 1 without --remote"),
+        (["--readers", "0"], "must be at least 1, not 0"),
         (["--readers", "-1"], "'--readers'"),
         (["--remote", "65"], "'--remote'"),
         (["--readers", "two"], "'--readers'"),
         (["--repeat", "0"], "'--repeat'"),
         (["--engines", "17"], "'--engines'"),
-        (["--engines", "2", "--readers", "3"], "--engines does not go with --readers"),
-        (["--loop", "trio"], "'trio' is not one of"),
         (["--bogus"], "--bogus"),
-        (["--input", "/nowhere/at/all"], "--input /nowhere/at/all is not a readable file"),
-        (["--input", "/"], "--input / is not a readable file"),
-        (["--input", "/dev/null"], "--input /dev/null is not a readable file"),
-        (["--input", "zero\0byte"], "embedded null"),
     ],
 )
 def test_bad_arguments_are_one_line(capsys, args, complaint):
     assert run(["demo", *args]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
+    err = capsys.readouterr().err
     assert err.startswith("aioshm: ")
     assert complaint in err
     assert err.count("\n") == 1
@@ -265,35 +211,29 @@ def test_unusable_environment_is_one_line(capsys, monkeypatch, variable, value):
     assert err.count("\n") == 1
 
 
-def test_missing_uvloop_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert run(["demo", "--loop", "uvloop"]) == 2
-    assert "pip install 'aioshm[uvloop]'" in capsys.readouterr().err
-
-
 # Messages
 
 
 def test_messages_are_numbered_and_every_one_passes_the_check():
-    checker = script.Checker()
-    messages = list(script.Script([b"one\n", b"", b"two"], 5).messages())
-    for phase, number, checksum, content in messages:
-        checker.check((phase, number, 0, checksum, content))
-    assert [number for _, number, _, _ in messages] == list(range(script.PACED + 15 + ARRAYS))
-    assert sorted(len(content) for phase, _, _, content in messages if phase == "arrays") == sorted(
-        size for size, count in script.ARRAYS.items() for _ in range(count)
-    )
-    assert checker.report()["messages"] == len(messages)
+    reader = script.Reader(0)
+    sizes = []
+    for number, (phase, index, checksum, content) in enumerate(script.messages(1)):
+        assert index == number
+        reader.check((phase, index, 0, checksum, content))
+        if phase == "arrays":
+            sizes.append(len(content))
+    assert Counter(sizes) == script.ARRAYS
+    assert reader.report()["messages"] == script.PACED + script.LINES + ARRAYS
 
 
 @pytest.mark.parametrize("wrong", ["one bit", "an earlier message", "a later message"])
 def test_wrong_message_fails_the_check(wrong):
-    first, second, third = list(script.Script([b"one", b"two", b"three"], 1).messages())[:3]
-    checker = script.Checker()
-    checker.check((*first[:2], 0, *first[2:]))
+    first, second, third = islice(script.messages(1), 3)
+    reader = script.Reader(0)
+    reader.check((*first[:2], 0, *first[2:]))
     messages = {"one bit": second, "an earlier message": first, "a later message": third}
     phase, number, checksum, content = messages[wrong]
     if wrong == "one bit":
         content = bytes([content[0] ^ 1]) + content[1:]
-    with pytest.raises(script.Mismatch, match="message 1 "):
-        checker.check((phase, number, 0, checksum, content))
+    with pytest.raises(ValueError, match="message 1 "):
+        reader.check((phase, number, 0, checksum, content))

@@ -187,11 +187,19 @@ def test_what_named_segments_are_not_is_told():
     assert finding.verdict == "note" or "not sealed" in finding.found
 
 
-def test_missing_package_is_noted(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("uvloop", "pip install 'aioshm[uvloop]'"),
+        ("numpy", "pip install numpy"),
+        ("torch", "pip install 'aioshm[torch]'"),
+    ],
+)
+def test_missing_package_is_noted_with_its_remedy(monkeypatch, name, remedy):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    finding = verdict_of("torch")
+    finding = verdict_of(name)
     assert (finding.verdict, finding.found) == ("note", "not installed")
-    assert "aioshm[torch]" in finding.advice
+    assert finding.advice.endswith(f": {remedy}")
 
 
 def test_costs_of_waking_are_shown(capsys):

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.text import Text
 
 from aioshm import MessageQueue
+from aioshm.cli import tables
 from aioshm.cli.app import run
-from aioshm.cli.inspection import tables
-from aioshm.cli.inspection.tables import Rows
-from aioshm.cli.inspection.top import KEYS, ordered
+from aioshm.cli.tables import Rows
+from aioshm.cli.top import KEYS, ordered
 from aioshm.observe import proc
 
 NAME = "inspected"

@@ -14,13 +14,12 @@ from typing import Any
 
 import msgspec
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from support import eventually
 from typer.testing import CliRunner
 
-from aioshm.cli.events import lines_of, register
+from aioshm.cli.events import events, lines_of
 from aioshm.errors import CodecError
 from aioshm.events import (
     AllBlocksCleared,
@@ -38,13 +37,11 @@ from aioshm.events.recording import MAGIC, Record, Recorder, read_records
 from .helpers import ANY
 
 ROOT = Path(__file__).parents[2]
-app = typer.Typer()
-register(app)
 runner = CliRunner()
 
 
 def invoke(*arguments: str) -> Any:
-    return runner.invoke(app, ["events", *arguments])
+    return runner.invoke(events, [*arguments])
 
 
 @pytest.fixture
@@ -143,7 +140,7 @@ def replayed(file: Path, tmp_path: Path, count: int) -> list[bytes]:
     player = subprocess.Popen(
         [
             sys.executable, "-c", COMMAND,
-            "events", "replay", str(file), "--endpoint", live, "--replay", replay,
+            "replay", str(file), "--endpoint", live, "--replay", replay,
             "--speed", "0", "--wait", "0", "--hold", "60",
         ],
         cwd=ROOT,
@@ -194,7 +191,7 @@ def test_replay_of_another_engines_event_says_what_was_recorded(tmp_path: Path, 
     assert msgspec.msgpack.decode(payload) == batch
 
 
-COMMAND = "import typer, aioshm.cli.events as e; app = typer.Typer(); e.register(app); app()"
+COMMAND = "from aioshm.cli.events import events; events()"
 
 
 def test_record_and_replay_speak_json(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
@@ -237,7 +234,7 @@ def test_an_interrupted_recording_is_whole(
 ) -> None:
     file = tmp_path / "events.rec"
     recording = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "events", "record", *where(publisher)[:-2], "-o", str(file)],
+        [sys.executable, "-c", COMMAND, "record", *where(publisher)[:-2], "-o", str(file)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,

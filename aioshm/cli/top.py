@@ -19,8 +19,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from aioshm.cli.inspection import tables
-from aioshm.cli.outcome import UNUSABLE, CommandFailed, interrupted
+from aioshm.cli import tables
+from aioshm.cli.app import UNUSABLE, CommandFailed, interrupted
 from aioshm.errors import AioshmError
 from aioshm.observe.scan import Watch, Watched
 
@@ -29,7 +29,7 @@ KEYS: tuple[Key, ...] = get_args(Key)
 _LETTERS: dict[str, Key] = {key[0]: key for key in KEYS}
 
 
-def command(
+def top(
     sort: Annotated[str, typer.Option(help=f"By {', '.join(KEYS)}.")] = "name",
     interval: Annotated[float, typer.Option(min=0.05, max=3600.0, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one page, and end.")] = False,
@@ -39,11 +39,15 @@ def command(
     if sort not in KEYS:
         raise CommandFailed(f"--sort must be one of {', '.join(KEYS)}, not {sort!r}", UNUSABLE)
     key = next(key for key in KEYS if key == sort)
-    show = _Screen(key) if _is_screen() and not once and not as_json else _Pages(key, as_json=as_json)
+    show = _Pages(key, as_json=as_json)
+    if _is_screen() and not once and not as_json:
+        show = _Screen(key)
+    if once:
+        interval = min(interval, 0.25)
     try:
         with _terminable(), Watch() as watch, show:
             watch.look()
-            while not show.wait(min(interval, 0.25) if once else interval):
+            while not show.wait(interval):
                 show.show(watch.look(), watch.skipped)
                 if once:
                     return
@@ -53,43 +57,28 @@ def command(
         raise CommandFailed(str(error), UNUSABLE) from None
 
 
-def as_json(each: Watched) -> dict[str, Any]:
-    """Return a queue as ``--json`` prints it."""
-    built: dict[str, Any] = msgspec.to_builtins(each.queue)
-    header = built.pop("header")
-    bounds = list(each.queue.header.readers[0].latency.BOUNDS_NS) if each.queue.readers else []
-    for end, row in zip(built["readers"], header["readers"], strict=True):
-        end["latency"] = row["latency"]
-    sizes = ("n_reader", "max_chunk_bytes", "max_chunks", "slots", "inline_bytes")
-    totals = ("messages", "bytes", "overflows", "remote_readers", "age_s")
-    return {
-        "id": header["queue_id"],
-        "name": header["name"],
-        **built,
-        "ring": {name: header[name] for name in sizes},
-        **{name: header["writer"][name] for name in totals},
-        "backlog": each.queue.header.backlog,
-        "latency_bounds_ns": bounds,
-        "rates": each.rates,
-    }
-
-
 def ordered(watched: Sequence[Watched], key: Key) -> list[Watched]:
     """Sort queues by name, or the largest first."""
 
     def rank(each: Watched) -> float:
-        queue, rates = each.queue, each.rates
-        shares = () if rates is None else rates.cpu_share
+        queue = each.queue
+        messages_per_s = 0.0
+        shares: tuple[float | None, ...] = ()
+        if each.rates is not None:
+            messages_per_s = each.rates.messages_per_s
+            shares = each.rates.cpu_share
         return {
-            "rate": 0.0 if rates is None else rates.messages_per_s,
+            "rate": messages_per_s,
             "backlog": queue.header.backlog,
             # Snapshots differ in time: the moment of creation is compared.
             "age": queue.header.writer.age_s - queue.taken_ns / 1e9,
             "memory": queue.memory_bytes + queue.overflow_bytes,
-            "cpu": sum(part for part in shares if part is not None),
+            "cpu": sum(filter(None, shares)),
         }[key]
 
-    return list(watched) if key == "name" else sorted(watched, key=rank, reverse=True)
+    if key == "name":
+        return list(watched)
+    return sorted(watched, key=rank, reverse=True)
 
 
 class _Pages(contextlib.AbstractContextManager["_Pages"]):
@@ -111,7 +100,7 @@ class _Pages(contextlib.AbstractContextManager["_Pages"]):
         """Show all queues."""
         queues = ordered(watched, self._sort)
         if self._as_json:
-            report = tables.report(queues=[as_json(each) for each in queues], skipped=skipped)
+            report = tables.report(queues=[tables.queue_json(each) for each in queues], skipped=skipped)
             print(msgspec.json.encode(report).decode())
         else:
             self._console.print(page(queues, skipped))
@@ -124,7 +113,7 @@ class _Screen(_Pages):
     def __init__(self, sort: Key) -> None:
         super().__init__(sort)
         self._live = Live(console=Console(highlight=False), screen=True, auto_refresh=False)
-        self._latest: tuple[Sequence[Watched], int] = (), 0
+        self._latest: tuple[Sequence[Watched], int] = ((), 0)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -150,9 +139,10 @@ class _Screen(_Pages):
         return False
 
     def show(self, watched: Sequence[Watched], skipped: int) -> None:
-        self._latest = watched, skipped
-        keys = "  ".join(f"[{'bold' if key == self._sort else 'dim'}]{key[0]} {key}[/]" for key in KEYS)
-        head = Text.from_markup(f"aioshm top   sort: {keys}   q quit")
+        self._latest = (watched, skipped)
+        keys = Text("  ").join(Text(f"{key[0]} {key}", "dim") for key in KEYS)
+        keys.highlight_words([f"{self._sort[0]} {self._sort}"], "not dim bold")
+        head = Text("aioshm top   sort: ") + keys + Text("   q quit")
         self._live.update(Group(head, page(ordered(watched, self._sort), skipped)), refresh=True)
 
 

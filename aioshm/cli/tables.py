@@ -14,6 +14,7 @@ from aioshm.observe.proc import HUNG
 from aioshm.observe.scan import Watched
 from aioshm.observe.snapshot import End, QueueSnapshot
 from aioshm.observe.suspects import LONG_LAG
+from aioshm.ring.header import Latency
 
 BAD = "bold red"
 POOR = "yellow"
@@ -41,7 +42,7 @@ class Rows(NamedTuple):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """Draw the table; rich's own wrap cells, and take ten times as long."""
-        cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in [self.names, *self.rows]]
+        cells = [[Text.assemble(cell) for cell in row] for row in [self.names, *self.rows]]
         widths = [max(cell.cell_len for cell in column) for column in zip(*cells, strict=True)]
         first = 0
         last = len(widths)
@@ -62,11 +63,15 @@ class Rows(NamedTuple):
                 yield _uncut(Text(folded(row[-1].plain, options.max_width, _INDENT, _INDENT), style=style or "dim"))
 
     def _line(self, row: list[Text], widths: list[int], names: Iterable[str], style: str) -> Text:
-        line = Text(style=style)
-        for number, (name, cell, width) in enumerate(zip(names, row, widths, strict=True)):
-            space = " " * (width - cell.cell_len)
-            line.append(_INDENT if number else "")
-            line.append_text(cell + Text(space) if name in self.left else Text(space) + cell)
+        padded = []
+        for name, cell, width in zip(names, row, widths, strict=True):
+            space = Text(" " * (width - cell.cell_len))
+            if name in self.left:
+                padded.append(cell + space)
+            else:
+                padded.append(space + cell)
+        line = Text(_INDENT).join(padded)
+        line.style = style
         line.rstrip()
         return _uncut(line)
 
@@ -114,17 +119,17 @@ def queues_rows(watched: Iterable[Watched]) -> Rows:
     rows: list[list[str | Text]] = []
     for each in watched:
         queue = each.queue
-        rates = each.rates
-        there = sum(end.membership == "attached" for end in queue.readers)
-        remote = queue.header.writer.remote_readers
+        readers = str(sum(end.membership == "attached" for end in queue.readers))
+        if queue.header.writer.remote_readers:
+            readers += f" + {queue.header.writer.remote_readers} remote"
         rows.append(
             [
                 Text(queue.label),
-                f"{there}" + f" + {remote} remote" * bool(remote),
+                readers,
                 lag(queue.header.backlog, queue),
-                NONE if rates is None else f"{count(rates.messages_per_s)}/s",
+                rate(getattr(each.rates, "messages_per_s", None)),
                 process(queue.writer),
-                NONE if rates is None else size(rates.bytes_per_s),
+                size(getattr(each.rates, "bytes_per_s", None)),
                 duration(queue.header.writer.age_s),
                 size(queue.memory_bytes + queue.overflow_bytes),
             ]
@@ -140,37 +145,42 @@ def ends_rows(watched: Iterable[Watched], *, queues: bool) -> Rows:
     for each in watched:
         for number, end in enumerate(each.queue.ends):
             rows.append([*([Text(each.queue.label)] * queues), *_end_row(each, number, end)])
-            styles.append(_row_style(end))
+            styles.append(_style(end))
     return Rows(names, {"queue", "end", "state", "command"}, rows, styles, head=queues, tail=True)
 
 
 def _end_row(each: Watched, number: int, end: End) -> list[str | Text]:
-    rates = each.rates
-    speed = None
-    if rates is not None:
-        speed = rates.read_per_s[number - 1] if number else rates.messages_per_s
+    name = "writer"
+    speed = cpu = None
+    if number:
+        name = f"reader {end.rank}"
+    if each.rates is not None:
+        speed = (each.rates.messages_per_s, *each.rates.read_per_s)[number]
+        cpu = each.rates.cpu_share[number]
     return [
-        "writer" if end.rank < 0 else f"reader {end.rank}",
-        str(end.pid) if end.pid else NONE,
+        name,
+        str(end.pid or NONE),
         state(end),
         lag(end.lag, each.queue),
-        NONE if speed is None else f"{count(speed)}/s",
+        rate(speed),
         count(end.messages),
         duration(end.latency_p50_s),
         duration(end.latency_p99_s),
-        share(None if rates is None else rates.cpu_share[number]),
+        share(cpu),
         Text(end.command),
     ]
 
 
 def state(end: End) -> Text:
-    """Return the state of an end: how it waits, or of its process, or of its membership once it has left."""
+    """Return the state of an end: its wait, or its process, or its membership after it has left."""
     if not end.there:
-        return Text(end.membership, style="dim")
+        return Text(end.membership, style=_style(end))
     text = end.waits
     if is_bad(end) or not text:
         text = end.state or "not there"
-    return Text(text if end.membership != "held" else f"{text} (held)", style=BAD if is_bad(end) else "")
+    if end.membership == "held":
+        text += " (held)"
+    return Text(text, style=_style(end))
 
 
 def is_bad(end: End) -> bool:
@@ -178,11 +188,17 @@ def is_bad(end: End) -> bool:
     return end.there and end.state in HUNG
 
 
+def _style(end: End) -> str:
+    if is_bad(end):
+        return BAD
+    return "" if end.there else "dim"
+
+
 def process(end: End) -> Text:
     """Return the pid of an end, and a bad state."""
     if is_bad(end):
         return Text(f"{end.pid} {end.state}", style=BAD)
-    return Text(f"{end.pid} closed" if end.membership == "closed" else f"{end.pid}")
+    return Text(f"{end.pid} {'closed' * (end.membership == 'closed')}".rstrip())
 
 
 def lag(number: int, queue: QueueSnapshot) -> Text:
@@ -194,12 +210,6 @@ def lag(number: int, queue: QueueSnapshot) -> Text:
     elif full > LONG_LAG:
         style = POOR
     return Text(count(number), style=style)
-
-
-def _row_style(end: End) -> str:
-    if is_bad(end):
-        return BAD
-    return "" if end.there else "dim"
 
 
 def facts_of(queue: QueueSnapshot) -> dict[str, str]:
@@ -226,6 +236,26 @@ def report(**content: Any) -> dict[str, Any]:
     return {"version": JSON_VERSION, **{name: msgspec.to_builtins(value) for name, value in content.items()}}
 
 
+def queue_json(each: Watched) -> dict[str, Any]:
+    """Return a queue as ``--json`` prints it."""
+    built: dict[str, Any] = msgspec.to_builtins(each.queue)
+    header = built.pop("header")
+    for end, row in zip(built["readers"], header["readers"], strict=True):
+        end["latency"] = row["latency"]
+    sizes = ("n_reader", "max_chunk_bytes", "max_chunks", "slots", "inline_bytes")
+    totals = ("messages", "bytes", "overflows", "remote_readers", "age_s")
+    return {
+        "id": header["queue_id"],
+        "name": header["name"],
+        **built,
+        "ring": {name: header[name] for name in sizes},
+        **{name: header["writer"][name] for name in totals},
+        "backlog": each.queue.header.backlog,
+        "latency_bounds_ns": list(Latency.BOUNDS_NS),
+        "rates": each.rates,
+    }
+
+
 def count(number: float) -> str:
     """Return a short number: ``999``, ``12.3k``, ``4.56M``."""
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -234,8 +264,15 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def size(nbytes: float) -> str:
+def rate(per_s: float | None) -> str:
+    """Return a rate: ``12.3k/s``."""
+    return NONE if per_s is None else f"{count(per_s)}/s"
+
+
+def size(nbytes: float | None) -> str:
     """Return a number of bytes: ``512 B``, ``4.7 MiB``."""
+    if nbytes is None:
+        return NONE
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.1f} {name}"
@@ -246,12 +283,10 @@ def duration(seconds: float | None) -> str:
     """Return a time: ``870 ns``, ``12 us``, ``3.4 ms``, ``5.6 s``, ``12 min``, ``3.4 h``, ``5.6 d``."""
     if seconds is None:
         return NONE
-    for unit, name in ((86400 * 2, "d"), (7200, "h"), (120, "min")):
-        if seconds >= unit:
-            return f"{seconds / {'d': 86400, 'h': 3600, 'min': 60}[name]:.3g} {name}"
-    for least, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= least:
-            return f"{seconds / least:.3g} {name}"
+    units = ((86400, 2, "d"), (3600, 2, "h"), (60, 2, "min"), (1, 1, "s"), (1e-3, 1, "ms"), (1e-6, 1, "us"))
+    for unit, least, name in units:
+        if seconds >= least * unit:
+            return f"{seconds / unit:.3g} {name}"
     return f"{seconds * 1e9:.0f} ns"
 
 

@@ -1,48 +1,49 @@
-"""``aioshm ls``, ``inspect``, ``who`` and ``dump``."""
+"""``aioshm ls``, ``inspect``, ``who``, ``dump`` and ``export``: live queues of this host, from outside."""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from aioshm.cli.inspection import tables, top
-from aioshm.cli.outcome import UNUSABLE, CommandFailed, print_json
+from aioshm.cli import tables
+from aioshm.cli.app import UNUSABLE, CommandFailed, print_json, run_interruptibly
+from aioshm.deferred import import_extra
 from aioshm.errors import AioshmError
 from aioshm.observe.messages import MessageHeader, last_messages
 from aioshm.observe.proc import is_own_process
 from aioshm.observe.scan import QueueNotFound, Watch, Watched, chosen
-from aioshm.observe.suspects import WINDOW_S, ProcessReport, Report, Suspect, process_report, who
+from aioshm.observe.suspects import WINDOW_S, ProcessReport, Report, Suspect, process_report
+from aioshm.observe.suspects import who as find_suspects
+from aioshm.zeromq.hosts import bracketed
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import CollectorRegistry
 
 Queue = Annotated[str, typer.Argument(help="Its name, its id or the beginning of that, or the pid of one of its ends.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Interval = Annotated[float, typer.Option(min=0.0, max=60.0, help="Seconds that rates are measured for.")]
 
-_MOST_SHOWN = 30
-"""Frames of a stack."""
+_MAX_FRAMES = 30
+
+PORT = 9464
+"""The port of OpenTelemetry's exporters for Prometheus."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``app``."""
-    app.command("ls")(_ls)
-    app.command("inspect")(_inspect)
-    app.command("top")(top.command)
-    app.command("who")(_who)
-    app.command("dump")(_dump)
-
-
-def _ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
+def ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
     """List every live queue of this user on this host."""
     with _one_line(), Watch() as watch:
         found = _look_twice(watch, interval)
         if as_json:
-            print_json(tables.report(queues=[top.as_json(each) for each in found], skipped=watch.skipped))
+            print_json(tables.report(queues=[tables.queue_json(each) for each in found], skipped=watch.skipped))
             return
         console = tables.console()
         if found:
@@ -53,14 +54,14 @@ def _ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
             console.print(f"processes of other users not looked at: {watch.skipped}", style="dim")
 
 
-def _inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) -> None:
+def inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) -> None:
     """Show a queue and each of its ends."""
     with _one_line(), Watch() as watch:
         found = _look_twice(watch, interval)
         one = chosen(queue, [each.queue for each in found])
         [watched] = [each for each in found if each.queue is one]
         if as_json:
-            print_json(tables.report(queue=top.as_json(watched)))
+            print_json(tables.report(queue=tables.queue_json(watched)))
             return
         console = tables.console()
         for name, text in tables.facts_of(one).items():
@@ -69,19 +70,21 @@ def _inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) ->
         console.print(tables.ends_rows([watched], queues=False))
 
 
-def _who(
+def who(
     queue: Annotated[str | None, typer.Argument(help="A queue, or any process; none: every queue.")] = None,
     as_json: AsJson = False,
     window: Annotated[float, typer.Option(min=0.01, max=60.0, help="Seconds to watch for.")] = WINDOW_S,
 ) -> None:
     """Name the process that holds a queue up, what it does, and its line of code."""
     with _one_line():
+        reports: tuple[Report, ...] = ()
+        process: ProcessReport | None = None
         try:
-            reports, process = who(queue, window_s=window), None
+            reports = find_suspects(queue, window_s=window)
         except QueueNotFound:
             if queue is None or not queue.isdigit() or not is_own_process(int(queue)):
                 raise
-            reports, process = (), process_report(int(queue))  # an engine, say, whose messages go over sockets
+            process = process_report(int(queue))  # an engine, say, whose messages go over sockets
         if as_json:
             print_json(tables.report(queues=[_as_json(each) for each in reports], process=process))
             return
@@ -94,7 +97,7 @@ def _who(
             console.print("no queue of this user is open on this host")
 
 
-def _dump(
+def dump(
     queue: Queue,
     last: Annotated[int, typer.Option("--last", "-n", min=1, help="How many messages.")] = 10,
     bodies: Annotated[bool, typer.Option("--bodies", help="Show the first bytes of each; nothing is decoded.")] = False,
@@ -121,12 +124,53 @@ def _look_twice(watch: Watch, interval: float) -> tuple[Watched, ...]:
     return watch.look()
 
 
+# export
+
+
+def export(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve at; 0: one that is free.")] = PORT,
+    host: Annotated[str, typer.Option(help="Address to bind; anybody who reaches it may read.")] = "127.0.0.1",
+    once: Annotated[bool, typer.Option("--once", help="Print the metrics once, and end.")] = False,
+) -> None:
+    """Serve metrics of every queue of this user on this host to Prometheus."""
+    with _one_line():
+        client = import_extra("prometheus_client", "prometheus", "aioshm export needs prometheus_client")
+        from aioshm.observe.prometheus import HostCollector
+
+        collector = HostCollector()
+    registry = client.CollectorRegistry()
+    registry.register(collector)
+    try:
+        if once:
+            sys.stdout.write(client.generate_latest(registry).decode())
+        else:
+            run_interruptibly(_serve(client, registry, host, port))
+    finally:
+        collector.close()
+
+
+async def _serve(client: Any, registry: CollectorRegistry, host: str, port: int) -> None:
+    """Serve in a thread until this is cancelled."""
+    try:
+        server, thread = client.start_http_server(port, host, registry)
+    except OSError as error:
+        raise CommandFailed(f"cannot serve at {host}:{port}: {error.strerror or error}", UNUSABLE) from error
+    try:
+        typer.echo(f"metrics of the queues of this host: http://{bracketed(host)}:{server.server_port}/metrics")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
 @contextmanager
 def _one_line() -> Iterator[None]:
     """Turn errors into one line."""
     try:
         yield
-    except (AioshmError, ValueError) as error:
+    except (AioshmError, ImportError, ValueError) as error:
         raise CommandFailed(str(error), UNUSABLE) from None
 
 
@@ -146,13 +190,15 @@ def _as_json(report: Report) -> dict[str, Any]:
 def _show_report(console: Console, report: Report) -> None:
     label = report.queue.label
     if not any(suspect.grave for suspect in report.suspects):
-        idle = f"; {report.suspects[0].text}" if report.suspects else ""
-        rate = tables.count(report.messages_per_s)
-        tables.say(console, f"{label}: nobody holds it up ({rate} messages/s{idle})", bold=label)
+        texts = [f"{tables.count(report.messages_per_s)} messages/s", *(suspect.text for suspect in report.suspects)]
+        tables.say(console, f"{label}: nobody holds it up ({'; '.join(texts)})", bold=label)
         return
     for suspect in report.suspects:
-        end = "the writer" if suspect.rank < 0 else f"reader {suspect.rank}"
-        name = f"{end}, pid {suspect.pid} ({suspect.command})" if suspect.pid else end
+        name = f"reader {suspect.rank}"
+        if suspect.side == "writer":
+            name = "the writer"
+        if suspect.pid:
+            name += f", pid {suspect.pid} ({suspect.command})"
         tables.say(console, f"{label}: {name}: {suspect.text}", bold=label)
         if suspect.pid and suspect.state != "gone":
             tables.say(console, f"{suspect.state}{_in_kernel(suspect)}", "  ")
@@ -168,7 +214,7 @@ def _show_process(console: Console, report: ProcessReport) -> None:
 
 
 def _in_kernel(report: Suspect | ProcessReport) -> str:
-    return f"; in the kernel: {report.doing}" if str(report.doing) else ""
+    return f"; in the kernel: {report.doing}" * bool(str(report.doing))
 
 
 def _show_code(console: Console, report: Suspect | ProcessReport) -> None:
@@ -176,9 +222,9 @@ def _show_code(console: Console, report: Suspect | ProcessReport) -> None:
         tables.say(console, f"at {report.line}", "  ", bold=str(report.line))
     own = [stack for stack in report.stacks if stack.is_main or stack.is_running or any(f.own for f in stack.frames)]
     for stack in own or report.stacks:
-        tables.say(console, f"{stack.name}{' (runs)' if stack.is_running else ''}", "  ")
-        for frame in stack.frames[:_MOST_SHOWN]:
-            tables.say(console, str(frame), "    ", bold=str(frame) if frame.own else "")
+        tables.say(console, stack.name + " (runs)" * stack.is_running, "  ")
+        for frame in stack.frames[:_MAX_FRAMES]:
+            tables.say(console, str(frame), "    ", bold=str(frame) * frame.own)
     if report.hint:
         tables.say(console, report.hint, "  ")
 
@@ -188,8 +234,8 @@ def _show_code(console: Console, report: Suspect | ProcessReport) -> None:
 
 def _message_json(message: MessageHeader) -> dict[str, Any]:
     built: dict[str, Any] = msgspec.structs.asdict(message)
-    preview = built.pop("preview")
-    return built | {"preview_hex": None if preview is None else preview.hex(), "preview_text": message.text}
+    preview: bytes | None = built.pop("preview")
+    return built | {"preview_hex": preview and preview.hex(), "preview_text": message.text}
 
 
 def _messages_rows(messages: list[MessageHeader], bodies: bool) -> tables.Rows:
@@ -214,4 +260,6 @@ def _messages_rows(messages: list[MessageHeader], bodies: bool) -> tables.Rows:
 def _preview(message: MessageHeader) -> str:
     if message.preview is None:
         return "(not in the ring)"
-    return repr(message.text) if message.text is not None else message.preview.hex(" ")
+    if message.text is None:
+        return message.preview.hex(" ")
+    return repr(message.text)

@@ -1,1 +1,0 @@
-"""``aioshm ls``, ``inspect``, ``top``, ``who`` and ``dump``: live queues, from outside."""
