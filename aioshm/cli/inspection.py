@@ -214,7 +214,7 @@ def _show_process(console: Console, report: ProcessReport) -> None:
 
 
 def _in_kernel(report: Suspect | ProcessReport) -> str:
-    return f"; in the kernel: {report.doing}" * bool(str(report.doing))
+    return f"; in the kernel: {report.wait_channel}" * bool(report.wait_channel)
 
 
 def _show_code(console: Console, report: Suspect | ProcessReport) -> None:

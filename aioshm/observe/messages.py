@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import struct
 from collections.abc import Iterator
 from time import monotonic_ns
@@ -20,7 +21,6 @@ from aioshm.ring.layout import (
     OVERFLOW_SIZE,
     SIZE,
     SLOT_HEADER_BYTES,
-    Layout,
     chunk_at,
     round_up,
 )
@@ -69,13 +69,14 @@ class MessageHeader(msgspec.Struct, frozen=True, kw_only=True):
         """The preview as text, if it is printable UTF-8."""
         if self.preview is None:
             return None
-        for cut in range(4 if len(self.preview) < self.main_bytes else 1):  # the last letter may be cut off
-            try:
-                text = self.preview[: len(self.preview) - cut].decode()
-            except UnicodeDecodeError:
-                continue
-            return text if text.isprintable() else None
-        return None
+        is_whole = len(self.preview) == self.main_bytes  # else the last letter may be cut off
+        try:
+            text, _ = codecs.utf_8_decode(self.preview, "strict", is_whole)
+        except UnicodeDecodeError:
+            return None
+        if not text.isprintable():
+            return None
+        return text
 
 
 def last_messages(ring: RingFile, number: int, *, bodies: bool = False) -> list[MessageHeader]:
@@ -95,8 +96,9 @@ def last_messages(ring: RingFile, number: int, *, bodies: bool = False) -> list[
 
 
 def _messages(ring: RingFile, numbers: range, ranks: list[int], bodies: bool) -> Iterator[MessageHeader]:
+    layout = ring.layout
     for seq in numbers:
-        layout, index = ring.layout, seq % ring.layout.slots
+        index = seq % layout.slots
         slot = layout.slot(index)
         head = ring.read(slot, SLOT_HEADER_BYTES)
         flags = ring.read(layout.flags(index), layout.flag_bytes)
@@ -104,31 +106,38 @@ def _messages(ring: RingFile, numbers: range, ranks: list[int], bodies: bool) ->
             continue
         message = _message(ring, head, slot, seq, bodies)
         if ring.read(slot + _SEQ_AT, 8) != _U64.pack(seq):
-            continue  # it was overwritten meanwhile
+            continue  # the writer has overwritten the slot meanwhile
         unread = tuple(rank for rank, read in zip(ranks, flags[1:], strict=True) if not read)
         yield msgspec.structs.replace(message, unread_by=unread)
 
 
 def _message(ring: RingFile, head: bytes, slot: int, seq: int, bodies: bool) -> MessageHeader:
     kind, code, how, n_buffers, _, at_ns, main_bytes = HEADER.unpack_from(head)
-    nbytes, where, preview = main_bytes, "slot", None
+    chunk = _U64.unpack_from(head, CHUNK)[0]  # one more than the number of the chunk; 0: none
+    place = (slot + SLOT_HEADER_BYTES, ring.layout.inline_bytes)
+    where = "slot"
+    nbytes = main_bytes
+    preview = None
     if kind == OVERFLOW:
-        nbytes, where = _U64.unpack_from(head, OVERFLOW_SIZE)[0], f"segment {_U32.unpack_from(head, _SEGMENT)[0]}"
+        nbytes = _U64.unpack_from(head, OVERFLOW_SIZE)[0]
+        where = f"segment {_U32.unpack_from(head, _SEGMENT)[0]}"
+    elif chunk and (found := chunk_at(ring.layout.pools, chunk - 1)) is None:
+        where = "nowhere"
     else:
-        place = _place(ring.layout, head, slot)
-        if place is None:
-            where = "nowhere"
-        else:
-            where = f"chunk {_U64.unpack_from(head, CHUNK)[0] - 1}" if _U64.unpack_from(head, CHUNK)[0] else "slot"
-            body, room = place
-            nbytes = _U64.unpack_from(head, SIZE)[0] or main_bytes
-            begin = body + round_up(8 * n_buffers, LINE)  # behind the table of the buffers
-            if bodies and how != PLACED and n_buffers <= MAX_BUFFERS and begin + main_bytes <= body + room:
-                preview = ring.read(begin, min(PREVIEW_BYTES, main_bytes))
+        nbytes = _U64.unpack_from(head, SIZE)[0] or main_bytes
+        if chunk and found is not None:
+            where = f"chunk {chunk - 1}"
+            place = (found[0] + CHUNK_HEADER_BYTES, found[1])
+        begin = place[0] + round_up(8 * n_buffers, LINE)  # after the table of the buffers
+        if bodies and how != PLACED and n_buffers <= MAX_BUFFERS and begin + main_bytes <= sum(place):
+            preview = ring.read(begin, min(PREVIEW_BYTES, main_bytes))
+    codec = ""
+    if kind != RAW:
+        codec = name_of_code(code)
     return MessageHeader(
         seq=seq,
         kind=_KINDS.get(kind, f"kind {kind}"),
-        codec="" if kind == RAW else name_of_code(code),
+        codec=codec,
         bytes=nbytes,
         main_bytes=main_bytes,
         buffers=n_buffers,
@@ -137,12 +146,3 @@ def _message(ring: RingFile, head: bytes, slot: int, seq: int, bodies: bool) -> 
         unread_by=(),
         preview=preview,
     )
-
-
-def _place(layout: Layout, head: bytes, slot: int) -> tuple[int, int] | None:
-    """Return the offset and the capacity of a message's body; None: its header names no such chunk."""
-    number = _U64.unpack_from(head, CHUNK)[0]
-    if not number:
-        return slot + SLOT_HEADER_BYTES, layout.inline_bytes
-    place = chunk_at(layout.pools, number - 1)
-    return None if place is None else (place[0] + CHUNK_HEADER_BYTES, place[1])

@@ -150,7 +150,7 @@ def _parse(table: str) -> dict[str, tuple[Metric, ...]]:
     for section in table.strip().split("\n\n"):
         head, *rows = section.splitlines()
         title, names = head.split(": ")
-        labels = () if names == "-" else tuple(names.split())
+        labels = tuple(names.replace("-", "").split())
         metrics = []
         for row in rows:
             kind, name, unit, attribute, text = row.split(maxsplit=4)
@@ -163,6 +163,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = _parse(_TABLE)
 METRICS: dict[str, Metric] = {metric.name: metric for section in SECTIONS.values() for metric in section}
 
 
+def process_metrics() -> Iterator[Metric]:
+    """Yield the metrics of the objects of a process: all metrics but the host's."""
+    for title, section in SECTIONS.items():
+        if not title.startswith("host"):
+            yield from section
+
+
 def samples_of(section: str, stats: object, *labels: str) -> Iterator[Sample]:
     """Yield a sample of every metric of a section that ``stats`` has a value of."""
     for metric in SECTIONS[section]:
@@ -172,12 +179,14 @@ def samples_of(section: str, stats: object, *labels: str) -> Iterator[Sample]:
 
 def _of_queue(stats: QueueStats, name: str) -> Iterator[Sample]:
     queue = name or stats.queue
-    is_writer = stats.side == "writer"
-    yield from samples_of("end", stats, queue, stats.side, "" if is_writer else str(stats.rank))
-    if is_writer:
+    rank = ""
+    if stats.side == "reader":
+        rank = str(stats.rank)
+        if stats.latency is not None:
+            yield Sample(METRICS["queue_latency_seconds"], (queue, rank), stats.latency)
+    else:
         yield from samples_of("queue", stats, queue)
-    elif stats.latency is not None:
-        yield Sample(METRICS["queue_latency_seconds"], (queue, str(stats.rank)), stats.latency)
+    yield from samples_of("end", stats, queue, stats.side, rank)
     for row in stats.per_reader:
         yield from samples_of("reader", row, queue, str(row.rank))
         yield Sample(METRICS["queue_reader_up"], (queue, str(row.rank)), row.state == "attached")
@@ -201,14 +210,14 @@ def _of_supervisor(stats: EngineSupervisorStats, name: str) -> Iterator[Sample]:
 
 
 _READERS: dict[str, Any] = {
-    "aioshm.queue.stats.QueueStats": _of_queue,
-    "aioshm.engine.stats.WorkerGroupStats": _of_group,
-    "aioshm.engine.stats.EngineClientStats": lambda stats, name: samples_of("client", stats, name or str(stats.index)),
-    "aioshm.engine.stats.EngineSupervisorStats": _of_supervisor,
-    "aioshm.events.stats.PublisherStats": lambda stats, name: samples_of("publisher", stats, name),
-    "aioshm.events.stats.SubscriberStats": lambda stats, name: samples_of("subscriber", stats, name),
+    "QueueStats": _of_queue,
+    "WorkerGroupStats": _of_group,
+    "EngineClientStats": lambda stats, name: samples_of("client", stats, name or str(stats.index)),
+    "EngineSupervisorStats": _of_supervisor,
+    "PublisherStats": lambda stats, name: samples_of("publisher", stats, name),
+    "SubscriberStats": lambda stats, name: samples_of("subscriber", stats, name),
 }
-"""Functions that yield the samples of statistics, by the class of the statistics."""
+"""Functions that yield the samples of statistics, by the class name, so that this module imports no engine."""
 
 _ATTEMPTS = 5
 
@@ -228,15 +237,15 @@ class Observer:
         Args:
             observed: A `MessageQueue` of either API, a `WorkerGroup`, an `EngineClient` of either API, an
                 `EngineSupervisor`, a publisher or an `EventSubscriber`.
-            name: Its name in labels; empty: the name that it has. The second object of a name gets ``#2``.
+            name: Its name in labels; empty: its own name. The second object of a name gets ``#2``.
 
         Raises:
-            TypeError: It is an object of another kind.
+            TypeError: The object is of another kind.
         """
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, not {name!r}")
         try:
-            known = _reader_of(observed.stats()) is not None
+            known = type(observed.stats()).__name__ in _READERS
         except (AttributeError, TypeError):
             known = False
         if not known:
@@ -258,14 +267,14 @@ class Observer:
         names: Counter[tuple[tuple[str, ...], tuple[str, ...]]] = Counter()
         for ref, given in self._known:
             observed = ref()
-            stats = None if observed is None else _stats_of(observed)
+            stats = _stats_of(observed)
             if stats is None:
                 continue
-            read = _reader_of(stats)
+            read = _READERS[type(stats).__name__]
             samples = list(read(stats, given or _endpoint(observed)))
             if not samples:
                 continue
-            identity = samples[0].metric.labels, samples[0].labels
+            identity = (samples[0].metric.labels, samples[0].labels)
             names[identity] += 1
             if names[identity] > 1:
                 samples = list(read(stats, f"{samples[0].labels[0]}#{names[identity]}"))
@@ -277,18 +286,19 @@ class Observer:
         return [(ref, name) for ref, name in self._known if ref() is not None]
 
 
-def _reader_of(stats: object) -> Any:
-    return _READERS.get(f"{type(stats).__module__}.{type(stats).__qualname__}")
-
-
 def _endpoint(observed: object) -> str:
-    """Return the name of an object whose statistics have none: a publisher, a subscriber."""
-    endpoints = getattr(observed, "endpoints", None) or getattr(observed, "endpoint", "")
-    return ",".join(endpoints) if isinstance(endpoints, list) else str(endpoints)
+    """Return the endpoints of a publisher or a subscriber: their statistics have no name."""
+    endpoints = getattr(observed, "endpoints", None)
+    if isinstance(endpoints, list):
+        return ",".join(endpoints)
+    return str(endpoints or getattr(observed, "endpoint", ""))
 
 
 def _stats_of(observed: Any) -> Any:
+    """Return the statistics of an object; None: the object is gone."""
     for _ in range(_ATTEMPTS):
+        if observed is None:
+            break
         try:
             return observed.stats()
         except (RuntimeError, ValueError):  # another thread changed a dict, or closed the queue

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from aioshm.deferred import import_extra
-from aioshm.observe.metrics import SECTIONS, Metric, Observer, Sample
+from aioshm.observe.metrics import Metric, Observer, Sample, process_metrics
 from aioshm.ring.header import Latency
 
 if TYPE_CHECKING:
@@ -19,14 +18,10 @@ if TYPE_CHECKING:
     from aioshm.queue.tracing import TraceContext
 
 SYSTEM = "aioshm"
-SENT, CONSUMED = "messaging.client.sent.messages", "messaging.client.consumed.messages"
-DURATION = "messaging.client.operation.duration"
-
-DURATION_BOUNDS_S = (1e-6, 5e-6, 2e-5, 1e-4, 5e-4, 0.001, 0.005, 0.025, 0.1, 0.5, 1, 5, 10)
-"""Those of the conventions begin with 5 ms, below which nearly every message of a queue would be."""
+SENT = "messaging.client.sent.messages"
+CONSUMED = "messaging.client.consumed.messages"
 
 _QUANTILES = (0.5, 0.99)
-_OPERATIONS = {"enqueue": "send", "enqueue_many": "send", "dequeue": "receive", "dequeue_many": "receive"}
 _INTERFACE = "aioshm"
 
 
@@ -37,82 +32,52 @@ class OpenTelemetryMetrics(Observer):
         ...
         metrics.close()
 
-    Of queues there are ``messaging.client.sent.messages`` and ``messaging.client.consumed.messages``, with
+    Queues have ``messaging.client.sent.messages`` and ``messaging.client.consumed.messages``, with the attributes
     ``messaging.system="aioshm"``, ``messaging.operation.name`` and ``messaging.destination.name``. All other metrics
-    are those of `PrometheusCollector`, as ``aioshm.queue.backlog_messages`` and so on, with latencies as quantiles.
-    Statistics are read when the provider asks, and cost the observed objects nothing else. The objects are held weakly.
-
-    With ``durations=True`` calls of queues are timed, too (``messaging.client.operation.duration``): enqueue, dequeue
-    and their ``_many``. This takes some microseconds for each call, and the native core's own calls are not used then.
-    Leases, loans and iterations are not timed.
+    are those of `PrometheusCollector`, such as ``aioshm.queue.backlog_messages``, with latencies as quantiles. The
+    provider reads the statistics when it exports; the observed objects do no extra work, and are held weakly.
 
     Args:
         observed: Objects to observe; see `add`.
         meter_provider: The provider of the meter; None: the global one.
-        durations: Whether to time calls of queues that are added.
 
     Raises:
         ImportError: OpenTelemetry is not installed; the text names the extra.
         TypeError: An object cannot be observed.
     """
 
-    def __init__(self, *observed: Any, meter_provider: MeterProvider | None = None, durations: bool = False) -> None:
+    def __init__(self, *observed: Any, meter_provider: MeterProvider | None = None) -> None:
         api = import_extra("opentelemetry.metrics", "opentelemetry", "OpenTelemetryMetrics needs OpenTelemetry's API")
         self._observation: type[Observation] = api.Observation
         self._closed = False
         meter = api.get_meter(_INTERFACE, meter_provider=meter_provider)
-        self._durations: Any = None
-        if durations:
-            self._durations = meter.create_histogram(
-                DURATION,
-                "s",
-                "Duration of a call that sends or receives.",
-                explicit_bucket_boundaries_advisory=DURATION_BOUNDS_S,
-            )
         super().__init__(*observed)
-        for name, side, done in ((SENT, "writer", "sent"), (CONSUMED, "reader", "received")):
-            text = f"Messages that a {side} has {done}."
-            meter.create_observable_counter(name, [functools.partial(self._messages, side)], "{message}", text)
-        for section, metrics in SECTIONS.items():
-            for metric in () if section.startswith("host") else metrics:
-                create = meter.create_observable_counter if metric.kind == "counter" else meter.create_observable_gauge
-                observe = [functools.partial(self._observe, metric)]
-                create(f"aioshm.{_dotted(metric.name)}", observe, metric.unit, metric.help)
-
-    def add(self, observed: Any, name: str = "") -> None:
-        """Observe an object, as long as it lives.
-
-        Args:
-            observed: An object that `PrometheusCollector.add` takes.
-            name: Its name in attributes; empty: the name that it has.
-
-        Raises:
-            TypeError: It is an object of another kind.
-        """
-        super().add(observed, name)
-        if self._durations is not None:
-            self._time(observed, name)
-
-    def remove(self, observed: Any) -> None:
-        """Stop observing an object; does nothing if it was not observed."""
-        super().remove(observed)
-        for call in _OPERATIONS:
-            if getattr(vars(observed).get(call), "__wrapped__", None) is not None:
-                setattr(observed, call, vars(observed)[call].__wrapped__)
+        sent = [functools.partial(self._messages, "writer", "send")]
+        meter.create_observable_counter(SENT, sent, "{message}", "Messages that a writer has sent.")
+        consumed = [functools.partial(self._messages, "reader", "receive")]
+        meter.create_observable_counter(CONSUMED, consumed, "{message}", "Messages that a reader has received.")
+        for metric in process_metrics():
+            create = meter.create_observable_gauge
+            if metric.kind == "counter":
+                create = meter.create_observable_counter
+            observe = [functools.partial(self._observe, metric)]
+            create(f"aioshm.{_dotted(metric.name)}", observe, metric.unit, metric.help)
 
     def close(self) -> None:
         """Stop observing all objects: a meter's instruments cannot be removed."""
         self._closed = True
 
-    # The meter calls these in its own thread.
+    # The meter calls the following methods in its own thread.
 
     def _samples(self) -> list[Sample]:
-        return [] if self._closed else super()._samples()
+        if self._closed:
+            return []
+        return super()._samples()
 
-    def _messages(self, side: str, _: CallbackOptions) -> Iterator[Observation]:
+    def _messages(self, side: str, name: str, _: CallbackOptions) -> Iterator[Observation]:
         for metric, labels, value in self._samples():
             if metric.name == "queue_messages" and labels[1] == side:
-                attributes = operation(labels[0], "send" if side == "writer" else "receive")
+                attributes = operation(labels[0], name)
                 if labels[2]:
                     attributes["aioshm.rank"] = labels[2]
                 yield self._observation(int(value), attributes)  # type: ignore[arg-type]
@@ -128,21 +93,6 @@ class OpenTelemetryMetrics(Observer):
             for q in _QUANTILES:
                 if (quantile := value.quantile(q)) is not None:
                     yield self._observation(quantile, {**attributes, "aioshm.quantile": str(q)})
-
-    # Durations
-
-    def _time(self, observed: Any, name: str) -> None:
-        for call, operation_name in _OPERATIONS.items():
-            timed = getattr(observed, call, None)
-            if timed is not None and not hasattr(timed, "__wrapped__"):
-                attributes = operation(name or observed.stats().queue, operation_name)
-                record = functools.partial(self._record, attributes)
-                setattr(observed, call, _timed(timed, record, awaits=hasattr(type(observed), "__aiter__")))
-
-    def _record(self, attributes: Mapping[str, str], took_s: float, error: BaseException | None) -> None:
-        if not self._closed:
-            failed = {} if error is None else {"error.type": type(error).__name__}
-            self._durations.record(took_s, {**attributes, **failed})
 
 
 def operation(queue: str, name: str) -> dict[str, str]:
@@ -164,14 +114,14 @@ def process_span(reader: Any, *, count: int = 1, tracer: Tracer | None = None, p
             ...
 
     Args:
-        reader: A reader's `MessageQueue`, of either API, whose writer has ``Options(trace_context=True)``.
-        count: How many of the messages that it received last: ``len(batch)`` after ``dequeue_many``.
-        tracer: Makes the span; None: that of the global provider.
-        parent: Whether the span belongs to the trace of the last message, instead of that which is current here.
+        reader: A reader's `MessageQueue`, of either API; its writer needs ``Options(trace_context=True)``.
+        count: The number of messages, counted back from the last one received: ``len(batch)`` after ``dequeue_many``.
+        tracer: Makes the span; None: the global provider's tracer.
+        parent: Whether the span continues the trace of the last message instead of the current trace.
 
     Raises:
         ImportError: OpenTelemetry is not installed; the text names the extra.
-        RoleError: It is a writer.
+        RoleError: ``reader`` is a writer.
     """
     api = import_extra("opentelemetry.trace", "opentelemetry", "process_span needs OpenTelemetry's API")
     contexts: list[TraceContext | None] = reader.trace_contexts(count)
@@ -180,9 +130,12 @@ def process_span(reader: Any, *, count: int = 1, tracer: Tracer | None = None, p
     attributes: dict[str, Any] = dict(operation(queue, "process"))
     if count > 1:
         attributes["messaging.batch.message_count"] = count
+    context = None
+    if parent and sent:
+        context = sent[-1].context()
     with (tracer or api.get_tracer(_INTERFACE)).start_as_current_span(
         f"process {queue}",
-        context=sent[-1].context() if parent and sent else None,
+        context=context,
         kind=api.SpanKind.CONSUMER,
         links=[context.link() for context in sent],
         attributes=attributes,
@@ -194,32 +147,3 @@ def _dotted(name: str) -> str:
     """Return a metric's name by OpenTelemetry's conventions."""
     first, _, rest = name.partition("_")
     return f"{first}.{rest.removesuffix('_seconds')}"
-
-
-def _timed(
-    call: Callable[..., Any], record: Callable[[float, BaseException | None], None], *, awaits: bool
-) -> Callable[..., Any]:
-    """Return a function that calls, or awaits, ``call`` and records the duration."""
-
-    @contextmanager
-    def timing() -> Iterator[None]:
-        began, failure = perf_counter(), None
-        try:
-            yield
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            record(perf_counter() - began, failure)
-
-    @functools.wraps(call)
-    async def awaited(*args: Any, **kwargs: Any) -> Any:
-        with timing():
-            return await call(*args, **kwargs)
-
-    @functools.wraps(call)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with timing():
-            return call(*args, **kwargs)
-
-    return awaited if awaits else called

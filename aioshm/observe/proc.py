@@ -1,8 +1,15 @@
-"""Reads the state of processes from ``/proc`` (proc(5))."""
+"""Processes from outside: their state in ``/proc`` (proc(5)), and their Python stacks by py-spy.
+
+py-spy runs with ``--nonblocking``: it reads memory, and neither stops nor signals the process.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -30,12 +37,12 @@ HUNG: Final = frozenset({"stopped", "traced", "zombie", "gone", "waiting for a d
 
 
 class NoProc(AioshmError):
-    """This system has no ``/proc``, by which the queues of other processes are found."""
+    """This system has no ``/proc``: the queues of other processes cannot be found."""
 
     def __init__(self) -> None:
         super().__init__(
-            "there is no /proc on this system, by which the queues of other processes are found; "
-            "in their own processes, stats() says what they do"
+            "there is no /proc on this system: the queues of other processes cannot be found; "
+            "in each process, stats() describes its queues"
         )
 
 
@@ -54,7 +61,7 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
 GONE: Final = ProcessInfo(pid=0, inner_pid=0, state="gone", command="", cpu_s=0.0)
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_MOST_COMMAND = 200
+_MAX_COMMAND = 200
 
 
 def parse_stat(text: str) -> tuple[str, float]:
@@ -76,7 +83,9 @@ def parse_command(cmdline: bytes) -> str:
     program, *arguments = cmdline.rstrip(b"\0").decode(errors="replace").split("\0")
     words = " ".join([program.rpartition("/")[2], *arguments]).split()
     text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(words))
-    return text if len(text) <= _MOST_COMMAND else text[: _MOST_COMMAND - 3] + "..."
+    if len(text) > _MAX_COMMAND:
+        text = text[: _MAX_COMMAND - 3] + "..."
+    return text
 
 
 def check_proc() -> None:
@@ -125,24 +134,104 @@ def _read(pid: int, name: str) -> bytes:
 def wait_channel(pid: int) -> str:
     """Return the kernel function in which a process sleeps; empty: it runs, or the kernel does not say."""
     with suppress(OSError):
-        channel = (PROC / str(pid) / "wchan").read_text().strip()
-        return "" if channel == "0" else channel
+        return (PROC / str(pid) / "wchan").read_text().strip().removeprefix("0")
     return ""
 
 
-def system_call(pid: int) -> str:
-    """Return the system call that a process executes, by name if it is a common one; empty: none, or unknown."""
-    with suppress(OSError, IndexError):
-        number = (PROC / str(pid) / "syscall").read_text().split()[0]
-        if number.isdigit() and os.uname().machine == "x86_64":
-            return _CALLS.get(int(number), f"system call {number}")
-    return ""
+# Stacks
+
+TIMEOUT_S = 5.0
+_TRIES = 5
+"""Runs of py-spy: it cannot read a stack that changes meanwhile."""
+
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3.", "<frozen ", str(Path(__file__).parents[1]) + "/")
+"""Parts of file names of libraries."""
+
+_LOOPS = ("asyncio/base_events.py", "asyncio/runners.py")
+"""Files whose functions run an event loop."""
+
+LOOP_WAITS = (
+    "its event loop waits: the line is the one that runs the loop, since coroutines that wait are on no stack "
+    "(Python 3.14 and newer show them: python -m asyncio pstree PID)"
+)
+NOT_INSTALLED = "its stack can be seen with py-spy: pip install py-spy"
+FORBIDDEN = (
+    "its stack cannot be seen: this user may not read its memory; "
+    "run this as root, allow ptrace (sysctl kernel.yama.ptrace_scope=0), or in a container --cap-add SYS_PTRACE"
+)
 
 
-_CALLS: Final = {
-    0: "read", 1: "write", 7: "poll", 17: "pread64", 18: "pwrite64", 23: "select", 35: "nanosleep", 42: "connect",
-    43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 61: "wait4", 73: "flock", 74: "fsync",
-    202: "futex", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 270: "pselect6", 271: "ppoll",
-    281: "epoll_pwait", 288: "accept4", 426: "io_uring_enter", 441: "epoll_pwait2",
-}  # fmt: skip
-"""System calls of x86-64 in which processes sleep."""
+class Frame(msgspec.Struct, frozen=True):
+    """One call on a stack."""
+
+    function: str
+    file: str
+    line: int
+    own: bool  # the user's code, and no library's
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """The stack of a thread."""
+
+    name: str
+    is_main: bool
+    is_running: bool
+    frames: tuple[Frame, ...]  # the innermost call first
+
+
+def stacks_of(pid: int) -> tuple[tuple[Stack, ...], str]:
+    """Return the stacks of a process, and a hint if they cannot be read."""
+    spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if spy is None:
+        return (), NOT_INSTALLED
+    command = [spy, "dump", "--pid", str(pid), "--nonblocking", "--json"]
+    hint = ""
+    for _ in range(_TRIES):
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False
+            )
+            if done.returncode == 0:
+                return parse_spy(done.stdout, pid), ""
+        except ValueError as error:
+            hint = str(error)
+            continue
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return (), f"its stack cannot be seen: {error}"
+        errors = done.stderr.decode(errors="replace").strip() or "py-spy fails"
+        if "ermission" in errors or "not permitted" in errors:
+            return (), FORBIDDEN
+        hint = f"its stack cannot be seen: {errors.splitlines()[0]}"
+    return (), hint
+
+
+def parse_spy(text: bytes, pid: int) -> tuple[Stack, ...]:
+    """Parse the output of ``py-spy dump --json``; raise `ValueError` for any other."""
+    stacks = []
+    try:
+        for thread in msgspec.json.decode(text):
+            is_main = thread["os_thread_id"] == pid or thread["thread_name"] == "MainThread"
+            name = thread["thread_name"] or ("MainThread" * is_main) or str(thread["os_thread_id"])
+            frames = []
+            for each in thread["frames"]:
+                own = not any(part in each["filename"] for part in _LIBRARIES)
+                frames.append(Frame(each["name"], each["filename"], each["line"], own))
+            stacks.append(Stack(name, is_main, bool(thread["active"]), tuple(frames)))
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"py-spy has printed something unknown: {error!r}") from None
+    return tuple(stacks)
+
+
+def users_line(stacks: Iterable[Stack], *, beyond_loops: bool = False) -> Frame | None:
+    """Return the innermost call of the user's code; a loop's caller only with ``beyond_loops``."""
+    ordered = sorted(stacks, key=lambda stack: (not stack.is_main, not stack.is_running))
+    for stack in ordered:
+        for frame in stack.frames:
+            if frame.own:
+                return frame
+            if not beyond_loops and frame.file.endswith(_LOOPS):
+                break
+    return None

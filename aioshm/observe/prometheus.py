@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from aioshm.deferred import import_extra
-from aioshm.observe.metrics import METRICS, SECTIONS, Metric, Observer, Sample, samples_of
+from aioshm.observe.metrics import METRICS, SECTIONS, Metric, Observer, Sample, process_metrics, samples_of
 from aioshm.observe.proc import HUNG, check_proc
 from aioshm.observe.scan import Watch
 from aioshm.observe.snapshot import QueueSnapshot
@@ -55,8 +55,7 @@ class PrometheusCollector(Observer):
 
     def describe(self) -> list[PrometheusMetric]:
         """Return the names of all metrics, so that a registry reserves them for this collector."""
-        sections = (section for title, section in SECTIONS.items() if not title.startswith("host"))
-        return [_family(self._core, metric) for section in sections for metric in section]
+        return [_family(self._core, metric) for metric in process_metrics()]
 
 
 class HostCollector:
@@ -102,13 +101,16 @@ def _host_samples(queues: list[QueueSnapshot], skipped: int) -> Iterator[Sample]
     yield Sample(METRICS["host_skipped_processes"], (), skipped)
     labels: set[str] = set()
     for queue in queues:
-        label = queue.label if queue.label not in labels else f"{queue.label}#{queue.header.queue_id[:8]}"
+        label = queue.label
+        if label in labels:
+            label += f"#{queue.header.queue_id[:8]}"
         labels.add(label)
         yield from _of_queue(queue, label)
 
 
 def _of_queue(queue: QueueSnapshot, label: str) -> Iterator[Sample]:
-    header, writer = queue.header, queue.header.writer
+    header = queue.header
+    writer = header.writer
     values = (writer.messages, writer.bytes, writer.overflows, header.backlog, header.slots)
     for name, value in zip(_HOST_NAMES, values, strict=True):
         yield Sample(METRICS[name], (label, "writer", ""), value)
@@ -121,7 +123,7 @@ def _of_queue(queue: QueueSnapshot, label: str) -> Iterator[Sample]:
             yield Sample(METRICS["queue_reader_up"], (label, str(row.rank)), row.state == "attached")
     for end in queue.ends:
         if end.there and end.pid:
-            end_labels = (label, end.side, "" if end.side == "writer" else str(end.rank))
+            end_labels = (label, end.side, str(end.rank) * (end.side == "reader"))
             yield from samples_of("host end", end, *end_labels)
             yield Sample(METRICS["queue_end_stopped"], end_labels, end.state in HUNG)
             yield Sample(METRICS["queue_end_parked"], end_labels, end.waits == "parked")

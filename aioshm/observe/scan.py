@@ -1,7 +1,7 @@
 """Reads this user's queues on this host, once (`find_queues`) or repeatedly (`Watch`).
 
-`RingFile` opens ``/proc/PID/fd/N`` read-only and uses pread(2): nothing is mapped, no page gets
-memory, and rings of stopped processes can be read.
+`RingFile` opens ``/proc/PID/fd/N`` read-only and uses pread(2): no page gets memory, and rings of stopped processes
+can be read.
 """
 
 from __future__ import annotations
@@ -132,8 +132,7 @@ class RingFile:
             self.close()
             raise HandleError("this ring has no writer: it is no queue, or not yet one")
         self.holders: tuple[int, ...] = tuple(segment.holders)
-        # The number of overflow segments, and their bytes.
-        self.overflow: tuple[int, int] = overflow.get(self.queue_id[:8], (0, 0))
+        self.overflow: tuple[int, int] = overflow.get(self.queue_id[:8], (0, 0))  # segments, and their bytes
 
     def snapshot(self, processes: dict[int, ProcessInfo]) -> QueueSnapshot:
         """Read the queue's state; adds missing processes to ``processes``."""
@@ -210,8 +209,9 @@ def chosen(key: str, queues: Iterable[QueueSnapshot]) -> QueueSnapshot:
 
 
 def _named(queue: QueueSnapshot) -> str:
-    where = f"pid {queue.writer.pid}" if queue.writer.state != "gone" else "its writer is gone"
-    return f"{queue.label} ({where})"
+    if queue.writer.state == "gone":
+        return f"{queue.label} (its writer is gone)"
+    return f"{queue.label} (pid {queue.writer.pid})"
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,9 +284,15 @@ class Watch:
                 queue = ring.snapshot(processes)
                 if queue.holders:
                     now[ring.queue_id] = queue
-        before, self._before = self._before, now
-        ordered = sorted(now.items(), key=lambda item: (not item[1].header.name, item[1].label))
-        return tuple(Watched(queue, rates(before[key], queue) if key in before else None) for key, queue in ordered)
+        watched = []
+        for queue in sorted(now.values(), key=lambda queue: (not queue.header.name, queue.label)):
+            before = self._before.get(queue.header.queue_id, queue)
+            if before is queue:
+                watched.append(Watched(queue, None))
+            else:
+                watched.append(Watched(queue, rates(before, queue)))
+        self._before = now
+        return tuple(watched)
 
     def ring(self, queue: QueueSnapshot) -> RingFile:
         """Return the ring of a queue that the last `look` returned.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -103,34 +102,21 @@ def snapshot_of(
     taken_ns: int,
 ) -> QueueSnapshot:
     """Make a snapshot of the ring's header and its holders; ``overflow`` has the segments and their bytes."""
-    writer = header.writer
+    membership = "open"
+    if header.writer.closed:
+        membership = "closed"
+    writer = _end(header.writer, holders, "writer", -1, membership, header.writer.messages, header.backlog)
+    readers = []
+    for row in header.readers:
+        end = _end(row, holders, "reader", row.rank, row.state, row.read, row.lag)
+        p50_s = row.latency.quantile(0.5)
+        readers.append(msgspec.structs.replace(end, latency_p50_s=p50_s, latency_p99_s=row.latency.quantile(0.99)))
     return QueueSnapshot(
         label=header.label,
         codec=name_of_code(header.codec),
         header=header,
-        writer=_end(
-            writer,
-            holders,
-            side="writer",
-            rank=-1,
-            membership="closed" if writer.closed else "open",
-            messages=writer.messages,
-            lag=header.backlog,
-        ),
-        readers=tuple(
-            _end(
-                row,
-                holders,
-                side="reader",
-                rank=row.rank,
-                membership=row.state,
-                messages=row.read,
-                lag=row.lag,
-                latency_p50_s=row.latency.quantile(0.5),
-                latency_p99_s=row.latency.quantile(0.99),
-            )
-            for row in header.readers
-        ),
+        writer=writer,
+        readers=tuple(readers),
         holders=tuple(sorted(holders)),
         memory_bytes=memory_bytes,
         overflow_segments=overflow[0],
@@ -139,16 +125,32 @@ def snapshot_of(
     )
 
 
-def _end(row: WriterRow | ReaderRow, holders: Mapping[int, ProcessInfo], **fields: Any) -> End:
+def _end(
+    row: WriterRow | ReaderRow,
+    holders: Mapping[int, ProcessInfo],
+    side: str,
+    rank: int,
+    membership: str,
+    messages: int,
+    lag: int,
+) -> End:
     process = _process(row.pid, holders)
-    is_spinning = row.spinning and process.state not in HUNG
+    waits = ""
+    if row.parked:
+        waits = "parked"
+    elif row.spinning and process.state not in HUNG:
+        waits = "spinning"
     return End(
+        side=side,
+        rank=rank,
+        membership=membership,
         pid=process.pid,
         state=process.state,
         command=process.command,
-        waits="parked" if row.parked else "spinning" if is_spinning else "",
+        waits=waits,
+        messages=messages,
+        lag=lag,
         cpu_s=process.cpu_s,
-        **fields,
     )
 
 
@@ -156,6 +158,7 @@ def _process(pid: int, holders: Mapping[int, ProcessInfo]) -> ProcessInfo:
     """Return the holder that has this pid in its own namespace; a process that is no holder is gone."""
     if not pid:
         return msgspec.structs.replace(GONE, state="")
-    if pid in holders and holders[pid].inner_pid == pid:
-        return holders[pid]
-    return next((each for each in holders.values() if each.inner_pid == pid), msgspec.structs.replace(GONE, pid=pid))
+    for each in (holders.get(pid), *holders.values()):
+        if each is not None and each.inner_pid == pid:
+            return each
+    return msgspec.structs.replace(GONE, pid=pid)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
-from aioshm.observe.proc import HUNG, ProcessInfo, process_info, system_call, wait_channel
+from aioshm.observe.proc import (
+    HUNG,
+    LOOP_WAITS,
+    Frame,
+    ProcessInfo,
+    Stack,
+    process_info,
+    stacks_of,
+    users_line,
+    wait_channel,
+)
 from aioshm.observe.scan import RingFile, Watch, Watched, chosen
 from aioshm.observe.snapshot import End, QueueSnapshot
-from aioshm.observe.stacks import LOOP_WAITS, Frame, Stack, stacks_of, users_line
 
 Kind = Literal["gone", "stopped", "absent", "blocked", "slow", "writer blocked", "writer idle"]
 
@@ -24,27 +33,9 @@ LONG_LAG = 0.5
 WINDOW_S = 0.25
 """Seconds between two snapshots: a reader that takes no message in this time is called blocked."""
 
-_TRIES, _PAUSE_S = 5, 0.01
-"""How often the stack of a slow process is read: it may be in its loop just then."""
-
-_LOOP_CALLS = ("epoll_wait", "epoll_pwait", "epoll_pwait2", "ep_poll", "poll", "ppoll", "select", "pselect6")
-"""System calls and kernel functions in which an idle event loop sleeps."""
-
-
-class Doing(msgspec.Struct, frozen=True):
-    """The kernel function in which a process sleeps, and its system call; empty: not known."""
-
-    wait_channel: str = ""
-    system_call: str = ""
-
-    @property
-    def loop_waits(self) -> bool:
-        """Whether an idle event loop does this."""
-        return self.system_call in _LOOP_CALLS or (not self.system_call and "poll" in self.wait_channel)
-
-    def __str__(self) -> str:
-        inside = f" ({self.wait_channel})" if self.wait_channel and self.system_call else self.wait_channel
-        return f"{self.system_call}{inside}"
+_TRIES = 5
+"""Reads of the stack of a slow process: its event loop may wait at the moment of one read."""
+_PAUSE_S = 0.01
 
 
 class Suspect(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +49,9 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
         state: The state of the process.
         command: Its command line.
         text: The trouble, in words.
-        doing: The kernel function in which the process sleeps, and its system call.
+        wait_channel: The kernel function in which the process sleeps; empty: it runs, or the function is not known.
         line: The line of the user's code that it executes, if known.
-        stacks: The stacks of its threads and tasks, if known.
+        stacks: The stacks of its threads, if known.
         hint: Why the stacks are unknown, and what to do; empty otherwise.
     """
 
@@ -71,7 +62,7 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     command: str
     text: str
-    doing: Doing
+    wait_channel: str
     line: Frame | None = None
     stacks: tuple[Stack, ...] = ()
     hint: str = ""
@@ -82,93 +73,98 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind in GRAVE
 
 
+Found: TypeAlias = tuple[Kind, End, str]
+"""The kind of trouble, an end, and a text."""
+
+
 def suspects(
     before: QueueSnapshot,
     now: QueueSnapshot,
     keeping: Collection[int],
     awaited: Collection[int],
-    doing: Mapping[int, Doing],
+    channels: Mapping[int, str],
 ) -> tuple[Suspect, ...]:
     """Return the ends that hold a queue up, the gravest first; none if the queue moves."""
-    found = [*_hung(now, doing)]
-    known = {suspect.pid for suspect in found}
-    found += [_suspect("absent", now.readers[place], "nobody has attached yet", doing) for place in sorted(awaited)]
+    found = [*_hung(now)]
+    known = {end.pid for _, end, _ in found}
+    found += [("absent", now.readers[place], "nobody has attached yet") for place in sorted(awaited)]
     seconds = max((now.taken_ns - before.taken_ns) / 1e9, 1e-9)
     for place, (then, reader) in enumerate(zip(before.readers, now.readers, strict=True)):
         if reader.there and reader.pid not in known:
-            found += _behind(now, then, reader, place in keeping, seconds, doing)
-    if not any(suspect.grave for suspect in found):
-        found += _silent(before, now, doing)
+            found += _behind(now, then, reader, place in keeping, seconds, channels.get(reader.pid, ""))
+    if not found:
+        found += _silent(before, now, channels.get(now.writer.pid, ""))
     order = [*GRAVE, "writer idle"]
-    return tuple(sorted(found, key=lambda suspect: (order.index(suspect.kind), suspect.rank)))
+    found.sort(key=lambda each: (order.index(each[0]), each[1].rank))
+    return tuple(
+        Suspect(
+            kind=kind,
+            side=end.side,
+            rank=end.rank,
+            pid=end.pid,
+            state=end.state,
+            command=end.command,
+            text=text,
+            wait_channel=channels.get(end.pid, ""),
+        )
+        for kind, end, text in found
+    )
 
 
-def _hung(now: QueueSnapshot, doing: Mapping[int, Doing]) -> Iterator[Suspect]:
+def _hung(now: QueueSnapshot) -> Iterator[Found]:
     """Find the ends whose processes do not run."""
     for end in now.ends:
         if not end.there or not end.pid or end.state not in HUNG:
             continue
         if end.state in ("gone", "zombie"):
-            text = "its process is gone" + (", and its place is held for another one" * (end.membership == "held"))
-            yield _suspect("gone", end, text, doing)
+            held = ", and its place is held for another one" * (end.membership == "held")
+            yield "gone", end, f"its process is gone{held}"
         elif end.state == "stopped":
-            text = "its process is stopped (SIGSTOP or Ctrl-Z): kill -CONT continues it"
-            yield _suspect("stopped", end, text, doing)
+            yield "stopped", end, "its process is stopped (SIGSTOP or Ctrl-Z): kill -CONT continues it"
         elif end.state == "traced":
-            yield _suspect("stopped", end, "its process is stopped by a debugger", doing)
+            yield "stopped", end, "its process is stopped by a debugger"
+        elif end.side == "writer":
+            yield "writer blocked", end, "its process waits for a disk"
         else:
-            yield _suspect("writer blocked" if end.rank < 0 else "blocked", end, "its process waits for a disk", doing)
+            yield "blocked", end, "its process waits for a disk"
 
 
-def _behind(
-    now: QueueSnapshot, then: End, reader: End, keeps: bool, seconds: float, doing: Mapping[int, Doing]
-) -> Iterator[Suspect]:
+def _behind(now: QueueSnapshot, then: End, reader: End, keeps: bool, seconds: float, channel: str) -> Iterator[Found]:
     """Find out whether a reader with a lag holds the queue up."""
     taken = reader.messages - then.messages
     if not reader.lag or not (keeps or then.lag):
         return
     behind = f"{reader.lag} message{'s' * (reader.lag != 1)} behind"
     if taken <= 0:
-        yield _suspect(
-            "blocked", reader, f"took nothing in the last {seconds:.1f} s, {behind}: {_why(reader, doing)}", doing
-        )
+        text = f"took nothing in the last {seconds:.1f} s, {behind}: {_why(reader, channel)}"
+        yield "blocked", reader, text
     elif keeps or (reader.lag >= then.lag and reader.lag > LONG_LAG * now.header.slots):
-        yield _suspect("slow", reader, f"takes {taken / seconds:,.0f} messages a second, {behind}", doing)
+        yield "slow", reader, f"takes {taken / seconds:,.0f} messages a second, {behind}"
 
 
-def _silent(before: QueueSnapshot, now: QueueSnapshot, doing: Mapping[int, Doing]) -> Iterator[Suspect]:
+def _silent(before: QueueSnapshot, now: QueueSnapshot, channel: str) -> Iterator[Found]:
     """Find out why a writer publishes nothing although its readers have read everything."""
     writer = now.writer
-    kernel = doing.get(writer.pid, Doing())
     if not writer.there or writer.pid == 0 or writer.messages > before.writer.messages:
         return
-    if kernel.loop_waits and writer.state != "running":
-        yield _suspect("writer idle", writer, "has nothing to publish: its event loop waits", doing)
+    if _loop_waits(channel) and writer.state != "running":
+        yield "writer idle", writer, "has nothing to publish: its event loop waits"
         return
     seconds = (now.taken_ns - before.taken_ns) / 1e9
-    yield _suspect("writer blocked", writer, f"has published nothing for {seconds:.1f} s: {_why(writer, doing)}", doing)
+    yield "writer blocked", writer, f"has published nothing for {seconds:.1f} s: {_why(writer, channel)}"
 
 
-def _why(end: End, doing: Mapping[int, Doing]) -> str:
-    kernel = doing.get(end.pid, Doing())
+def _why(end: End, channel: str) -> str:
     if end.state == "running":
         return "its code keeps the CPU"
-    if kernel.loop_waits:
+    if _loop_waits(channel):
         return "its event loop waits for something else"
-    return f"it is blocked in {kernel}" if str(kernel) else "it is blocked"
+    return f"it is blocked in {channel}".removesuffix(" in ")
 
 
-def _suspect(kind: Kind, end: End, text: str, doing: Mapping[int, Doing]) -> Suspect:
-    return Suspect(
-        kind=kind,
-        side=end.side,
-        rank=end.rank,
-        pid=end.pid,
-        state=end.state,
-        command=end.command,
-        text=text,
-        doing=doing.get(end.pid, Doing()),
-    )
+def _loop_waits(channel: str) -> bool:
+    """Return whether an idle event loop sleeps in this kernel function."""
+    return "poll" in channel or "select" in channel
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,7 +185,7 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a process that has no queue; attributes as in `Suspect`."""
 
     process: ProcessInfo
-    doing: Doing
+    wait_channel: str
     line: Frame | None
     stacks: tuple[Stack, ...]
     hint: str
@@ -209,7 +205,9 @@ def who(key: str | None = None, *, window_s: float = WINDOW_S) -> tuple[Report, 
     """
     with Watch() as watch:
         before = {each.queue.header.queue_id: each.queue for each in watch.look()}
-        wanted = before.keys() if key is None else _wanted(key, list(before.values()))
+        wanted: Collection[str] = before
+        if key is not None:
+            wanted = _wanted(key, list(before.values()))
         time.sleep(window_s)
         found = [each for each in watch.look() if each.queue.header.queue_id in wanted]
         return tuple(_report(watch.ring(each.queue), before[each.queue.header.queue_id], each) for each in found)
@@ -218,46 +216,50 @@ def who(key: str | None = None, *, window_s: float = WINDOW_S) -> tuple[Report, 
 def process_report(pid: int) -> ProcessReport:
     """Describe a process, whether it has a queue or not."""
     line, stacks, hint = _line_of(pid, 1)
-    return ProcessReport(process=process_info(pid), doing=_doing(pid), line=line, stacks=stacks, hint=hint)
-
-
-def _doing(pid: int) -> Doing:
-    return Doing(wait_channel(pid), system_call(pid))
+    return ProcessReport(process=process_info(pid), wait_channel=wait_channel(pid), line=line, stacks=stacks, hint=hint)
 
 
 def _wanted(key: str, queues: list[QueueSnapshot]) -> set[str]:
-    if key.isdigit() and (
-        of_pid := {q.header.queue_id for q in queues if int(key) in [end.pid for end in q.ends if end.there]}
-    ):
-        return of_pid
-    return {chosen(key, queues).header.queue_id}
+    """Return the ids of the queues of a process, or of the one queue with this key."""
+    found: set[str] = set()
+    for queue in queues:
+        if key in [str(end.pid) for end in queue.ends if end.there]:
+            found.add(queue.header.queue_id)
+    return found or {chosen(key, queues).header.queue_id}
 
 
 def _report(ring: RingFile, before: QueueSnapshot, now: Watched) -> Report:
     queue = now.queue
     keeping, awaited = _flags(ring, queue)
-    found = suspects(before, queue, keeping, awaited, {end.pid: _doing(end.pid) for end in queue.ends if end.pid})
-    speed = 0.0 if now.rates is None else now.rates.messages_per_s
-    return Report(queue=queue, suspects=tuple(map(_with_stacks, found)), messages_per_s=speed)
+    channels = {end.pid: wait_channel(end.pid) for end in queue.ends if end.pid}
+    found = suspects(before, queue, keeping, awaited, channels)
+    messages_per_s = getattr(now.rates, "messages_per_s", 0.0)
+    return Report(queue=queue, suspects=tuple(map(_with_stacks, found)), messages_per_s=messages_per_s)
 
 
 def _flags(ring: RingFile, now: QueueSnapshot) -> tuple[list[int], list[int]]:
-    """Return the reader slots that a parked writer waits for, and the vacant ones that it waits for."""
-    layout, header = ring.layout, now.header
+    """Return the indices of the readers that a parked writer waits for, and of vacant ones that it waits for."""
+    layout = ring.layout
+    writer = now.header.writer
     keeping: list[int] = []
-    if header.writer.parked:
-        flags = ring.read(layout.flags(header.writer.wants % layout.slots), layout.flag_bytes)
+    if writer.parked:
+        flags = ring.read(layout.flags(writer.wants % layout.slots), layout.flag_bytes)
         keeping = [place for place, read in enumerate(flags[1:]) if flags[0] and not read]
-    row = ring.read(layout.flags(0), layout.flag_bytes)  # the flags of a slot that nobody waits for are set
-    vacant = [end.membership == "absent" and not read for end, read in zip(now.readers, row[1:], strict=True)]
-    return keeping, [place for place, is_vacant in enumerate(vacant) if is_vacant]
+    flags = ring.read(layout.flags(0), layout.flag_bytes)  # the flags of a slot that nobody waits for are set
+    awaited = []
+    for place, (end, read) in enumerate(zip(now.readers, flags[1:], strict=True)):
+        if end.membership == "absent" and not read:
+            awaited.append(place)
+    return keeping, awaited
 
 
 def _with_stacks(suspect: Suspect) -> Suspect:
-    """Add the stacks of its process."""
+    """Add the stacks of the process."""
     if not suspect.pid or suspect.kind == "gone":
         return suspect
-    tries = _TRIES if suspect.kind == "slow" else 1
+    tries = 1
+    if suspect.kind == "slow":
+        tries = _TRIES
     line, stacks, hint = _line_of(suspect.pid, tries)
     return msgspec.structs.replace(suspect, stacks=stacks, line=line, hint=hint)
 
@@ -271,4 +273,6 @@ def _line_of(pid: int, tries: int) -> tuple[Frame | None, tuple[Stack, ...], str
             return line, stacks, hint
         time.sleep(_PAUSE_S)
     line = users_line(stacks, beyond_loops=True)
-    return line, stacks, LOOP_WAITS if line is not None else hint
+    if line is not None:
+        hint = LOOP_WAITS
+    return line, stacks, hint

@@ -1,8 +1,8 @@
 """For tests of programs that use aioshm: both ends of a queue in one loop, and a check for leftovers.
 
 The pytest plugin (`aioshm.testing.plugin`) is installed with aioshm and has the same as fixtures: `aioshm_pair`,
-`aioshm_readers`, `aioshm_clean` and `aioshm_runtime_dir`. This module needs no pytest, and imports its parts when they
-are used: pytest imports the plugin in every run.
+`aioshm_readers`, `aioshm_clean` and `aioshm_runtime_dir`. This module needs no pytest, and imports its parts on first
+use: pytest imports the plugin in every run.
 """
 
 from typing import TYPE_CHECKING
@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING
 from aioshm.deferred import import_when_used as _import_when_used
 
 if TYPE_CHECKING:
-    from aioshm.testing.ends import pair, readers
-    from aioshm.testing.leftovers import Leftovers, leaving_no_task
+    from aioshm.testing.helpers import Leftovers, leaving_no_task, pair, readers
 
 __all__ = ["Leftovers", "leaving_no_task", "pair", "readers"]
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = _import_when_used(
-        __name__,
-        {"aioshm.testing.ends": ("pair", "readers"), "aioshm.testing.leftovers": ("Leftovers", "leaving_no_task")},
-    )
+    __getattr__, __dir__ = _import_when_used(__name__, {"aioshm.testing.helpers": tuple(__all__)})

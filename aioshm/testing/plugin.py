@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and "aioshm_clean" in item.fixturenames
             and inspect.iscoroutinefunction(item.obj)
         ):
-            from aioshm.testing.leftovers import leaving_no_task
+            from aioshm.testing.helpers import leaving_no_task
 
             item.obj = leaving_no_task(item.obj)
 
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def aioshm_pair() -> Callable[..., AbstractAsyncContextManager[tuple[MessageQueue[Any], MessageQueue[Any]]]]:
     """Return `aioshm.testing.pair`, which opens a writer and its reader for a block."""
-    from aioshm.testing.ends import pair
+    from aioshm.testing.helpers import pair
 
     return pair
 
@@ -54,7 +54,7 @@ def aioshm_pair() -> Callable[..., AbstractAsyncContextManager[tuple[MessageQueu
 @pytest.fixture
 def aioshm_readers() -> Callable[..., AbstractAsyncContextManager[tuple[MessageQueue[Any], list[MessageQueue[Any]]]]]:
     """Return `aioshm.testing.readers`, which opens a writer and several readers for a block."""
-    from aioshm.testing.ends import readers
+    from aioshm.testing.helpers import readers
 
     return readers
 
@@ -66,7 +66,7 @@ def aioshm_clean(request: pytest.FixtureRequest) -> Iterator[None]:
     For all tests: ``pytestmark = pytest.mark.usefixtures("aioshm_clean")`` in a module, or an autouse fixture in
     ``conftest.py`` that requests this one.
     """
-    from aioshm.testing.leftovers import Leftovers
+    from aioshm.testing.helpers import Leftovers
 
     leftovers = Leftovers()
     yield

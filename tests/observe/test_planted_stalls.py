@@ -17,8 +17,7 @@ from planting import Planted
 from support import eventually
 
 from aioshm.observe import find_queue, who
-from aioshm.observe.proc import process_info
-from aioshm.observe.stacks import stacks_of
+from aioshm.observe.proc import process_info, stacks_of
 from aioshm.observe.suspects import Suspect, process_report
 
 
@@ -119,7 +118,7 @@ class TestStalls:
         suspect = culprit(planted, writer.pid)
         assert (suspect.kind, suspect.side, suspect.rank) == ("writer blocked", "writer", -1)
         assert "published nothing" in suspect.text
-        assert "nanosleep" in str(suspect.doing)
+        assert "nanosleep" in suspect.wait_channel
         check_line(suspect, "writer")
 
     @pytest.mark.slow
@@ -128,7 +127,7 @@ class TestStalls:
         planted.ready()
         assert engine.stdout is not None
         assert engine.stdout.readline() == "wrong\n"
-        eventually(lambda: "nanosleep" in str(process_report(engine.pid).doing))
+        eventually(lambda: "nanosleep" in process_report(engine.pid).wait_channel)
         report = process_report(engine.pid)
         assert report.line is not None
         assert (Path(report.line.file).name, report.line.line) == ("planted.py", line_of("engine"))
@@ -172,8 +171,7 @@ def _is_absent(planted: Planted) -> list[bool]:
 @pytest.mark.slow
 def test_without_py_spy(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
     _, reader = planted.queue("write", "read")
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     reader.send_signal(signal.SIGSTOP)
     eventually(lambda: process_info(reader.pid).state == "stopped")
     suspect = culprit(planted, reader.pid)

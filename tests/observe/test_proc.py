@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,14 +15,17 @@ from support import eventually
 from aioshm.observe import proc
 from aioshm.observe.proc import (
     GONE,
+    Frame,
     NoProc,
+    Stack,
     check_proc,
     is_own_process,
     parse_command,
     parse_inner_pid,
+    parse_spy,
     parse_stat,
     process_info,
-    system_call,
+    users_line,
     wait_channel,
 )
 from aioshm.observe.scan import find_segments
@@ -77,8 +81,6 @@ def test_a_process_that_is_stopped_and_then_gone() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     try:
         eventually(lambda: process_info(child.pid).state == "sleeping" and "nanosleep" in wait_channel(child.pid))
-        if os.uname().machine == "x86_64":
-            assert system_call(child.pid) == "clock_nanosleep"
         child.send_signal(signal.SIGSTOP)
         eventually(lambda: process_info(child.pid).state == "stopped")
     finally:
@@ -86,7 +88,7 @@ def test_a_process_that_is_stopped_and_then_gone() -> None:
         child.wait()
     assert process_info(child.pid).state == GONE.state
     assert process_info(child.pid).pid == child.pid
-    assert (wait_channel(child.pid), system_call(child.pid)) == ("", "")
+    assert wait_channel(child.pid) == ""
 
 
 def test_process_of_another_user_is_not_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +101,74 @@ def test_a_system_without_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(proc, "PROC", tmp_path)
     with pytest.raises(NoProc, match="no /proc on this system"):
         check_proc()
+
+
+class TestStacks:
+    own = Frame("work", "/srv/app.py", 12, True)
+    lib = Frame("select", "/usr/lib/python3.11/selectors.py", 468, False)
+
+    def test_the_users_line(self) -> None:
+        main = Stack("MainThread", True, False, (self.lib, self.own))
+        other = Stack("other", False, True, (msgspec.structs.replace(self.own, line=99),))
+        assert users_line([other, main]) == self.own
+        assert users_line([other]) == other.frames[0]
+        assert users_line([Stack("MainThread", True, True, (self.lib,))]) is None
+        assert users_line([]) is None
+        assert str(self.own) == "/srv/app.py:12 in work"
+
+    def test_a_line_that_runs_a_loop_is_not_where_it_is(self) -> None:
+        loop = Frame("Runner.run", "/usr/lib/python3.11/asyncio/runners.py", 118, False)
+        waiting = Stack("MainThread", True, False, (self.lib, loop, self.own))
+        assert users_line([waiting]) is None
+        assert users_line([waiting], beyond_loops=True) == self.own
+        working = Stack(
+            "MainThread", True, True, (self.lib, self.own, loop, msgspec.structs.replace(self.own, line=99))
+        )
+        assert users_line([working]) == self.own
+
+    def test_what_py_spy_prints(self) -> None:
+        def frame(name: str, file: str, line: int) -> dict[str, object]:
+            return {"name": name, "filename": file, "line": line, "module": None}
+
+        threads = [
+            {"thread_name": None, "os_thread_id": 5, "active": True, "frames": [frame("work", "/srv/app.py", 12)]},
+            {"thread_name": "pool", "os_thread_id": 6, "active": False, "frames": []},
+            {"thread_name": None, "os_thread_id": 7, "active": False, "frames": []},
+        ]
+        stacks = parse_spy(msgspec.json.encode(threads), 5)
+        assert [(each.name, each.is_main, each.is_running) for each in stacks] == [
+            ("MainThread", True, True),
+            ("pool", False, False),
+            ("7", False, False),
+        ]
+        assert stacks[0].frames == (self.own,)
+
+    @pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b'[{"frames": 1}]', b"\xff"])
+    def test_what_it_does_not_print(self, text: bytes) -> None:
+        if text == b"{}":
+            assert parse_spy(text, 1) == ()
+            return
+        with pytest.raises(ValueError, match="something unknown"):
+            parse_spy(text, 1)
+
+    @pytest.mark.parametrize(
+        ("file", "own"),
+        [
+            ("/srv/app.py", True),
+            ("<string>", True),
+            ("/x/site-packages/a.py", False),
+            ("/usr/lib/python3.12/asyncio/runners.py", False),
+            ("<frozen runpy>", False),
+            (proc.__file__, False),
+        ],
+    )
+    def test_whose_a_file_is(self, file: str, own: bool) -> None:
+        threads = [
+            {
+                "thread_name": "x",
+                "os_thread_id": 5,
+                "active": True,
+                "frames": [{"name": "f", "filename": file, "line": 1}],
+            }
+        ]
+        assert parse_spy(msgspec.json.encode(threads), 5)[0].frames[0].own is own

@@ -15,7 +15,7 @@ import aioshm.observe
 from aioshm import MessageQueue, Options, ShmRingBuffer
 from aioshm.errors import AioshmError
 from aioshm.observe import Watch, find_queue, find_queues
-from aioshm.observe.scan import QueueNotFound, chosen, find_rings, rates
+from aioshm.observe.scan import QueueNotFound, Segment, chosen, find_rings, find_segments, rates
 from aioshm.observe.snapshot import snapshot_of
 from aioshm.ring import layout as at
 from aioshm.ring.header import read_header
@@ -205,3 +205,25 @@ def test_names_are_had_when_they_are_asked_for() -> None:
         assert getattr(aioshm.observe, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = aioshm.observe.nothing
+
+
+def of_this_process() -> list[Segment]:
+    return [segment for segment in find_segments()[0] if os.getpid() in segment.holders]
+
+
+async def test_segment_that_another_holder_has_given_up_is_opened_through_the_last_one() -> None:
+    async with MessageQueue(0, 0):
+        [segment] = of_this_process()
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        with open(os.devnull) as other:
+            segment.paths[:0] = [f"/proc/{ended.pid}/fd/3", f"/proc/self/fd/{other.fileno()}"]
+            fd = segment.open()
+        try:
+            status = os.fstat(fd)
+        finally:
+            os.close(fd)
+        assert (status.st_dev, status.st_ino) == segment.identity
+    with pytest.raises(FileNotFoundError, match="nobody has /memfd:aioshm"):
+        segment.open()
+    assert of_this_process() == []

@@ -114,7 +114,7 @@ def test_in_a_run_of_its_own(loop: str, tmp_path: Path) -> None:
 
 
 def test_importing_what_users_import_imports_no_pytest() -> None:
-    for modules in ("aioshm", "aioshm.testing, aioshm.testing.ends, aioshm.testing.leftovers"):
+    for modules in ("aioshm", "aioshm.testing, aioshm.testing.helpers"):
         code = f"import {modules}, sys; print('pytest' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout == "False\n"
