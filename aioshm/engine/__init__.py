@@ -42,9 +42,9 @@ if TYPE_CHECKING:  # "as": they are exported
     from aioshm.engine.startup.api_servers import wait_for_completion_or_failure as wait_for_completion_or_failure
     from aioshm.engine.startup.coordinator import EngineStartupCoordinator as EngineStartupCoordinator
     from aioshm.engine.startup.coordinator import StartupOptions as StartupOptions
+    from aioshm.engine.startup.coordinator import wait_for_engine_startup as wait_for_engine_startup
     from aioshm.engine.startup.launch import CoreEngineLaunch as CoreEngineLaunch
     from aioshm.engine.startup.launch import launch_core_engines as launch_core_engines
-    from aioshm.engine.startup.launch import wait_for_engine_startup as wait_for_engine_startup
     from aioshm.engine.startup.layout import EngineLayout as EngineLayout
     from aioshm.engine.startup.processes import CoreEngineProcManager as CoreEngineProcManager
     from aioshm.engine.startup.supervisor import EngineSupervisor as EngineSupervisor
@@ -88,10 +88,14 @@ if not TYPE_CHECKING:  # to which any name would be one of the package's
         "aioshm.engine.ray.placement": ("EngineNeeds",),
         "aioshm.engine.security.keys": ("EngineCredentials", "EngineKeys"),
         "aioshm.engine.startup.api_servers": ("APIServerProcessManager", "wait_for_completion_or_failure"),
-        "aioshm.engine.startup.coordinator": ("EngineStartupCoordinator", "StartupOptions"),
+        "aioshm.engine.startup.coordinator": (
+            "EngineStartupCoordinator",
+            "StartupOptions",
+            "wait_for_engine_startup",
+        ),
         "aioshm.engine.endpoints": ("get_engine_client_zmq_addr",),
         "aioshm.engine.startup.layout": ("EngineLayout",),
-        "aioshm.engine.startup.launch": ("CoreEngineLaunch", "launch_core_engines", "wait_for_engine_startup"),
+        "aioshm.engine.startup.launch": ("CoreEngineLaunch", "launch_core_engines"),
         "aioshm.engine.startup.processes": ("CoreEngineProcManager",),
         "aioshm.engine.startup.supervisor": ("EngineSupervisor",),
         "aioshm.engine.usage": ("report_usage_stats",),

@@ -1,9 +1,8 @@
 """Engines in lockstep or not, that die, hang, and are started again; requests, waves, handshakes, crash loops.
 
-Real: `Restarting` (the supervisor's decisions) with `RestartHistory`, `EngineStartupCoordinator` with both ends of the
-handshake,
-`Waves`, `Lockstep`, `LoadBalancer` and `Pending`, `EnvelopeDecoder`. Made up: processes, sockets, and the shells of
-client, engine and coordinator around these.
+Real: `EngineRestarts` (the supervisor's decisions) with `RestartHistory`, `EngineStartupCoordinator` with both ends of
+the handshake, `Waves`, `Lockstep`, `LoadBalancer` and `Pending`, `EnvelopeDecoder`. Made up: processes, sockets, and
+the shells of client, engine and coordinator around these.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from aioshm.engine.protocol.balance import LoadBalancer
 from aioshm.engine.protocol.handshake import EngineHandshake
 from aioshm.engine.protocol.messages import EngineCoreOutputs, EnvelopeDecoder, SchedulerStats, StartWave
 from aioshm.engine.protocol.waves import Lockstep, Waves
-from aioshm.engine.startup import restarting
+from aioshm.engine.startup import restarts
 from aioshm.engine.startup.coordinator import EngineStartupCoordinator
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.errors import CodecError, EngineDead
@@ -113,7 +112,7 @@ async def _at_once(work: Callable[[], Any]) -> Any:
 
 def stand_in() -> None:
     """Have the supervisor use this table of processes, in this process, for good."""
-    patched: Any = restarting
+    patched: Any = restarts
     patched.ProcessWatch = Watch
     patched.in_thread = _at_once
 
@@ -282,13 +281,13 @@ class Cluster:
         )
         startup = SimpleNamespace(stay_open=lambda _: self.startup)
         launch: Any = SimpleNamespace(engine_manager=self.manager, members=client, coordinator=None, startup=startup)
-        rules = restarting.RestartRules(
+        rules = restarts.RestartRules(
             restart=self.policy,
             lockstep=self.lockstep,
             start_timeout=self.start_timeout,
             on_change=self._changed,
         )
-        self.supervisor = restarting.Restarting(launch, rules)
+        self.supervisor = restarts.EngineRestarts(launch, rules)
 
     def _changed(self, info: RankInfo) -> None:
         self.states[info.rank] = info.state

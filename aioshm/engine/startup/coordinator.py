@@ -1,4 +1,4 @@
-"""Waits until engines are ready, or reports which engines are not, and why."""
+"""Shakes hands with engines until all of them are ready, or reports which engines are not, and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
@@ -20,10 +20,10 @@ from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.protocol.progress import StartupProgress, StartupReport, Waiting
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import EngineKeys
+from aioshm.engine.startup.processes import StartupProcesses
 from aioshm.engine.startup.router import HandshakeRouter
-from aioshm.engine.startup.supervision import Supervision
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
-from aioshm.process.background import completed, notify
+from aioshm.process.background import completed, notify, notify_soon
 from aioshm.process.watch import WatchedManager, WatchedProcess
 from aioshm.zeromq.hosts import connectable
 from aioshm.zeromq.sockets import Socket
@@ -79,50 +79,43 @@ class StartupOptions:
             check_seconds("progress_timeout", self.progress_timeout)
 
 
-class _Failure(NamedTuple):
-    """Why a startup has failed; an exit of a process has no cause of its own."""
+class _Clock:
+    """Measures the time without progress of a startup, which it reminds of it, and ends at last."""
 
-    cause: str = ""
-    refusal: HandshakeError | None = None
-
-
-class _ProgressClock:
-    """Measures the time without progress: reminds of it, and gives up."""
-
-    def __init__(self, patience_s: float, give_up: Callable[[], None], remind: Callable[[], None]) -> None:
+    def __init__(self, startup: EngineStartupCoordinator) -> None:
         self.since: dict[int, float] = {}  # the last progress of each engine
-        self._patience_s = patience_s
-        self._give_up = give_up
-        self._remind = remind
-        self._timer: asyncio.TimerHandle | None = None
-        self._deadline = 0.0
-        self._reminder_s = REMINDER_S
+        self._startup = startup
+        self._progressed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
 
-    @property
-    def running(self) -> bool:
-        return self._timer is not None
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="aioshm-engine-startup-clock")
 
-    def restart(self) -> None:
-        self._deadline = asyncio.get_running_loop().time() + self._patience_s
-        self._reminder_s = REMINDER_S
-        self._set_timer()
+    def progressed(self) -> None:
+        self._progressed.set()
 
     def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
-    def _set_timer(self) -> None:
-        self.stop()
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_at(min(self._deadline, loop.time() + self._reminder_s), self._tick)
-
-    def _tick(self) -> None:
-        if asyncio.get_running_loop().time() >= self._deadline:
-            self._give_up()
-            return
-        self._remind()
-        self._reminder_s = min(2 * self._reminder_s, LAST_REMINDER_S)
-        self._set_timer()
+        startup = self._startup
+        while True:
+            deadline = loop.time() + startup.progress_timeout
+            reminder_s = REMINDER_S
+            self._progressed.clear()
+            while not self._progressed.is_set():
+                try:
+                    async with asyncio.timeout_at(min(deadline, loop.time() + reminder_s)):
+                        await self._progressed.wait()
+                except TimeoutError:
+                    if loop.time() >= deadline:
+                        startup.give_up()
+                        return
+                    startup.remind()
+                    reminder_s = min(2 * reminder_s, LAST_REMINDER_S)
 
 
 class EngineStartupCoordinator(AsyncClosing):
@@ -148,12 +141,11 @@ class EngineStartupCoordinator(AsyncClosing):
         addresses: The addresses that engines get, as of their HELLO. Receives the ``frontend_stats_publish_address``
             that an engine passes on.
         proc_manager: The manager of the local engines.
-        coord_process: The process of the data-parallel coordinator.
+        coord_process: The process of the data-parallel coordinator; stopped if it is one of ``multiprocessing``.
         options: See `StartupOptions`; None: the defaults.
 
     Attributes:
-        proc_manager: See above.
-        coord_process: See above; stopped if it is one of ``multiprocessing``.
+        proc_manager, coord_process: See above.
 
     Raises:
         TypeError, ValueError: An argument is invalid; the text names it.
@@ -184,14 +176,12 @@ class EngineStartupCoordinator(AsyncClosing):
             config_hash=chosen.parallel_config_hash,
             remote_headless=chosen.remote_headless,
         )
-        self.progress_timeout: float = (
-            engine_ready_timeout() if chosen.progress_timeout is None else chosen.progress_timeout
-        )
-        self._clock = _ProgressClock(self.progress_timeout, self._give_up, self._remind)
-        self._processes = Supervision(chosen.watched_processes, self._process_exited)
+        self.progress_timeout: float = chosen.progress_timeout or engine_ready_timeout()
+        self._clock = _Clock(self)
+        self._processes = StartupProcesses(chosen.watched_processes, self._process_exited)
         self._settled = asyncio.Event()
         self._report: StartupReport | None = None
-        self._failure: _Failure | None = None
+        self._failure: str | HandshakeError | None = None  # "": the exit of a process, which has no cause of its own
         self._conclusion: asyncio.Task[EngineStartupError] | None = None
         self._on_ready: Callable[[int], object] | None = None  # set when engines may come back
 
@@ -224,9 +214,8 @@ class EngineStartupCoordinator(AsyncClosing):
         """
         if self._router is not None or self._closed:
             raise RoleError("a startup of engines can be entered once")
-        chosen = self._options
         self._router = HandshakeRouter(
-            self._place, self.take, self.handshake.engines, keys=chosen.keys, secure=chosen.secure
+            self._place, self.take, self.handshake.engines, keys=self._options.keys, secure=self._options.secure
         )
         self._clock.since = dict.fromkeys(self.handshake.engines, monotonic())
         try:
@@ -238,7 +227,7 @@ class EngineStartupCoordinator(AsyncClosing):
 
     def watch_also(self, processes: Iterable[WatchedProcess]) -> None:
         """Watch more processes, from the next `wait` on; call this before the first one."""
-        self._processes.watch_also(processes)
+        self._processes.watched += tuple(processes)
 
     async def wait(self, timeout: float | None = None) -> StartupReport:
         """Wait until every engine is ready.
@@ -261,8 +250,7 @@ class EngineStartupCoordinator(AsyncClosing):
         if self._report is None and self._conclusion is None and not self._closed:
             self._processes.watch(self.proc_manager, self.coord_process)
         if not self._settled.is_set():
-            if not self._clock.running:
-                self._clock.restart()
+            self._clock.start()
             if self.handshake.complete:  # there are no engines
                 self._succeed()
         try:
@@ -343,65 +331,58 @@ class EngineStartupCoordinator(AsyncClosing):
             return False
         index = int.from_bytes(identity, "little")
         engine = self.handshake.engines.get(index)
-        before = None if engine is None else engine.state
+        before = engine and engine.state
         try:
             reply = self.handshake.receive(identity, frames)
-        except HandshakeError as error:
-            self._refuse(f"{error}; it came from {sender}", error, goes_on=not self._router.trusted)
-            return self._reads
-        except (TypeError, ValueError) as error:  # the addresses were changed to something else
-            self._refuse(f"engine {index} cannot be told the addresses: {error}")
-            return self._reads
-        if self._failure is not None:
-            return True
-        if reply is not None:
-            try:
+            if reply is not None and self._failure is None:
                 self._router.answer(reply)
-            except zmq.ZMQError as error:
-                goes_on = over_tcp([self._router.address]) or self._on_ready is not None
-                if goes_on:  # it may come back: its connection broke
-                    self.handshake.forget(index)
-                text = f"engine {index} left before it could be told the addresses: {error}; it was at {sender}"
-                self._refuse(text, goes_on=goes_on)
-        if engine is not None and engine.state is not before:
+        except HandshakeError as error:
+            error.args = (f"{error}; it came from {sender}",)
+            self._refuse(error, fatal=self._router.trusted)
+        except zmq.ZMQError as error:
+            fatal = not over_tcp([self._router.address]) and self._on_ready is None
+            if not fatal:  # it may come back: its connection broke
+                self.handshake.forget(index)
+            self._refuse(f"engine {index} left before it got the addresses: {error}; it was at {sender}", fatal=fatal)
+        except (TypeError, ValueError) as error:  # the addresses were changed to something else
+            self._refuse(f"the addresses cannot be sent to engine {index}: {error}")
+        if self._failure is None and engine is not None and engine.state is not before:
             self._move(index)
         return self._reads
 
     @property
     def _reads(self) -> bool:
         if self._failure is not None:
-            return not self._failure.cause
+            return self._failure == ""
         return self._on_ready is not None or not self._settled.is_set()
 
-    def _refuse(self, text: str, error: HandshakeError | None = None, *, goes_on: bool = False) -> None:
+    def _refuse(self, cause: str | HandshakeError, *, fatal: bool = True) -> None:
         """Fail, or ignore a message that may be a stranger's."""
-        if not goes_on and self._on_ready is None:
-            self._fail(text, error)
-            return
-        assert self._router is not None
-        self._router.ignore(text)
+        if fatal and self._on_ready is None:
+            self._fail(cause)
+        else:
+            assert self._router is not None
+            self._router.ignore(str(cause))
 
     def _move(self, index: int) -> None:
+        """Note that an engine has advanced."""
+        state = self.handshake.engines[index].state
         if self._on_ready is not None:
-            if self.handshake.engines[index].state is CoreEngineState.READY:
+            if state is CoreEngineState.READY:
                 notify(self._on_ready, index)
             return
         self._clock.since[index] = monotonic()
+        self._clock.progressed()
         addresses = self.handshake.addresses
         if addresses.frontend_stats_publish_address is None:
             addresses.frontend_stats_publish_address = self.handshake.stats_address
-        if self._options.on_progress is not None or logger.isEnabledFor(logging.DEBUG):
-            progress = self._progress(index)
-            logger.debug("engine %d is %s: %s", index, self.handshake.engines[index].state.name, progress)
-            self._announce(progress)
-        if self._clock.running:
-            self._clock.restart()
+        self._announce(index, logging.DEBUG, f"engine {index} is {state.name}: ")
         if self.handshake.complete:
             self._succeed()
 
     def _succeed(self) -> None:
         if self._processes.exited():
-            self._fail()  # READY was the last message of a process that has exited
+            self._fail("")  # READY was the last message of a process that has exited
             return
         self._report = report = self.handshake.report()
         cache_config = self._options.cache_config
@@ -413,48 +394,50 @@ class EngineStartupCoordinator(AsyncClosing):
     def _process_exited(self) -> None:
         assert self._router is not None
         self._router.pump.run()  # its last message may be the reason
-        self._fail()
+        self._fail("")
 
-    def _fail(self, cause: str = "", refusal: HandshakeError | None = None) -> None:
-        if not self._settled.is_set() or (self._failure is not None and not self._failure.cause):
-            self._failure = _Failure(cause, refusal)
+    def _fail(self, cause: str | HandshakeError) -> None:
+        if not self._settled.is_set() or self._failure == "":
+            self._failure = cause
             self._settle()
 
     def _settle(self) -> None:
         self._clock.stop()
         self._settled.set()
 
-    # Time
+    # Progress
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Fail, for want of progress."""
         assert self._router is not None
         text = f"no progress for {self.progress_timeout:g} s"
         if self._router.ignored:
             text += f"; the last message that was ignored: {self._router.ignored}"
         self._fail(text)
 
-    def _remind(self) -> None:
-        progress = self._progress(None)
-        logger.info("%s", progress)
-        self._announce(progress)
+    def remind(self) -> None:
+        """Report which engines are waited for."""
+        self._announce(None, logging.INFO, "")
 
-    # Reports
+    def _announce(self, moved: int | None, level: int, prefix: str) -> None:
+        on_progress = self._options.on_progress
+        if on_progress is None and not logger.isEnabledFor(level):
+            return
+        progress = self._progress(moved)
+        logger.log(level, "%s%s", prefix, progress)
+        if on_progress is not None:
+            notify_soon(on_progress, progress)
 
     def _progress(self, moved: int | None) -> StartupProgress:
         now = monotonic()
-        pids = {index: process.pid for index, process in self._processes.engines().items()}
-        waiting = tuple(
-            Waiting(index, engine.state, now - self._clock.since.get(index, now), pids.get(index))
-            for index, engine in self.handshake.engines.items()
-            if engine.state is not CoreEngineState.READY
-        )
+        processes = self._processes.engines()
+        waiting = []
+        for index, engine in self.handshake.engines.items():
+            if engine.state is not CoreEngineState.READY:
+                pid = processes[index].pid if index in processes else None
+                waiting.append(Waiting(index, engine.state, now - self._clock.since.get(index, now), pid))
         heard = len(self.handshake.hello)
-        return StartupProgress(len(self.handshake.engines), heard, len(self.handshake.ready), waiting, moved)
-
-    def _announce(self, progress: StartupProgress) -> None:
-        on_progress = self._options.on_progress
-        if on_progress is not None:
-            asyncio.get_running_loop().call_soon(notify, on_progress, progress)
+        return StartupProgress(len(self.handshake.engines), heard, len(self.handshake.ready), tuple(waiting), moved)
 
     # Failure and closing
 
@@ -462,8 +445,7 @@ class EngineStartupCoordinator(AsyncClosing):
         """Stop everything, and return the error to raise."""
         try:
             await asyncio.sleep(SETTLE_S)
-            cause, refusal = self._failure or _Failure()
-            error = self._processes.failure(cause, refusal, self.progress, self.handshake.engines)
+            error = self._processes.failure(self._failure or "", self.progress, self.handshake.engines)
         finally:
             await self._processes.stop()
         logger.debug("%s", error)
@@ -473,3 +455,43 @@ class EngineStartupCoordinator(AsyncClosing):
         self._processes.close()
         if self._router is not None:
             self._router.close()
+
+
+async def wait_for_engine_startup(
+    handshake_address_or_socket: str | Socket,
+    addresses: EngineZmqAddresses,
+    core_engines: Iterable[CoreEngine],
+    parallel_config: object,
+    cache_config: Any = None,
+    proc_manager: WatchedManager | None = None,
+    coord_process: WatchedProcess | None = None,
+    **options: Any,
+) -> StartupReport:
+    """Wait until every engine is ready, and return their answers; `EngineStartupCoordinator` in one call.
+
+    Cancelling this stops the engines, and so does every error.
+
+    Args:
+        handshake_address_or_socket: See `EngineStartupCoordinator`.
+        addresses: The addresses that engines get.
+        core_engines: The engines.
+        parallel_config: See `StartupOptions`.
+        cache_config: See `StartupOptions`.
+        proc_manager: The manager of the local engines.
+        coord_process: The process of the data-parallel coordinator.
+        options: The other fields of `StartupOptions`, such as ``watched_processes`` and ``keys``.
+
+    Raises:
+        HandshakeError: A message was refused.
+        EngineStartupError: A process exited, or there was no progress for too long.
+        OSError: The address cannot be bound.
+    """
+    async with EngineStartupCoordinator(
+        handshake_address_or_socket,
+        core_engines,
+        addresses,
+        proc_manager=proc_manager,
+        coord_process=coord_process,
+        options=StartupOptions(parallel_config=parallel_config, cache_config=cache_config, **options),
+    ) as startup:
+        return await startup.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,8 +23,7 @@ from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.errors import RoleError
 from aioshm.lifeline.sockets import sweep_leftovers
 from aioshm.process.child import Child
-from aioshm.process.watch import WatchedManager, WatchedProcess
-from aioshm.zeromq.sockets import Socket
+from aioshm.process.watch import WatchedProcess
 
 
 @dataclass(eq=False, kw_only=True)
@@ -240,43 +239,3 @@ async def launch_core_engines(
         if wait:
             await launch.wait_until_ready()
         yield launch
-
-
-async def wait_for_engine_startup(
-    handshake_address_or_socket: str | Socket,
-    addresses: EngineZmqAddresses,
-    core_engines: Iterable[CoreEngine],
-    parallel_config: object,
-    cache_config: Any = None,
-    proc_manager: WatchedManager | None = None,
-    coord_process: WatchedProcess | None = None,
-    **options: Any,
-) -> StartupReport:
-    """Wait until every engine is ready, and return their answers; `EngineStartupCoordinator` in one call.
-
-    Cancelling this stops the engines, and so does every error.
-
-    Args:
-        handshake_address_or_socket: See `EngineStartupCoordinator`.
-        addresses: The addresses that engines get.
-        core_engines: The engines.
-        parallel_config: See `StartupOptions`.
-        cache_config: See `StartupOptions`.
-        proc_manager: The manager of the local engines.
-        coord_process: The process of the data-parallel coordinator.
-        options: The other fields of `StartupOptions`, such as ``watched_processes`` and ``keys``.
-
-    Raises:
-        HandshakeError: A message was refused.
-        EngineStartupError: A process exited, or there was no progress for too long.
-        OSError: The address cannot be bound.
-    """
-    async with EngineStartupCoordinator(
-        handshake_address_or_socket,
-        core_engines,
-        addresses,
-        proc_manager=proc_manager,
-        coord_process=coord_process,
-        options=StartupOptions(parallel_config=parallel_config, cache_config=cache_config, **options),
-    ) as startup:
-        return await startup.wait()

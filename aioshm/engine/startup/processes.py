@@ -1,16 +1,40 @@
-"""The engine processes of a front end's host, under vLLM's name."""
+"""The processes of a startup: the engines of this host, and everything that is watched and stopped with them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
 from aioshm.arguments import check_int, check_plain
+from aioshm.engine.client.liveness import engine_of
+from aioshm.engine.protocol.addresses import CoreEngine
+from aioshm.engine.protocol.progress import PHASES, StartupProgress, describe_failure, engine_index
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
+from aioshm.errors import EngineStartupError, HandshakeError
+from aioshm.process.background import completed, in_thread
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
-from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
+from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S, ashutdown
+from aioshm.process.watch import (
+    SUSPECT_STATES,
+    ProcessExit,
+    ProcessWatch,
+    WatchedManager,
+    WatchedProcess,
+    process_state,
+)
+
+STOP_S = 1.0
+"""How long the processes of a failed startup may take to exit: they have nothing to finish yet."""
+
+_TAILS = 8  # the error has the last lines of at most so many processes
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class CoreEngineProcManager(ProcessManager):
@@ -61,9 +85,13 @@ class CoreEngineProcManager(ProcessManager):
         self._keys = keys
         self._offset = local_start_index - start_index
         self._started: dict[int, int] = {}  # starts so far, by rank
-        jobs = [self._job(start_index + number) for number in range(local_engine_count)]
-        super().__init__(target_fn, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
-        self._started = dict.fromkeys(range(start_index, start_index + local_engine_count), 1)
+        super().__init__(target_fn, (), shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
+        try:
+            for number in range(local_engine_count):
+                self.start_engine(start_index + number)
+        except BaseException:
+            self.shutdown(timeout=0)
+            raise
 
     @classmethod
     async def start(
@@ -100,12 +128,18 @@ class CoreEngineProcManager(ProcessManager):
             RoleError: The manager is closed, or that engine still runs.
             Exception: The process could not be started.
         """
-        job = self._job(rank)
+        incarnation = self.next_incarnation(rank)
+        job = Job(
+            engine_name(rank),
+            self._args,
+            self._kwargs | {"dp_rank": rank, "local_dp_rank": rank + self._offset},
+            as_attributes(keys_to_hand_over(self._keys, rank, incarnation)),
+        )
         if any(process.name == job.name for process in self.processes):
             child = self.start_again(job.name, job)
         else:
             child = self.start_more(job)
-        self._started[rank] = self.next_incarnation(rank) + 1
+        self._started[rank] = incarnation + 1
         return child
 
     def next_incarnation(self, rank: int) -> int:
@@ -124,15 +158,114 @@ class CoreEngineProcManager(ProcessManager):
         """
         await self.stop(engine_name(rank))
 
-    def _job(self, rank: int) -> Job:
-        return Job(
-            engine_name(rank),
-            self._args,
-            self._kwargs | {"dp_rank": rank, "local_dp_rank": rank + self._offset},
-            as_attributes(keys_to_hand_over(self._keys, rank, self.next_incarnation(rank))),
-        )
-
 
 def engine_name(rank: int) -> str:
     """Return the process name of an engine."""
     return f"EngineCore_{rank}"
+
+
+class StartupProcesses:
+    """The processes of a startup: watched, named when one fails, and stopped with it."""
+
+    def __init__(self, watched: Iterable[WatchedProcess], on_exit: Callable[[], None]) -> None:
+        self.watched = tuple(watched)  # more processes, which are not stopped
+        self._on_exit = on_exit
+        self._manager: WatchedManager | None = None
+        self._coordinator: WatchedProcess | None = None
+        self._watch: ProcessWatch | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    def watch(self, manager: WatchedManager | None, coordinator: WatchedProcess | None) -> None:
+        """Watch the engines and the coordinator, too. Idempotent."""
+        if self._watch is None:
+            self._watch = ProcessWatch(on_exit=self._on_exit)
+        if manager is not None and manager is not self._manager:
+            self._watch.add_manager(manager)
+        self._manager = manager
+        self._coordinator = coordinator
+        self._watch.add(self.watched)
+        if coordinator is not None:
+            self._watch.add([coordinator])
+
+    def engines(self) -> dict[int, WatchedProcess]:
+        """Return the known engine processes of this host, by rank."""
+        found = {}
+        for process in getattr(self._manager, "processes", ()):
+            rank = engine_index(process.name)
+            if rank is not None and not hasattr(process, "host"):
+                found[rank] = process
+        return found
+
+    def exited(self) -> list[ProcessExit]:
+        """Return the processes that have exited."""
+        return [] if self._watch is None else self._watch.exited()
+
+    def failure(
+        self, cause: str | HandshakeError, progress: StartupProgress, engines: Mapping[int, CoreEngine]
+    ) -> EngineStartupError:
+        """Return the error of a failed startup."""
+        causes = []
+        failed: dict[str, int | None] = {}
+        names = []  # of engines whose last lines are shown
+        for each in self.exited():
+            phase = ""
+            rank = engine_of(each)
+            if rank is not None:
+                names.append(each.name)
+                if rank in engines:
+                    phase = PHASES[engines[rank].state]
+            causes.append(replace(each, last_line="").describe(phase))
+            failed[each.name] = each.exitcode
+        processes = self.engines()
+        for engine in progress.waiting:
+            process = processes.get(engine.index)
+            if process is not None and process.name not in failed:
+                names.append(process.name)
+                state = process_state(process.pid or 0)
+                if state in SUSPECT_STATES:
+                    causes.append(f"{process.name} (pid {process.pid}) is {state}")
+        text = describe_failure(str(cause), causes, progress, self._last_lines(names))
+        if isinstance(cause, HandshakeError):
+            return HandshakeError(text, engine=cause.engine, state=cause.state, expected=cause.expected, failed=failed)
+        return EngineStartupError(text, failed=failed)
+
+    def _last_lines(self, names: Iterable[str]) -> dict[str, list[str]]:
+        last_lines = getattr(self._manager, "last_lines", None)
+        found: dict[str, list[str]] = {}
+        if last_lines is not None:
+            for name in names:
+                lines = list(last_lines(name))
+                if lines and len(found) < _TAILS:
+                    found[name] = lines
+        return found
+
+    async def stop(self) -> None:
+        """Stop the engines and the coordinator. Idempotent; finishes also when cancelled."""
+        self.close()
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop(), name="aioshm-engine-startup-stops")
+        await completed(self._stopping)
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        if self._watch is not None:
+            self._watch.close()
+
+    async def _stop(self) -> None:
+        stopping = [self._stop_manager()]
+        if isinstance(self._coordinator, BaseProcess):
+            stopping.append(ashutdown([self._coordinator], STOP_S))
+        for result in await asyncio.gather(*stopping, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.error("while engines were stopped: %s", result, exc_info=result)
+
+    async def _stop_manager(self) -> None:
+        manager: Any = self._manager
+        if isinstance(manager, ProcessManager):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):  # a cancelled `aclose` kills and waits
+                    await manager.aclose()
+        elif hasattr(manager, "aclose"):
+            await manager.aclose()
+        elif hasattr(manager, "close"):
+            await in_thread(manager.close)

@@ -47,20 +47,20 @@ class HandshakeRouter:
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
         self._names: dict[bytes, bytes] = {}  # of engines that are recognised by their keys, by identity
         if isinstance(place, str):
-            self.protection: Protection = Protection.of_front_end([place], ranks, keys=keys, secure=secure, more=True)
-            self._encrypts = self.protection.encrypts(place)
-            # Whether all peers are trusted: they have keys, or are on this host.
-            self.trusted: bool = self._encrypts or not over_tcp([place])
             self.address: str = place
+            self.protection: Protection = Protection.of_front_end([place], ranks, keys=keys, secure=secure, more=True)
+            encrypted = self._encrypts = self.protection.encrypts(place)
         else:
             if place.getsockopt(zmq.TYPE) != zmq.ROUTER:
                 raise ValueError(f"the handshake needs a ROUTER socket, not {place!r}")
             self.address = bytes(place.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
-            self.trusted = not over_tcp([self.address]) or place.getsockopt(zmq.MECHANISM) != zmq.NULL
             self.protection = Protection(None, None, (), secure=False)
             self._encrypts = False
-            if not self.trusted:
-                warn_of_strangers([self.address])
+            encrypted = place.getsockopt(zmq.MECHANISM) != zmq.NULL
+        # Whether all peers are trusted: they have keys, or are on this host.
+        self.trusted: bool = encrypted or not over_tcp([self.address])
+        if not self.trusted and not isinstance(place, str):
+            warn_of_strangers([self.address])
         self._bound = BoundSockets(self.protection)
         try:
             self._router = self._open(place) if isinstance(place, str) else zmq.Socket.shadow(place)

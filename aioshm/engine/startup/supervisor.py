@@ -16,7 +16,7 @@ from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.options import ClientOptions, Resubmit
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
-from aioshm.engine.startup.restarting import EngineLife, Restarting, RestartRules
+from aioshm.engine.startup.restarts import EngineLife, EngineRestarts, RestartRules
 from aioshm.engine.stats import EngineSupervisorStats
 from aioshm.errors import EndClosed, EngineDead, RoleError
 from aioshm.process.background import notify_soon
@@ -72,41 +72,29 @@ class EngineSupervisor(AsyncClosing):
         client = options.pop("client", None) or ClientOptions()
         if client.on_engine_change is not None:
             raise TypeError("on_engine_change is the supervisor's own, and cannot be given")
-        self._restarting: Restarting | None = None
-        if start_timeout is not None:
-            check_seconds("start_timeout", start_timeout)
+        if start_timeout is None:
+            start_timeout = engine_ready_timeout()
         self._rules = RestartRules(
             restart=restart or Restart(),
             lockstep=lockstep,
-            start_timeout=engine_ready_timeout() if start_timeout is None else start_timeout,
+            start_timeout=check_seconds("start_timeout", start_timeout),
             on_change=None if on_change is None else partial(notify_soon, on_change),
         )
-        self._options = {
-            **options,
-            "client": replace(
-                client,
-                on_engine_death="continue",
-                resubmit=resubmit or client.resubmit,
-                on_engine_change=self._engine_changed,
-            ),
-            "wait": False,
-        }
+        client = replace(
+            client,
+            on_engine_death="continue",
+            resubmit=resubmit or client.resubmit,
+            on_engine_change=self._engine_changed,
+        )
+        self._options = {**options, "client": client, "wait": False}
         self._target = check_plain("target_fn", target_fn)
         self._count = check_int("engine_count", engine_count, minimum=1)
+        self._restarts: EngineRestarts | None = None
 
     def __repr__(self) -> str:
         if self._stack is None:
             return "<EngineSupervisor, not open>"
         return f"<EngineSupervisor of engines {', '.join(f'{each.rank} {each.state}' for each in self.engines)}>"
-
-    @property
-    def client(self) -> EngineClient:
-        """The client of the engines.
-
-        Raises:
-            RoleError: The supervisor is not open, or API servers have the clients.
-        """
-        return self._open().client
 
     @property
     def launch(self) -> CoreEngineLaunch:
@@ -115,18 +103,31 @@ class EngineSupervisor(AsyncClosing):
         Raises:
             RoleError: The supervisor is not open.
         """
-        return self._open()
+        if self._stack is None:
+            raise RoleError("a supervisor of engines is used inside `async with`")
+        return self._launch
+
+    @property
+    def client(self) -> EngineClient:
+        """The client of the engines.
+
+        Raises:
+            RoleError: The supervisor is not open, or API servers have the clients.
+        """
+        return self.launch.client
 
     @property
     def engines(self) -> tuple[RankInfo, ...]:
         """The engines of this host, by rank."""
-        lives = {} if self._restarting is None else self._restarting.lives
-        return tuple(life.info for _, life in sorted(lives.items()))
+        if self._restarts is None:
+            return ()
+        return tuple(life.info for _, life in sorted(self._restarts.lives.items()))
 
     def stats(self) -> EngineSupervisorStats:
         """Return the counters of the engines and of their client; from any thread."""
-        has_client = self._stack is not None and self._launch.has_client
-        return EngineSupervisorStats(self.engines, self._launch.client.stats() if has_client else None)
+        if self._stack is None or not self._launch.has_client:
+            return EngineSupervisorStats(self.engines, None)
+        return EngineSupervisorStats(self.engines, self._launch.client.stats())
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -142,16 +143,15 @@ class EngineSupervisor(AsyncClosing):
         if self._stack is not None or self._closed:
             raise RoleError("a supervisor of engines can be entered once")
         async with AsyncExitStack() as stack:
-            self._launch = await stack.enter_async_context(
-                launch_core_engines(self._target, self._count, **self._options)
-            )
+            launch = launch_core_engines(self._target, self._count, **self._options)
+            self._launch = await stack.enter_async_context(launch)
             self._launch.watch_coordinator = False
             if self._launch.has_client:
                 self._launch.client.leave_deaths_to_supervisor()
             await self._launch.shake_hands()
             # Before the client waits: an engine that dies now is started again, too.
-            self._restarting = Restarting(self._launch, self._rules)
-            stack.push_async_callback(self._restarting.aclose)
+            self._restarts = EngineRestarts(self._launch, self._rules)
+            stack.push_async_callback(self._restarts.aclose)
             await self._launch.wait_until_ready()
             self._scaling: asyncio.Lock = asyncio.Lock()
             self._stack = stack.pop_all()
@@ -163,11 +163,12 @@ class EngineSupervisor(AsyncClosing):
             EngineDead: A crash loop; the text has the cause of every death that counts.
             QueueClosed, RoleError: The supervisor was closed, or is not open.
         """
-        restarting = self._supervision()
-        await restarting.failed.wait()
-        if (failure := restarting.failure) is not None:
-            raise EngineDead(*failure.args, engine=failure.engine, pid=failure.pid)
-        raise EndClosed("the supervisor of engines was closed")
+        restarts = self._open()
+        await restarts.failed.wait()
+        failure = restarts.failure
+        if failure is None:
+            raise EndClosed("the supervisor of engines was closed")
+        raise EngineDead(*failure.args, engine=failure.engine, pid=failure.pid)
 
     join_first = wait  # for `wait_for_completion_or_failure`
 
@@ -183,9 +184,8 @@ class EngineSupervisor(AsyncClosing):
         self._closed = True
         stack = self._stack
         self._stack = None
-        if stack is None:
-            return
-        await stack.aclose()
+        if stack is not None:
+            await stack.aclose()
 
     def __del__(self) -> None:
         if self._stack is not None:
@@ -210,11 +210,11 @@ class EngineSupervisor(AsyncClosing):
             TypeError, ValueError: An argument is invalid.
         """
         check_int("engine_count", engine_count, minimum=1)
+        restarts = self._open()
         members = self._members()
+        lives = restarts.lives
         if self._rules.lockstep:
             raise RoleError("engines in lockstep cannot be scaled: they need each other")
-        restarting = self._supervision()
-        lives = restarting.lives
         if len(members.ranks) != len(lives):
             raise RoleError("engines are scaled where all of them are this process'")
         most = self._launch.engine_manager.max_engines
@@ -225,22 +225,21 @@ class EngineSupervisor(AsyncClosing):
             )
         async with self._scaling:
             while len(lives) > engine_count:
-                await self._take_out(lives[max(lives)], timeout)
-            newcomers = []
+                await self._remove_engine(restarts, lives[max(lives)], timeout)
+            starting = []
             for rank in range(len(lives), engine_count):
                 members.add_engine(rank)
-                self._tell_coordinator()
-                newcomers.append(restarting.add(rank))
-            if newcomers:
-                await asyncio.gather(*map(asyncio.shield, newcomers))
+                self._scale_coordinator()
+                starting.append(restarts.add(rank))
+            if starting:
+                await asyncio.gather(*map(asyncio.shield, starting))
                 await members.wait_until_ready(self._rules.start_timeout)
 
-    def _tell_coordinator(self) -> None:
+    def _scale_coordinator(self) -> None:
         if self._launch.coordinator is not None:
             self._launch.coordinator.scale(len(self._members().ranks))
 
-    async def _take_out(self, life: EngineLife, timeout: float | None) -> None:
-        restarting = self._supervision()
+    async def _remove_engine(self, restarts: EngineRestarts, life: EngineLife, timeout: float | None) -> None:
         before = life.state
         life.enter("stopping")
         try:
@@ -248,26 +247,22 @@ class EngineSupervisor(AsyncClosing):
         except BaseException:
             life.enter(before)
             raise
-        self._tell_coordinator()
-        await restarting.remove(life.rank)
+        self._scale_coordinator()
+        await restarts.remove(life.rank)
 
     def _engine_changed(self, rank: int, error: EngineDead | None) -> None:
-        restarting = self._restarting
-        if error is not None and restarting is not None and rank not in restarting.lives:
-            restarting.expect(rank)
+        """Admit the replacement of a dead engine of another host, which is restarted there."""
+        restarts = self._restarts
+        if error is not None and restarts is not None and rank not in restarts.lives:
+            self._launch.startup.expect(rank)
 
     def _members(self) -> EngineClient | FrontEnds:
-        members = self._open().members
+        members = self.launch.members
         if members is None:
-            raise RoleError("no client of these engines is told which ones there are")
+            raise RoleError("there is no engine here, and no client or front end of engines")
         return members
 
-    def _supervision(self) -> Restarting:
-        self._open()
-        assert self._restarting is not None
-        return self._restarting
-
-    def _open(self) -> CoreEngineLaunch:
-        if self._stack is None:
+    def _open(self) -> EngineRestarts:
+        if self._stack is None or self._restarts is None:
             raise RoleError("a supervisor of engines is used inside `async with`")
-        return self._launch
+        return self._restarts

@@ -28,7 +28,7 @@ from aioshm.engine import (
 from aioshm.engine.client.link import EngineLink
 from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.startup.processes import CoreEngineProcManager
-from aioshm.engine.startup.restarting import EngineLife
+from aioshm.engine.startup.restarts import EngineLife
 from aioshm.process.child import _Popen
 
 FOR_EVER = 1_000_000.0

@@ -238,7 +238,7 @@ async def test_each_is_told_how_one_has_died(secure: bool, tmp_path: Path) -> No
             for client in clients:
                 assert client.deaths == {}
                 assert len(await collected(client.submit(ask("a", 2), engine=1))) == 2
-        supervisor._restarting.lives[1].history._policy = Restart(max_restarts=0)
+        supervisor._restarts.lives[1].history._policy = Restart(max_restarts=0)
         crash.touch()
         stop(pids(supervisor)[1])
         for client in clients:

@@ -19,7 +19,7 @@ from startups import GOOD, LOADING, FakeManager, addresses, engine, managed, tas
 
 from aioshm.engine import CoreEngine, CoreEngineState, EngineStartupCoordinator, StartupOptions, wait_for_engine_startup
 from aioshm.engine.startup import coordinator as startup_module
-from aioshm.engine.startup import supervision
+from aioshm.engine.startup import processes as startup_processes
 from aioshm.errors import EngineStartupError, HandshakeError
 
 READY = CoreEngineState.READY
@@ -68,7 +68,7 @@ class TestFailure:
         async with EngineStartupCoordinator(path, [CoreEngine(0)], where) as startup:
             where.inputs = [object()]  # type: ignore[list-item]
             async with tasks(engine(path, 0)):
-                with pytest.raises(EngineStartupError, match=r"engine 0 cannot be told the addresses: .*object"):
+                with pytest.raises(EngineStartupError, match=r"the addresses cannot be sent to engine 0: .*object"):
                     await startup.wait(20)
 
     async def test_a_second_engine_of_one_rank(self, path: str) -> None:
@@ -300,4 +300,4 @@ class TestProcesses:
 
 
 def test_processes_get_less_time_than_the_promise() -> None:
-    assert startup_module.SETTLE_S + supervision.STOP_S < 2
+    assert startup_module.SETTLE_S + startup_processes.STOP_S < 2

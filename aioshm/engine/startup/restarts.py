@@ -26,6 +26,16 @@ from aioshm.process.watch import ProcessExit, ProcessWatch
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRules:
+    """How an `EngineSupervisor` restarts engines; see its arguments."""
+
+    restart: Restart
+    lockstep: bool = False
+    start_timeout: float
+    on_change: Callable[[RankInfo], object] | None = None
+
+
 class EngineLife(Life):
     """The processes of one engine, one after the other."""
 
@@ -40,40 +50,28 @@ class EngineLife(Life):
         self.exited: asyncio.Future[ProcessExit] = loop.create_future()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartRules:
-    """How an `EngineSupervisor` restarts engines; see its arguments."""
-
-    restart: Restart
-    lockstep: bool = False
-    start_timeout: float
-    on_change: Callable[[RankInfo], object] | None = None
-
-
-class Restarting:
+class EngineRestarts:
     """Watches the processes of a launch, and restarts dead ones; on the running loop."""
 
     def __init__(self, launch: CoreEngineLaunch, rules: RestartRules) -> None:
-        manager = launch.engine_manager
-        restart = rules.restart
         self._launch = launch
-        self._manager = manager
+        self._manager = launch.engine_manager
         self._members: EngineClient | FrontEnds | None = launch.members
         self._rules = rules
         self.lives: dict[int, EngineLife] = {}  # the engines of this host, by rank
         self.failure: EngineDead | None = None  # why nothing is restarted any more
         self.failed: asyncio.Event = asyncio.Event()  # set then, and when this is closed
         self._tasks: set[asyncio.Task[None]] = set()
-        self._of_all = RestartHistory(restart)
-        self._of_coordinator = RestartHistory(restart)
-        self._group: asyncio.Task[None] | None = None
-        self._fallen: tuple[EngineLife, str] | None = None  # in lockstep: the first to die, and the cause
-        for process in manager.processes:
+        self._group_history = RestartHistory(rules.restart)  # in lockstep
+        self._group: asyncio.Task[None] | None = None  # restarts all engines
+        self._fallen: tuple[EngineLife, str] | None = None  # the first to die, and the cause
+        self._coordinator_history = RestartHistory(rules.restart)
+        for process in self._manager.processes:
             rank = engine_index(process.name)
             assert rank is not None
             self.lives[rank] = EngineLife(rank, rules, process.pid)
         self._startup = launch.startup.stay_open(self.ready)
-        self._watch = ProcessWatch(manager=manager, on_exit=self._process_exited)
+        self._watch = ProcessWatch(manager=self._manager, on_exit=self._process_exited)
         if launch.coordinator is not None:
             self._watch.add([launch.coordinator.proc])
 
@@ -102,19 +100,23 @@ class Restarting:
             await self._manager.stop_engine(rank)
         self._void_keys(rank)
 
-    def expect(self, rank: int) -> None:
-        """Admit the replacement of a dead engine of another host, which is restarted there."""
-        self._startup.expect(rank)
+    def ready(self, rank: int) -> None:
+        """Note that an engine has said READY."""
+        life = self.lives.get(rank)
+        if life is not None and not life.ready.done():
+            life.ready.set_result(None)
+        if isinstance(self._members, FrontEnds):
+            self._members.returned(rank)
 
     # Exits
 
     def _process_exited(self) -> None:
-        for each in self._watch.take():
-            rank = engine_of(each)
-            if each.name == COORDINATOR:
-                self._spawn(self._bring_back_coordinator(each.describe()), "coordinator")
+        for found in self._watch.take():
+            rank = engine_of(found)
+            if found.name == COORDINATOR:
+                self._spawn(self._bring_back_coordinator(found.describe()), "coordinator")
             elif rank in self.lives:
-                self._engine_exited(self.lives[rank], each)
+                self._engine_exited(self.lives[rank], found)
 
     def _engine_exited(self, life: EngineLife, found: ProcessExit) -> None:
         if isinstance(self._members, FrontEnds):
@@ -125,11 +127,11 @@ class Restarting:
             life.exited.set_result(found)
         if self.failure is not None or life.state == "starting":  # the task that starts it handles its exit
             return
-        cause = self._died(life, found)
+        life.cause = describe_exit(found)
         if self._rules.lockstep:
-            self._fall(life, cause)
+            self._fall(life, life.cause)
         else:
-            life.task = self._spawn(self._bring_up(life, cause), f"engine-{life.rank}")
+            life.task = self._spawn(self._bring_up(life, life.cause), f"engine-{life.rank}")
 
     def _void_keys(self, rank: int) -> None:
         """Refuse the keys of an exited engine process at every socket."""
@@ -141,15 +143,7 @@ class Restarting:
         if self._launch.coordinator is not None:
             self._launch.coordinator.void_keys(rank, incarnation)
 
-    def ready(self, rank: int) -> None:
-        """Note that an engine has said READY."""
-        life = self.lives.get(rank)
-        if life is not None and not life.ready.done():
-            life.ready.set_result(None)
-        if isinstance(self._members, FrontEnds):
-            self._members.returned(rank)
-
-    # Started, and started again
+    # Starts
 
     async def _bring_up(self, life: EngineLife, cause: str) -> None:
         """Start an engine until it is ready; ``cause`` is how its predecessor died."""
@@ -157,7 +151,7 @@ class Restarting:
             self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
 
     def _fall(self, life: EngineLife, cause: str) -> None:
-        """Kill and restart all engines, in lockstep: they may wait for the one that has died."""
+        """Kill and restart all engines, in lockstep: they may wait for the dead engine."""
         if self._fallen is None:
             self._fallen = life, cause
             for process in self._manager.processes:
@@ -167,23 +161,24 @@ class Restarting:
 
     async def _bring_back_all(self) -> None:
         """Start all engines, until all of them are ready."""
+        history = self._group_history
         while self._fallen is not None:
             life, cause = self._fallen
-            delay = self._of_all.died(asyncio.get_running_loop().time(), cause)
+            delay = history.died(asyncio.get_running_loop().time(), cause)
             alive = [each.exited for each in self.lives.values() if not each.exited.done()]
             if alive:
                 await asyncio.wait(alive)
             if delay is None:
-                self._give_up(f"the engines are in a crash loop: {self._of_all.story}", life)
+                self._give_up(f"the engines are in a crash loop: {history.story}", life)
                 return
-            logger.warning("%s; restarting all engines (%s)", cause, self._of_all.number)
+            logger.warning("%s; restarting all engines (%s)", cause, history.number)
             for each in self.lives.values():
                 each.enter("waiting")
             await asyncio.sleep(delay)
             coordinator = self._launch.coordinator
             if coordinator is not None:  # its count of waves is void
                 await ashutdown([coordinator.proc], 0)
-                await self._coordinator_back(coordinator)
+                await self._restart_coordinator(coordinator)
             self._fallen = None
             await asyncio.gather(*map(self._start_in_step, self.lives.values()))
 
@@ -214,7 +209,8 @@ class Restarting:
         first: list[asyncio.Future[Any]] = [life.ready, life.exited]
         await asyncio.wait(first, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
         if life.exited.done():
-            return self._died(life, life.exited.result())
+            life.cause = describe_exit(life.exited.result(), "starting")
+            return life.cause
         if not life.ready.done():
             process.kill()
             await asyncio.wait([life.exited])
@@ -226,43 +222,39 @@ class Restarting:
 
     async def _bring_back_coordinator(self, cause: str) -> None:
         coordinator = self._launch.coordinator
-        history = self._of_coordinator
         assert coordinator is not None
         if self._group is not None and not self._group.done():
-            return  # it starts it again
+            return  # the group's restart includes the coordinator's
 
         async def start() -> str:
             try:
-                await self._coordinator_back(coordinator)
+                await self._restart_coordinator(coordinator)
             except Exception as error:
                 return str(error)
             return ""
 
+        history = self._coordinator_history
         if not await bring_back(history, cause, start):
             self._give_up(f"the coordinator is in a crash loop: {history.story}", None)
 
-    async def _coordinator_back(self, coordinator: DPCoordinator) -> None:
+    async def _restart_coordinator(self, coordinator: DPCoordinator) -> None:
         count = None if self._members is None else len(self._members.ranks)
         await in_thread(lambda: coordinator.run_again(count))
         self._watch.add([coordinator.proc])
 
+    # Failure
+
     def _give_up(self, text: str, life: EngineLife | None) -> None:
         logger.error("%s", text)
-        rank, pid = (None, None) if life is None else (life.rank, life.pid)
-        self.failure = EngineDead(text, engine=rank, pid=pid)
+        self.failure = EngineDead(text)
+        if life is not None:
+            self.failure = EngineDead(text, engine=life.rank, pid=life.pid)
         if self._members is not None:
             self._members.give_up(self.failure)
         self.failed.set()
 
-    # Reports
-
-    def _died(self, life: EngineLife, found: ProcessExit) -> str:
-        """Note how an engine has died, and return it."""
-        life.cause = describe_exit(found, "starting" if life.state == "starting" else "")
-        return life.cause
-
-    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=f"aioshm-supervises-{what}")
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=f"aioshm-supervises-{name}")
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
