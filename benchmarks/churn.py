@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aioshm import Handle, MessageQueue, Options, QueueClosed
-from aioshm.queue.ends.writing import WritingEnd
+from aioshm.queue.ends.writer import Writer
 from aioshm.wait.cpus import usable_cpus
 from benchmarks.framework.crew import BenchmarkError, Boss, Crew, Hand
 from benchmarks.framework.harness import Settings, main, progress
@@ -147,7 +147,7 @@ async def write(boss: Boss) -> None:
         await queue.enqueue(message)
         boss.reply("ready")
         count = 1
-        assert isinstance(queue.end, WritingEnd)
+        assert isinstance(queue.end, Writer)
         loop.sent, loop.may_send = message, queue.end.ring.free
         while await boss.order() is not None:
             stop = asyncio.ensure_future(boss.order())

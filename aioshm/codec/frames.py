@@ -40,6 +40,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from aioshm.codec.base import Encoded
 from aioshm.errors import CodecError
 
 ALIGNMENT = 64
@@ -170,6 +171,30 @@ def split_placed(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[mem
 def split(body: memoryview, how: int, n_buffers: int, main_bytes: int) -> tuple[memoryview, list[memoryview]]:
     """Call `split_placed` or `split_body`, as the header's third field says."""
     return (split_placed if how else split_body)(body, n_buffers, main_bytes)
+
+
+def message_bytes(message: Encoded) -> int:
+    """Return the size of an encoded message's body."""
+    if isinstance(message, bytes):
+        return body_bytes(len(message), [])
+    parts, buffers = message
+    return body_bytes(sum(map(len, parts)), [len(buffer) for buffer in buffers])
+
+
+def parts_of(message: Encoded) -> tuple[Sequence[bytes | memoryview], Sequence[memoryview]]:
+    """Return an encoded message's main part in pieces, and its out-of-band buffers."""
+    if isinstance(message, bytes):
+        return (message,), ()
+    return message
+
+
+def body_of(message: Encoded) -> memoryview:
+    """Return the body of an encoded message, read-only."""
+    if isinstance(message, bytes):
+        return memoryview(message)
+    body = bytearray(message_bytes(message))
+    write_body(memoryview(body), *message)
+    return memoryview(body).toreadonly()
 
 
 def _aligned(offset: int) -> int:

@@ -15,9 +15,8 @@ from aioshm.process.limits import naming_limits
 from aioshm.queue.base import Naming, QueueBase, Reading
 from aioshm.queue.ends.leasing import Leases
 from aioshm.queue.ends.lending import Message
-from aioshm.queue.ends.membership import Membership
-from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.writing import WritingEnd
+from aioshm.queue.ends.reader import Reader
+from aioshm.queue.ends.writer import Membership, Writer
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
@@ -37,14 +36,15 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     any event loop runs; it belongs to the loop, thread and process that first await it.
     """
 
-    def _hold(self, end: WritingEnd | ReadingEnd) -> None:
+    def _hold(self, end: Writer | Reader) -> None:
         super()._hold(end)
-        # What is called for every message is the end's own, unless a subclass has another: a coroutine that need not
-        # wait takes about as long to make as a small message takes to pass.
-        calls = end.own_calls()
-        name = "enqueue" if self._reader is None else "dequeue"
-        if calls is not None and getattr(type(self), name) is getattr(MessageQueue, name):
-            vars(self)[name] = getattr(calls, name)
+        # The instance gets the core's awaitable, unless a subclass overrides the call: creating a coroutine that need
+        # not wait takes about as long as a small message takes to pass.
+        name = "enqueue"
+        if self._reader is not None:
+            name = "dequeue"
+        if end.calls is not None and getattr(type(self), name) is getattr(MessageQueue, name):
+            vars(self)[name] = getattr(end.calls, name)
 
     if TYPE_CHECKING:  # the type of the messages is that of ``type``, or of the codec
 
@@ -166,7 +166,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             PeerDied, QueueClosed: With ``blocking``: a rank went away before every rank was attached.
         """
         with naming_limits("a reader or a writer"):
-            from aioshm.queue.groups.making import GroupCall
+            from aioshm.queue.groups.factory import GroupCall
 
         call = GroupCall(pg, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type)
         end = await call.one_writer(writer_rank, external_writer_handle, wait=blocking)
@@ -214,7 +214,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
                 `create_from_process_group`.
         """
         with naming_limits("a writer"):
-            from aioshm.queue.groups.making import GroupCall
+            from aioshm.queue.groups.factory import GroupCall
 
         call = GroupCall(pg, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type)
         end, handles = await call.one_reader(reader_rank, wait=blocking)
@@ -445,7 +445,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot: As `dequeue`.
         """
         reader = self._reader_of("acquire_read")
-        return reader.acquire_read(timeout, cancel, indefinite)
+        return reader.lease(timeout, cancel, indefinite, decoded=False)
 
     def lease(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
@@ -478,7 +478,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             RoleError: This is the writer's end.
         """
         reader = self._reader_of("leases")
-        return reader.leases()
+        return Leases(reader)
 
     async def broadcast_object(self, obj: T | None = None) -> T:
         """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""
@@ -563,7 +563,7 @@ Calls.docs = MessageQueue.enqueue.__doc__ or "", MessageQueue.dequeue.__doc__ or
 class _Messages(Calls):
     """An iteration over messages, until the queue is closed. Ending the iteration does not close the queue."""
 
-    def __init__(self, reader: ReadingEnd) -> None:
+    def __init__(self, reader: Reader) -> None:
         super().__init__(self._slow_path)
         self._reader = reader
 

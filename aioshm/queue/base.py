@@ -10,11 +10,10 @@ from typing import Any, Generic, NoReturn, Self, TypedDict, TypeVar
 from aioshm.codec import Codec, T
 from aioshm.config import Options, SlowReader
 from aioshm.errors import RoleError
-from aioshm.queue.ends.making import ReaderArguments, named_end, reading_end, writing_end
-from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.writing import WritingEnd
+from aioshm.queue.ends.factory import ReaderArguments, checked_ranks, create_named_reader, create_reader, create_writer
+from aioshm.queue.ends.reader import Reader
+from aioshm.queue.ends.writer import Writer
 from aioshm.queue.handle import Handle, refuse_to_pickle
-from aioshm.queue.ranks import checked_ranks
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext
 
@@ -100,7 +99,7 @@ class QueueBase(Generic[T]):
             SharedMemoryError: There is not enough memory, no socket can be bound, or a file cannot be written.
         """
         ranks = checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks)
-        end = writing_end(
+        end = create_writer(
             ranks, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type, name=name, identity=identity
         )
         self._hold(end)
@@ -153,7 +152,7 @@ class QueueBase(Generic[T]):
             TypeError: An argument is of the wrong type, or the codec cannot decode ``type``.
         """
         reader = ReaderArguments(rank, codec, options, slow_reader, type, history)
-        return cls.around(reading_end(handle, reader, reconnect=reconnect))
+        return cls.around(create_reader(handle, reader, reconnect=reconnect))
 
     @classmethod
     def attach(
@@ -198,25 +197,25 @@ class QueueBase(Generic[T]):
             SharedMemoryError: The runtime directory belongs to another user, or is open to others.
         """
         reader = ReaderArguments(rank, codec, options, slow_reader, type, history)
-        return cls.around(named_end(name, reader, timeout=timeout, reconnect=reconnect))
+        return cls.around(create_named_reader(name, reader, timeout=timeout, reconnect=reconnect))
 
     @classmethod
-    def around(cls, end: WritingEnd | ReadingEnd) -> Self:
+    def around(cls, end: Writer | Reader) -> Self:
         """Make the queue of an end that no loop has used; for this package."""
         queue = cls.__new__(cls)
         queue._hold(end)
         return queue
 
-    def _hold(self, end: WritingEnd | ReadingEnd) -> None:
+    def _hold(self, end: Writer | Reader) -> None:
         """Become the queue of this end."""
         self.end = end
-        self._writer = end if isinstance(end, WritingEnd) else None
-        self._reader = end if isinstance(end, ReadingEnd) else None
+        self._writer = end if isinstance(end, Writer) else None
+        self._reader = end if isinstance(end, Reader) else None
 
-    def _writer_of(self, call: str) -> WritingEnd:
+    def _writer_of(self, call: str) -> Writer:
         return self._writer or self._wrong_end(call, "writer")
 
-    def _reader_of(self, call: str) -> ReadingEnd:
+    def _reader_of(self, call: str) -> Reader:
         return self._reader or self._wrong_end(call, "reader")
 
     def _wrong_end(self, call: str, end: str) -> NoReturn:

@@ -10,21 +10,22 @@ import msgspec
 ReaderState = Literal["absent", "attached", "held", "left", "died", "evicted"]
 
 KEPT_CHANGES = 1024
-"""Changes that wait for one who iterates over them; then the oldest are dropped."""
+"""Changes kept for an iteration; beyond that the oldest are dropped."""
 
 
 class ReaderInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One place of a queue, and its reader.
+    """One rank of a queue, and its reader.
 
     Attributes:
-        rank: Of the place.
+        rank: Reader rank.
         pid: The reader's process id as it sees itself, or the last reader's; 0: there was none.
-        host: Where it runs; empty: there was none.
-        state: ``"attached"``; ``"held"``: it has died, and its place and messages wait for a replacement; ``"left"``,
-            ``"died"``, ``"evicted"``: the place is vacant, for that reason; ``"absent"``: it never had a reader.
-        joined_at: When it was admitted, by ``time.time()``; 0.0: never.
-        read: The number of the first message that it has not finished with: messages are numbered from 0 on.
-        lag: How many messages it has still to read; those of a vacant place are nobody's.
+        host: The reader's host, or the last reader's; empty: there was none.
+        state: ``"attached"``; ``"held"``: the reader has died, and its rank and messages wait for a replacement;
+            ``"left"``, ``"died"``, ``"evicted"``: the rank is vacant, for that reason; ``"absent"``: no reader has had
+            this rank.
+        joined_at: When the reader was admitted, by ``time.time()``; 0.0: never.
+        read: Number of the first message that the reader has not finished with. Messages are numbered from 0.
+        lag: Number of messages that the reader has not finished with; 0 for a vacant rank.
     """
 
     rank: int
@@ -40,9 +41,9 @@ class ReaderJoined(msgspec.Struct, frozen=True, tag=True):
     """A reader was admitted.
 
     Attributes:
-        rank: Its place.
-        pid: Its process id as it sees itself.
-        first: The number of the first message that it receives.
+        rank: Reader rank.
+        pid: The reader's process id as the reader sees it.
+        first: Number of the first message that the reader receives.
     """
 
     rank: int
@@ -54,10 +55,10 @@ class ReaderLeft(msgspec.Struct, frozen=True, tag=True):
     """A reader has closed its end, or was evicted.
 
     Attributes:
-        rank: Its place.
-        pid: Its process id as it sees itself.
-        read: The number of the first message that it had not finished with.
-        evicted: Whether the queue went on without it: it was too slow, or was dismissed.
+        rank: Reader rank.
+        pid: The reader's process id as the reader sees it.
+        read: Number of the first message that the reader had not finished with.
+        evicted: Whether the writer evicted the reader: it was too slow, or was dismissed.
     """
 
     rank: int
@@ -70,10 +71,10 @@ class ReaderDied(msgspec.Struct, frozen=True, tag=True):
     """A reader's process has died.
 
     Attributes:
-        rank: Its place.
-        pid: Its process id as it saw itself.
-        read: The number of the first message that it had not finished with.
-        held: Whether its place and its messages wait for a replacement.
+        rank: Reader rank.
+        pid: The reader's process id as the reader saw it.
+        read: Number of the first message that the reader had not finished with.
+        held: Whether the rank and its messages wait for a replacement.
     """
 
     rank: int
@@ -83,10 +84,10 @@ class ReaderDied(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChangesLost(msgspec.Struct, frozen=True, tag=True):
-    """Who iterates was too slow: the oldest changes were dropped. `MessageQueue.readers` says how it is now.
+    """The iteration was too slow, so its oldest changes were dropped. `MessageQueue.readers` has the present state.
 
     Attributes:
-        count: How many.
+        count: Number of dropped changes.
     """
 
     count: int
@@ -96,14 +97,14 @@ Change = ReaderJoined | ReaderLeft | ReaderDied | ChangesLost
 
 
 class ChangeLog:
-    """The changes that one iteration has yet to see."""
+    """The changes that one iteration has yet to return."""
 
     def __init__(self) -> None:
         self._waiting: deque[Change] = deque()
         self._dropped = 0
 
     def add(self, change: Change) -> None:
-        """Note a change."""
+        """Append a change; drop the oldest if there are too many."""
         if len(self._waiting) == KEPT_CHANGES:
             self._waiting.popleft()
             self._dropped += 1
@@ -112,6 +113,9 @@ class ChangeLog:
     def take(self) -> Change | None:
         """Return the next change, if there is one."""
         if self._dropped:
-            count, self._dropped = self._dropped, 0
-            return ChangesLost(count)
-        return self._waiting.popleft() if self._waiting else None
+            lost = ChangesLost(self._dropped)
+            self._dropped = 0
+            return lost
+        if self._waiting:
+            return self._waiting.popleft()
+        return None

@@ -230,7 +230,7 @@ class ReaderRegistry:
         self._logs.add(log)
         return log
 
-    def tell(self, change: Change) -> None:
+    def report(self, change: Change) -> None:
         """Add a change to the logs."""
         for log in list(self._logs):
             log.add(change)
@@ -267,7 +267,7 @@ class ReaderRegistry:
         slot.proven = False
         slot.joined_at = time.time()
         _forget(slot)
-        self.tell(ReaderJoined(slot.rank, pid, first))
+        self.report(ReaderJoined(slot.rank, pid, first))
 
     def proven(self, slot: ReaderSlot) -> None:
         """Note that data can reach a reader."""
@@ -295,7 +295,7 @@ class ReaderRegistry:
     def left(self, slot: ReaderSlot) -> None:
         """Note that a reader left; a slot stays held if the replacement of a dead reader received nothing."""
         self._vacate(slot, "held" if slot.heir and not slot.proven else "left", "has left")
-        self.tell(ReaderLeft(slot.rank, slot.pid, slot.read))
+        self.report(ReaderLeft(slot.rank, slot.pid, slot.read))
 
     def died(self, slot: ReaderSlot, why: str = "", *, blameless: bool = False) -> None:
         """Note a reader's death; ``blameless``: a reader lost before all are ready may return, and missed nothing."""
@@ -320,7 +320,7 @@ class ReaderRegistry:
         elif self.going:
             text = "queue %s: reader %d (%s) died and was evicted at message %d"
             logger.warning(text, self.name, slot.rank, process, slot.read)
-        self.tell(ReaderDied(slot.rank, slot.pid, slot.read, held))
+        self.report(ReaderDied(slot.rank, slot.pid, slot.read, held))
 
     def _note_early_death(self, slot: ReaderSlot, process: str, death: PeerDied) -> None:
         if self._policy == "raise" and not slot.extra:
@@ -360,7 +360,7 @@ class ReaderRegistry:
         slot.state = "evicted"
         slot.settled = True
         slot.transport.evict(slot, reader, dismissed=dismissed)
-        self.tell(ReaderLeft(slot.rank, slot.pid, slot.read, evicted=True))
+        self.report(ReaderLeft(slot.rank, slot.pid, slot.read, evicted=True))
 
     def _vacate(self, slot: ReaderSlot, state: ReaderState, departure: str) -> None:
         slot.read = slot.transport.progress(slot)[0]

@@ -1,20 +1,19 @@
 """The base of a reader's sources: the ring, the network, and the search for a writer."""
 
-# ruff: noqa: B027 - what does nothing here is a default
-
 from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, Protocol
 
 from aioshm.errors import AioshmError
 from aioshm.lifeline.sockets import Doorbell
 from aioshm.process.watch import SUSPECT_STATES
+from aioshm.queue.closing import Closable
 from aioshm.queue.handle import Answers
-from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY
 from aioshm.wait.limits import seconds
@@ -43,12 +42,50 @@ class TakenMessage:
     def close(self, *, undo: bool) -> None: ...
 
 
+class NoRing:
+    """The core of an end without a ring, with the attributes of a ring's core that `EndState` uses."""
+
+    def __init__(self) -> None:
+        self.open: bool = False
+        self.spin_yields: bool = False
+        self.budget: int = 0
+        self.budget_ends_ns: int = 0
+        self.published_ns: int = 0
+        self.spin_ns: int = 0
+        self.spins: int = 0
+        self.hits: int = 0
+        self.spun_ns: int = 0
+        self.copied: int = 0
+        self.garbled: int = 0
+        self._thread = -1
+        self._runs: Callable[[], object] | None = bool
+
+    def passes(self) -> bool:
+        """Return whether this thread may pass."""
+        if not self.open or self.budget <= 0:
+            return False
+        return self._runs is None or (get_ident() == self._thread and bool(self._runs()))
+
+    def belong(self, runs: Callable[[], object] | None, /) -> None:
+        """Belong to this thread, while ``runs()`` is true; None: to whichever uses it."""
+        self._thread = get_ident()
+        self._runs = runs
+
+    def share(self, _turn: Any, /) -> None:
+        """Belong to any thread."""
+        self.belong(None)
+
+    def spin(self, _budget_ns: int, /) -> bool:
+        """Return False: there is no memory to poll."""
+        return False
+
+
 def nothing() -> Any:
     """Receive nothing."""
     return EMPTY
 
 
-class Source(ABC):
+class Source(Closable):
     """A source of messages, which has none unless a subclass does.
 
     Its end uses it on the end's loop, for one task at a time, and closes it.
@@ -75,11 +112,11 @@ class Source(ABC):
 
     # Receiving
 
-    def ready(self) -> bool:
+    def has_message(self) -> bool:
         """Return whether a message is there, be it only in part; cheap, without side effects."""
         return False
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Return whether a message is there, be it only in part; poll sockets, too."""
         return False
 
@@ -142,28 +179,10 @@ class Source(ABC):
     def wake_writer(self) -> None:
         """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""
 
-    @abstractmethod
-    def stats(self) -> QueueStats:
-        """Return the statistics while they can be read."""
+    # Closing
 
-    # Closing, as of `closing.Closable`
-
-    def say_goodbye(self) -> None:
-        """Notify the writer that this reader leaves, where it needs the notice immediately."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release everything that the goodbye does not need."""
-
-    def finished(self) -> bool:
-        """Return whether `finish` has nothing to do."""
-        return True
-
-    async def finish(self) -> None:
-        """Do the slow part of closing."""
-
-    def detach_after_fork(self) -> None:
-        """Release, in a forked child, everything that would hide the parent's death."""
+    def announce_close(self) -> None:
+        """Notify the writer that this reader leaves, where the writer needs the notice immediately."""
 
 
 def findings(who: str, state: str, silent_s: float | None, answers: Answers) -> tuple[int, str]:

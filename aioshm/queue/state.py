@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from threading import current_thread, get_ident
 from time import monotonic, monotonic_ns
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -20,15 +22,19 @@ from aioshm.config import Options
 from aioshm.errors import AioshmError, EndClosed, RoleError
 from aioshm.lifeline.sockets import Doorbell
 from aioshm.process.loop_thread import process_lock
-from aioshm.queue.call_lock import CallLock
-from aioshm.queue.closing import Closable, ClosingOrder
+from aioshm.queue.closing import ClosingOrder
+from aioshm.queue.source import NoRing
 from aioshm.queue.stats import QueueStats, Rates
 from aioshm.ring import RingReader, RingWriter
 from aioshm.ring.copying import CopyingCore
 from aioshm.ring.cores import ReaderCore, WriterCore
 from aioshm.wait.cpus import policy_for
-from aioshm.wait.limits import Stall
+from aioshm.wait.limits import Stall, settle
 from aioshm.wait.poller import Poller, ThreadPoller, WaitStats
+
+if TYPE_CHECKING:
+    from aioshm.queue.ends.reader import Reader
+    from aioshm.queue.ends.writer import Writer
 
 YIELD_AFTER_MESSAGES = 256
 YIELD_AFTER_NS = 1_000_000
@@ -41,45 +47,73 @@ NO_TURNS = 1 << 62
 """The same for blocking ends: the background loop runs between calls anyway."""
 
 
-class NoRing:
-    """The core of an end that has no ring, or none yet; it has the attributes of a ring's core that `EndState` uses."""
+Core: TypeAlias = WriterCore | ReaderCore | CopyingCore | NoRing
+
+
+class CallLock:
+    """Admits one call at a time to an end, in the order of the calls."""
 
     def __init__(self) -> None:
-        self.open: bool = False
-        self.spin_yields: bool = False
-        self.budget: int = 0
-        self.budget_ends_ns: int = 0
-        self.published_ns: int = 0
-        self.spin_ns: int = 0
-        self.spins: int = 0
-        self.hits: int = 0
-        self.spun_ns: int = 0
-        self.copied: int = 0
-        self.garbled: int = 0
-        self._thread = -1
-        self._runs: Callable[[], object] | None = bool
+        # Calls that hold the lock or wait for it.
+        self.calls: int = 0
+        self._taken = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._block: object = None  # a weak reference to the task whose block has the lock
 
-    def passes(self) -> bool:
-        """Return whether this thread may pass."""
-        if not self.open or self.budget <= 0:
-            return False
-        return self._runs is None or (get_ident() == self._thread and bool(self._runs()))
+    async def acquire(self, deadline: float | None, cancel: asyncio.Event | None) -> None:
+        """Wait until this task has the lock; each `acquire` needs a `release`."""
+        self.calls += 1
+        try:
+            if self._taken:
+                await self._wait(deadline, cancel)
+        except BaseException:
+            self.calls -= 1
+            raise
+        self._taken = True
 
-    def belong(self, runs: Callable[[], object] | None, /) -> None:
-        """Belong to this thread, while ``runs()`` is true; None: to whichever uses it."""
-        self._thread = get_ident()
-        self._runs = runs
+    async def _wait(self, deadline: float | None, cancel: asyncio.Event | None) -> None:
+        acquired: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(acquired)
+        try:
+            await settle(acquired, deadline=deadline, cancel=cancel)
+        except BaseException:
+            if acquired.done():
+                self._hand_over()  # this call was next just now
+            else:
+                self._waiting.remove(acquired)
+            raise
 
-    def share(self, _turn: Any, /) -> None:
-        """Belong to any thread."""
-        self.belong(None)
+    def acquire_free(self) -> None:
+        """Acquire a lock that nobody holds or waits for."""
+        assert not self._taken
+        self.calls += 1
+        self._taken = True
 
-    def spin(self, _budget_ns: int, /) -> bool:
-        """Return False: there is no memory to look at."""
-        return False
+    def release(self) -> None:
+        """Hand the lock to the call that has waited longest, if any."""
+        self.calls -= 1
+        self._block = None
+        self._hand_over()
 
+    def _hand_over(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().set_result(None)
+        else:
+            self._taken = False
 
-Core: TypeAlias = WriterCore | ReaderCore | CopyingCore | NoRing
+    def hold(self) -> None:
+        """Note that a block of this task has the lock until `release`."""
+        self._block = _this_task()
+
+    @property
+    def in_block(self) -> bool:
+        """Whether a block has the lock."""
+        return self._block is not None
+
+    @property
+    def in_own_block(self) -> bool:
+        """Whether a block of the calling task has the lock."""
+        return self._block is not None and self._block == _this_task()
 
 
 class EndState:
@@ -119,10 +153,10 @@ class EndState:
         self._news: asyncio.Future[None] | None = None
         self.rates: Rates = Rates(monotonic())
 
-    def enclose(self, inside: Closable) -> None:
-        """Set the complete end, which `aclose` closes."""
-        self._inside = inside
-        self._closing.enclose(inside)
+    def set_end(self, end: Reader | Writer) -> None:
+        """Set the end, which is complete by now, and which `aclose` closes."""
+        self._end = end
+        self._closing.watch(end)
 
     # The owner
 
@@ -130,7 +164,8 @@ class EndState:
         """Belong to the running loop from now on, or raise if another loop is the owner."""
         loop = asyncio.get_running_loop()
         if self.loop is None and self.refusal is None:
-            self.loop, self._thread = loop, get_ident()
+            self.loop = loop
+            self._thread = get_ident()
             self._loop_runs = loop.is_running
             self.use(self.core)
         self.check_usable()
@@ -163,7 +198,7 @@ class EndState:
     def wake_peers(self) -> None:
         """Wake sleeping peers that can continue; call it again after an interruption."""
         if self.pending_wakeups:
-            self._inside.wake_peers()
+            self._end.wake_peers()
             self.pending_wakeups.clear()
 
     @property
@@ -222,8 +257,10 @@ class EndState:
         if self.blocks:
             core.budget = core.budget_ends_ns = NO_TURNS
             return
-        core.budget = YIELD_SOON_AFTER_MESSAGES if self._hurried else YIELD_AFTER_MESSAGES
-        self._hurried = False
+        core.budget = YIELD_AFTER_MESSAGES
+        if self._hurried:
+            self._hurried = False
+            core.budget = YIELD_SOON_AFTER_MESSAGES
         core.budget_ends_ns = (now_ns or monotonic_ns()) + YIELD_AFTER_NS
 
     def hurry(self) -> None:
@@ -236,7 +273,9 @@ class EndState:
     def count_turn(self) -> None:
         """Count a message that did not pass the core."""
         core = self.core
-        core.budget = core.budget - 1 if monotonic_ns() < core.budget_ends_ns else 0
+        core.budget -= 1
+        if monotonic_ns() >= core.budget_ends_ns:
+            core.budget = 0
 
     async def yield_turn(self) -> None:
         """Run other tasks, if this end's budget is spent."""
@@ -312,9 +351,10 @@ class EndState:
         assert self.loop is not None
         policy = policy_for(peers, self.options, in_threads=self.blocks)
         if self.blocks:
+            doorbells: list[Doorbell] = []
             if doorbell is not None:
                 doorbell.unwatch(self.loop)  # the thread that waits polls it
-            doorbells = [] if doorbell is None else [doorbell]
+                doorbells = [doorbell]
             self.poller = ThreadPoller(self.loop, ring.parked, policy, self.core.spin, doorbells)
             self.new_turn()
         else:
@@ -391,7 +431,7 @@ class EndState:
         await self._closing.aclose()
 
     def stats(self) -> QueueStats:
-        stats = self._closing.last_stats if self.dismantled else self._inside.stats()
+        stats = self._closing.last_stats if self.dismantled else self._end.stats()
         messages_per_s, bytes_per_s = self.rates.since(monotonic(), stats.messages, stats.bytes)
         return msgspec.structs.replace(stats, messages_per_s=messages_per_s, bytes_per_s=bytes_per_s)
 
@@ -400,7 +440,9 @@ class EndState:
     def new_stats(self, side: str, rank: int, **fields: Any) -> QueueStats:
         """Return statistics with the costs of waiting so far, and other fields of `QueueStats`."""
         core = self.core
-        waits = WaitStats() if self.poller is None else self.poller.stats
+        waits = WaitStats()
+        if self.poller is not None:
+            waits = self.poller.stats
         return QueueStats(
             queue=self.name,
             side=side,
@@ -417,5 +459,14 @@ class EndState:
         )
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "ready" if self.ready else "not ready"
+        state = "not ready"
+        if self.closed:
+            state = "closed"
+        elif self.ready:
+            state = "ready"
         return f"<{self._what} of queue {self.name}, {state}>"
+
+
+def _this_task() -> object:
+    task = asyncio.current_task()
+    return None if task is None else weakref.ref(task)  # a lease may end when its task is collected

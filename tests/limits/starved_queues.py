@@ -19,7 +19,7 @@ from typing import Any
 from starving import Subject, hear
 
 import aioshm.blocking
-import aioshm.queue.groups.making
+import aioshm.queue.groups.factory
 import aioshm.queue.local.overflow_sockets
 import aioshm.queue.remote.readers
 import aioshm.queue.remote.source  # not when there is no descriptor left to read the file

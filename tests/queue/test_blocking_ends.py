@@ -45,7 +45,7 @@ def test_ways_out_of_waiting() -> None:
                 with block(cancel=cancel):
                     pytest.fail("nothing was there")
         setting.join()
-        with pytest.raises(QueueEmpty, match="nothing to read yet"):
+        with pytest.raises(QueueEmpty, match="no message has arrived"):
             reader.dequeue_nowait()
         with pytest.raises(ValueError, match="max_items"):
             reader.dequeue_many(0)

@@ -98,13 +98,13 @@ def test_an_error_of_one_rank_reaches_all() -> None:
 
 def test_what_a_handler_raises_takes_effect_at_once() -> None:
     def handle(*_: object) -> None:
-        raise InterruptedError("by a signal")
+        raise KeyboardInterrupt("by a signal")
 
     before = signal.signal(signal.SIGUSR1, handle)
     here, late = meet(2)
     here.before = lambda number: os.kill(os.getpid(), signal.SIGUSR1) if number == 0 else None
     try:
-        with pytest.raises(InterruptedError, match="by a signal"):
+        with pytest.raises(KeyboardInterrupt, match="by a signal"):
             blocking.MessageQueue.create_from_process_group(here, 4096, 4)
         other = Thread(blocking.MessageQueue.create_from_process_group, late, 4096, 4)
         with pytest.raises(HandleError, match="the call was cancelled there"):

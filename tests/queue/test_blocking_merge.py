@@ -168,7 +168,7 @@ def test_a_reader_that_is_closed_elsewhere_drops_out() -> None:
 
 def test_what_a_handler_raises_ends_the_wait_and_loses_nothing() -> None:
     def handle(*_: object) -> None:
-        raise InterruptedError("by a signal")
+        raise KeyboardInterrupt("by a signal")
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
@@ -181,7 +181,7 @@ def test_what_a_handler_raises_ends_the_wait_and_loses_nothing() -> None:
 
             for number in range(20):
                 interrupting = Thread(interrupt)
-                with pytest.raises(InterruptedError, match="by a signal"):
+                with pytest.raises(KeyboardInterrupt, match="by a signal"):
                     next(merged)
                 interrupting.result()
                 writers[number % 2].enqueue(number, 20)

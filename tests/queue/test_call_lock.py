@@ -15,7 +15,7 @@ from loops import turns
 from support import examples, until
 
 from aioshm.errors import QueueCancelled
-from aioshm.queue.call_lock import CallLock
+from aioshm.queue.state import CallLock
 
 
 class TestCallLock:

@@ -20,7 +20,7 @@ from support import until
 
 from aioshm import AioshmError, HandleError, MessageQueue, MsgpackCodec, Options, SharedMemoryError
 from aioshm.queue import Handle
-from aioshm.queue.groups import making
+from aioshm.queue.groups import factory
 from aioshm.queue.groups.process_group import ObjectGroup
 from aioshm.queue.groups.stateless import StatelessProcessGroup
 
@@ -217,7 +217,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> set[int]:
         everybody = range(group.world_size)
         return [rank == source or not {rank, source} & ranks for rank in everybody]
 
-    monkeypatch.setattr(making, "probe", pretend)
+    monkeypatch.setattr(factory, "probe", pretend)
     return ranks
 
 

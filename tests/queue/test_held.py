@@ -186,7 +186,7 @@ class TestClosing:
                 with pytest.raises(asyncio.CancelledError):
                     await closing
             await asyncio.wait_for(writer.aclose(), 20)
-            assert f"nobody came in the place of reader 0 (pid {pid}): messages 0 to 1 are lost to it" in caplog.text
+            assert f"no replacement of reader 0 (pid {pid}) has attached: messages 0 to 1 are lost" in caplog.text
 
     async def test_from_another_thread(self, caplog: pytest.LogCaptureFixture) -> None:
         async with wide_writer(1, 0, on_reader_death="hold") as writer:

@@ -15,7 +15,7 @@ from remotes import ready_ends
 from support import eventually
 
 from aioshm import MessageQueue, QueueClosed
-from aioshm.queue.ends.lag import LagWatch
+from aioshm.queue.ends.room import LagWatch
 
 pytestmark = pytest.mark.slow_on_uvloop
 

@@ -94,7 +94,7 @@ async def test_a_reader_that_goes_on_to_the_next_writer_does_not_wake_the_one_be
 async def test_reader_whose_look_for_a_writer_fails_once_looks_again(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look, failures = NamedWriters.look, [error]
+    look, failures = NamedWriters.find, [error]
 
     def look_after_a_failure(writers: NamedWriters) -> Any:
         if failures:
@@ -102,7 +102,7 @@ async def test_reader_whose_look_for_a_writer_fails_once_looks_again(
         return look(writers)
 
     async with MessageQueue.attach("steps", 0) as reader:
-        monkeypatch.setattr(NamedWriters, "look", look_after_a_failure)
+        monkeypatch.setattr(NamedWriters, "find", look_after_a_failure)
         receiving = asyncio.create_task(reader.dequeue(timeout=20))
         await until(lambda: not failures)
         async with new_writer(1) as writer:

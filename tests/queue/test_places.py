@@ -34,7 +34,7 @@ from aioshm import (
 )
 from aioshm.lifeline.protocol import Hello, pack
 from aioshm.lifeline.sockets import sockaddr
-from aioshm.queue.ends.writing import WritingEnd
+from aioshm.queue.ends.writer import Writer
 from aioshm.queue.membership import KEPT_CHANGES
 from aioshm.queue.state import YIELD_AFTER_MESSAGES, YIELD_SOON_AFTER_MESSAGES, EndState
 from aioshm.ring import ShmRingBuffer
@@ -86,7 +86,7 @@ async def test_changes_are_told_in_order_whatever_comes_in_between() -> None:
         await writer.wait_until_ready(20)
         changes = writer.membership(20)
         newcomer = MessageQueue.create_from_handle(writer.export_handle(), 1)
-        assert isinstance(writer.end, WritingEnd)
+        assert isinstance(writer.end, Writer)
         while writer.end.registry.slots[1].reader is None:
             await asyncio.sleep(0)
         writer.dismiss(1)
@@ -242,7 +242,7 @@ class TestReplaced:
                 pass
             writer.enqueue(3, 20)
             assert third.result() == 3
-            with pytest.raises(TimeoutError, match="no reader has come or gone in time"):
+            with pytest.raises(TimeoutError, match="no reader has attached, left or died in time"):
                 for _ in writer.membership(0.01):
                     pass
         assert list(writer.membership()) == []
@@ -510,7 +510,7 @@ class TestMembership:
             changes = writer.membership(20)
             await writer.wait_until_ready(20)
             for number in range(KEPT_CHANGES + 2):
-                writer.end.registry.tell(ReaderJoined(0, 1, number))  # type: ignore[union-attr]
+                writer.end.registry.report(ReaderJoined(0, 1, number))  # type: ignore[union-attr]
             assert await anext(changes) == ChangesLost(2)
             assert await anext(changes) == ReaderJoined(0, 1, 2)
 

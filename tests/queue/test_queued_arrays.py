@@ -16,9 +16,9 @@ import pytest
 from pairs import attached
 
 from aioshm import MessageQueue
+from aioshm.codec.frames import parts_of
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.errors import MessageTooLarge
-from aioshm.queue.encoded import parts_of
 
 CHILD = str(Path(__file__).with_name("arrays_child.py"))
 FIELDS = np.dtype([("a", "i4"), ("b", "f8")])

@@ -10,8 +10,8 @@ import torch
 from pairs import attached
 
 from aioshm import MessageQueue
+from aioshm.codec.frames import parts_of
 from aioshm.codec.pickle5 import PickleCodec
-from aioshm.queue.encoded import parts_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.bool, torch.int64, torch.complex64]
 SIZES = {"copied": 6000, "seen": 600_000}

@@ -97,7 +97,7 @@ async def test_batches() -> None:
 
 async def test_nothing_there_yet() -> None:
     async with ready_ends(0, 1) as (writer, (reader,)):
-        with pytest.raises(QueueEmpty, match="nothing to read yet"):
+        with pytest.raises(QueueEmpty, match="no message has arrived"):
             reader.dequeue_nowait()
         with pytest.raises(TimeoutError, match="message 0 did not come in time"):
             await reader.dequeue(0.01)
@@ -111,7 +111,7 @@ async def test_nothing_there_yet() -> None:
             cancel.clear()
         waiting = asyncio.ensure_future(reader.dequeue())
         await asyncio.sleep(0.01)
-        with pytest.raises(QueueEmpty, match="other tasks wait in line"):
+        with pytest.raises(QueueEmpty, match="other tasks wait for a message"):
             reader.dequeue_nowait()
         writer.enqueue_nowait("now")
         assert await waiting == "now"

@@ -157,7 +157,7 @@ class Reader:
     def leave(self) -> None:
         """Close it as its user does."""
         self.left, self.given_up = True, self.link.gone
-        self.link.say_goodbye()
+        self.link.announce_close()
         self.link.close()
         self.world.loop.call_later(link.GOODBYE_S, self.sockets.close)
 
@@ -222,7 +222,7 @@ class Queue:
         self.held: dict[int, int] = {}
         self.seq = 0
         self.joins = 0
-        self.registry.tell = self._changed  # type: ignore[method-assign]
+        self.registry.report = self._changed  # type: ignore[method-assign]
         self.transport.start(self.process.loop)
         late = world.likely(0.3)  # before all are ready a reader may make way, and come back
         for rank in self.ranks:
@@ -279,7 +279,7 @@ class Queue:
         deadline, again = world.now + 100, world.now + 10
         while not self.registry.complete:
             world.check(world.now < deadline, f"the readers are not there: {self.registry.missing()}")
-            self.process.does(self.transport.look)
+            self.process.does(self.transport.poll)
             self.registry.pop_death()
             await asyncio.sleep(0.02)
             if world.now > again:  # one that was taken for dead while it was stopped does not come back by itself
@@ -454,7 +454,7 @@ class Queue:
             for reader in reading:
                 if reader.reads and world.likely(0.3):
                     self._cut(reader)
-        writer.say_goodbye()
+        writer.announce_close()
         await world.until(lambda: not writer.delivering, 4 * self.timeout, "the writer is closed")
         for reader in reading:
             error: AioshmError | None = None if reader.link.gone is None else reader.link.gone()

@@ -25,7 +25,7 @@ from aioshm.config import Options, vllm_options
 from aioshm.errors import AioshmError, HandleError, QueueCancelled, QueueClosed, RoleError
 from aioshm.process.limits import start_thread
 from aioshm.queue import blocking
-from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.reader import Reader
 from aioshm.queue.handle import Handle as QueueHandle
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ def _close(queue: _Queue, pid: int) -> None:
 def _around(queue: _Queue, wait: bool) -> MessageQueue:
     """Return a queue with vLLM's interface, ready if it is to wait."""
     self = MessageQueue.__new__(MessageQueue)
-    if isinstance(queue.end, ReadingEnd):
+    if isinstance(queue.end, Reader):
         assert queue.end.handle is not None
         self._own(queue, Handle.of(queue.end.handle), queue.end.rank)
     else:

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any, Generic, Self
 
 from aioshm.codec import T
+from aioshm.codec.frames import body_of
 from aioshm.errors import QueueClosed
 from aioshm.queue.blocking.end import BlockingEnd, locked
-from aioshm.queue.encoded import body_of
 from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.local.leases import VIEW_BYTES
 from aioshm.ring.cores import ReaderCore

@@ -22,8 +22,8 @@ from aioshm.closing import warn_not_closed
 from aioshm.errors import AioshmError, QueueClosed, QueueRestarted, RoleError
 from aioshm.process.loop_thread import LoopThread, ProcessLock, process_lock, shared_loop
 from aioshm.queue.ends.leasing import ReadBlock
-from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.writing import WritingEnd
+from aioshm.queue.ends.reader import Reader
+from aioshm.queue.ends.writer import Writer
 from aioshm.queue.state import EndState
 from aioshm.ring.cores import EMPTY, ReaderCore, native_core
 from aioshm.wait.poller import CANCEL_POLL_S
@@ -37,10 +37,12 @@ T = TypeVar("T")
 class BlockingEnd:
     """One end, its undelivered messages, and the lock that admits one thread at a time."""
 
-    def __init__(self, end: WritingEnd | ReadingEnd) -> None:
+    def __init__(self, end: Writer | Reader) -> None:
         self.end = end
         self.state: EndState = end.state
-        end.block()
+        end.state.block()
+        if isinstance(end, Writer):
+            end.sender.bind(end.state.defer_wakeup)
         # Messages that were received, but not returned by a call yet; always the same list.
         self.undelivered: list[Any] = []
         # An error to raise after them.
@@ -152,7 +154,7 @@ class BlockingEnd:
         if state.ready and not core.open:
             locked(state.reopen)  # the loop's thread could refuse calls at the same moment
         whole = native_core and state.ready and self.failure is None and _is_whole(self.end)
-        if isinstance(self.end, WritingEnd):
+        if isinstance(self.end, Writer):
             self.send_if_room = core.send if whole else _send_nothing
         else:
             self.receive_next = core.receive_next if whole else _receive_nothing
@@ -184,7 +186,7 @@ class BlockingEnd:
         """
         if self.state.pending_wakeups and self._loop is not None:
             self._loop.post(self.state.wake_peers)
-        if isinstance(error, Exception) and isinstance(self.end, ReadingEnd):
+        if isinstance(error, Exception) and isinstance(self.end, Reader):
             self.fail(error)
         else:
             raise error
@@ -223,7 +225,7 @@ class BlockingEnd:
             try:
                 state.lock.calls = 1  # keeps the memory mapped; nothing else sets this before `finally`
                 state.core.open = False
-                self.reader.next_of_writer(deadline, cancel, indefinite).send(None)
+                self.reader.wait_for_writer_message(deadline, cancel, indefinite).send(None)
                 raise AssertionError("a call that blocks has suspended")
             except StopIteration as done:
                 return bool(done.value)
@@ -275,9 +277,9 @@ class BlockingEnd:
             self.undelivered.append(await reader.dequeue(EMPTY, left, cancel, indefinite))
 
     @property
-    def reader(self) -> ReadingEnd:
+    def reader(self) -> Reader:
         """The end, which must be a reader."""
-        assert isinstance(self.end, ReadingEnd)
+        assert isinstance(self.end, Reader)
         return self.end
 
     # Sending
@@ -292,14 +294,14 @@ class BlockingEnd:
             self.interrupted(error)
         return message
 
-    def encode(self, writer: WritingEnd, obj: Any) -> Any:
+    def encode(self, writer: Writer, obj: Any) -> Any:
         """Encode an object under the process lock, as the core does: codecs are used by one thread at a time."""
-        return locked(lambda: writer.encode(obj))
+        return locked(lambda: writer.sender.encode(obj))
 
     def send(self, obj: Any, message: Any, deadline: float | None) -> None:
         """Send an object, waiting for room; ``message`` is what `send_now` has returned."""
         writer = self.end
-        assert isinstance(writer, WritingEnd)
+        assert isinstance(writer, Writer)
         self.acquire(deadline)
         try:
             if message is False:
@@ -311,7 +313,7 @@ class BlockingEnd:
             self.lock.owner = 0
             self.release()
 
-    def _put(self, writer: WritingEnd, message: Any, deadline: float | None) -> bool:
+    def _put(self, writer: Writer, message: Any, deadline: float | None) -> bool:
         """Send a message in this thread once there is room; return False if the loop has to send it."""
         state = self.state
         core: Any = state.core
@@ -458,7 +460,7 @@ def _receive_nothing(_messages: list[Any]) -> Any:
     return EMPTY
 
 
-def made(make: Callable[[], Coroutine[Any, Any, T]], end_of: Callable[[T], WritingEnd | ReadingEnd]) -> T:
+def made(make: Callable[[], Coroutine[Any, Any, T]], end_of: Callable[[T], Writer | Reader]) -> T:
     """Create an object with a coroutine on the background loop; close its end if a signal handler raises."""
     kept: list[T] = []
 
@@ -485,8 +487,8 @@ def _start(coroutine: Coroutine[Any, Any, None]) -> None:
 _tasks: set[asyncio.Future[None]] = set()
 
 
-def _is_whole(end: WritingEnd | ReadingEnd) -> bool:
+def _is_whole(end: Writer | Reader) -> bool:
     """Return whether one call of the core is usually enough to send or receive a message."""
-    if isinstance(end, WritingEnd):
+    if isinstance(end, Writer):
         return end.network is None
     return type(end.state.core) is ReaderCore and not end.has_news

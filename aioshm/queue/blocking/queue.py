@@ -20,10 +20,9 @@ from aioshm.queue.base import Naming, QueueBase, Reading, documented_as
 from aioshm.queue.blocking.blocks import LeaseBlock, Leases, WriteBlock
 from aioshm.queue.blocking.end import BlockingEnd, made
 from aioshm.queue.ends.lending import Message
-from aioshm.queue.ends.membership import Membership
-from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.writing import WritingEnd
-from aioshm.queue.groups.making import GroupCall
+from aioshm.queue.ends.reader import Reader
+from aioshm.queue.ends.writer import Membership, Writer
+from aioshm.queue.groups.factory import GroupCall
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import Change, ReaderInfo
@@ -63,7 +62,7 @@ class MessageQueue(QueueBase[T], Closing):
     must not wait for other threads that use blocking queues.
     """
 
-    def _hold(self, end: WritingEnd | ReadingEnd) -> None:
+    def _hold(self, end: Writer | Reader) -> None:
         super()._hold(end)
         self.held: BlockingEnd = BlockingEnd(end)
 
@@ -384,7 +383,7 @@ class MessageQueue(QueueBase[T], Closing):
 
     def membership(self, timeout: float | None = None) -> Iterator[Change]:
         writer = self._writer_of("membership")
-        return _Changes(self.held, self.held.loop().do(lambda: Membership(writer, timeout)), timeout)
+        return _Changes(self.held, self.held.loop().do(lambda: Membership(writer, timeout)))
 
     def dismiss(self, rank: int) -> None:
         writer = self._writer_of("dismiss")
@@ -417,10 +416,9 @@ class MessageQueue(QueueBase[T], Closing):
 class _Changes(Iterator[Change]):
     """The changes from when this was made on."""
 
-    def __init__(self, held: BlockingEnd, changes: Membership, timeout: float | None) -> None:
+    def __init__(self, held: BlockingEnd, changes: Membership) -> None:
         self._held = held
         self._changes = changes
-        self._timeout = timeout
         self._kept: list[Change] = []  # a call that a signal's handler ends leaves them to the next one
 
     def __next__(self) -> Change:
@@ -434,6 +432,6 @@ class _Changes(Iterator[Change]):
         return self._kept.pop()
 
     async def _next(self) -> None:
-        change = await self._changes.next(self._timeout)
+        change = await self._changes.next()
         if change is not None:
             self._kept.append(change)

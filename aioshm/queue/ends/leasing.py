@@ -12,7 +12,7 @@ from aioshm.queue.source import SourceBlock, TakenMessage
 from aioshm.wait.limits import deadline_after
 
 if TYPE_CHECKING:
-    from aioshm.queue.ends.reading import ReadingEnd
+    from aioshm.queue.ends.reader import Reader
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
 
     def __init__(
         self,
-        end: ReadingEnd,
+        end: Reader,
         timeout: float | None,
         cancel: asyncio.Event | None,
         indefinite: bool,
@@ -45,11 +45,11 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
     def enter_now(self) -> bool:
         """Enter the block where the message is there and nothing is in the way; return whether that was done."""
         end = self._end
-        if not end.begin_turn(settles=not self._decoded):
+        if not end.enter_now(settles=not self._decoded):
             return False
         entered = False
         try:
-            if end.source.look():
+            if end.source.poll():
                 end.state.hold()
                 entered = self._open()
         finally:
@@ -60,15 +60,15 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
     async def _enter(self) -> None:
         end, (timeout, cancel, indefinite) = self._end, self._asked
         deadline = deadline_after(timeout, cancel, indefinite)
-        await end.line_up(deadline, cancel, settles=not self._decoded)
+        await end.enter(deadline, cancel, settles=not self._decoded)
         entered = False
         try:
             while not entered:
-                await end.next(deadline, cancel, indefinite)
+                await end.wait_for_message(deadline, cancel, indefinite)
                 end.state.hold()
                 entered = self._open()
                 if not entered:
-                    await end.rest(deadline, cancel, indefinite)
+                    await end.wait_for_body(deadline, cancel, indefinite)
         finally:
             if not entered:
                 end.state.leave()
@@ -127,7 +127,7 @@ class AwaitedReadBlock(ReadBlock):
 class Leases(Generic[T]):
     """Leases messages until the writer closes; dropping the iterator ends the last lease."""
 
-    def __init__(self, end: ReadingEnd) -> None:
+    def __init__(self, end: Reader) -> None:
         self._end = end
         self._block: ReadBlock | None = None
         self._leasing = False

@@ -16,7 +16,7 @@ from aioshm.ring.slot import Slot
 from aioshm.wait.limits import deadline_after
 
 if TYPE_CHECKING:
-    from aioshm.queue.ends.writing import WritingEnd
+    from aioshm.queue.ends.writer import Writer
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
 
     def __init__(
         self,
-        end: WritingEnd,
+        end: Writer,
         room: int,
         lend: Callable[[Extent], T],
         as_sent: Callable[[T], Any],
@@ -64,8 +64,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         await end.prepare(deadline)
         await state.enter(deadline)
         try:
-            while (slot := sender.claim(self._room)) is None:
-                await sender.wait_for_bytes(self._room, deadline)
+            slot = await sender.claim(self._room, deadline)
             in_place = self._room >= IN_PLACE_BYTES and ring.ranks
             extent = ring.loans.extent(slot, self._room) if in_place else Extent()
             state.hold()
@@ -107,7 +106,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         message = sender.encode(self._as_sent(self._filled.pop()))
         placed = extent.place(message)
         if placed is not None:
-            sender.checked_size(message)
+            sender.room.checked_size(message)
             outgoing = sender.pack(message)
             message = b""
             sender.put_placed(slot, extent, placed, outgoing)
@@ -115,11 +114,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         message = extent.copied_out(message)
         loans.take_back(extent)
         deadline = deadline_after(self._timeout)
-        need = sender.need([message])
-        while not sender.has_room([message], need):
-            await sender.wait_for_room([message], need, deadline)
-            state.check_usable()
-        sender.put_all([message])
+        await sender.put_waiting([message], deadline)
 
     def _close(self, extent: Extent) -> None:
         """Take back loaned memory, and release the call lock."""

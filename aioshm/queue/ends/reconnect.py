@@ -1,4 +1,4 @@
-"""A reader's search for its writer, and for the next one."""
+"""A reader's search for its writer, and for the next writer when that one is gone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from aioshm.codec import Codec
 from aioshm.errors import (
@@ -27,17 +27,25 @@ from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
 from aioshm.wait.limits import seconds
 
+if TYPE_CHECKING:
+    from aioshm.queue.ends.reader import Reader
+
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.001, 0.05, 1.3
-"""How often to look for a writer: a look is one ``stat``, so that even the longest pause costs next to nothing."""
+# Pauses between searches, each of which is one `stat` call.
+FIRST_PAUSE_S = 0.001
+LONGEST_PAUSE_S = 0.05
+PAUSE_GROWTH = 1.3
+
+Connect: TypeAlias = Callable[[Handle, Callable[[AioshmError], None]], tuple[Source, Codec]]
+"""Creates the source for a writer's handle, and the codec; the callback gets an error that prevents attaching."""
 
 
 class Writers(Protocol):
-    """Finds the writers of a reader, one after the other."""
+    """The successive writers of a reader."""
 
-    def look(self) -> Handle | None:
-        """Return the handle of the present writer; None if none runs, or only the one marked as gone."""
+    def find(self) -> Handle | None:
+        """Return the handle of the present writer; None if no writer runs, or only the one marked as gone."""
 
     def left(self) -> None:
         """Mark the writer of the latest handle as gone."""
@@ -52,7 +60,7 @@ class SameWriter:
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
 
-    def look(self) -> Handle | None:
+    def find(self) -> Handle | None:
         return self._handle
 
     def left(self) -> None:
@@ -63,22 +71,10 @@ class SameWriter:
 
 
 class NoWriter(Source):
-    """Stands for a source while there is no writer: looks for a writer."""
+    """The source of a reader that has no writer: searches for a writer."""
 
-    def __init__(
-        self,
-        state: EndState,
-        rank: int,
-        writers: Writers,
-        found: Callable[[Handle], bool],
-        failed: Callable[[AioshmError], None],
-    ) -> None:
-        self._state = state
-        self._rank = rank
-        self._writers = writers
-        # Gets the handle; returns whether the reader can use the writer.
-        self._found = found
-        self._failed = failed
+    def __init__(self, reconnect: Reconnect) -> None:
+        self._reconnect = reconnect
         self._pause_s = FIRST_PAUSE_S
         self._timer: asyncio.TimerHandle | None = None
         # The start of the search, by the monotonic clock.
@@ -87,57 +83,48 @@ class NoWriter(Source):
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is None:
-            self._timer = loop.call_later(0, _look, weakref.ref(self), loop)  # an end that is forgotten looks no more
+            self._search_after(0, loop)
 
-    def look_now(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Look once; retry later if there is nothing."""
-        try:
-            handle = self._writers.look()
-            if handle is not None and self._found(handle):
-                return
-        except AioshmError as error:
-            self._failed(error)
-        except (MemoryError, OSError):
-            logger.debug("%r: cannot look for a writer now; trying again", self._state, exc_info=True)
-        if self._timer is not None:
-            self._timer = loop.call_later(self._pause_s, _look, weakref.ref(self), loop)
+    def _search_after(self, pause_s: float, loop: asyncio.AbstractEventLoop) -> None:
+        # The loop holds the source only weakly: a forgotten reader stops searching.
+        self._timer = loop.call_later(pause_s, _search, weakref.ref(self), loop)
+
+    def search(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Search once, and again later if there is no writer."""
+        if not self._reconnect.find_writer() and self._timer is not None:
+            self._search_after(self._pause_s, loop)
             self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * PAUSE_GROWTH)
 
     def too_late(self) -> Exception:
-        return TimeoutError(f"{self._state!r}: {self._writers.awaited()}")
+        return TimeoutError(f"{self._reconnect.state!r}: {self._reconnect.writers.awaited()}")
 
     def report_waiting(self, waited_s: float) -> None:
-        logger.warning(
-            "%r, rank %d: waited %s: %s", self._state, self._rank, seconds(waited_s), self._writers.awaited()
-        )
+        search = self._reconnect
+        text = "%r, rank %d: waited %s: %s"
+        logger.warning(text, search.state, search.rank, seconds(waited_s), search.writers.awaited())
 
     def stats(self) -> QueueStats:
-        return self._state.new_stats("reader", self._rank)
+        return self._reconnect.state.new_stats("reader", self._reconnect.rank)
 
     def close(self) -> None:
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def detach_after_fork(self) -> None:
-        self._timer = None  # after a fork, it belongs to the parent's loop
+        self._timer = None  # in a forked child: the timer belongs to the parent's loop
 
 
-def _look(looking: weakref.ref[NoWriter], loop: asyncio.AbstractEventLoop) -> None:
-    source = looking()
+def _search(weak_source: weakref.ref[NoWriter], loop: asyncio.AbstractEventLoop) -> None:
+    source = weak_source()
     if source is not None:
-        source.look_now(loop)
+        source.search(loop)
 
 
-Connect: TypeAlias = Callable[[Handle, Callable[[AioshmError], None]], tuple[Source, Codec]]
-"""Makes the source for a writer's handle, and the codec; the callback gets the error that keeps it from attaching."""
-
-
-class Following:
+class Reconnect:
     """Attaches a reader to its writer, and to the next writer when that one is gone."""
 
-    source: Source
-    _use: Callable[[Source, Handle | None, Codec | None], None]
+    _reader: Reader
 
     def __init__(
         self,
@@ -146,20 +133,21 @@ class Following:
         writers: Writers,
         connect: Connect,
         *,
-        reconnect: bool,
+        repeat: bool,
         patience_s: float | None = None,
     ) -> None:
-        self._state = state
-        self._rank = rank
-        self._writers = writers
+        self.state = state
+        self.rank = rank
+        self.writers = writers
         self._connect = connect
-        self._reconnect = reconnect
+        # Whether to continue with the next writer.
+        self._repeat = repeat
         # For calls without a timeout; None: wait for ever.
         self._patience_s = patience_s
-        self._ended: tuple[int, AioshmError] | None = (
-            None  # pid and error of the writer before this one, until a call has raised `QueueRestarted`
-        )
-        self._obstacle: AioshmError | None = None  # the error that prevented attaching, until a call has raised it
+        # Pid and error of the writer before this one, until a call has raised `QueueRestarted`.
+        self._ended: tuple[int, AioshmError] | None = None
+        # The error that prevented attaching, until a call has raised it.
+        self._obstacle: AioshmError | None = None
         self._finishing: set[asyncio.Task[None]] = set()
         # Messages and bytes from the writers before this one.
         self.received: int = 0
@@ -167,123 +155,135 @@ class Following:
         # Restarts that were reported to the caller.
         self.restarts: int = 0
 
-    def begin(self, source: Source | None, use: Callable[[Source, Handle | None, Codec | None], None]) -> Source:
-        """Return the first source; ``use`` gets each later source, handle and codec."""
-        self._use = use
-        self.source = self._no_writer() if source is None else source
-        if self._reconnect:
-            self._state.on_interrupt = self._news_has_come
-        return self.source
-
-    def _no_writer(self) -> NoWriter:
-        return NoWriter(self._state, self._rank, self._writers, self._found, self._failed)
+    def begin(self, reader: Reader) -> None:
+        """Serve this reader."""
+        self._reader = reader
+        if self._repeat:
+            self.state.on_interrupt = self._on_interrupt
 
     # Errors for the next call
 
     @property
-    def telling(self) -> bool:
-        """True while the caller has not been notified of a new writer."""
+    def unreported(self) -> bool:
+        """True while no call has raised `QueueRestarted` for the latest change of writers."""
         return self._ended is not None
 
     @property
     def has_news(self) -> bool:
-        """True if `tell` has something to return."""
-        return self._obstacle is not None or (self._ended is not None and self._state.ready)
+        """True if `pop_news` has something to return."""
+        return self._obstacle is not None or (self._ended is not None and self.state.ready)
 
-    def tell(self) -> AioshmError | None:
+    def pop_news(self) -> AioshmError | None:
         """Return the error that the next call raises first, and forget it; None: there is none."""
-        obstacle, self._obstacle = self._obstacle, None
-        if obstacle is not None or self._ended is None or not self._state.ready:
+        obstacle = self._pop_obstacle()
+        if obstacle is not None or self._ended is None or not self.state.ready:
             return obstacle
-        (old_pid, error), self._ended = self._ended, None
+        old_pid, error = self._ended
+        self._ended = None
         self.restarts += 1
-        self._state.reopen()
-        restarted = QueueRestarted(self._state.name, old_pid, self.source.writer_pid, error)
+        self.state.reopen()
+        restarted = QueueRestarted(self.state.name, old_pid, self._reader.source.writer_pid, error)
         restarted.__cause__ = error
         return restarted
 
+    def _pop_obstacle(self) -> AioshmError | None:
+        obstacle = self._obstacle
+        self._obstacle = None
+        return obstacle
+
     def check_attaching(self) -> None:
-        """Raise the error that prevents attaching; look for the next writer if this one is gone."""
-        gone = self.source.gone
+        """Raise the error that prevents attaching; search for the next writer if this one is gone."""
+        gone = self._reader.source.gone
         if gone is not None:
             self._failed(gone())
-        obstacle, self._obstacle = self._obstacle, None
+        obstacle = self._pop_obstacle()
         if obstacle is not None:
             raise obstacle
-        self._state.check_refusal()
+        self.state.check_refusal()
 
     def writer_deadline(self, began: float) -> float | None:
         """Return when a call without a timeout, begun then, stops waiting for a writer; None: never."""
-        source = self.source
+        source = self._reader.source
         if not isinstance(source, NoWriter) or self._patience_s is None:
             return None
         return max(began, source.since) + self._patience_s
 
     # Leaving a writer
 
-    def reconnect_after(self, error: AioshmError) -> None:
-        """Wait for the next writer, now that this one is gone and drained, or raise ``error``."""
+    def leave_writer(self, error: AioshmError) -> None:
+        """Search for the next writer, now that this one is gone and drained, or raise ``error``."""
         if not self._reconnects_after(error):
             raise error
-        if self._state.ready and self._ended is None:
-            self._ended = self.source.writer_pid, error
-        self._writers.left()
-        self._look_for_writer()
+        if self.state.ready and self._ended is None:
+            self._ended = (self._reader.source.writer_pid, error)
+        self.writers.left()
+        self._start_search()
 
     def _reconnects_after(self, error: AioshmError) -> bool:
-        """Return whether the error ends a writer whose successor is awaited."""
-        return self._reconnect and isinstance(error, (PeerDied, PeerClosed, MessagesLost, QueueGone))
+        return self._repeat and isinstance(error, (PeerDied, PeerClosed, MessagesLost, QueueGone))
 
-    def _news_has_come(self) -> None:
-        state = self._state
-        if self.source.gone is not None and state.loop is not None and state.refusal is None:
-            state.loop.call_soon(self._go_on_if_idle)  # the source, whose news that is, has yet to finish with it
+    def _on_interrupt(self) -> None:
+        state = self.state
+        if self._reader.source.gone is not None and state.loop is not None and state.refusal is None:
+            state.loop.call_soon(self._leave_if_idle)  # later: the source is in the middle of handling the departure
 
-    def _go_on_if_idle(self) -> None:
-        """Look for the next writer without a waiting call, if this one is gone and drained."""
-        state, source = self._state, self.source
+    def _leave_if_idle(self) -> None:
+        """Leave a writer that is gone and drained, although no call waits."""
+        state = self.state
+        source = self._reader.source
         gone = source.gone
-        if gone is None or state.refusal is not None or state.lock.calls or source.look():
+        if gone is None or state.refusal is not None or state.lock.calls or source.poll():
             return
         with suppress(AioshmError):  # the next call raises it
-            self.reconnect_after(gone())
+            self.leave_writer(gone())
 
-    def _look_for_writer(self, *, at_once: bool = True) -> None:
-        state, old = self._state, self.source
+    def _start_search(self, *, paused: bool = False) -> None:
+        state = self.state
+        old = self._reader.source
         assert state.loop is not None
         self.received += old.progress
         self.received_bytes += old.stats().bytes
-        old.say_goodbye()
+        old.announce_close()
         state.part(lambda: self._ended is not None)
         old.close()
         if not old.finished():
             finishing = state.loop.create_task(old.finish())
             self._finishing.add(finishing)
             finishing.add_done_callback(self._finishing.discard)
-        self.source = self._no_writer()
-        self._use(self.source, None, None)
-        if at_once:
-            self.source.start(state.loop)
+        source = NoWriter(self)
+        self._reader.use(source, None, None)
+        if not paused:
+            source.start(state.loop)
         state.interrupt()
 
-    # Having the next one
+    # Attaching to the next writer
 
-    def _found(self, handle: Handle) -> bool:
-        """Attach to the writer of a handle; return whether it was there."""
-        state = self._state
+    def find_writer(self) -> bool:
+        """Attach to the present writer; return False to be called again later."""
+        try:
+            handle = self.writers.find()
+            return handle is not None and self._attach(handle)
+        except AioshmError as error:
+            self._failed(error)
+        except (MemoryError, OSError):
+            logger.debug("%r: cannot search for a writer now; trying again", self.state, exc_info=True)
+        return False
+
+    def _attach(self, handle: Handle) -> bool:
+        """Attach to the writer of a handle; return whether the writer was there."""
+        state = self.state
         assert state.loop is not None
         try:
             source, codec = self._connect(handle, self._failed)
         except QueueGone:
-            self._writers.left()
+            self.writers.left()
             return False
         except AioshmError:
             raise
-        except ValueError as error:  # what is wrong with the arguments is known only now
+        except ValueError as error:  # the reader's arguments do not suit this writer
             raise HandleError(f"{state!r}: {error}") from None
-        self.source.close()
-        self.source = source
-        self._use(source, handle, codec)
+        self._reader.source.close()
+        self._reader.use(source, handle, codec)
         try:
             source.start(state.loop)
         except AioshmError as error:
@@ -292,22 +292,23 @@ class Following:
         return True
 
     def _failed(self, error: AioshmError) -> None:
-        """Look for the next writer, keep the error for the next call, or refuse every call."""
-        looks_on = True
+        """Search for the next writer, keep the error for the next call, or make every call raise it."""
+        source = self._reader.source
+        paused = False
         if self._reconnects_after(error) or isinstance(error, QueueGone):
-            self._writers.left()
-        elif self._reconnect or isinstance(error, LimitReached):
+            self.writers.left()
+        elif self._repeat or isinstance(error, LimitReached):
             self._obstacle = error
-            looks_on = isinstance(error, LimitReached)
+            paused = not isinstance(error, LimitReached)
         else:
-            self.source.close()
-            self._state.refuse(lambda: error)
+            source.close()
+            self.state.refuse(lambda: error)
             return
-        if not isinstance(self.source, NoWriter):
-            self._look_for_writer(at_once=looks_on)
-        elif not looks_on:
-            self.source.close()
-        self._state.interrupt()
+        if not isinstance(source, NoWriter):
+            self._start_search(paused=paused)
+        elif paused:
+            source.close()
+        self.state.interrupt()
 
     # Closing
 
@@ -318,5 +319,5 @@ class Following:
 
     async def finish(self) -> None:
         """Wait until `finished`."""
-        if self._finishing and self._state.loop is asyncio.get_running_loop():
+        if self._finishing and self.state.loop is asyncio.get_running_loop():
             await asyncio.wait(self._finishing)

@@ -14,9 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from aioshm.arguments import shown
 from aioshm.codec import Encoded
 from aioshm.codec.buffers import own_copy
-from aioshm.codec.frames import ALIGNMENT, pack_table, placed_bytes
+from aioshm.codec.frames import ALIGNMENT, pack_table, parts_of, placed_bytes
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
-from aioshm.queue.encoded import parts_of
 from aioshm.queue.local.overflow import OverflowSegments
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, chunk_at, round_up

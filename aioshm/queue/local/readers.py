@@ -12,7 +12,7 @@ from time import monotonic_ns
 from typing import Any
 
 from aioshm.codec import Encoded
-from aioshm.codec.frames import INLINE, OVERFLOW, PLACED, RAW, pack_header, pack_place, write_body
+from aioshm.codec.frames import INLINE, OVERFLOW, PLACED, RAW, pack_header, pack_place, parts_of, write_body
 from aioshm.config import SLOW_READER, Options
 from aioshm.errors import AioshmError, HandleError, PeerDied
 from aioshm.lifeline.connection import Peer
@@ -22,7 +22,6 @@ from aioshm.lifeline.sockets import new_address
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import naming_limits
 from aioshm.process.watch import is_dying, process_state
-from aioshm.queue.encoded import parts_of
 from aioshm.queue.local.loans import Extent, Loans, Placed
 from aioshm.queue.local.overflow import SECRET_BYTES, Overflow, OverflowSegments
 from aioshm.queue.registry import ReaderRegistry, ReaderSlot
@@ -106,7 +105,7 @@ class LocalReaders:
         self.overflow.start(loop)
         self.listener.start(loop, self)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Handle now what the loop would handle later: readers that have come, or gone."""
         self.listener.look()
 
@@ -384,7 +383,7 @@ class LocalReaders:
 
     # Closing
 
-    def say_goodbye(self) -> None:
+    def announce_close(self) -> None:
         """Tell the readers that nothing more will come."""
         self.listener.look_at_readers()  # nothing is delivered to those who have gone
         self.ring.set_writer_state(closed=True, pid=os.getpid())

@@ -50,8 +50,8 @@ class RingSource(Source):
     settle: Callable[[], None]
     take: Callable[[], Any]
     take_many: Callable[[int], list[Any]]
-    ready: Callable[[], bool]
-    look: Callable[[], bool]
+    has_message: Callable[[], bool]
+    poll: Callable[[], bool]
     gone: Callable[[], AioshmError] | None = None
     _lifeline: Lifeline
     _cursor: RingReader
@@ -73,8 +73,8 @@ class RingSource(Source):
         self._codec = codec
         self._failed = failed or (lambda error: state.refuse(lambda: error))
         self.receive: Callable[[], Any] = nothing
-        self.ready = bool
-        self.look = bool
+        self.has_message = bool
+        self.poll = bool
         self._closed = False
         self.attachment: Attachment | None = None  # what this holds of the queue, once it is attached
         self.waker: WriterWaker | None = None
@@ -118,7 +118,7 @@ class RingSource(Source):
             slots = SlotReader(state, ring, self._codec, attachment.overflow, waker, make_leases)
         self._slots = slots
         self.settle, self.take, self.take_many = slots.settle, slots.take, slots.take_many
-        self.ready = self.look = ring.ready
+        self.has_message = self.poll = ring.ready
         self.ring, self.receive = ring, ring.core.receive
         lifeline.start(
             self._on_go,

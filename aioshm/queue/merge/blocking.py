@@ -63,10 +63,10 @@ class _Place(Place):
             self.held.lock.owner = 0
             self.held.lock.wake()
 
-    def may_go_on(self) -> bool:
+    def can_continue(self) -> bool:
         if not self.locked:
             return not self.held.lock.owner
-        return bool(self.held.undelivered) or self.held.failure is not None or super().may_go_on()
+        return bool(self.held.undelivered) or self.held.failure is not None or super().can_continue()
 
     def poll(self) -> Any:
         try:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from aioshm.codec import cannot_decode
 from aioshm.errors import AioshmError, RoleError
 from aioshm.queue.base import QueueBase
-from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.reader import Reader
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.poller import Poller, ThreadPoller
@@ -85,9 +85,9 @@ class Place:
     )
 
     def __init__(self, rank: int, queue: QueueBase[Any], shared: SharedSleep) -> None:
-        assert isinstance(queue.end, ReadingEnd)
+        assert isinstance(queue.end, Reader)
         self.rank: int = rank
-        self.reader: ReadingEnd = queue.end
+        self.reader: Reader = queue.end
         self.receive: Callable[[], Any] = _nothing
         # `receive` while the reader is healthy; None until it is ready.
         self.quick: Callable[[], Any] | None = None
@@ -141,7 +141,7 @@ class Place:
             self.entered = False
             state.leave()
 
-    def may_go_on(self) -> bool:
+    def can_continue(self) -> bool:
         """Return whether there is anything to do."""
         state = self.reader.state
         if not self.entered:
@@ -149,13 +149,13 @@ class Place:
         if self.late:
             return False
         if self.quick is not None:
-            return self.reader.may_go_on()
+            return self.reader.can_continue()
         return state.ready or self._ending() or self.reader.has_news
 
     def poll(self) -> Any:
         """Return the next message, or `EMPTY`: see `late`."""
         try:
-            obj = self.reader.poll()
+            obj = self.reader.take()
         except AioshmError:
             if self.reader.state.refusal is not None:  # which is the end of the queue, not of a message
                 return EMPTY
@@ -168,7 +168,7 @@ class Place:
     def goes_on_after(self, error: AioshmError) -> bool:
         """Wait for the next writer, if the reader does; return whether it does."""
         try:
-            self.reader.reconnect_after(error)
+            self.reader.leave_writer(error)
         except AioshmError:
             return False
         self.unready()
@@ -213,7 +213,7 @@ def checked_reader(what: str, reader: object, kind: type[Q], name: str) -> Q:
     """Return a reader; ``what`` names the argument for errors, ``name`` the kind."""
     if not isinstance(reader, kind):
         raise TypeError(f"{what} must be {name}, not {reader!r}")
-    if not isinstance(reader.end, ReadingEnd):
+    if not isinstance(reader.end, Reader):
         raise RoleError(f"{what} must be a reader; this is a writer: {reader!r}")
     return reader
 

@@ -7,7 +7,7 @@ from itertools import cycle
 from typing import Literal
 
 from aioshm.errors import AioshmError, EndClosed
-from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.reader import Reader
 from aioshm.queue.merge.places import Place
 from aioshm.wait.limits import MIN_PAUSE_S, answer_within
 
@@ -71,7 +71,7 @@ class Round:
         self.drop(place)
         self.failed[place.rank] = error
 
-    def check_addition(self, rank: int, reader: ReadingEnd) -> None:
+    def check_addition(self, rank: int, reader: Reader) -> None:
         """Refuse a taken rank, a reader that is there already, or any after closing."""
         if self.closed:
             raise EndClosed("this merge was closed: merge the readers anew")

@@ -20,10 +20,9 @@ from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, QueueClosed, RoleError
 from aioshm.queue.api import MessageQueue
 from aioshm.queue.base import QueueBase
-from aioshm.queue.call_lock import CallLock
 from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
-from aioshm.queue.state import YIELD_AFTER_MESSAGES, YIELD_AFTER_NS
+from aioshm.queue.state import YIELD_AFTER_MESSAGES, YIELD_AFTER_NS, CallLock
 from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import Stall
@@ -259,7 +258,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 self._tell_silence(0)
             entered = sorted((place for place in running if place.entered), key=lambda place: not place.hidden)
             while True:
-                if not self._may_go_on():
+                if not self._can_continue():
                     await self._sleep(entered)
                 if self._changed or not self._round.running:
                     return None
@@ -289,7 +288,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         stall = Stall(self._round.look_at - monotonic(), self._tell_silence)
         deadline = self._look_again_at(entered)
         try:
-            if await poller.wait(self._may_go_on, count, self._newest_ns, deadline=deadline, stall=stall):
+            if await poller.wait(self._can_continue, count, self._newest_ns, deadline=deadline, stall=stall):
                 self._new_turn()
         except TimeoutError:
             pass  # another thread may be done with its reader
@@ -317,15 +316,15 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         assert self._loop is not None
         return Poller(self._loop, self._shared, policy, self._shared.spin)
 
-    def _may_go_on(self) -> bool:
+    def _can_continue(self) -> bool:
         for place in self._round.running:
-            if place.may_go_on():
+            if place.can_continue():
                 return True
         return self._changed or not self._round.running
 
     def _locks_changed(self) -> bool:
         """Return whether a reader whose call lock was taken can be locked now."""
-        return any(not place.entered and place.may_go_on() for place in self._round.running)
+        return any(not place.entered and place.can_continue() for place in self._round.running)
 
     def _note_ready(self, entered: Sequence[Place]) -> None:
         for place in entered:
@@ -345,7 +344,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         state, source = place.reader.state, place.reader.source
         error = place.failure if state.refusal is None else state.refusal()
         if error is None:
-            news = place.reader.tell()
+            news = place.reader.pop_news()
             if isinstance(news, HandleError):
                 error = news
             elif news is not None:

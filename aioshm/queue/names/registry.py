@@ -107,7 +107,7 @@ class NamedWriters:
         with naming_limits(f"a reader of the name {name!r}"):
             secure_directory(self._path.parent)
 
-    def look(self) -> Handle | None:
+    def find(self) -> Handle | None:
         """Return the handle of the name's writer; None: no writer, or one that was `left`."""
         try:
             found = self._path.lstat()

@@ -411,7 +411,7 @@ class WriterLink:
 
     # Closing
 
-    def say_goodbye(self) -> None:
+    def announce_close(self) -> None:
         """Tell the writer that this reader leaves, unless it knows or is gone."""
         there = self.gone is None or self.window.complete
         if self._patient and not self._connections:  # nobody was there: nobody counts on this reader

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import zmq
 
 from aioshm.codec import Encoded
-from aioshm.codec.frames import HEADER, write_body
+from aioshm.codec.frames import HEADER, message_bytes, write_body
 from aioshm.config import Options
-from aioshm.queue.encoded import message_bytes
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.data_sockets import MessageMemory
 from aioshm.queue.remote.window import SendWindow

@@ -122,7 +122,7 @@ class RemoteReaders:
         self.loop = loop
         self.sockets.start(loop, self._subscribed, self._message)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Handle what has arrived; before all are ready, count on no reader that has lost its connection.
 
         It may be dead, and if not, it says hello again.
@@ -352,7 +352,7 @@ class RemoteReaders:
         """Whether this is waiting for readers to have received everything."""
         return self._closed is not None and not self._closed.done()
 
-    def say_goodbye(self) -> None:
+    def announce_close(self) -> None:
         """Tell the readers that nothing more will come; what is on its way is delivered."""
         if self.loop is None or self._closed is not None:
             return

@@ -75,8 +75,8 @@ class NetworkSource(Source):
     # Receiving
 
     def _receive(self) -> Any:
-        """Return the next message, or `EMPTY` if it is not there or needs more than a look."""
-        if not self._core.passes() or not self.look():
+        """Return the next message, or `EMPTY` if it is not there or needs more than a poll."""
+        if not self._core.passes() or not self.poll():
             return EMPTY
         return self._first()
 
@@ -87,7 +87,7 @@ class NetworkSource(Source):
     def quick(self) -> Callable[[], Any]:
         return self._receive_at_hand
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         window, link = self._window, self.link
         if not window.ready and link.sockets is not None:
             link.sockets.look()
@@ -95,11 +95,11 @@ class NetworkSource(Source):
                 window.lost_the_rest()
         return bool(window.ready)
 
-    def ready(self) -> bool:
+    def has_message(self) -> bool:
         return bool(self._window.ready)
 
     def take(self) -> Any:
-        return self._first() if self.look() else EMPTY
+        return self._first() if self.poll() else EMPTY
 
     def _first(self) -> Any:
         """Return the first message in line, which is there, and let go of it whatever it is."""
@@ -115,7 +115,7 @@ class NetworkSource(Source):
     def take_many(self, most: int, /) -> list[Any]:
         batch = [self._first()]
         ready = self._window.ready
-        while len(batch) < most and self._core.budget > 0 and self.look():
+        while len(batch) < most and self._core.budget > 0 and self.poll():
             message = ready[0][0]
             if isinstance(message, Missing):
                 break
@@ -227,8 +227,8 @@ class NetworkSource(Source):
 
     # Closing
 
-    def say_goodbye(self) -> None:
-        self.link.say_goodbye()
+    def announce_close(self) -> None:
+        self.link.announce_close()
 
     def close(self) -> None:
         self.link.close()

@@ -103,7 +103,7 @@ def name_files(data: bytes) -> None:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
     writers = NamedWriters("fuzzed", str(path.parent))
-    attempt(HandleError, writers.look)
+    attempt(HandleError, writers.find)
     assert writers.awaited()
 
 

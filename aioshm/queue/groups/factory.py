@@ -16,13 +16,12 @@ from aioshm.codec import Codec
 from aioshm.config import Options
 from aioshm.errors import HandleError
 from aioshm.process.background import in_thread
-from aioshm.queue.ends.making import ReaderArguments, reading_end, writing_end
-from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.writing import WritingEnd
+from aioshm.queue.ends.factory import ReaderArguments, checked_ranks, create_reader, create_writer
+from aioshm.queue.ends.reader import Reader
+from aioshm.queue.ends.writer import Writer
 from aioshm.queue.groups.process_group import ObjectGroup, as_group, check_rank, gather, tell
 from aioshm.queue.groups.same_node import probe
 from aioshm.queue.handle import Handle
-from aioshm.queue.ranks import checked_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,7 +48,7 @@ class GroupCall:
         self._codec = codec
         self._message = message
         self._connect_ip = connect_ip
-        self._end: WritingEnd | ReadingEnd | None = None
+        self._end: Writer | Reader | None = None
         self._cancelled = threading.Event()
 
     @property
@@ -80,21 +79,21 @@ class GroupCall:
 
     async def one_writer(
         self, writer_rank: int, external: Handle | str | bytes | None, *, wait: bool
-    ) -> WritingEnd | ReadingEnd:
+    ) -> Writer | Reader:
         """Make this rank's end of a queue with one writer; ``wait`` until it is ready."""
         end = await self._run(lambda: self._make_one_writer(writer_rank, external))
         if wait:
             await _become_ready(end)
         return end
 
-    async def one_reader(self, reader_rank: int, *, wait: bool) -> tuple[WritingEnd, list[Handle]]:
+    async def one_reader(self, reader_rank: int, *, wait: bool) -> tuple[Writer, list[Handle]]:
         """Make this rank's queue to one reader; ``wait`` until ready, except at that reader."""
         end, handles = await self._run(lambda: self._make_one_reader(reader_rank))
         if wait and self._group.rank != reader_rank:
             await _become_ready(end)
         return end, handles
 
-    def _make_one_writer(self, writer_rank: int, external: Handle | str | bytes | None) -> WritingEnd | ReadingEnd:
+    def _make_one_writer(self, writer_rank: int, external: Handle | str | bytes | None) -> Writer | Reader:
         group = self._group
 
         def check() -> tuple[int, bool]:
@@ -120,7 +119,7 @@ class GroupCall:
         assert self._end is not None
         return self._end
 
-    def _make_one_reader(self, reader_rank: int) -> tuple[WritingEnd, list[Handle]]:
+    def _make_one_reader(self, reader_rank: int) -> tuple[Writer, list[Handle]]:
         group = self._group
 
         def check() -> int:
@@ -130,7 +129,7 @@ class GroupCall:
         _check_same("reader_rank", gather(group, check))
         near = probe(group, reader_rank, self._options)[group.rank]
         texts = gather(group, lambda: self._write([0] if near else [], [] if near else [0]))
-        assert isinstance(self._end, WritingEnd)
+        assert isinstance(self._end, Writer)
         return self._end, [Handle.from_json(text) for text in texts] if group.rank == reader_rank else []
 
     # Steps, whose errors all ranks are told
@@ -143,7 +142,7 @@ class GroupCall:
 
     def _write(self, local: Sequence[int], remote: Sequence[int], own_rank: int = -1) -> str:
         self._check()
-        self._end = end = writing_end(
+        self._end = end = create_writer(
             checked_ranks(len(local) + len(remote), len(local), local, remote),
             self._sizes,
             self._connect_ip,
@@ -158,7 +157,7 @@ class GroupCall:
         self._check()
         if self._end is None:  # the writer has its end
             codec = None if isinstance(self._codec, str) else self._codec
-            self._end = reading_end(
+            self._end = create_reader(
                 handle, ReaderArguments(self._group.rank, codec, self._options, None, self._message)
             )
 
@@ -197,9 +196,9 @@ class _Turn:
                 del self._last[id(self._pg)]
 
 
-async def _become_ready(end: WritingEnd | ReadingEnd) -> None:
+async def _become_ready(end: Writer | Reader) -> None:
     try:
-        if isinstance(end, WritingEnd):
+        if isinstance(end, Writer):
             await end.wait_until_ready(None, replaceable=False)
         else:
             await end.wait_until_ready(None)

@@ -1,4 +1,4 @@
-"""The writer's end of a queue: its state, the readers on this host and on others, and the calls that send."""
+"""The writer of a queue: admits readers, and sends to local and remote readers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from pickle import PickleBuffer
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -17,12 +17,13 @@ from aioshm.arguments import check_int
 from aioshm.codec import Codec, Encoded, PickleCodec
 from aioshm.errors import AioshmError, PeerClosed, QueueFull
 from aioshm.process.limits import shortage
+from aioshm.queue.closing import Closable
 from aioshm.queue.ends.lending import Loan, Message, itself, room_for
-from aioshm.queue.ends.sending import Sender
-from aioshm.queue.handle import Handle, host_id
+from aioshm.queue.ends.sender import Sender
+from aioshm.queue.handle import Answers, Handle, host_id
 from aioshm.queue.local.loans import ArraySpec
 from aioshm.queue.local.readers import LocalReaders
-from aioshm.queue.membership import ReaderInfo
+from aioshm.queue.membership import Change, ReaderInfo
 from aioshm.queue.names.files import OwnFile
 from aioshm.queue.names.registry import register
 from aioshm.queue.registry import ReaderRegistry
@@ -32,14 +33,14 @@ from aioshm.ring.calls import Calls
 from aioshm.ring.layout import VERSION
 from aioshm.wait.limits import deadline_after, seconds, settle
 
-if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
+if TYPE_CHECKING:  # a queue that has only local readers does not import ZeroMQ
     from aioshm.queue.remote.readers import RemoteReaders
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 
-class WritingEnd:
-    """Admits the readers, sends to them, and notices their deaths."""
+class Writer(Closable):
+    """Admits readers, sends to them, and handles their deaths."""
 
     def __init__(
         self,
@@ -59,23 +60,39 @@ class WritingEnd:
         self.network = network
         # The readers by rank, local and remote.
         self.registry: ReaderRegistry = ring.registry
-        self._transports: list[LocalReaders | RemoteReaders] = [ring] if network is None else [ring, network]
+        self._transports: list[LocalReaders | RemoteReaders] = [ring]
         self._n_reader = n_reader
         self._codec = codec
         self._connect_ip = connect_ip
         self._listening = False
-        self._parted = False  # whether the goodbye was said
-        self._refused: Callable[[], AioshmError] | None = None  # with what, because of readers that are gone
+        self._close_announced = False
+        # The error of every call, because of readers that are gone.
+        self._refused: Callable[[], AioshmError] | None = None
         self.sender: Sender = Sender(state, ring, network, codec)
         self.send: Callable[[Any], Any] = self.sender.send
         state.core = ring.ring.core
-        remote = set() if network is None else set(network.ranks).difference(ring.ranks)
-        ring.ring.describe(name, codec.code, ring.ranks, len(remote))
-        state.enclose(self)
+        # The coroutines of the async API; None with remote readers.
+        self.calls: Calls | None = None
+        n_remote = 0
+        if network is None:
+            self.calls = Calls(self.enqueue)
+            self.calls.core = state.core
+        else:
+            self._transports.append(network)
+            n_remote = len(set(network.ranks).difference(ring.ranks))
+        ring.ring.describe(name, codec.code, ring.ranks, n_remote)
+        state.set_end(self)
 
     def export_handle(self) -> Handle:
         """Return the handle for readers."""
-        ring, sizes = self.ring, self.ring.ring.layout
+        ring = self.ring
+        sizes = ring.ring.layout
+        answers: Answers = "always"
+        if self.state.blocks:
+            answers = "by a thread"
+        remote = None
+        if self.network is not None:
+            remote = self.network.address
         return Handle(
             version=VERSION,
             queue_id=ring.queue_id,
@@ -92,14 +109,14 @@ class WritingEnd:
             segment=ring.segment_name,
             codec=self._codec.name,
             connect_ip=self._connect_ip,
-            remote=None if self.network is None else self.network.address,
+            remote=remote,
             options=self.state.options,
-            answers="by a thread" if self.state.blocks else "always",
+            answers=answers,
             name=self._name,
         )
 
     def register(self) -> None:
-        """Register the queue's name, now that this end is complete; close the end if that fails."""
+        """Register the queue's name; close this end if that fails."""
         if self._name is None:
             return
         try:
@@ -111,13 +128,13 @@ class WritingEnd:
     # Attaching
 
     async def wait_until_ready(self, deadline: float | None, *, replaceable: bool = True) -> None:
-        """Wait until every reader is attached; raise for a reader that nobody can replace."""
+        """Wait until every reader is attached; ``replaceable``: a reader that left early may be replaced."""
         state = self.state
         state.bind()
         self.listen()
         stall = state.stall(self._report_missing)
         try:
-            while not (self.registry.complete and self._all_there()):
+            while not (self.registry.complete and self._is_complete()):
                 if self.registry.departed():
                     self._check_left(replaceable)
                     if self.registry.complete:
@@ -137,8 +154,8 @@ class WritingEnd:
             state.reopen()
 
     def listen(self) -> None:
-        """Belong to the running loop and begin to admit readers, unless that was done."""
-        loop = self.state.bind() if self.state.loop is None else self.state.loop
+        """Belong to the running loop and start to admit readers. Idempotent."""
+        loop = self.state.loop or self.state.bind()
         self.state.check_owner()
         if not self._listening:
             self._listening = True
@@ -162,31 +179,31 @@ class WritingEnd:
         else:
             state.interrupt()
 
-    def _look(self) -> None:
-        """Handle arrivals and departures of readers now, before the loop does."""
+    def _poll(self) -> None:
+        """Handle arrivals and departures of readers that the loop has not handled yet."""
         for transport in reversed(self._transports):
-            transport.look()
+            transport.poll()
 
     def _check_usable(self) -> None:
-        """Raise whatever forbids using this end; readers that come in the place of others may have ended that."""
+        """Raise this end's error, unless a replacement for a dead reader has just arrived."""
         if self._refused is not None and self.state.refusal is self._refused:
-            self._look()
+            self._poll()
         self.state.check_usable()
 
-    def _all_there(self) -> bool:
-        """Return whether no reader is waited for, once those are counted that have gone since the loop has looked."""
-        self._look()
+    def _is_complete(self) -> bool:
+        """Return whether no reader is missing, after handling the latest arrivals and departures."""
+        self._poll()
         return self.registry.complete
 
     def _check_left(self, replaceable: bool) -> None:
         """Raise, once, for a reader that died early, or left and cannot be replaced."""
-        self.ring.look()  # the reader that comes in its place may be at the door
+        self.ring.poll()  # a replacement may have arrived
         died = self.registry.pop_death()
         if died is not None:
             raise died
         left = self.registry.departed()
         if left and not replaceable:
-            raise PeerClosed(f"{self.state!r}: not all will come: {', '.join(left)}")
+            raise PeerClosed(f"{self.state!r}: not all readers will attach: {', '.join(left)}")
 
     # Membership
 
@@ -196,27 +213,19 @@ class WritingEnd:
             return ()
         self.state.check_owner()
         if self._listening:
-            self._look()
+            self._poll()
         return self.registry.readers()
 
     def dismiss(self, rank: int) -> None:
-        """Wait for a reader no more, as `aioshm.MessageQueue.dismiss`."""
+        """Continue without a reader, as `aioshm.MessageQueue.dismiss`."""
         check_int("rank", rank, minimum=0)
         self.state.check_owner()
         self.registry.dismiss(rank)
 
     # Sending
 
-    def own_calls(self) -> Calls | None:
-        """Return an object with `enqueue` as `aioshm.MessageQueue`'s; None with remote readers."""
-        if self.network is not None:
-            return None
-        calls = Calls(self.enqueue)
-        calls.core = self.ring.ring.core
-        return calls
-
     async def enqueue(self, outcome: Any, obj: Any, timeout: float | None) -> None:
-        """Send an object after `send` did not; ``outcome``: the answer of `send`, its exception, or None."""
+        """Send an object after `send` did not; ``outcome``: the answer or exception of `send`, or None."""
         if isinstance(outcome, Exception):
             raise outcome
         deadline = deadline_after(timeout)
@@ -226,27 +235,19 @@ class WritingEnd:
         await self.send_one(outcome, deadline)
 
     async def send_one(self, message: Encoded, deadline: float | None) -> None:
-        """Send an encoded object, of an end that is ready."""
+        """Send an encoded object; this end is ready."""
         core = self.state.core
         if not (core.open and self.sender.put(message)):
             await self._put_waiting([message], deadline)
 
     async def wait_for_room(self, message: Encoded, deadline: float | None) -> bool:
-        """Wait for room in the ring, or for news; return False if there is room. Waits for the poller only."""
-        need = self.sender.need([message])
-        if self.sender.has_room([message], need):
+        """Wait for room in the ring, or for news, on the poller only; return False if there is room already."""
+        room = self.sender.room
+        need = room.need([message])
+        if room.has([message], need):
             return False
-        await self.sender.wait_for_room([message], need, deadline)
+        await room.wait([message], need, deadline)
         return True
-
-    def block(self) -> None:
-        """See `EndState.block`."""
-        self.state.block()
-        self.sender.bind(self.state.defer_wakeup)
-
-    def encode(self, obj: Any) -> Encoded:
-        """Encode an object that is to be sent."""
-        return self.sender.encode(obj)
 
     async def enqueue_many(self, objs: Iterable[Any], timeout: float | None) -> None:
         """Send objects, as `aioshm.MessageQueue.enqueue_many`."""
@@ -256,11 +257,11 @@ class WritingEnd:
         await self.send_many(list(map(self.sender.encode, objs)), deadline)
 
     async def send_many(self, messages: list[Encoded], deadline: float | None) -> None:
-        """Send encoded objects, of an end that is ready."""
-        sender, core = self.sender, self.state.core
-        need = sender.need(messages)
+        """Send encoded objects; this end is ready."""
+        sender = self.sender
+        need = sender.room.need(messages)
         parts = sender.parts(messages, need)
-        if core.passes() and len(parts) == 1 and sender.has_room(messages, need):
+        if self.state.core.passes() and len(parts) == 1 and sender.room.has(messages, need):
             sender.put_all(messages)
             return
         for part in parts:
@@ -280,19 +281,21 @@ class WritingEnd:
     def send_now(self, message: Encoded) -> None:
         """Send an encoded object of a ready end, or raise `QueueFull`."""
         if self.state.lock.calls or not self.sender.put(message):
-            raise QueueFull(f"{self.state!r}: {self.sender.why_full(message)}")
+            raise QueueFull(f"{self.state!r}: {self.sender.room.why_full(message)}")
 
     @asynccontextmanager
     async def acquire_write(self, timeout: float | None, nbytes: int | None) -> AsyncIterator[memoryview]:
         """Give room in the ring to the block to fill, as `aioshm.MessageQueue.acquire_write`."""
         deadline = deadline_after(timeout)
-        state, sender, most = self.state, self.sender, self.ring.ring.layout.max_chunk_bytes
-        nbytes = most if nbytes is None else check_int("nbytes", nbytes, minimum=0, maximum=most)
+        state = self.state
+        most = self.ring.ring.layout.max_chunk_bytes
+        if nbytes is None:
+            nbytes = most
+        check_int("nbytes", nbytes, minimum=0, maximum=most)
         await self.prepare(deadline)
         await state.enter(deadline)
         try:
-            while (slot := sender.claim(nbytes)) is None:
-                await sender.wait_for_bytes(nbytes, deadline)
+            slot = await self.sender.claim(nbytes, deadline)
             room = slot.body[:nbytes]
             state.hold()
             try:
@@ -300,7 +303,7 @@ class WritingEnd:
             finally:
                 room.release()
             state.check_usable()
-            sender.put_raw(slot, nbytes)
+            self.sender.put_raw(slot, nbytes)
         finally:
             state.leave()
 
@@ -312,7 +315,9 @@ class WritingEnd:
     def loan_bytes(self, nbytes: int, timeout: float | None) -> Loan[memoryview]:
         """Lend bytes, as `aioshm.MessageQueue.loan_bytes`."""
         room = room_for(check_int("nbytes", nbytes, minimum=0), self.state.options.max_message_bytes)
-        as_sent = PickleBuffer if isinstance(self._codec, PickleCodec) else itself
+        as_sent: Callable[[memoryview], Any] = itself
+        if isinstance(self._codec, PickleCodec):
+            as_sent = PickleBuffer
         return Loan(self, room, lambda extent: extent.lend_bytes(nbytes), as_sent, timeout)
 
     def build(self, nbytes: int | None, timeout: float | None) -> Loan[Message]:
@@ -324,7 +329,7 @@ class WritingEnd:
         return Loan(self, room, Message, Message.take, timeout)
 
     async def prepare(self, deadline: float | None) -> None:
-        """Prepare to send: be ready, give the loop its turn, raise a refusal."""
+        """Prepare to send: wait until ready, yield to the loop if the budget is spent, raise this end's error."""
         state = self.state
         if not state.ready:
             await self.wait_until_ready(deadline)
@@ -333,23 +338,18 @@ class WritingEnd:
         self._check_usable()
 
     async def _put_waiting(self, messages: list[Encoded], deadline: float | None) -> None:
-        """Send messages, for which there can be room, all at once."""
+        """Send messages, which can fit all at once, as soon as there is room."""
         if not messages:
             return
-        state, sender = self.state, self.sender
-        need = sender.need(messages)
-        await state.enter(deadline)
+        await self.state.enter(deadline)
         try:
-            state.check_usable()
-            while not sender.has_room(messages, need):
-                await sender.wait_for_room(messages, need, deadline)
-                state.check_usable()
-            sender.put_all(messages)
+            self.state.check_usable()
+            await self.sender.put_waiting(messages, deadline)
         finally:
-            state.leave()
+            self.state.leave()
 
     def wake_peers(self) -> None:
-        """Wake the readers that are parked and can go on; may be interrupted, and then has to be called again."""
+        """Wake parked readers that can continue; call it again after an interruption."""
         self.ring.wake_readers()
 
     # Reporting
@@ -371,7 +371,7 @@ class WritingEnd:
             overflows=ring.ring.overflows_written(),
             backlog=self.registry.backlog(),
             readers=self.registry.alive,
-            bytes=ring.ring.bytes_written() + self.sender.bytes_beside,
+            bytes=ring.ring.bytes_written() + self.sender.network_bytes,
             per_reader=self.registry.stats(),
         )
         if network is None:
@@ -380,35 +380,34 @@ class WritingEnd:
             stats, kept=network.flow.kept, kept_bytes=network.flow.kept_bytes, resent=network.flow.resent
         )
 
-    # Closing (see `closing.Closable`)
+    # Closing
 
     def lingers(self) -> bool:
-        """Return whether a replacement may still come for messages that are kept for it."""
+        """Return whether messages are kept for a replacement of a dead reader."""
         return self._listening and bool(self.registry.unread())
 
     async def linger(self) -> None:
-        """Wait for that, for ``options.linger_s`` at most."""
-        state, deadline = self.state, monotonic() + self.state.options.linger_s
+        """Wait for the replacement, for ``options.linger_s`` at most."""
+        state = self.state
+        deadline = monotonic() + state.options.linger_s
         for slot, first in self.registry.unread():
             text = "%r: closing: waiting for a replacement of reader %d (pid %d), which had read %d messages"
             logger.warning(text, state, slot.rank, slot.pid, first)
         with suppress(TimeoutError):
-            while not self._parted and self.registry.unread():
+            while not self._close_announced and self.registry.unread():
                 await settle(state.news(), deadline=deadline)
 
-    def say_goodbye(self) -> None:
-        """Notify the readers that no message will follow."""
+    def announce_close(self) -> None:
         for slot, first in self.registry.unread():
-            text = "%r: closed, and nobody came in the place of reader %d (pid %d): messages %d to %d are lost to it"
+            text = "%r: closed, and no replacement of reader %d (pid %d) has attached: messages %d to %d are lost"
             logger.warning(text, self.state, slot.rank, slot.pid, first, self.ring.ring.seq - 1)
         for transport in self._transports:
-            transport.say_goodbye()
-        self._parted = True
+            transport.announce_close()
+        self._close_announced = True
         if self.state.loop is not None and not self.state.loop.is_closed():
-            self.state.interrupt()  # another call that closes may linger
+            self.state.interrupt()  # another call of aclose() may linger
 
     def close(self) -> None:
-        """Release everything that is not needed for delivery."""
         if self._registration is not None:
             self._registration.release(remove=True)
         self.ring.close()
@@ -416,7 +415,6 @@ class WritingEnd:
             self.network.close()
 
     def finished(self) -> bool:
-        """Return whether there is nothing left to deliver."""
         return self.ring.overflow.finished() and (self.network is None or not self.network.delivering)
 
     async def finish(self) -> None:
@@ -426,8 +424,41 @@ class WritingEnd:
             await self.network.wait_closed()
 
     def detach_after_fork(self) -> None:
-        """Release, in a forked child, everything that would hide the parent's death."""
         self.ring.listener.detach_after_fork()
 
     def __repr__(self) -> str:
         return repr(self.state)
+
+
+class Membership:
+    """The changes among a writer's readers from now on; see `aioshm.MessageQueue.membership`."""
+
+    def __init__(self, writer: Writer, timeout: float | None) -> None:
+        deadline_after(timeout)  # checks the timeout
+        self._writer = writer
+        self._timeout = timeout
+        self._log = writer.registry.new_log()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Change:
+        change = await self.next()
+        if change is None:
+            raise StopAsyncIteration
+        return change
+
+    async def aclose(self) -> None:
+        """End the iteration; the writer stays open."""
+
+    async def next(self) -> Change | None:
+        """Wait for the next change; return None if the queue was closed."""
+        state = self._writer.state
+        deadline = deadline_after(self._timeout)
+        while (change := self._log.take()) is None and not state.closed:
+            self._writer.listen()
+            try:
+                await settle(state.news(), deadline=deadline)
+            except TimeoutError:
+                raise TimeoutError(f"{state!r}: no reader has attached, left or died in time") from None
+        return change

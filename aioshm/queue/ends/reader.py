@@ -1,4 +1,4 @@
-"""A reader's end of a queue: its state and call lock, the source that it receives from, and the calls that receive."""
+"""The reader of a queue: receives from its source."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import msgspec
 from aioshm.codec import Codec, Encoded, cannot_decode
 from aioshm.config import check_int
 from aioshm.errors import AioshmError, CodecError, QueueEmpty
-from aioshm.queue.ends.leasing import AwaitedReadBlock, Leases
-from aioshm.queue.ends.reconnect import Following
+from aioshm.queue.closing import Closable
+from aioshm.queue.ends.leasing import AwaitedReadBlock
+from aioshm.queue.ends.reconnect import NoWriter, Reconnect
 from aioshm.queue.handle import Handle
 from aioshm.queue.source import Source, nothing
 from aioshm.queue.state import EndState
@@ -25,7 +26,7 @@ from aioshm.ring.layout import TRAIL
 from aioshm.wait.limits import Inquiry, Stall, deadline_after, settle
 
 
-class ReadingEnd:
+class Reader(Closable):
     """Receives from one source, or from the sources of successive writers."""
 
     def __init__(
@@ -35,99 +36,94 @@ class ReadingEnd:
         handle: Handle | None,
         rank: int,
         codec: Codec | None,
-        following: Following | None = None,
+        reconnect: Reconnect | None = None,
     ) -> None:
         self.state = state
-        self.handle = handle
         self.rank = rank
-        self._codec = codec
-        # None: bound to one writer.
-        self._following = following
-        if following is not None:
-            source = following.begin(source, self._use)
-        assert source is not None
-        self.source: Source = source
-        # `Source.receive`, once a call has found the end ready.
-        self.receive: Callable[[], Any] = nothing
         # The coroutines of the async API; they ask the ring's core first, once the end is ready.
         self.calls: Calls = Calls(self.dequeue)
-        self._stall: Stall | None = None
+        # Finds the next writer when this one is gone. None: bound to one writer.
+        self._reconnect = reconnect
+        if source is None:
+            assert reconnect is not None
+            source = NoWriter(reconnect)
         self._stalled_at = -1
-        state.enclose(self)
+        self.use(source, handle, codec)
+        if reconnect is not None:
+            reconnect.begin(self)
+        state.set_end(self)
 
-    def _use(self, source: Source, handle: Handle | None, codec: Codec | None) -> None:
-        """Receive from another source from now on."""
-        self.source, self.handle, self._codec = source, handle, codec
-        self.receive, self._stall = nothing, None
+    def use(self, source: Source, handle: Handle | None, codec: Codec | None) -> None:
+        """Receive from this source from now on."""
+        self.source: Source = source
+        self.handle = handle
+        self._codec = codec
+        # `Source.receive`, once a call has found the end ready.
+        self.receive: Callable[[], Any] = nothing
         self.calls.core = None
+        self._stall: Stall | None = None
 
     # Attaching
 
     def start_attaching(self) -> None:
-        """Belong to the running loop and begin to attach, unless that was done; nothing waits for it."""
+        """Belong to the running loop and start to attach in the background. Idempotent."""
         self.source.start(self.state.bind())
 
     async def wait_until_ready(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
         """Wait until every end is attached."""
-        state, began = self.state, monotonic()
+        state = self.state
+        began = monotonic()
         self.start_attaching()
         stall = self._inquiry()
         try:
             while not state.ready:
                 self._check_attaching()
                 until = deadline
-                if until is None and self._following is not None:
-                    until = self._following.writer_deadline(began)
+                if until is None and self._reconnect is not None:
+                    until = self._reconnect.writer_deadline(began)
                 await settle(state.news(), deadline=until, cancel=cancel, stall=stall)
         except TimeoutError:
             raise self.source.too_late() from None
         state.reopen()
-        news = self.tell()
+        news = self.pop_news()
         if news is not None:
             raise news
 
-    # One writer after the other
+    # Successive writers
 
-    def tell(self) -> AioshmError | None:
-        """Return, once, the news that the next call has to report first, if any."""
-        return None if self._following is None else self._following.tell()
+    def pop_news(self) -> AioshmError | None:
+        """Return, once, the news that the next call has to raise first, if any."""
+        if self._reconnect is None:
+            return None
+        return self._reconnect.pop_news()
 
     @property
     def has_news(self) -> bool:
-        """True if `tell` has something to return."""
-        return self._following is not None and self._following.has_news
+        """True if `pop_news` has something to return."""
+        return self._reconnect is not None and self._reconnect.has_news
 
     @property
     def _restarting(self) -> bool:
-        return self._following is not None and self._following.telling
+        return self._reconnect is not None and self._reconnect.unreported
 
-    def reconnect_after(self, error: AioshmError) -> None:
-        """Wait for the next writer, now that this one is gone and drained, or raise ``error``."""
-        if self._following is None:
+    def leave_writer(self, error: AioshmError) -> None:
+        """Search for the next writer, now that this one is gone and drained, or raise ``error``."""
+        if self._reconnect is None:
             raise error
-        self._following.reconnect_after(error)
+        self._reconnect.leave_writer(error)
 
     def _check_attaching(self) -> None:
-        """Raise the error that prevents attaching; look for the next writer if this is gone."""
+        """Raise the error that prevents attaching; search for the next writer if this one is gone."""
         self.state.check_usable()
-        gone = self.source.gone
-        if self._following is not None:
-            self._following.check_attaching()
-        elif gone is not None:
-            raise gone()
+        if self._reconnect is not None:
+            self._reconnect.check_attaching()
+        elif self.source.gone is not None:
+            raise self.source.gone()
 
     # Receiving
 
-    def own_calls(self) -> Calls:
-        """Return an object with `dequeue` as `aioshm.MessageQueue` has it."""
-        return self.calls
-
-    def leases(self) -> Leases[Any]:
-        """Return an iterator that leases each message until the next one."""
-        return Leases(self)
-
     async def dequeue(self, outcome: Any, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
-        """Receive the next message after the core did not; ``outcome``: its answer, its exception, or None."""
+        """Receive the next message after the core did not; ``outcome``: the core's answer or exception, or None."""
         if outcome is None:
             try:
                 outcome = self.receive()
@@ -138,14 +134,14 @@ class ReadingEnd:
         elif isinstance(outcome, Exception):
             self.fail(outcome)
         deadline = deadline_after(timeout, cancel, indefinite)
-        if not self.begin_turn():
-            await self.line_up(deadline, cancel)
+        if not self.enter_now():
+            await self.enter(deadline, cancel)
         try:
             while True:
-                await self.next(deadline, cancel, indefinite)
+                await self.wait_for_message(deadline, cancel, indefinite)
                 if (obj := self.source.take()) is not SLOW_PATH:
                     return obj
-                await self.rest(deadline, cancel, indefinite)
+                await self.wait_for_body(deadline, cancel, indefinite)
         finally:
             self.state.leave()
 
@@ -157,19 +153,19 @@ class ReadingEnd:
         source = self.source
         if self.state.core.passes():
             source.settle()
-            if source.look() and (batch := source.take_many(max_items)):
+            if source.poll() and (batch := source.take_many(max_items)):
                 return batch
         deadline = deadline_after(timeout, cancel, indefinite)
-        await self.line_up(deadline, cancel)
+        await self.enter(deadline, cancel)
         try:
             while True:
-                await self.next(deadline, cancel, indefinite)
+                await self.wait_for_message(deadline, cancel, indefinite)
                 batch = self.source.take_many(max_items)
                 if batch:
                     return batch
                 if (obj := self.source.take()) is not SLOW_PATH:
                     return [obj]
-                await self.rest(deadline, cancel, indefinite)
+                await self.wait_for_body(deadline, cancel, indefinite)
         finally:
             self.state.leave()
 
@@ -181,43 +177,42 @@ class ReadingEnd:
             raise QueueEmpty(str(self.source.too_late()))
         state.check_ready()
         if state.lock.calls:
-            raise QueueEmpty(f"{state!r}: other tasks wait in line")
-        news = self.tell()
+            raise QueueEmpty(f"{state!r}: other tasks wait for a message")
+        news = self.pop_news()
         if news is not None:
             raise news
         source = self.source
-        gone = source.gone  # before looking: what was published before the writer went is then seen
-        obj = self.poll()
+        gone = source.gone  # first: the poll then finds everything that the writer has published
+        obj = self.take()
         if obj is not EMPTY and obj is not SLOW_PATH:
             return obj
         if gone is not None:
-            self.reconnect_after(gone() if obj is EMPTY else source.lost())
+            self.leave_writer(gone() if obj is EMPTY else source.lost())
             raise QueueEmpty(str(self.source.too_late()))
-        what = "nothing to read yet" if obj is EMPTY else f"the body of message {source.progress} is on its way"
-        raise QueueEmpty(f"{state!r}: {what}")
+        if obj is EMPTY:
+            raise QueueEmpty(f"{state!r}: no message has arrived")
+        raise QueueEmpty(f"{state!r}: the body of message {source.progress} has not arrived yet")
 
     # Blocks
 
-    def lease(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> AwaitedReadBlock:
-        """Give the next message to the block, decoded where it lies, as `aioshm.MessageQueue.lease`."""
-        return AwaitedReadBlock(self, timeout, cancel, indefinite)
+    def lease(
+        self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool, *, decoded: bool = True
+    ) -> AwaitedReadBlock:
+        """Give the next message to the block, decoded in place, or its bytes, as `aioshm.MessageQueue.lease`."""
+        return AwaitedReadBlock(self, timeout, cancel, indefinite, decoded=decoded)
 
-    def acquire_read(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> AwaitedReadBlock:
-        """Give the next message's bytes to the block, as `aioshm.MessageQueue.acquire_read`."""
-        return AwaitedReadBlock(self, timeout, cancel, indefinite, decoded=False)
-
-    def poll(self) -> Any:
+    def take(self) -> Any:
         """Take the next message without the call lock; call it on the owning loop."""
         self.source.settle()
         return self.source.take()
 
-    def may_go_on(self) -> bool:
-        """Return whether a call that waits has anything to do."""
+    def can_continue(self) -> bool:
+        """Return whether a waiting call can continue."""
         source = self.source
-        return self.state.refusal is not None or source.gone is not None or source.ready()
+        return self.state.refusal is not None or source.gone is not None or source.has_message()
 
-    async def line_up(self, deadline: float | None, cancel: asyncio.Event | None, *, settles: bool = True) -> None:
-        """Wait until this task may read; settle the latest lease unless told not to."""
+    async def enter(self, deadline: float | None, cancel: asyncio.Event | None, *, settles: bool = True) -> None:
+        """Acquire the call lock of a ready end; ``settles``: finish with the latest lease."""
         state = self.state
         if not state.ready or self._restarting:
             await self.wait_until_ready(deadline, cancel)
@@ -230,8 +225,8 @@ class ReadingEnd:
         if settles:
             self._settle()
 
-    def begin_turn(self, *, settles: bool = True) -> bool:
-        """Enter if nothing is in the way, in fewer calls than `line_up`; return whether."""
+    def enter_now(self, *, settles: bool = True) -> bool:
+        """Enter without waiting; return False if that is not possible now."""
         state = self.state
         if self.receive is nothing or not state.core.passes():
             return False
@@ -247,64 +242,73 @@ class ReadingEnd:
             self.state.leave()
             raise
 
-    async def next(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
-        """Wait for the next message, and leave it where it is."""
-        while not await self.next_of_writer(deadline, cancel, indefinite):
+    async def wait_for_message(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
+        """Wait for the next message; do not take it."""
+        while not await self.wait_for_writer_message(deadline, cancel, indefinite):
             await self.wait_until_ready(deadline, cancel)
 
-    async def next_of_writer(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> bool:
-        """Wait as `next`, for the poller only; return False if another writer is awaited, or to be."""
+    async def wait_for_writer_message(
+        self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool
+    ) -> bool:
+        """Wait for the next message of this writer, on the poller only; return False if a next writer is due."""
         state = self.state
         while True:
             state.check_usable()
             if not state.ready:
                 return False
-            source, poller, core = self.source, state.poller, state.core
+            source = self.source
+            core = state.core
+            poller = state.poller
             assert poller is not None
-            gone = source.gone  # before looking: what was published before the writer went is then seen
-            if source.look():
+            gone = source.gone  # first: the poll then finds everything that the writer has published
+            if source.poll():
                 return True
             if gone is not None:
-                if self._following is not None and asyncio._get_running_loop() is None:
-                    return False  # the loop leaves the writer: a signal handler may raise here
-                self.reconnect_after(gone())
+                if self._reconnect is not None and asyncio._get_running_loop() is None:
+                    return False  # the background loop leaves the writer: a signal handler may raise here
+                self.leave_writer(gone())
                 continue
             progress = source.progress if source.ring is None else source.ring.core.seq
-            stall = None if indefinite else self._stall_of_reading(progress)
-            there = False
+            stall = None
+            if not indefinite:
+                stall = self._stall_of_reading(progress)
+            found = False
             state.wake_peers()
             try:
                 if await poller.wait(
-                    self.may_go_on, progress, core.published_ns, deadline=deadline, cancel=cancel, stall=stall
+                    self.can_continue, progress, core.published_ns, deadline=deadline, cancel=cancel, stall=stall
                 ):
                     state.new_turn()
-                # Not by way of the loop's beginning: after a wait that code is cold, which single messages feel.
-                there = state.refusal is None and state.ready and self.source.look()
-                if there:
+                # Not at the beginning of the loop: after a wait, that code has left the caches.
+                found = state.refusal is None and state.ready and self.source.poll()
+                if found:
                     return True
             except TimeoutError:
                 raise TimeoutError(f"{state!r}: message {progress} did not come in time") from None
             finally:
-                if stall is not None and not there:
+                if stall is not None and not found:
                     stall.pause()
                 core.spin_ns = poller.inline_spin_ns
 
-    async def rest(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
-        """Wait for the rest of the next message, or any other news."""
-        state, source = self.state, self.source
+    async def wait_for_body(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
+        """Wait for the body of the next message, or any other news."""
+        state = self.state
+        source = self.source
         state.check_usable()
         if source.gone is not None:
-            self.reconnect_after(source.lost())
+            self.leave_writer(source.lost())
             return
+        stall = None
+        if not indefinite:
+            stall = self._inquiry()
         try:
-            await settle(state.news(), deadline=deadline, cancel=cancel, stall=None if indefinite else self._inquiry())
+            await settle(state.news(), deadline=deadline, cancel=cancel, stall=stall)
         except TimeoutError:
-            what = f"the body of message {source.progress}"
-            raise TimeoutError(f"{state!r}: {what} did not come in time") from None
+            raise TimeoutError(f"{state!r}: the body of message {source.progress} did not come in time") from None
         state.check_usable()
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raise an error of `receive` as callers see it; the core's are the codec's own."""
+        """Raise an error of `receive`, or a `CodecError` where the core's decoder raised it."""
         ring = self.source.ring
         if ring is None or isinstance(error, CodecError) or not ring.core.damaged:
             raise error
@@ -314,8 +318,14 @@ class ReadingEnd:
     # Reporting
 
     def _inquiry(self) -> Stall:
-        """Return the report of a long wait, which asks the writer for a sign of life."""
-        ask, report = lambda: self.source.ask_writer(), lambda waited_s: self.source.report_waiting(waited_s)
+        """Return a stall report that first asks the writer whether its event loop runs."""
+
+        def ask() -> bool:
+            return self.source.ask_writer()
+
+        def report(waited_s: float) -> None:
+            self.source.report_waiting(waited_s)
+
         return self.state.stall(Inquiry(self.state.options.stall_warning_s, ask, report))
 
     def _stall_of_reading(self, progress: int) -> Stall:
@@ -330,7 +340,7 @@ class ReadingEnd:
         self._stalled_at = progress
         return stall
 
-    # Telling about itself
+    # Information
 
     def trace_contexts(self, count: int, behind: int = 0) -> list[TraceContext | None]:
         """Return ``count`` trace contexts, without the ``behind`` latest, the latest last."""
@@ -349,56 +359,40 @@ class ReadingEnd:
         assert self._codec is not None
         return self._codec.encode(obj)
 
-    def block(self) -> None:
-        """See `EndState.block`."""
-        self.state.block()
-
     def wake_peers(self) -> None:
-        """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""
+        """Wake the writer if it is parked and can continue; call it again after an interruption."""
         self.source.wake_writer()
 
     def stats(self) -> QueueStats:
         stats = self.source.stats()
-        following = self._following
-        if following is None:
+        earlier = self._reconnect
+        if earlier is None:
             return stats
         return msgspec.structs.replace(
             stats,
-            messages=following.received + stats.messages,
-            bytes=following.received_bytes + stats.bytes,
-            restarts=following.restarts,
+            messages=earlier.received + stats.messages,
+            bytes=earlier.received_bytes + stats.bytes,
+            restarts=earlier.restarts,
         )
 
-    # Closing (see `closing.Closable`)
+    # Closing
 
-    def lingers(self) -> bool:
-        """Return False: a reader keeps no messages for others."""
-        return False
-
-    async def linger(self) -> None:
-        """Do nothing."""
-
-    def say_goodbye(self) -> None:
-        """Notify the writer that this reader leaves, where it needs the notice immediately."""
-        self.source.say_goodbye()
+    def announce_close(self) -> None:
+        self.source.announce_close()
 
     def close(self) -> None:
-        """Release everything that the goodbye does not need."""
         self.source.close()
 
     def detach_after_fork(self) -> None:
-        """Release, in a forked child, everything that would hide the parent's death."""
         self.source.detach_after_fork()
 
     def finished(self) -> bool:
-        """Return whether `finish` has nothing to do."""
-        return self.source.finished() and (self._following is None or self._following.finished)
+        return self.source.finished() and (self._reconnect is None or self._reconnect.finished)
 
     async def finish(self) -> None:
-        """Wait until the writers have heard the goodbye, if that does not take long."""
         await self.source.finish()
-        if self._following is not None:
-            await self._following.finish()
+        if self._reconnect is not None:
+            await self._reconnect.finish()
 
     def __repr__(self) -> str:
         return repr(self.state)

@@ -1,0 +1,282 @@
+"""Room for messages: the writer's waits for slots and chunks of the ring, and for the window of the remote readers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, NamedTuple
+
+from aioshm.codec import Encoded
+from aioshm.codec.frames import message_bytes
+from aioshm.errors import MessageTooLarge
+from aioshm.queue.local.readers import LocalReaders
+from aioshm.queue.state import EndState
+from aioshm.wait.limits import Stall, seconds, settle
+
+if TYPE_CHECKING:  # a queue that has only local readers does not import ZeroMQ
+    from aioshm.queue.remote.readers import RemoteReaders
+
+logger: logging.Logger = logging.getLogger("aioshm.queue")
+
+EVICT_POLL_S = 0.05
+"""How often a writer with a full window checks whether a remote reader is slow enough to be evicted."""
+
+ZEROMQ_POLL_S = 0.002
+"""How often a writer with a full window checks whether ZeroMQ has released sent messages; ZeroMQ does not notify."""
+
+LAG_SHARE = 0.5
+"""A reader holds the writer back while the writer spends at least this share of its time waiting for the reader."""
+
+LAG_SAMPLE_S = 0.01
+"""How often to determine the slowest readers: with many readers, this takes as long as a short wait."""
+
+
+class Need(NamedTuple):
+    """Room in the ring for ``slots`` messages, of which those in chunks have the sizes ``large``."""
+
+    slots: int
+    large: Sequence[int]
+
+
+class Room:
+    """Checks and awaits room for messages; names the readers that leave none."""
+
+    def __init__(self, state: EndState, ring: LocalReaders, network: RemoteReaders | None) -> None:
+        options = state.options
+        layout = ring.ring.layout
+        self._state = state
+        self._ring = ring
+        self._network = network
+        self._core = ring.ring.core
+        self._max_message_bytes = options.max_message_bytes
+        self._inline_bytes = layout.inline_bytes
+        # Shorter encoded messages need one slot and no chunk.
+        self._small_bytes = min(layout.inline_bytes, options.max_message_bytes)
+        self._lag = LagWatch(options.lag_warning_s, options.stall_warning_s, self._report_lag)
+        self._stall: Stall | None = None
+        self._stalled_at = -1
+        self._wanted = Need(1, ())  # of the waiting call
+
+    # Checking
+
+    def checked_size(self, message: Encoded) -> int:
+        """Return the size of a message's body, or raise `MessageTooLarge`."""
+        return checked_size(self._max_message_bytes, message)
+
+    def need(self, messages: Sequence[Encoded]) -> Need:
+        """Return the room that messages need in the ring."""
+        large = []
+        for message in messages:
+            if type(message) is not bytes or len(message) > self._small_bytes:
+                size = self.checked_size(message)
+                if size > self._inline_bytes:
+                    large.append(size)
+        if not self._ring.ranks:  # the ring only counts messages
+            large = []
+        return Need(max(1, len(messages)), large)
+
+    def has(self, messages: Sequence[Encoded], need: Need) -> bool:
+        """Return whether all messages can be sent now; ``need``: their need in the ring."""
+        return self.window_has(messages) and self._ring.free(*need)
+
+    def window_has(self, messages: Sequence[Encoded]) -> bool:
+        """Return whether the window has room for messages; evict remote readers that are too slow."""
+        network = self._network
+        if network is None or network.flow.room_for(*messages):
+            return True
+        return network.evict_slow() and network.flow.room_for(*messages)
+
+    def window_has_bytes(self, nbytes: int) -> bool:
+        """Return whether the window has room for one message of ``nbytes``; evict remote readers that are too slow."""
+        network = self._network
+        if network is None or network.flow.room_for_bytes(nbytes):
+            return True
+        return network.evict_slow() and network.flow.room_for_bytes(nbytes)
+
+    # Waiting
+
+    async def wait(self, messages: Sequence[Encoded], need: Need, deadline: float | None) -> None:
+        """Wait for progress of the readers that leave no room; call again while room is missing."""
+        if self._network is None or self._network.flow.room_for(*messages):
+            await self._wait_for_ring(need, deadline)
+        else:
+            await self._wait_for_window(lambda: self.window_has(messages), deadline)
+
+    async def wait_for_bytes(self, nbytes: int, deadline: float | None) -> None:
+        """Wait for progress of the readers that may free a slot with ``nbytes``."""
+        if self._network is None or self._network.flow.room_for_bytes(nbytes):
+            await self._wait_for_ring(Need(1, self._ring.ring.large(nbytes)), deadline)
+        else:
+            await self._wait_for_window(lambda: self.window_has_bytes(nbytes), deadline)
+
+    async def _wait_for_ring(self, need: Need, deadline: float | None) -> None:
+        state = self._state
+        core = self._core
+        ring = self._ring.ring
+        free = self._ring.free
+        poller = state.poller
+        assert poller is not None
+        ring.want(*need)
+        stall = self._stall_of_writing(need)
+        began = monotonic()
+        slowest = self._lag.slowest(began, lambda: self._ring.slowest(*need))
+        state.wake_peers()
+        try:
+            if await poller.wait(
+                lambda: state.refusal is not None or free(*need),
+                core.seq,
+                core.published_ns,
+                deadline=deadline,
+                stall=stall,
+            ):
+                state.new_turn()
+        except TimeoutError:
+            raise TimeoutError(f"{state!r}: {self._why_late(need)}: {self._laggards(need)}") from None
+        finally:
+            stall.pause()
+            if not state.dismantled:
+                self._lag.waited(slowest, began, monotonic())
+                ring.want_nothing()
+                core.spin_ns = poller.inline_spin_ns
+
+    async def _wait_for_window(self, has_room: Callable[[], bool], deadline: float | None) -> None:
+        state = self._state
+        network = self._network
+        assert network is not None
+        assert state.loop is not None
+        stall = self._stall_of_writing(Need(1, ()))
+        began = monotonic()
+        slowest = self._lag.slowest(began, network.slowest)
+        try:
+            while state.refusal is None and not has_room():
+                news = state.news()
+                timer = None
+                if network.flow.waits_for_zeromq():
+                    timer = state.loop.call_later(ZEROMQ_POLL_S, state.interrupt)
+                elif network.evicts:
+                    timer = state.loop.call_later(EVICT_POLL_S, state.interrupt)
+                try:
+                    await settle(news, deadline=deadline, stall=stall)
+                finally:
+                    if timer is not None:
+                        timer.cancel()
+        except TimeoutError:
+            laggards = ", ".join(network.laggards())
+            raise TimeoutError(f"{state!r}: the window of the remote readers is full: {laggards}") from None
+        finally:
+            stall.pause()
+            if not state.dismantled:
+                self._lag.waited(slowest, began, monotonic())
+        state.new_turn()
+
+    # Reporting
+
+    def why_full(self, message: Encoded) -> str:
+        """Describe the lack of room for a message, and the readers that cause it."""
+        need = self.need([message])
+        if self._window_is_full(need):
+            return f"the window of the remote readers is full: {self._laggards(need)}"
+        return f"no {self._lacking(need)} is free: {self._laggards(need)}"
+
+    def _lacking(self, need: Need) -> str:
+        if self._ring.ring.free(need.slots):
+            return "chunk"
+        return "slot"
+
+    def _why_late(self, need: Need) -> str:
+        lacking = self._lacking(need)
+        if need.slots == 1:
+            return f"no {lacking} became free"
+        count = need.slots
+        if lacking == "chunk":
+            count = len(need.large)
+        return f"{count} {lacking}s did not become free"
+
+    def _window_is_full(self, need: Need) -> bool:
+        """Return whether the window lacks room for any message, or the ring has room and so the window lacks it."""
+        network = self._network
+        return network is not None and (not network.flow.room(need.slots, 0) or self._ring.free(*need))
+
+    def _laggards(self, need: Need) -> str:
+        """Name the readers that messages have to wait for."""
+        names = self._ring.laggards(*need)
+        if self._network is not None and self._window_is_full(need):
+            names = [*names, *self._network.laggards()]
+        return ", ".join(names)
+
+    def _stall_of_writing(self, wanted: Need) -> Stall:
+        """Return the stall report of a wait for room, continued from an earlier call."""
+        self._wanted = wanted
+        if self._stall is not None and self._stalled_at == self._core.seq:
+            self._stall.resume()
+        else:
+            self._stall = self._state.stall(self._report_laggards)
+            self._stalled_at = self._core.seq
+        return self._stall
+
+    def _report_laggards(self, waited_s: float) -> None:
+        text = "%r: waited %s to write message %d: not read by %s"
+        logger.warning(text, self._state, seconds(waited_s), self._core.seq, self._laggards(self._wanted))
+
+    def _report_lag(self, rank: int, held_s: float, waited_s: float) -> None:
+        registry = self._ring.registry
+        slot = registry.slots[rank]
+        if slot.in_use:
+            text = "%r: held back for %s by %s, %d messages behind: %.0f%% of that time went by waiting for it"
+            share = 100 * waited_s / held_s
+            logger.warning(text, self._state, seconds(held_s), slot.name, registry.lag(slot), share)
+
+
+class LagWatch:
+    """Reports a reader that moves, but holds the writer back: rank, seconds since that began, seconds waited."""
+
+    def __init__(self, after_s: float, stall_s: float, report: Callable[[int, float, float], None]) -> None:
+        self._after_s = after_s
+        # Longer waits are reported as stalls, and do not count.
+        self._stall_s = stall_s
+        self._report = report
+        self._episodes: dict[int, _Episode] = {}
+        self._slowest: Sequence[int] = ()
+        self._sample_at = 0.0
+
+    def slowest(self, now: float, sample: Callable[[], Sequence[int]]) -> Sequence[int]:
+        """Return the ranks that are furthest behind, as ``sample()`` returned not long before ``now``."""
+        if now >= self._sample_at:
+            self._slowest = sample()
+            self._sample_at = now + LAG_SAMPLE_S
+        return self._slowest
+
+    def waited(self, ranks: Sequence[int], began: float, ended: float) -> None:
+        """Count one wait of the writer for the readers that were furthest behind."""
+        if ended - began >= self._stall_s:
+            self._episodes.clear()
+            return
+        for rank in ranks:
+            episode = self._episodes.get(rank)
+            if episode is None or episode.waited_s + ended - began < LAG_SHARE * (ended - episode.began):
+                episode = self._episodes[rank] = _Episode(began, began + self._after_s)
+            episode.waited_s += ended - began
+            if ended >= episode.report_at:
+                episode.report_at = ended + self._after_s
+                self._report(rank, ended - episode.began, episode.waited_s)
+
+
+class _Episode:
+    """A time in which one reader holds the writer back, by ``time.monotonic()``."""
+
+    __slots__ = ("began", "report_at", "waited_s")
+
+    def __init__(self, began: float, report_at: float) -> None:
+        self.began = began
+        # How long the writer has waited for the reader.
+        self.waited_s = 0.0
+        self.report_at = report_at
+
+
+def checked_size(most: int, message: Encoded) -> int:
+    """Return the size of a message's body, or raise `MessageTooLarge`."""
+    size = message_bytes(message)
+    if size > most:
+        raise MessageTooLarge(f"the message has {size} bytes, options.max_message_bytes allows {most}")
+    return size

@@ -1,0 +1,270 @@
+"""Publishes encoded messages to the local and the remote readers."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from aioshm.codec import Codec, Encoded
+from aioshm.codec.frames import INLINE, RAW, message_bytes, pack_header, parts_of, plain, write_body
+from aioshm.codec.raw import RawCodec
+from aioshm.queue.ends.room import Need, Room, checked_size
+from aioshm.queue.local.loans import Extent, Placed
+from aioshm.queue.local.readers import LocalReaders
+from aioshm.queue.state import EndState
+from aioshm.queue.tracing import NO_TRACE, current_trace
+from aioshm.ring.layout import Layout
+from aioshm.ring.slot import Slot, Slots
+
+if TYPE_CHECKING:  # a queue that has only local readers does not import ZeroMQ
+    from aioshm.queue.remote.outgoing import Outgoing
+    from aioshm.queue.remote.readers import RemoteReaders
+
+
+class Sender:
+    """Publishes messages: packs them for the network, puts them in the ring, sends them over the network."""
+
+    def __init__(self, state: EndState, ring: LocalReaders, network: RemoteReaders | None, codec: Codec) -> None:
+        self._state = state
+        self._ring = ring
+        self._network = network
+        self.room: Room = Room(state, ring, network)
+        # Bytes of the messages that went over the network only.
+        self.network_bytes: int = 0
+        self._core = core = ring.ring.core
+        self._code = codec.code
+        self._chunk_bytes = ring.ring.layout.max_chunk_bytes
+        self._current_trace: Callable[[], bytes] | None = None
+        self.encode: Callable[[Any], Encoded] = codec.encode
+        has_readers = bool(ring.ranks) or network is not None
+        if not has_readers:
+            self.encode = _checked_only(codec)
+        self._takes_bytes = isinstance(codec, RawCodec) and has_readers
+        if state.options.trace_context:
+            self._current_trace = current_trace()
+            # The core calls the encoder for each message, so the encoder sets the trace context.
+            self.encode = _tracing(self.encode, weakref.WeakMethod(self._note_trace))
+            self._takes_bytes = False
+        self.bind(ring.wake_readers)
+        # Returns None: sent. False: the fast path is shut. Else the encoded message: there is no
+        # room, or the message needs more than a slot and a chunk.
+        self.send: Callable[[Any], Any] = self._send
+        if network is None:
+            self.send = core.send
+            core.bind_out_of_band(
+                _filling(codec.code, ring.ring.slots), functools.partial(checked_size, state.options.max_message_bytes)
+            )
+
+    def bind(self, on_parked: Callable[[], object]) -> None:
+        """Set the core's encoder and its callback for a sleeping reader."""
+        self._core.bind(self.encode, plain(self._code), self._takes_bytes, on_parked)
+
+    def _send(self, obj: Any) -> Any:
+        network = self._network
+        assert network is not None
+        if not self._core.passes():
+            return False
+        message = self.encode(obj)
+        if network.flow.room_for(message) and self._publish(network, message):
+            return None
+        return message
+
+    # Trace contexts
+
+    def _note_trace(self) -> None:
+        """Give the next message the context of the current span."""
+        if self._current_trace is not None:
+            self._core.trace = self._current_trace()
+
+    def _trace(self) -> bytes:
+        """Return the next message's context for the network."""
+        if self._current_trace is None or self._core.trace == NO_TRACE:
+            return b""
+        return self._core.trace
+
+    # Publishing
+
+    def put(self, message: Encoded) -> bool:
+        """Publish a message to all readers, or return False, to none, if there is no room."""
+        network = self._network
+        self._note_trace()
+        if network is None:
+            return self._put(message)
+        return self.room.window_has([message]) and self._publish(network, message)
+
+    async def put_waiting(self, messages: list[Encoded], deadline: float | None) -> None:
+        """Publish messages as soon as there is room for all; call it with the call lock."""
+        need = self.room.need(messages)
+        while not self.room.has(messages, need):
+            await self.room.wait(messages, need, deadline)
+            self._state.check_usable()
+        self.put_all(messages)
+
+    def put_all(self, messages: list[Encoded]) -> None:
+        """Publish messages for which there is room."""
+        network = self._network
+        self._note_trace()
+        if network is not None:
+            for message in messages:
+                published = self._publish(network, message)
+                assert published
+            return
+        sent = 0
+        while sent < len(messages):
+            count = self._core.put_many(messages, sent)
+            if not count:  # the next message needs more than a slot and a chunk
+                published = self._put(messages[sent])
+                assert published
+                count = 1
+            sent += count
+
+    async def claim(self, nbytes: int, deadline: float | None) -> Slot:
+        """Return the next slot, with room for ``nbytes``, as soon as it is free; call it with the call lock."""
+        while True:
+            self._state.check_usable()
+            if self.room.window_has_bytes(nbytes):
+                slot = self._ring.claim(nbytes)
+                if slot is not None:
+                    return slot
+            await self.room.wait_for_bytes(nbytes, deadline)
+
+    def put_raw(self, slot: Slot, nbytes: int) -> None:
+        """Publish a claimed slot, of which the caller's block has filled ``nbytes``."""
+        network = self._network
+        self._note_trace()
+        outgoing = None
+        if network is not None and not network.flow.window.idle:
+            content = [bytes(slot.body[:nbytes])]
+            outgoing = network.flow.outbox.pack(RAW, 0, self._core.seq, content, (), nbytes, self._trace())
+            self._core.copied += nbytes
+        self._ring.put_raw(slot, nbytes)
+        if network is not None:
+            if outgoing is None:
+                network.flow.window.skip()
+            else:
+                network.flow.publish(outgoing)
+
+    def pack(self, message: Encoded) -> Outgoing | None:
+        """Return a copy of an encoded message for the network; None: there is no network."""
+        network = self._network
+        if network is None:
+            return None
+        self._note_trace()
+        parts, buffers = parts_of(message)
+        size = message_bytes(message)
+        outgoing = network.flow.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size, self._trace())
+        self._core.copied += size
+        return outgoing
+
+    def put_placed(self, slot: Slot, extent: Extent, placed: Placed, outgoing: Outgoing | None) -> None:
+        """Publish a message in its place, and its `pack`, as `LocalReaders.put_placed`."""
+        network = self._network
+        self._note_trace()
+        try:
+            self._ring.put_placed(slot, extent, placed, self._code)
+        except BaseException:
+            if network is not None and outgoing is not None:
+                network.flow.outbox.let_go([outgoing])
+            raise
+        if network is not None and outgoing is not None:
+            network.flow.publish(outgoing)
+
+    def _publish(self, network: RemoteReaders, message: Encoded) -> bool:
+        """Publish a message that the window has room for, or return False if the ring has none."""
+        size = self.room.checked_size(message)
+        in_ring = message
+        network_bytes = 0
+        if not self._ring.ranks:  # the ring only counts messages
+            in_ring = b""
+            network_bytes = size
+        elif not self._ring.free(*self.room.need([message])):
+            return False
+        flow = network.flow
+        if not flow.window.readers and flow.window.idle:  # later readers begin with later messages
+            published = self._put(in_ring)
+            if published:
+                flow.window.skip()
+                self.network_bytes += network_bytes
+            return published
+        # Packing may fail, so it comes first: either all readers get the message, or none.
+        outgoing = self.pack(message)
+        assert outgoing is not None
+        if not self._put(in_ring):
+            flow.outbox.let_go([outgoing])
+            return False
+        self.network_bytes += network_bytes
+        flow.publish(outgoing)
+        return True
+
+    def _put(self, message: Encoded) -> bool:
+        """Put a message in the ring, or return False if there is no room."""
+        if isinstance(message, bytes) and len(message) <= self._chunk_bytes:
+            if self._core.put(message):
+                return True
+            return self._ring.free(*self.room.need([message])) and self._core.put(message)
+        return self._ring.put(message, self.room.checked_size(message), self._code)
+
+    # Batches
+
+    def parts(self, messages: list[Encoded], need: Need) -> list[list[Encoded]]:
+        """Divide messages into runs for which there can be room."""
+        layout = self._ring.ring.layout
+        runs = [messages]
+        if not layout.holds(*need):
+            runs = list(self._runs(layout, messages))
+        if self._network is None:
+            return runs
+        return [part for run in runs for part in self._network.flow.parts(run)]
+
+    def _runs(self, layout: Layout, messages: list[Encoded]) -> Iterator[list[Encoded]]:
+        """Divide messages into runs that the ring can hold, each as long as possible."""
+        run: list[Encoded] = []
+        large: list[int] = []
+        for message in messages:
+            more = self.room.need([message]).large
+            if run and not layout.holds(len(run) + 1, [*large, *more]):
+                yield run
+                run = []
+                large = []
+            run.append(message)
+            large += more
+        yield run
+
+
+def _filling(code: int, slots: Slots) -> Callable[[int, Encoded, int], bool]:
+    """Return a function that fills slots for the core, without a reference cycle over the queue."""
+
+    def fill(begin: int, message: Encoded, seq: int) -> bool:
+        parts, buffers = parts_of(message)
+        main_bytes = write_body(slots.body(begin), parts, buffers)
+        pack_header(slots.bodies, begin, INLINE, code, 0, len(buffers), seq, monotonic_ns(), main_bytes)
+        return True
+
+    return fill
+
+
+def _tracing(
+    encode: Callable[[Any], Encoded], note_trace: Callable[[], Callable[[], object] | None]
+) -> Callable[[Any], Encoded]:
+    """Return an encoder that notes the trace context of each message, without a reference cycle."""
+
+    def encode_and_note(obj: Any) -> Encoded:
+        message = encode(obj)
+        if (note := note_trace()) is not None:
+            note()
+        return message
+
+    return encode_and_note
+
+
+def _checked_only(codec: Codec) -> Callable[[Any], Encoded]:
+    """Return an encoder for a queue without readers: raises the usual errors, keeps nothing."""
+
+    def encode(obj: Any) -> Encoded:
+        codec.encode(obj)
+        return b""
+
+    return encode
