@@ -10,7 +10,7 @@ from aioshm.deferred import import_when_used as _import_when_used
 if TYPE_CHECKING:  # "as": they are exported
     from aioshm.engine.client.client import EngineClient as EngineClient
     from aioshm.engine.client.options import ClientOptions as ClientOptions
-    from aioshm.engine.client.streams import OutputStream as OutputStream
+    from aioshm.engine.client.requests import OutputStream as OutputStream
     from aioshm.engine.core.core import EngineCore as EngineCore
     from aioshm.engine.core.joining import HandshakeOptions as HandshakeOptions
     from aioshm.engine.core.joining import shake_hands as shake_hands
@@ -23,17 +23,17 @@ if TYPE_CHECKING:  # "as": they are exported
     from aioshm.engine.protocol.addresses import CoreEngine as CoreEngine
     from aioshm.engine.protocol.addresses import CoreEngineState as CoreEngineState
     from aioshm.engine.protocol.addresses import EngineHandshakeMetadata as EngineHandshakeMetadata
+    from aioshm.engine.protocol.addresses import EngineReport as EngineReport
     from aioshm.engine.protocol.addresses import EngineZmqAddresses as EngineZmqAddresses
+    from aioshm.engine.protocol.addresses import StartupProgress as StartupProgress
+    from aioshm.engine.protocol.addresses import StartupReport as StartupReport
+    from aioshm.engine.protocol.addresses import Waiting as Waiting
     from aioshm.engine.protocol.handshake import EngineHandshake as EngineHandshake
     from aioshm.engine.protocol.handshake import FrontEndHandshake as FrontEndHandshake
     from aioshm.engine.protocol.messages import EngineCoreOutputs as EngineCoreOutputs
     from aioshm.engine.protocol.messages import EngineCoreRequestType as EngineCoreRequestType
     from aioshm.engine.protocol.messages import SchedulerStats as SchedulerStats
     from aioshm.engine.protocol.messages import UtilityOutput as UtilityOutput
-    from aioshm.engine.protocol.progress import EngineReport as EngineReport
-    from aioshm.engine.protocol.progress import StartupProgress as StartupProgress
-    from aioshm.engine.protocol.progress import StartupReport as StartupReport
-    from aioshm.engine.protocol.progress import Waiting as Waiting
     from aioshm.engine.ray.manager import CoreEngineActorManager as CoreEngineActorManager
     from aioshm.engine.ray.placement import EngineNeeds as EngineNeeds
     from aioshm.engine.security.keys import EngineCredentials as EngineCredentials
@@ -63,7 +63,7 @@ if not TYPE_CHECKING:  # to which any name would be one of the package's
     _homes = {
         "aioshm.engine.client.client": ("EngineClient",),
         "aioshm.engine.client.options": ("ClientOptions",),
-        "aioshm.engine.client.streams": ("OutputStream",),
+        "aioshm.engine.client.requests": ("OutputStream",),
         "aioshm.engine.core.core": ("EngineCore",),
         "aioshm.engine.core.joining": ("HandshakeOptions", "shake_hands"),
         "aioshm.engine.core.serving": ("run_engine_core",),
@@ -74,7 +74,11 @@ if not TYPE_CHECKING:  # to which any name would be one of the package's
             "CoreEngine",
             "CoreEngineState",
             "EngineHandshakeMetadata",
+            "EngineReport",
             "EngineZmqAddresses",
+            "StartupProgress",
+            "StartupReport",
+            "Waiting",
         ),
         "aioshm.engine.protocol.handshake": ("EngineHandshake", "FrontEndHandshake"),
         "aioshm.engine.protocol.messages": (
@@ -83,7 +87,6 @@ if not TYPE_CHECKING:  # to which any name would be one of the package's
             "SchedulerStats",
             "UtilityOutput",
         ),
-        "aioshm.engine.protocol.progress": ("EngineReport", "StartupProgress", "StartupReport", "Waiting"),
         "aioshm.engine.ray.manager": ("CoreEngineActorManager",),
         "aioshm.engine.ray.placement": ("EngineNeeds",),
         "aioshm.engine.security.keys": ("EngineCredentials", "EngineKeys"),

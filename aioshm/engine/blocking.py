@@ -19,8 +19,7 @@ from typing import Any
 
 from aioshm.engine.client.blocking import EngineClient, OutputStream
 from aioshm.engine.dp.coordinator import DPCoordinator
-from aioshm.engine.protocol.addresses import EngineZmqAddresses
-from aioshm.engine.protocol.progress import StartupReport
+from aioshm.engine.protocol.addresses import EngineZmqAddresses, StartupReport
 from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup import launch as launching

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from aioshm.engine.client.pending import Pending
+from aioshm.engine.client.engines import LoadBalancer
+from aioshm.engine.client.requests import Pending
 from aioshm.engine.protocol.addresses import CoreEngine, CoreEngineState, EngineZmqAddresses
-from aioshm.engine.protocol.balance import LoadBalancer
 from aioshm.engine.protocol.handshake import EngineHandshake
 from aioshm.engine.protocol.messages import EngineCoreOutputs, EnvelopeDecoder, SchedulerStats, StartWave
 from aioshm.engine.protocol.waves import Lockstep, Waves
@@ -304,8 +304,8 @@ class Cluster:
         self.down.add(engine.rank)
         self.balance.leave_out(engine.rank)
         self.waves.forget(engine.rank, self.world.now)
-        for request_id in self.pending.of_engine(engine.rank):
-            self.pending.finish(request_id, lambda: EngineDead("dead", engine=engine.rank))
+        for inbox in self.pending.of_engine(engine.rank):
+            self.pending.finish(inbox.request_id, lambda: EngineDead("dead", engine=engine.rank))
         if self.lockstep:  # the coordinator starts anew with them
             self.waves = Waves(len(self.ranks), lockstep=True)
             for rank in self.ranks:

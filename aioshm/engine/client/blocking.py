@@ -13,7 +13,7 @@ from aioshm.arguments import check_plain, check_seconds
 from aioshm.closing import Closing, warn_not_closed
 from aioshm.engine.client import client as awaited
 from aioshm.engine.client.options import ClientOptions
-from aioshm.engine.client.streams import Inbox
+from aioshm.engine.client.requests import Inbox
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.stats import EngineClientStats
 from aioshm.errors import RoleError

@@ -13,8 +13,7 @@ from aioshm.arguments import check_int, check_seconds
 from aioshm.closing import AsyncClosing
 from aioshm.engine.client.link import EngineLink
 from aioshm.engine.client.options import ClientOptions
-from aioshm.engine.client.pending import PendingCall
-from aioshm.engine.client.streams import Inbox, OutputStream
+from aioshm.engine.client.requests import Inbox, OutputStream, PendingCall
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
 from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
 from aioshm.engine.protocol.payloads import Frame, PayloadEncoder
@@ -205,7 +204,7 @@ class EngineClient(AsyncClosing):
         identity(rank)
         self._link.check_own()
         self._link.add(rank)
-        self._link.tell_scale()
+        self._link.report_scale()
 
     async def remove_engine(self, rank: int, *, timeout: float | None = None) -> None:
         """Send no more requests to the last engine, wait for its unfinished ones, and remove it.
@@ -231,7 +230,7 @@ class EngineClient(AsyncClosing):
                 await link.engines.drain(rank)
         link.check_open()
         link.remove_last()
-        link.tell_scale()
+        link.report_scale()
 
     async def aclose(self) -> None:
         """Abort all requests, and close the sockets.
@@ -287,7 +286,6 @@ class EngineClient(AsyncClosing):
         if former is not None:
             link.leave(former)
         while True:
-            link.pending.check_reuse(request_id, rank)
             generation, marked = link.pending.new_generation(rank, frames)
             try:
                 link.send(rank, _ADD, marked)

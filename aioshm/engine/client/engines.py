@@ -1,4 +1,4 @@
-"""The engines of a client: which have registered, which get requests, which are leaving, which are dead."""
+"""The engines of a client: registered, serving, leaving or dead; and the engine for the next request. No I/O."""
 
 from __future__ import annotations
 
@@ -8,23 +8,117 @@ from typing import Any
 
 import msgspec
 
-from aioshm.engine.client.pending import Pending
-from aioshm.engine.protocol.addresses import IDENTITY_BYTES, identity
-from aioshm.engine.protocol.balance import LoadBalancer
+from aioshm.engine.client.requests import Inbox, Pending
+from aioshm.engine.protocol.addresses import identity
 from aioshm.engine.protocol.messages import EngineCoreRequestType, EnvelopeDecoder, decode_single
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.errors import EngineDead
 
 MAX_REGISTRATION_BYTES = 1 << 20
 
+WAITING_WEIGHT = 4.0
+"""The load of a waiting request, in running requests: its engine has no room for more."""
+PRESSURE_FROM = 0.5
+"""The usage of a KV cache above which waiting requests weigh more than running ones."""
+PRESSURE_WEIGHT = 6.0
+"""How fast their weight grows from 1 there, to `WAITING_WEIGHT` at a full cache: below, a queue is a short burst."""
+
+_USAGE_STEPS = 10
 _ADD = EngineCoreRequestType.ADD.value
 _map: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any])
 
 Send = Callable[[int, bytes, list[Frame]], None]
 
 
+class LoadBalancer:
+    """Chooses the least busy engine for each request, in turn among equals.
+
+    The load of an engine is the coordinator's publication, which is 100 ms old, plus the requests of this client since
+    then. It is at least the number of this client's requests in flight. Among engines of equal load, the one with the
+    emptier KV cache, by tenths, is chosen: finer steps would send the requests of all clients to one engine until the
+    next publication.
+    """
+
+    def __init__(self, ranks: Iterable[int], first: int = 0, n_clients: int = 1) -> None:
+        self.in_flight: dict[int, int] = dict.fromkeys(ranks, 0)  # requests of this client, by rank
+        ordered = list(self.in_flight)
+        start = first % len(ordered)
+        self.choices: list[int] = ordered[start:] + ordered[:start]  # engines that get requests, longest idle first
+        self._n_clients = n_clients
+        self._published: dict[int, float] = {}  # loads by rank; empty: unknown
+        self._usage: dict[int, int] = {}  # usage of KV caches by rank, in tenths
+        self._weights: dict[int, float] = {}  # of a request sent now, by rank
+
+    def choose(self, among: Sequence[int] | None = None) -> int:
+        """Return the rank of the engine for the next request; call `sent` afterwards."""
+        choices = among or self.choices
+        in_flight = self.in_flight
+        published = self._published
+        if not published:
+            return min(choices, key=in_flight.__getitem__)
+        usage = self._usage
+        n_clients = self._n_clients
+        return min(choices, key=lambda rank: (max(published[rank], n_clients * in_flight[rank]), usage[rank]))
+
+    def sent(self, rank: int) -> None:
+        """Note that an engine was sent a request."""
+        self.in_flight[rank] += 1
+        if self._published:
+            self._published[rank] += self._n_clients * self._weights[rank]
+        if rank in self.choices:
+            self.choices.remove(rank)
+            self.choices.append(rank)
+
+    def done(self, rank: int) -> None:
+        """Note that a request has ended."""
+        self.in_flight[rank] -= 1
+
+    def leave_out(self, rank: int) -> None:
+        """Stop choosing an engine. Idempotent."""
+        if rank in self.choices:
+            self.choices.remove(rank)
+
+    def take_in(self, rank: int) -> None:
+        """Choose an engine from now on. Idempotent."""
+        if rank not in self.choices:
+            self.choices.append(rank)
+
+    def add(self, rank: int) -> None:
+        """Add an engine, which `take_in` admits; published loads are void until the next publication."""
+        self.in_flight[rank] = 0
+        self._published = {}
+
+    def remove(self, rank: int) -> None:
+        self.leave_out(rank)
+        del self.in_flight[rank]
+
+    def update(self, counts: Sequence[Sequence[float]]) -> None:
+        """Apply a publication: for each rank the waiting and running requests, and the usage of the KV cache.
+
+        Older releases of vLLM publish no usage, and no publication has an engine that was just added.
+        """
+        loads: dict[int, float] = {}
+        usages: dict[int, int] = {}
+        weights: dict[int, float] = {}
+        for rank in self.in_flight:
+            waiting: float = 0
+            running: float = 0
+            usage: float | None = None
+            if rank < len(counts):
+                waiting, running, *more = counts[rank]
+                if more:
+                    usage = min(max(more[0], 0.0), 1.0)
+            weights[rank] = 1 + PRESSURE_WEIGHT * max(0.0, (usage or 0.0) - PRESSURE_FROM)
+            waiting_weight = WAITING_WEIGHT if usage is None else weights[rank]
+            loads[rank] = waiting_weight * waiting + running
+            usages[rank] = int(_USAGE_STEPS * (usage or 0.0))
+        self._published = loads
+        self._usage = usages
+        self._weights = weights
+
+
 class Engines:
-    """Chooses the engine for each request, and fails or resubmits the requests of dead engines. No I/O."""
+    """Chooses the engine for each request, and fails or resubmits the requests of dead engines."""
 
     def __init__(
         self, ranks: Iterable[int], client_index: int = 0, n_clients: int = 1, output_type: Any = None
@@ -35,7 +129,7 @@ class Engines:
         self.names: dict[int, bytes] = {rank: identity(rank) for rank in self.ranks}  # the ZeroMQ identities
         self.ready: dict[int, dict[str, Any]] = {}  # registrations, by rank
         self.deaths: dict[int, EngineDead] = {}  # by rank: dead engines, while others continue
-        self.died: int = 0  # how many engines have died in total
+        self.died: int = 0  # deaths in total
         self.leaving: set[int] = set()  # the ranks of engines that get no more requests
         # Clients begin with different engines, so that not all of them choose the same one.
         first = len(self.ranks) * client_index // n_clients
@@ -48,35 +142,29 @@ class Engines:
         return [rank for rank in self.ranks if rank not in self.ready]
 
     @property
+    def busy(self) -> list[int]:
+        """The ranks of leaving engines that have requests or calls."""
+        return [rank for rank in sorted(self.leaving) if self.pending.is_busy(rank)]
+
+    @property
     def stats_address(self) -> str | None:
         """The address at which the coordinator publishes its counts, if an engine has reported one."""
         said = (fields.get("dp_stats_address") for fields in self.ready.values())
         return next((address for address in said if isinstance(address, str)), None)
-
-    # Registrations
-
-    def recognise(self, sender: bytes, rank: int | None, name: bytes) -> None:
-        """Check a sender's identity against the name in its keys, and expect that name from now on."""
-        if rank is None:
-            raise ValueError("its keys are void: that incarnation of the engine is dead")
-        if sender != name and sender in self.names.values():
-            raise ValueError(f"it has the keys of engine {rank}, and another one's name")
-        if sender == name and rank in self.names:
-            self.names[rank] = name
-
-    def may_come(self, sender: bytes) -> bool:
-        """Return whether an identity is well-formed and not an engine's yet, so that a new engine may use it."""
-        return len(sender) == IDENTITY_BYTES and sender not in self.names.values()
 
     def register(self, sender: bytes, frames: Sequence[bytes]) -> int:
         """Accept a registration: a map, or (vLLM before 0.10) an empty frame; return the engine's rank."""
         rank = next((rank for rank, name in self.names.items() if name == sender), None)
         if rank is None:
             raise ValueError(f"an unknown engine; expected one of {self.ranks}")
-        self.ready[rank] = {} if frames == [b""] else decode_single(_map, frames, MAX_REGISTRATION_BYTES)
+        fields: dict[str, Any] = {}
+        if frames != [b""]:
+            fields = decode_single(_map, frames, MAX_REGISTRATION_BYTES)
+        self.ready[rank] = fields
+        self.pending.registered(rank, fields)
         return rank
 
-    # Choosing an engine for a request
+    # The engine for a request
 
     def choose(self, rank: int | None) -> int:
         """Return the rank of the engine for the next request: the wanted one, or the least busy."""
@@ -99,18 +187,16 @@ class Engines:
         return [rank for rank in self.ranks if rank in self.balance.choices]
 
     def _none_left(self) -> EngineDead:
-        if len(self.deaths) == 1:
-            return again(*self.deaths.values())
-        last = next(reversed(self.deaths.values()), None)
-        said = [str(error) for error in self.deaths.values()] or [
-            f"engine {rank} {'is being taken out of service' if rank in self.leaving else 'cannot be reached'}"
-            for rank in self.ranks
-        ]
-        return EngineDead(
-            f"no engine is left: {'; '.join(said)}",
-            engine=self.ranks[0] if last is None else last.engine,
-            pid=None if last is None else last.pid,
-        )
+        deaths = list(self.deaths.values())
+        if len(deaths) == 1:
+            return again(deaths[0])
+        if deaths:
+            said = "; ".join(map(str, deaths))
+            return EngineDead(f"no engine is left: {said}", engine=deaths[-1].engine, pid=deaths[-1].pid)
+        states = dict.fromkeys(self.ranks, "cannot be reached")
+        states.update(dict.fromkeys(self.leaving, "is being taken out of service"))
+        said = "; ".join(f"engine {rank} {state}" for rank, state in states.items())
+        return EngineDead(f"no engine is left: {said}", engine=self.ranks[0])
 
     def take_in(self, rank: int) -> None:
         """Start to send requests to an engine that has registered, unless the engine is leaving."""
@@ -128,14 +214,15 @@ class Engines:
         self.balance.leave_out(rank)
         self.deaths[rank] = error
         self.died += 1
-        its_own = self.pending.of_engine(rank)
-        moved = [request_id for request_id in its_own if self._resubmit(request_id, send)]
+        moved = 0
+        inboxes = self.pending.of_engine(rank)
+        for inbox in inboxes:
+            moved += self._resubmit(inbox, send)
         self.pending.fail_engine(rank, lambda: again(error))
-        return len(its_own) - len(moved), len(moved)
+        return len(inboxes) - moved, moved
 
-    def _resubmit(self, request_id: str, send: Send) -> bool:
+    def _resubmit(self, inbox: Inbox, send: Send) -> bool:
         """Resubmit a dead engine's request if it has brought no output yet; return whether it was sent."""
-        inbox = self.pending.inboxes[request_id]
         if inbox.request is None:
             return False
         # Skip engines that had this request before: late output of the dead process must not pass for its successor's.
@@ -148,7 +235,7 @@ class Engines:
                 send(rank, _ADD, frames)
             except EngineDead:
                 continue  # the death of this engine will be reported soon
-            self.pending.move(request_id, rank, generation)
+            self.pending.move(inbox, rank, generation)
             return True
         return False
 
@@ -173,33 +260,20 @@ class Engines:
         if rank in self.ready:
             self.take_in(rank)
 
-    def busy(self) -> list[int]:
-        """Return the ranks of leaving engines that still have requests or calls."""
-        return [rank for rank in sorted(self.leaving) if self._is_busy(rank)]
-
-    def _is_busy(self, rank: int) -> bool:
-        return self.balance.in_flight[rank] > 0 or any(not each.done() for each in self.pending.calls_of(rank))
-
     async def drain(self, rank: int) -> None:
         """Mark an engine as leaving, and wait until its requests and calls are done. Cancelling undoes the mark."""
         self.begin_to_leave(rank)
-        idle = asyncio.Event()
-
-        def notice(now_idle: int) -> None:
-            if now_idle == rank:
-                idle.set()
-
+        changed = asyncio.Event()
+        self.pending.on_idle = lambda _rank: changed.set()
         try:
-            self.pending.idle = notice
-            if self.balance.in_flight[rank]:
-                await idle.wait()
-            if answers := self.pending.calls_of(rank):
-                await asyncio.wait(answers)
+            while self.pending.is_busy(rank):
+                changed.clear()
+                await changed.wait()
         except BaseException:
             self.stay(rank)
             raise
         finally:
-            self.pending.idle = None
+            self.pending.on_idle = None
 
     def remove_last(self) -> int:
         """Remove the last engine, and fail its remaining requests and calls; return its rank."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aioshm.engine.protocol.progress import engine_index
+from aioshm.engine.protocol.addresses import engine_index
 from aioshm.errors import EngineDead
 from aioshm.process.watch import ProcessExit, ProcessWatch, WatchedManager, WatchedProcess
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from aioshm.engine.client.link import EngineLink
 
 LAST_WORDS_S = 0.1
-"""How long what an engine has sent may arrive after the end of its connection."""
+"""How long outputs of an engine may arrive after the end of its connection."""
 
 NAME_WITHIN_S = 1.0
-"""How long to wait for a sign that says more: which engine it was, how its process has exited."""
+"""How long to wait for a report that says more: the engine's rank, the exit code of its process."""
 
 
 @dataclass(slots=True)
@@ -27,11 +27,16 @@ class _Engine:
 
     sender: str = ""  # describes its connection
     connection: int | None = None
-    timer: asyncio.TimerHandle | None = None  # runs while the engine is lost, and more may become known
+    timer: asyncio.TimerHandle | None = None  # runs from the first report of a death until the death is settled
     said_dead: bool = False
-    told: bool = False  # its death was reported
-    told_first: bool = False  # reported before the exit of its process was known
+    told: bool = False  # the death was reported
+    exit_is_due: bool = False  # the death was reported before the exit of the process
     dismissed: bool = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of an engine on this host."""
+        return int(self.sender.removeprefix("pid ")) if self.sender.startswith("pid ") else None
 
 
 class Liveness:
@@ -57,32 +62,28 @@ class Liveness:
             self._watch.add_manager(manager)
         self._watch.add(processes)
 
+    def stop(self) -> None:
+        """Stop. Idempotent; safe on a closed loop."""
+        self._stopped = True
+        for engine in self._engines.values():
+            if engine.timer is not None:
+                engine.timer.cancel()
+        if self._watch is not None:
+            self._watch.close()
+
+    # Reports
+
     def connected(self, rank: int, connection: int, sender: str) -> None:
         """Note the connection of an engine, and a description of its sender."""
         former = self._of(rank)
         if former.connection not in (None, connection):
-            self._lose(rank)  # another process has its place, with newer keys, and its connection has not ended yet
-        if former.timer is not None:  # it is back before its death was told
+            self._lose(rank)  # another process, with newer keys, whose predecessor's connection has not ended yet
+        if former.timer is not None:  # it is back before the death was reported
             self._settle(rank)
         self._engines[rank] = _Engine(sender, connection)
 
-    def explain(self, error: EngineDead, *, is_this: bool | None = None) -> None:
-        """Report a death with a cause from elsewhere, unless it was reported or the replacement is here."""
-        engine = self._of(error.engine)
-        if is_this is None:
-            is_this = engine.timer is not None
-            if engine.sender.startswith("pid "):
-                is_this = engine.sender == f"pid {error.pid}"
-        if is_this and (engine.timer is not None or engine.connection is not None):
-            self._tell(error)
-
-    def dismiss(self, rank: int) -> None:
-        """Ignore the end of an engine, until an engine of its rank connects again."""
-        self._of(rank).dismissed = True
-        self._forget(rank)
-
     def disconnected(self, connection: int) -> None:
-        """Note the end of a connection; other connections than engines' are ignored."""
+        """Note the end of a connection, which may be no engine's."""
         for rank, engine in self._engines.items():
             if engine.connection == connection:
                 engine.connection = None
@@ -90,7 +91,7 @@ class Liveness:
                 return
 
     def lost(self, rank: int) -> None:
-        """Note that an engine is unreachable; ignored if its death was reported."""
+        """Note that an engine is unreachable."""
         if self._of(rank).connection is not None:
             self._lose(rank)
 
@@ -107,14 +108,33 @@ class Liveness:
         if not lost and not dismissed and self._loop.time() >= self._told_until:
             self._lose(None, said_dead=True)
 
-    def stop(self) -> None:
-        """Stop. Idempotent; safe on a closed loop."""
-        self._stopped = True
-        for engine in self._engines.values():
-            if engine.timer is not None:
-                engine.timer.cancel()
-        if self._watch is not None:
-            self._watch.close()
+    def explain(self, error: EngineDead, *, is_this: bool | None = None) -> None:
+        """Report a death with a cause from elsewhere, unless it was reported or the replacement is here."""
+        engine = self._of(error.engine)
+        if is_this is None:
+            is_this = engine.timer is not None if engine.pid is None else engine.pid == error.pid
+        if is_this and (engine.timer is not None or engine.connection is not None):
+            self._report(error)
+
+    def dismiss(self, rank: int) -> None:
+        """Ignore the end of an engine, until an engine of its rank connects again."""
+        self._of(rank).dismissed = True
+        self._forget(rank)
+
+    def _process_exited(self) -> None:
+        if self._stopped:
+            return
+        assert self._watch is not None
+        # The first lost engine may be the cause of other exits.
+        for each in sorted(self._watch.take(), key=lambda each: self._of(engine_of(each)).timer is None):
+            rank = engine_of(each)
+            engine = self._of(rank)
+            if engine.exit_is_due:
+                engine.exit_is_due = False
+            elif not engine.dismissed:
+                self._report(EngineDead(describe_exit(each), engine=rank, pid=each.pid))
+
+    # Deaths
 
     def _of(self, rank: int | None) -> _Engine:
         return self._engines.setdefault(rank, _Engine())
@@ -128,8 +148,9 @@ class Liveness:
             said_dead = said_dead or self._of(None).timer is not None  # the nameless report was about this engine
             self._forget(None)
         within_s = LAST_WORDS_S
-        # After the engine's own report its connection ends next, or its process exits.
-        if self._watch is not None or self._link.explained or (said_dead and engine.timer is None):
+        # An exit code or an explanation may follow; after the engine's own report its connection ends next.
+        explained = self._watch is not None or self._link.chosen.membership_address is not None
+        if explained or (said_dead and engine.timer is None):
             within_s = NAME_WITHIN_S
         when = self._loop.time() + within_s
         if engine.timer is not None:
@@ -138,31 +159,17 @@ class Liveness:
         engine.said_dead = engine.said_dead or said_dead
         engine.timer = self._loop.call_at(when, self._settle, rank)
 
-    def _process_exited(self) -> None:
-        if self._stopped:
-            return
-        assert self._watch is not None
-        # The first lost engine may be the cause of other exits.
-        for each in sorted(self._watch.take(), key=lambda each: self._of(engine_of(each)).timer is None):
-            rank = engine_of(each)
-            engine = self._of(rank)
-            if engine.told_first:  # of other hosts it may be known late
-                engine.told_first = False
-            elif not engine.dismissed:
-                self._tell(EngineDead(describe_exit(each), engine=rank, pid=each.pid))
-
     def _settle(self, rank: int | None) -> None:
         if rank is None:
-            self._tell(EngineDead("an engine has said that it ends, and not which one it is"))
+            self._report(EngineDead("an engine has said that it ends, and not which one it is"))
             return
         engine = self._of(rank)
-        how = "has said that it ends" if engine.said_dead else "is gone: its connection has ended"
-        pid = int(engine.sender.removeprefix("pid ")) if engine.sender.startswith("pid ") else None
-        engine.told_first = self._watch is not None
-        who = f"engine {rank} ({engine.sender})" if engine.sender else f"engine {rank}"
-        self._tell(EngineDead(f"{who} {how}", engine=rank, pid=pid))
+        engine.exit_is_due = self._watch is not None
+        name = f"engine {rank} ({engine.sender})" if engine.sender else f"engine {rank}"
+        cause = "has said that it ends" if engine.said_dead else "is gone: its connection has ended"
+        self._report(EngineDead(f"{name} {cause}", engine=rank, pid=engine.pid))
 
-    def _tell(self, error: EngineDead) -> None:
+    def _report(self, error: EngineDead) -> None:
         if not self._stopped:
             self._forget(error.engine)
             self._of(error.engine).told = error.engine is not None

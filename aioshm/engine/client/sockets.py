@@ -1,12 +1,21 @@
-"""The front end's sockets to its engines, and to the coordinator's publications."""
+"""The sockets of a client: to its engines, to the coordinator, and to the process that publishes the engines."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
+from aioshm.engine.protocol.control import (
+    MAX_MEMBERSHIP_BYTES,
+    Membership,
+    Progress,
+    decode_membership,
+    encode,
+)
 from aioshm.engine.protocol.messages import SUBSCRIBE_TO_ALL
 from aioshm.engine.protocol.payloads import Frame, check_stranger
 from aioshm.engine.security.binding import Protection, over_tcp
@@ -19,20 +28,36 @@ from aioshm.engine.security.bound_sockets import (
     with_sender,
     with_views,
 )
-from aioshm.errors import CodecError
+from aioshm.errors import CodecError, EngineDead
+from aioshm.logs import LogLimiter
 from aioshm.process.background import give_back
-from aioshm.zeromq.endpoint import CurveKeys, attach, open_socket
+from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
+from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, whole
-from aioshm.zeromq.sockets import Socket
+from aioshm.zeromq.sockets import Socket, Sockets
 
 if TYPE_CHECKING:
+    from aioshm.config import Options
     from aioshm.engine.client.link import EngineLink
 
 LINGER_MS = 500
-"""How long the last aborts may take to leave; it takes no time unless an engine is stuck."""
+"""How long the last aborts may take to leave; no time at all unless an engine is stuck."""
 
-_UNBOUNDED = 0  # what is in flight is bounded by the requests that are open, not by ZeroMQ
-_OF_STRANGERS = 1000  # where strangers can connect
+_LOG_INTERVAL_S = 10.0
+_UNBOUNDED = 0  # open requests bound what is in flight, not ZeroMQ
+_HWM_OF_STRANGERS = 1000
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
+
+
+class Registration(NamedTuple):
+    """An engine's first message."""
+
+    name: bytes  # the ZeroMQ identity
+    frames: list[bytes]
+    connection: int
+    sender: str  # describes the connection
+    user: str  # names the engine's keys; empty without keys
 
 
 class ClientSockets:
@@ -44,9 +69,8 @@ class ClientSockets:
         output_address: str,
         link: EngineLink,
         protection: Protection,
+        options: Options,
         *,
-        max_bytes: int,
-        silence_s: float,
         retry: bool = False,
     ) -> None:
         self._link = link
@@ -57,24 +81,28 @@ class ClientSockets:
         self._send_by_keys = protection.encrypts(output_address)
         self._open_to_all = over_tcp([output_address]) and not self._send_by_keys
         self._bound = BoundSockets(protection, retry=retry)
+        max_bytes = options.max_message_bytes
+        registration_bytes = max_bytes
+        strangers_register = over_tcp([input_address]) and not self.register_by_keys
+        if strangers_register:
+            registration_bytes = MAX_STRANGE_BYTES
         try:
-            strange = over_tcp([input_address]) and not self.register_by_keys
             self._router = self._bound.open(
                 zmq.ROUTER,
                 input_address,
                 hwm=_UNBOUNDED,
-                max_bytes=MAX_STRANGE_BYTES if strange else max_bytes,
-                silence_s=silence_s,
+                max_bytes=registration_bytes,
+                silence_s=options.remote_timeout,
             )
-            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what reaches nobody shall be an error
-            if not strange:
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to an absent engine is an error
+            if not strangers_register:
                 # An engine that had dropped this front end comes back, maybe before its old connection has ended. But
-                # a stranger takes nobody's place.
+                # a stranger must not take an engine's identity.
                 self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            # The link may be a weak reference.
+            # A lambda, because a bound method would hold the link, which may be a weak reference.
             self._connections = self._bound.watch(self._router, lambda number: link.disconnected(number))
             self.input_address: str = self._bound.bind(self._router, input_address)
-            hwm = _OF_STRANGERS if self._open_to_all else _UNBOUNDED
+            hwm = _HWM_OF_STRANGERS if self._open_to_all else _UNBOUNDED
             self._pull = self._bound.open(zmq.PULL, output_address, hwm=hwm, max_bytes=max_bytes)
             self.output_address: str = self._bound.bind(self._pull, output_address)
             self.registrations: Pump = self._bound.read(
@@ -98,7 +126,7 @@ class ClientSockets:
         self._coordinator = sub
         self._counts = self._bound.read(sub, lambda frames: self._link.counts(frames[0]), whole(sub))
 
-    def tell_coordinator(self, payload: bytes) -> None:
+    def send_to_coordinator(self, payload: bytes) -> None:
         """Send a message to the coordinator, if there is one."""
         if self._coordinator is not None:
             self._coordinator.send(payload, zmq.NOBLOCK)
@@ -116,8 +144,6 @@ class ClientSockets:
         self._closed = True
         self._bound.close()
 
-    # Receiving
-
     def _receive(self) -> tuple[str, list[Any]]:
         if self._send_by_keys or self._open_to_all:
             return with_property(self._pull, "User-Id")
@@ -133,7 +159,7 @@ class ClientSockets:
         if connection is None:
             return
         user = user_of(sender) if self.register_by_keys else ""
-        self._link.registered(name, frames, connection, sender_of(sender), user)
+        self._link.registered(Registration(name, frames, connection, sender_of(sender), user))
         if not self._connections.is_open(connection):  # it ended before this was read, and its end was reported already
             self._link.disconnected(connection)
 
@@ -147,3 +173,92 @@ class ClientSockets:
         if sender is None:
             raise CodecError(f"the keys of engine {user.partition('.')[0]} are void: that incarnation is dead")
         return sender
+
+
+class MembershipListener:
+    """A DEALER to the launching process: receives the present engines, and reports how far this front end is."""
+
+    def __init__(self, address: str, link: EngineLink, curve: CurveKeys | None) -> None:
+        self._link = link
+        self.version: int = 0  # the applied version; 0: none yet
+        self.early: dict[bytes, Registration] = {}  # by name: of engines that are not in the membership yet
+        self._progress = Progress()
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+        self._sockets = Sockets()
+        try:
+            context = self._sockets.context
+            self._dealer = self._sockets.add(
+                open_socket(context, zmq.DEALER, address, bind=False, hwm=_UNBOUNDED, curve=curve, heartbeats=True)
+            )
+            limit_frames(self._dealer, MAX_MEMBERSHIP_BYTES)
+            self._monitor = Monitor(self._dealer)
+            self._sockets.add(self._monitor.pair)
+            attach(self._dealer, address, bind=False)
+            self._dealer.send(encode(self._progress), zmq.NOBLOCK)
+            loop = asyncio.get_running_loop()
+            self._pump = Pump.of_messages(loop, self._dealer, self._take, whole(self._dealer))
+            self._connection = Pump(loop, self._monitor.pair, self._read_monitor)
+        except BaseException:
+            self._sockets.close()
+            raise
+
+    def forget_early(self, connection: int) -> None:
+        """Drop early registrations of a connection that has ended."""
+        for name in [name for name, each in self.early.items() if each.connection == connection]:
+            del self.early[name]
+
+    def report(self, missing: list[int], busy: list[int]) -> None:
+        """Report the progress of this front end, if it has changed."""
+        progress = Progress(self.version, missing, busy)
+        if progress != self._progress:
+            self._progress = progress
+            self._send()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._pump.pause()
+        self._connection.pause()
+        self._monitor.close()
+        self._sockets.close()
+
+    def _send(self) -> None:
+        self._dealer.send(encode(self._progress), zmq.NOBLOCK)
+        self._pump.run_soon()  # sending may clear the sign that there is something to read
+
+    def _read_monitor(self) -> None:
+        came_back, _ = self._monitor.read()
+        if came_back:  # the peer has forgotten this front end
+            self._send()
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            membership = decode_membership(frames)
+        except ValueError as error:
+            self._limiter.warn(logger, "a membership of engines is ignored: %s", error)
+            return
+        if self._link.dead is None and not self._link.closed:
+            self._apply(membership)
+
+    def _apply(self, membership: Membership) -> None:
+        """Apply a membership: more engines, fewer, leaving ones, and deaths."""
+        link = self._link
+        engines = link.engines
+        for rank in sorted(membership.engines.keys() - engines.ranks):
+            link.add(rank)
+        while engines.ranks[-1] not in membership.engines and len(engines.ranks) > 1:
+            link.remove_last()
+        for rank, incarnation in membership.engines.items():
+            link.void_keys(rank, incarnation)
+        for rank in engines.leaving.difference(membership.leaving):
+            engines.stay(rank)
+        for rank in set(membership.leaving).intersection(engines.ranks) - engines.leaving:
+            engines.begin_to_leave(rank)
+        for rank, death in membership.deaths.items():
+            link.explain(rank, death.incarnation, EngineDead(death.text, engine=rank, pid=death.pid))
+        self.version = membership.version
+        for name in self.early.keys() & set(engines.names.values()):
+            link.registered(self.early.pop(name))
+        failure = membership.failure
+        if failure is not None:
+            link.give_up(EngineDead(failure.text, engine=failure.engine, pid=failure.pid))
+        link.settle()

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import zmq
 
 from aioshm.closing import Closing
-from aioshm.engine.protocol.messages import COORDINATOR_READY, SUBSCRIBE_TO_ALL, StartWave
-from aioshm.engine.protocol.reports import (
+from aioshm.engine.protocol.control import (
     NOTICE_BYTES,
     UNSUBSCRIBED,
     Notice,
@@ -26,6 +25,7 @@ from aioshm.engine.protocol.reports import (
     encode,
     encode_start,
 )
+from aioshm.engine.protocol.messages import COORDINATOR_READY, SUBSCRIBE_TO_ALL, StartWave
 from aioshm.engine.protocol.waves import Published, Waves
 from aioshm.engine.security.binding import ENGINES, FRONT_ENDS, Protection, over_tcp
 from aioshm.engine.security.bound_sockets import MAX_STRANGE_BYTES, BoundSockets, user_of, with_sender

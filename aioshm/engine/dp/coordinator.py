@@ -13,7 +13,7 @@ from aioshm.arguments import check_int, check_seconds
 from aioshm.engine.dp.coordination import CoordinatorAddresses, run_coordinator
 from aioshm.engine.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.protocol.addresses import MAX_INDEX
-from aioshm.engine.protocol.reports import Notice, encode
+from aioshm.engine.protocol.control import Notice, encode
 from aioshm.engine.protocol.waves import Waves
 from aioshm.engine.security.binding import over_tcp, warn_of_strangers
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end

@@ -1,10 +1,11 @@
-"""The participants of a startup, and the addresses that engines get. No I/O.
+"""The participants of a startup: engines, the addresses they get, and their progress. No I/O.
 
-The names and the fields are those of vLLM: the wire has these dataclasses as MessagePack maps.
+The names and the fields are those of vLLM: the wire has the addresses as MessagePack maps.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -13,6 +14,7 @@ from typing import Any, Generic, NoReturn, TypeVar, overload
 IDENTITY_BYTES = 2
 MAX_INDEX = 2 ** (8 * IDENTITY_BYTES) - 1
 
+_SHOWN_ENGINES = 8
 _PARALLEL_FIELDS = (
     "data_parallel_master_ip",
     "data_parallel_master_port",
@@ -28,11 +30,19 @@ class CoreEngineState(Enum):
     """The progress of an engine's startup, as seen by its front end."""
 
     NEW = auto()
-    """Nothing was heard of it."""
+    """It has not said HELLO."""
     CONNECTED = auto()
     """It said HELLO, and INIT was sent."""
     READY = auto()
     """It said READY."""
+
+
+PHASES = {
+    CoreEngineState.NEW: "before HELLO",
+    CoreEngineState.CONNECTED: "connected",
+    CoreEngineState.READY: "ready",
+}
+"""States in sentences."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +75,15 @@ def identity(index: int) -> bytes:
     if not 0 <= index <= MAX_INDEX:
         raise ValueError(f"index must be 0 to {MAX_INDEX}, not {index}")
     return index.to_bytes(IDENTITY_BYTES, "little")
+
+
+def engine_index(name: str) -> int | None:
+    """Return the rank at the end of an engine process's name."""
+    found = re.search(r"[0-9]+$", name)
+    return int(found[0]) if found else None
+
+
+# Addresses and settings
 
 
 @dataclass(slots=True)
@@ -101,6 +120,23 @@ class EngineHandshakeMetadata:
     parallel_config: dict[str, Any]
 
 
+def parallel_settings(config: object) -> dict[str, Any]:
+    """Return the parallel configuration for engines: a mapping as it is, of an object vLLM's names."""
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    return {name: getattr(config, name) for name in _PARALLEL_FIELDS if hasattr(config, name)}
+
+
+def balanced_outside(config: object) -> bool:
+    """Return whether a parallel configuration enables hybrid or external load balancing."""
+    names = ("data_parallel_hybrid_lb", "data_parallel_external_lb")
+    if isinstance(config, Mapping):
+        return any(config.get(name) for name in names)
+    return any(getattr(config, name, False) for name in names)
+
+
 class ConstantList(Sequence[T_co], Generic[T_co]):
     """A list that cannot be changed through this view; changes by its owner are visible immediately.
 
@@ -134,32 +170,103 @@ class ConstantList(Sequence[T_co], Generic[T_co]):
     def _refuse(self, *_args: object, **_options: object) -> NoReturn:
         raise TypeError("a ConstantList cannot be changed")
 
-    append = _refuse
-    extend = _refuse
-    insert = _refuse
-    pop = _refuse
-    remove = _refuse
-    clear = _refuse
-    sort = _refuse
-    reverse = _refuse
-    __setitem__ = _refuse
-    __delitem__ = _refuse
-    __iadd__ = _refuse
-    __imul__ = _refuse
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
 
 
-def parallel_settings(config: object) -> dict[str, Any]:
-    """Return the parallel configuration for engines: a mapping as it is, of an object vLLM's names."""
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        return dict(config)
-    return {name: getattr(config, name) for name in _PARALLEL_FIELDS if hasattr(config, name)}
+# Progress
 
 
-def balanced_outside(config: object) -> bool:
-    """Return whether a parallel configuration enables hybrid or external load balancing."""
-    names = ("data_parallel_hybrid_lb", "data_parallel_external_lb")
-    if isinstance(config, Mapping):
-        return any(config.get(name) for name in names)
-    return any(getattr(config, name, False) for name in names)
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An engine that is not ready yet.
+
+    Attributes:
+        index: Its rank.
+        state: Its progress.
+        seconds: The time since its last progress.
+        pid: Its process id, where known.
+    """
+
+    index: int
+    state: CoreEngineState
+    seconds: float
+    pid: int | None = None
+
+    def __str__(self) -> str:
+        pid = "" if self.pid is None else f"pid {self.pid}, "
+        return f"{self.index} ({pid}{PHASES[self.state]}, {self.seconds:.0f} s)"
+
+
+@dataclass(frozen=True, slots=True)
+class StartupProgress:
+    """The progress of a startup; as a string, one line for people.
+
+    Attributes:
+        total: The number of engines.
+        connected: How many have said HELLO, the ready ones included.
+        ready: How many have said READY.
+        waiting: The engines that are not ready.
+        moved: The rank of the engine that has just advanced; None for a reminder.
+    """
+
+    total: int
+    connected: int
+    ready: int
+    waiting: tuple[Waiting, ...] = ()
+    moved: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.connected} of {self.total} engines connected, {self.ready} ready"
+        if self.waiting:
+            text += f"; waiting for engines {', '.join(map(str, self.waiting[:_SHOWN_ENGINES]))}"
+        more = len(self.waiting) - _SHOWN_ENGINES
+        if more > 0:
+            text += f" and {more} more"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """The messages of one engine.
+
+    Attributes:
+        index: Its rank.
+        local: Whether it runs on this host.
+        hello: The map of its HELLO.
+        ready: The map of its READY.
+    """
+
+    index: int
+    local: bool
+    hello: dict[str, Any]
+    ready: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StartupReport:
+    """The messages of all engines.
+
+    Attributes:
+        engines: The messages of each, by rank.
+        num_gpu_blocks: The total; 0 if no engine reports a number.
+        parallel_config_hash: The common hash; None if no engine reports one.
+        stats_address: Where the coordinator publishes its counts, if an engine passes that on.
+    """
+
+    engines: Mapping[int, EngineReport]
+    num_gpu_blocks: int = 0
+    parallel_config_hash: Any = None
+    stats_address: str | None = None
+
+
+def describe_failure(
+    cause: str, exits: Sequence[str], progress: StartupProgress, tails: Mapping[str, Sequence[str]]
+) -> str:
+    """Return the text of an `EngineStartupError`."""
+    causes = "; ".join(part for part in (cause, ", ".join(exits)) if part)
+    lines = [f"engine startup failed: {causes} ({progress})"]
+    for name, tail in tails.items():
+        lines.append(f"last lines of {name}'s stderr:")
+        lines += [f"  {line}" for line in tail]
+    return "\n".join(lines)

@@ -28,13 +28,14 @@ from aioshm.engine.protocol.addresses import (
     CoreEngine,
     CoreEngineState,
     EngineHandshakeMetadata,
+    EngineReport,
     EngineZmqAddresses,
+    StartupReport,
     balanced_outside,
     identity,
     parallel_settings,
 )
 from aioshm.engine.protocol.messages import decode_single
-from aioshm.engine.protocol.progress import EngineReport, StartupReport
 from aioshm.errors import HandshakeError
 
 MAX_PAYLOAD_BYTES = 1 << 20

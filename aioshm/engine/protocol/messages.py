@@ -17,7 +17,7 @@ sends it only to clients that have sent it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from time import monotonic
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
@@ -26,7 +26,7 @@ import msgspec
 
 from aioshm.arguments import shown
 from aioshm.engine.protocol.payloads import Frame, PayloadDecoder
-from aioshm.errors import CodecError, RequestFailed
+from aioshm.errors import CodecError
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 COORDINATOR_READY = b"READY"
@@ -44,7 +44,7 @@ _MARK_BYTES = len(_MARK) + 8
 
 Output = TypeVar("Output")
 T = TypeVar("T")
-_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class EngineCoreRequestType(Enum):
@@ -73,10 +73,10 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
 class SchedulerStats(msgspec.Struct):
     """The load of an engine: the fields of vLLM's statistics that load balancing needs."""
 
-    num_running_reqs: _Number = 0
-    num_waiting_reqs: _Number = 0
-    step_counter: _Number = 0
-    current_wave: _Number = 0
+    num_running_reqs: Count = 0
+    num_waiting_reqs: Count = 0
+    step_counter: Count = 0
+    current_wave: Count = 0
     kv_cache_usage: float = 0.0
 
 
@@ -117,7 +117,7 @@ class MarkedOutputs(EngineCoreOutputs[Output], Generic[Output], array_like=True,
 class StartWave(NamedTuple):
     """The coordinator's order to engines to run, except for the engine that runs already."""
 
-    wave: _Number
+    wave: Count
     exclude: int | None
 
 
@@ -186,57 +186,46 @@ def refusal_of(last: Any) -> str | None:
     return text if reason == "error" and isinstance(text, str) else None
 
 
-class Failure(NamedTuple):
-    """An output that cannot be decoded as its type."""
+class Unreadable(NamedTuple):
+    """Stands for an output that cannot be decoded as its type."""
 
-    request_id: str  # whose output it is
-    text: str  # why, for people; what the engine says, if it says that the request has failed
-    finished: bool  # whether it is the last one
-    generation: int | None = None  # the generation of its request, if the engine sends one
-
-    def raising(self, engine: int) -> Callable[[], RequestFailed]:
-        """Return the factory of the error."""
-        return lambda: RequestFailed(self.text, engine=engine, request_id=self.request_id)
+    request_id: str
+    error: str  # the engine's text if the engine has refused the request
+    finished: bool
 
 
 class EnvelopeDecoder:
-    """Decodes envelopes."""
+    """Decodes envelopes; an output that is not of ``output_type`` is an `Unreadable` in its place."""
 
     def __init__(self, output_type: Any = None) -> None:
-        self._type = output_type
-        generic: Any = MarkedOutputs  # or the type checker takes what is in the brackets for a type
-        self._outputs = PayloadDecoder(generic[Any if output_type is None else output_type])
-        self._any = PayloadDecoder(MarkedOutputs[Any])
-        self._one = PayloadDecoder(output_type)
-        self._raw = PayloadDecoder(MarkedOutputs[msgspec.Raw])
-        self.decode: Callable[[Sequence[Frame]], Any] = self._outputs.decode
+        self._type = Any if output_type is None else output_type
+        generic: Any = MarkedOutputs  # the type checker would take the brackets' content for a type
+        self._decode_typed = PayloadDecoder(generic[self._type]).decode
+        self._decode_plain = PayloadDecoder(MarkedOutputs[Any]).decode
 
-    def salvage(self, frames: list[Frame]) -> tuple[MarkedOutputs[Any], list[Failure]]:
-        """Return an envelope with its readable outputs, and the failures of the others."""
-        envelope = self._raw.decode(frames)
-        parts = list(frames)
-        readable: list[Any] = []
-        generations: list[int] = []
-        failures: list[Failure] = []
-        for raw, plain, generation in zip(
-            envelope.outputs, self._any.decode(frames).outputs, generations_of(envelope), strict=True
-        ):
+    def decode(self, frames: Sequence[Frame]) -> MarkedOutputs[Any]:
+        """Decode an envelope."""
+        try:
+            envelope: MarkedOutputs[Any] = self._decode_typed(frames)
+            return envelope
+        except CodecError:
+            if self._type is Any:
+                raise
+        envelope = self._decode_plain(frames)
+        for number, output in enumerate(envelope.outputs):
             try:
-                parts[0] = bytes(raw)
-                readable.append(self._one.decode(parts))
-                if generation is not None:
-                    generations.append(generation)
-            except CodecError as error:
-                try:
-                    request_id = request_id_of(plain)
-                except CodecError:
-                    continue  # nobody's
-                text = refusal_of(plain) or f"its output is no {self._type}: {error}"
-                failures.append(Failure(request_id, text, is_finished(plain), generation))
-        envelope.outputs = readable
-        if envelope.generations is not None:
-            envelope.generations = generations
-        return envelope, failures
+                envelope.outputs[number] = msgspec.convert(output, self._type)
+            except Exception as error:  # not only a ValidationError: arrays have other errors
+                envelope.outputs[number] = self._unreadable(output, error)
+        return envelope
+
+    def _unreadable(self, output: Any, error: Exception) -> Any:
+        try:
+            request_id = request_id_of(output)
+        except CodecError:
+            return output  # without an id it is rejected later
+        text = refusal_of(output) or f"its output is no {self._type}: {error}"
+        return Unreadable(request_id, text, is_finished(output))
 
 
 def generations_of(envelope: MarkedOutputs[Any]) -> Sequence[int | None]:

@@ -15,9 +15,15 @@ from aioshm.arguments import check_seconds
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.endpoints import check_handshake_address
-from aioshm.engine.protocol.addresses import CoreEngine, CoreEngineState, EngineZmqAddresses
+from aioshm.engine.protocol.addresses import (
+    CoreEngine,
+    CoreEngineState,
+    EngineZmqAddresses,
+    StartupProgress,
+    StartupReport,
+    Waiting,
+)
 from aioshm.engine.protocol.handshake import FrontEndHandshake
-from aioshm.engine.protocol.progress import StartupProgress, StartupReport, Waiting
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.processes import StartupProcesses

@@ -12,7 +12,7 @@ import zmq
 
 from aioshm.closing import Closing
 from aioshm.engine.protocol.addresses import identity
-from aioshm.engine.protocol.membership import Death, Failure, Membership, Progress, decode_progress, encode
+from aioshm.engine.protocol.control import Death, Failure, Membership, Progress, decode_progress, encode
 from aioshm.engine.security.binding import FRONT_ENDS, Protection
 from aioshm.engine.security.bound_sockets import BoundSockets, sender_of, with_sender
 from aioshm.engine.security.keys import EngineKeys

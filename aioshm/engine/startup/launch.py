@@ -12,8 +12,7 @@ from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.options import ClientOptions
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.endpoints import get_engine_client_zmq_addr
-from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
-from aioshm.engine.protocol.progress import StartupReport
+from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, StartupReport
 from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.coordinator import EngineStartupCoordinator, StartupOptions

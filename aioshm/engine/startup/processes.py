@@ -12,8 +12,7 @@ from typing import Any, Self
 
 from aioshm.arguments import check_int, check_plain
 from aioshm.engine.client.liveness import engine_of
-from aioshm.engine.protocol.addresses import CoreEngine
-from aioshm.engine.protocol.progress import PHASES, StartupProgress, describe_failure, engine_index
+from aioshm.engine.protocol.addresses import PHASES, CoreEngine, StartupProgress, describe_failure, engine_index
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
 from aioshm.errors import EngineStartupError, HandshakeError
 from aioshm.process.background import completed, in_thread

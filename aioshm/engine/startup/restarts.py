@@ -13,8 +13,7 @@ from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.liveness import describe_exit, engine_of
 from aioshm.engine.dp.coordinator import NAME as COORDINATOR
 from aioshm.engine.dp.coordinator import DPCoordinator
-from aioshm.engine.protocol.addresses import CoreEngine
-from aioshm.engine.protocol.progress import engine_index
+from aioshm.engine.protocol.addresses import CoreEngine, engine_index
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.errors import EndClosed, EngineDead

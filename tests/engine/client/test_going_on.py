@@ -146,7 +146,7 @@ async def test_requests_without_output_move_if_they_may(resubmit: Any) -> None:
                 assert stream.engine == 1
                 assert [output["token"] for output in await collected(stream)] == [0, 1, 2]
         assert client.in_flight == 0
-        assert client._link.balance.in_flight == {0: 0, 1: 0}
+        assert client._link.engines.balance.in_flight == {0: 0, 1: 0}
 
 
 async def test_a_request_is_given_to_each_engine_once_at_most() -> None:

@@ -24,7 +24,7 @@ from aioshm.engine import (
     shake_hands,
 )
 from aioshm.engine.core.joining import MAX_REPEATS
-from aioshm.engine.protocol.progress import StartupReport
+from aioshm.engine.protocol.addresses import StartupReport
 from aioshm.engine.startup.router import HandshakeRouter
 from aioshm.zeromq import endpoint
 

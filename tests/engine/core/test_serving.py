@@ -26,7 +26,7 @@ async def test_a_thousand_requests_at_once() -> None:
         client = serving.client
         streams = {str(number): client.submit(ask(str(number), 5)) for number in range(800)}
         endless = {f"endless {number}": client.submit(ask(f"endless {number}", None)) for number in range(200)}
-        sent = [list(client._link.balance.in_flight.values())]
+        sent = [list(client._link.engines.balance.in_flight.values())]
 
         async def leave(stream: Any) -> None:
             async for _ in stream:

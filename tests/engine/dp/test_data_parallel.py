@@ -74,7 +74,7 @@ async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(await DPCoordinator.start(3, kv_cache_usage=kv_cache_usage))
         serving = await stack.enter_async_context(served(*ranks, addresses=coordinated(coordinator)))
-        balance = serving.client._link.balance
+        balance = serving.client._link.engines.balance
         for number in range(6):  # each to one engine, while all are paused
             # Counts are published late: those of the last request would send this one elsewhere.
             await until(lambda: balance._published == {0: 0, 1: 0, 2: 0})
@@ -109,7 +109,7 @@ async def test_over_tcp_everybody_has_keys() -> None:
         for number in range(4):  # each to one engine, while both are paused
             async with asyncio.timeout(20):
                 assert len(await collected(serving.client.submit(ask(f"r{number}")))) == 3
-        await until(lambda: serving.client._link.balance._published == {0: 0, 1: 0})
+        await until(lambda: serving.client._link.engines.balance._published == {0: 0, 1: 0})
         await until(lambda: serving.client._link.wave > 0)
         told = CoordinatorAddresses(coordinator.get_stats_publish_address(), *coordinator.get_engine_socket_addresses())
         assert all(address.startswith("tcp://") for address in told)
@@ -135,7 +135,7 @@ async def test_requests_go_where_the_cache_is_emptier() -> None:
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(await DPCoordinator.start(2))
         serving = await stack.enter_async_context(served(full, empty, addresses=coordinated(coordinator)))
-        balance = serving.client._link.balance
+        balance = serving.client._link.engines.balance
         for _ in range(2):
             fuller = int(empty.usage > full.usage)
             await until(lambda: balance._usage == {0: int(10 * full.usage), 1: int(10 * empty.usage)})
@@ -179,4 +179,4 @@ async def test_an_engine_with_a_front_end_of_its_own() -> None:
         assert [engine.seen for engine in engines] == [["b"], ["a"]]
         stats_address = coordinator.get_stats_publish_address()
         assert own.ready[1]["dp_stats_address"] == own_addresses.frontend_stats_publish_address == stats_address
-        await until(lambda: own._link.balance._published)
+        await until(lambda: own._link.engines.balance._published)

@@ -6,7 +6,7 @@ import pytest
 
 from aioshm.engine import CoreEngineState, StartupProgress, Waiting
 from aioshm.engine.client.liveness import engine_of
-from aioshm.engine.protocol.progress import PHASES, describe_failure, engine_index
+from aioshm.engine.protocol.addresses import PHASES, describe_failure, engine_index
 from aioshm.process.watch import ProcessExit
 
 NEW, CONNECTED, READY = CoreEngineState

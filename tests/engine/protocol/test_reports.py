@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshm.engine.protocol.messages import SchedulerStats, StartWave
-from aioshm.engine.protocol.reports import (
+from aioshm.engine.protocol.control import (
     MAX_REPORT_BYTES,
     Wake,
     decode_from_front_end,
@@ -18,6 +17,7 @@ from aioshm.engine.protocol.reports import (
     encode,
     encode_start,
 )
+from aioshm.engine.protocol.messages import SchedulerStats, StartWave
 from aioshm.engine.protocol.waves import Published
 
 # Written by the encoder of vLLM 0.33.0: what its engines send to its coordinator.

@@ -202,7 +202,7 @@ async def test_one_that_leaves_is_drained_by_all() -> None:
         with pytest.raises(asyncio.CancelledError):
             await going
         for client in clients:
-            await until(lambda client=client: 2 in client._link.balance.choices)
+            await until(lambda client=client: 2 in client._link.engines.balance.choices)
         going = asyncio.create_task(supervisor.scale(1))
         await until(lambda: 2 in other._link.engines.leaving)
         assert not going.done()

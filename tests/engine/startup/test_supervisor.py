@@ -221,7 +221,7 @@ async def test_an_engine_that_does_not_finish_is_waited_for_as_long_as_said() ->
 
 async def test_a_coordinator_that_is_killed_is_found_again() -> None:
     async with EngineSupervisor(serve, 2, restart=MANY) as supervisor:
-        launch, balance = supervisor.launch, supervisor.client._link.balance
+        launch, balance = supervisor.launch, supervisor.client._link.engines.balance
         assert launch.coordinator is not None
         for _ in range(2):
             victim = launch.coordinator.proc

@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from aioshm.engine.protocol.balance import LoadBalancer
+from aioshm.engine.client.engines import LoadBalancer
 from aioshm.engine.protocol.messages import StartWave
 from aioshm.engine.protocol.waves import Lockstep
 

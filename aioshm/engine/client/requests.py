@@ -1,0 +1,363 @@
+"""The requests and calls of a client that are in flight, and the streams of outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
+
+from aioshm.engine.protocol.messages import (
+    EnvelopeDecoder,
+    MarkedOutputs,
+    Unreadable,
+    UtilityOutput,
+    generations_of,
+    is_finished,
+    mark,
+    refusal_of,
+    request_id_of,
+)
+from aioshm.engine.protocol.payloads import Frame
+from aioshm.errors import CallFailed, CodecError, RequestAborted, RequestFailed, RoleError
+
+if TYPE_CHECKING:
+    from aioshm.engine.client.engines import LoadBalancer
+
+Output = TypeVar("Output")
+
+
+@dataclass(slots=True, eq=False)
+class Inbox:
+    """The received outputs of a request that its user has not taken yet.
+
+    The client references this object, and the user a stream, which the garbage collector can free.
+    """
+
+    request_id: str
+    engine: int  # the rank of the engine that has the request
+    generation: int  # the generation of the submission that the engine has
+    request: list[Frame] | None = None  # for another engine if this one dies before the first output
+    tried: tuple[int, ...] = ()  # the ranks of engines that had the request, and died
+    outputs: deque[Any] = field(default_factory=deque)
+    waiter: asyncio.Future[None] | None = None
+    ended: bool = False
+    error: Callable[[], Exception] | None = None  # creates the error of a failed request
+    _stay: Callable[[], object] | None = None  # unregisters the callback at the end of a cancelled wait's task
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last wait was cancelled, and no task has waited since."""
+        return self._stay is not None
+
+    def put(self, output: Any) -> None:
+        self.request = None
+        self.outputs.append(output)
+        self._wake()
+
+    def end(self, error: Callable[[], Exception] | None = None) -> None:
+        self.ended = True
+        self.error = error
+        self.resume()
+        self._wake()
+
+    async def wait(self) -> None:
+        """Wait until there is an output, or the request has ended."""
+        while not self.outputs and not self.ended:
+            if self.waiter is not None:
+                raise RoleError(f"another task or thread waits for outputs of request {self.request_id!r}")
+            self.waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self.waiter
+            finally:
+                self.waiter = None
+
+    def take(self) -> Any:
+        """Return the next output after `wait`; raise the request's error or `StopAsyncIteration` if there is none."""
+        if self.outputs:
+            return self.outputs.popleft()
+        if self.error is not None:
+            raise self.error()
+        raise StopAsyncIteration
+
+    def interrupt(self, consumer: asyncio.Task[Any], leave: Callable[[Inbox], None]) -> None:
+        """Note a cancelled wait; leave the stream when the waiting task ends."""
+
+        def on_end(_consumer: asyncio.Task[Any]) -> None:
+            leave(self)
+
+        consumer.add_done_callback(on_end)
+        self._stay = partial(consumer.remove_done_callback, on_end)
+
+    def resume(self) -> None:
+        """Note that a task waits again, or that no wait is needed."""
+        if self._stay is not None:
+            self._stay()
+            self._stay = None
+
+    def _wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class OutputStream(AsyncIterator[Output], Generic[Output]):
+    """The outputs of one request: iterate over them with ``async for``.
+
+    Leaving the iteration early aborts the request: leaving the loop and dropping the stream, `aclose`, or the end of
+    the task after a cancelled wait. A timeout for one output aborts nothing while its task continues.
+
+    Attributes:
+        request_id: The id of the request.
+    """
+
+    __slots__ = ("_leave", "inbox", "request_id")
+
+    def __init__(self, inbox: Inbox, leave: Callable[[Inbox], None]) -> None:
+        self.request_id: str = inbox.request_id
+        self.inbox: Inbox = inbox
+        self._leave = leave
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Coroutine[Any, Any, Output]:
+        """Wait for the next output.
+
+        Cancelling this loses nothing: the next call returns the same output.
+
+        Raises:
+            EngineDead: The engine is gone; with ``on_engine_death="fail"``, any engine.
+            RequestAborted: The stream was left, or its id was aborted, or submitted again after a cancelled wait.
+            RequestFailed: The engine has refused the request.
+            QueueClosed: The client was closed.
+            RoleError: Another task waits for the next output.
+        """
+        return self._next(asyncio.current_task())  # wait_for() of CPython 3.11 awaits this in a task of its own
+
+    async def _next(self, consumer: asyncio.Task[Any] | None) -> Output:
+        inbox = self.inbox
+        inbox.resume()
+        try:
+            await inbox.wait()
+        except asyncio.CancelledError:
+            if consumer is not None and not inbox.ended:
+                inbox.interrupt(consumer, self._leave)
+            raise
+        output: Output = inbox.take()
+        return output
+
+    @property
+    def engine(self) -> int:
+        """The rank of the engine; after its death with ``resubmit="unstarted"`` the rank of the next engine."""
+        return self.inbox.engine
+
+    async def aclose(self) -> None:
+        """Abort the request unless it is finished. Idempotent."""
+        self._leave(self.inbox)
+
+    def __del__(self) -> None:
+        if not self.inbox.ended:
+            self._leave(self.inbox)
+
+    def __repr__(self) -> str:
+        return f"<OutputStream of request {self.request_id!r} at engine {self.engine}>"
+
+
+class PendingCall(NamedTuple):
+    """A call that waits for its answer."""
+
+    call_id: int
+    method: str
+    engine: int  # the rank
+    answer: asyncio.Future[Any]
+
+
+class Pending:
+    """The table of requests and calls in flight; dispatches outputs to them."""
+
+    def __init__(self, decoder: EnvelopeDecoder, balance: LoadBalancer) -> None:
+        self.inboxes: dict[str, Inbox] = {}  # by request id
+        self.calls: dict[int, PendingCall] = {}  # by call id
+        self.late_outputs: int = 0
+        self.requests: int = 0  # requests sent in total
+        self.failed: int = 0  # requests that ended with an error
+        self.on_idle: Callable[[int], object] | None = None  # called with the rank of an engine that has become idle
+        self._decoder = decoder
+        self._balance = balance
+        # Answers to calls of a former client at this address must not match calls of this one.
+        self._call_ids = count(secrets.randbits(48))
+        self._generations = count(1 + secrets.randbits(48))
+        self._unmarked: set[int] = set()  # the ranks of vLLM's engines, which get no generations
+
+    # Requests
+
+    def registered(self, rank: int, fields: dict[str, Any]) -> None:
+        """Note an engine's registration: vLLM's engines name their release."""
+        self._unmarked.discard(rank)
+        if "vllm_version" in fields:
+            self._unmarked.add(rank)
+
+    def new_generation(self, rank: int, request: list[Frame]) -> tuple[int, list[Frame]]:
+        """Return the generation of a new submission, and the frames for its engine."""
+        generation = next(self._generations)
+        if rank in self._unmarked:
+            return generation, request
+        return generation, mark(request, generation)
+
+    def add(self, request_id: str, rank: int, generation: int, request: list[Frame] | None = None) -> Inbox:
+        """Add a request that was sent to an engine."""
+        self._balance.sent(rank)
+        self.requests += 1
+        inbox = self.inboxes[request_id] = Inbox(request_id, rank, generation, request)
+        return inbox
+
+    def move(self, inbox: Inbox, rank: int, generation: int) -> None:
+        """Move a request of a dead engine to another engine."""
+        self._balance.done(inbox.engine)
+        self._balance.sent(rank)
+        inbox.tried += (inbox.engine,)
+        inbox.engine = rank
+        inbox.generation = generation
+
+    def abort(self, request_id: str) -> None:
+        """End a request that its user does not want any more."""
+        rank = self.inboxes[request_id].engine
+        text = f"request {request_id!r} was aborted before its last output"
+        self._end(request_id, lambda: RequestAborted(text, engine=rank, request_id=request_id))
+
+    def finish(self, request_id: str, error: Callable[[], Exception] | None = None) -> None:
+        """End a request; ``error`` creates its error, if it failed."""
+        self.failed += error is not None
+        self._end(request_id, error)
+
+    def _end(self, request_id: str, error: Callable[[], Exception] | None) -> None:
+        inbox = self.inboxes.pop(request_id)
+        self._balance.done(inbox.engine)
+        inbox.end(error)
+        self._note_idle(inbox.engine)
+
+    def of_engine(self, rank: int) -> list[Inbox]:
+        """Return the requests of an engine."""
+        return [inbox for inbox in self.inboxes.values() if inbox.engine == rank]
+
+    def by_engine(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
+        """Return the ids that are in flight, by the ranks of their engines."""
+        found: dict[int, list[str]] = {}
+        for request_id in dict.fromkeys(request_ids):
+            inbox = self.inboxes.get(request_id)
+            if inbox is not None:
+                found.setdefault(inbox.engine, []).append(request_id)
+        return found
+
+    # Calls
+
+    def call(self, method: str, rank: int) -> PendingCall:
+        """Add a call of an engine."""
+        call = PendingCall(next(self._call_ids), method, rank, asyncio.get_running_loop().create_future())
+        self.calls[call.call_id] = call
+        return call
+
+    def forget(self, calls: Iterable[PendingCall]) -> None:
+        """Remove calls that are answered, or that no task waits for."""
+        for call in calls:
+            del self.calls[call.call_id]
+            if call.answer.done() and not call.answer.cancelled():
+                call.answer.exception()  # retrieved, so that asyncio does not report it
+            self._note_idle(call.engine)
+
+    # Engines
+
+    def is_busy(self, rank: int) -> bool:
+        """Return whether an engine has requests or calls."""
+        return self._balance.in_flight.get(rank, 0) > 0 or any(call.engine == rank for call in self.calls.values())
+
+    def fail(self, error: Callable[[], Exception]) -> None:
+        """Fail all requests and calls."""
+        for rank in list(self._balance.in_flight):
+            self.fail_engine(rank, error)
+
+    def fail_engine(self, rank: int, error: Callable[[], Exception]) -> None:
+        """Fail the requests and calls of one engine."""
+        for inbox in self.of_engine(rank):
+            self.finish(inbox.request_id, error)
+        for call in self.calls.values():
+            if call.engine == rank and not call.answer.done():
+                call.answer.set_exception(error())
+
+    def _note_idle(self, rank: int) -> None:
+        if self.on_idle is not None and not self.is_busy(rank):
+            self.on_idle(rank)
+
+    # Outputs
+
+    def take(self, frames: list[Frame], sender: int | None = None) -> list[tuple[int, str]]:
+        """Dispatch a message of an engine; return requests to abort, each with the rank of its engine."""
+        envelope = self._decoder.decode(frames)
+        if sender is None and len(self._balance.in_flight) == 1:
+            envelope.engine_index = next(iter(self._balance.in_flight))  # some engines count differently
+        engine = envelope.engine_index
+        if sender is not None and engine != sender:
+            raise CodecError(f"engine {sender} speaks for engine {engine}")
+        if envelope.utility_output is not None:
+            self._answer(engine, envelope.utility_output)
+        unwanted: list[tuple[int, str]] = []
+        without_id: CodecError | None = None
+        for output, generation in zip(envelope.outputs, generations_of(envelope), strict=True):
+            try:
+                request_id = request_id_of(output)
+            except CodecError as error:
+                without_id = error
+                continue
+            if self._inbox(engine, request_id, generation) is None:
+                self.late_outputs += 1
+            elif self._deliver(engine, request_id, output) and request_id not in (envelope.finished_requests or ()):
+                unwanted.append((engine, request_id))
+        self._finish_all(envelope)
+        if without_id is not None:
+            raise without_id
+        return unwanted
+
+    def _deliver(self, engine: int, request_id: str, output: Any) -> bool:
+        """Deliver an output; return whether its request has failed while the engine still works on it."""
+        finished = is_finished(output)
+        if type(output) is Unreadable:
+            text: str | None = output.error
+        elif not finished or (text := refusal_of(output)) is None:
+            self.inboxes[request_id].put(output)
+            if finished:
+                self.finish(request_id)
+            return False
+        self.finish(request_id, lambda: RequestFailed(text, engine=engine, request_id=request_id))
+        return not finished
+
+    def _finish_all(self, envelope: MarkedOutputs[Any]) -> None:
+        generations: Sequence[int | None] = [None]
+        if envelope.generations is not None:
+            generations = envelope.generations
+        for request_id in envelope.finished_requests or ():
+            if any(self._inbox(envelope.engine_index, request_id, each) for each in generations):
+                self.finish(request_id)
+
+    def _inbox(self, engine: int, request_id: str, generation: int | None) -> Inbox | None:
+        """Return the inbox of a request that this engine has, in this generation if the engine sends one."""
+        inbox = self.inboxes.get(request_id)
+        if inbox is None or inbox.engine != engine:
+            return None
+        if generation is None or generation == inbox.generation:
+            return inbox
+        return None
+
+    def _answer(self, engine: int, answer: UtilityOutput) -> None:
+        call = self.calls.get(answer.call_id)
+        if call is None or call.answer.done():
+            self.late_outputs += 1
+        elif answer.failure_message is not None:
+            call.answer.set_exception(CallFailed(answer.failure_message, engine=engine, method=call.method))
+        elif answer.result is None:
+            call.answer.set_result(None)
+        else:
+            call.answer.set_result(answer.result[1])

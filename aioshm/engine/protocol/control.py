@@ -1,0 +1,152 @@
+"""Messages about engines instead of requests: to and from the coordinator, and the published membership. No I/O.
+
+The messages of the coordinator are vLLM's, those about the membership aioshm's own; all are MessagePack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+
+from aioshm.engine.protocol.addresses import MAX_INDEX
+from aioshm.engine.protocol.messages import Count, EngineCoreRequestType, SchedulerStats, StartWave, decode_single
+
+UNSUBSCRIBED = b"\x00"
+"""An XPUB socket receives this at the end of a subscription to everything."""
+SCALE = "SCALE_ELASTIC_EP"
+"""Precedes the new number of engines in a front end's message."""
+NOTICE_BYTES = 64
+"""Above any `Notice`."""
+MAX_REPORT_BYTES = 1 << 16
+"""Above any report: the coordinator gets counts, never outputs."""
+MAX_MEMBERSHIP_BYTES = 16 << 20
+"""Above any membership, with the largest number of engines."""
+
+_NO_OUTPUTS = b"\x90"
+_NIL = b"\xc0"
+
+_Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
+
+encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
+
+# To and from the coordinator
+
+
+class Report(msgspec.Struct, array_like=True, frozen=True):
+    """An engine's message: the envelope `EngineCoreOutputs`, as far as the coordinator reads it."""
+
+    engine_index: _Rank = 0
+    outputs: msgspec.Raw = msgspec.Raw(_NO_OUTPUTS)
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    utility_output: msgspec.Raw = msgspec.Raw(_NIL)
+    finished_requests: msgspec.Raw = msgspec.Raw(_NIL)
+    wave_complete: Count | None = None
+    start_wave: Count | None = None
+
+
+class Wake(msgspec.Struct, array_like=True, frozen=True):
+    """The message of older front ends while engines are paused: the receiver of the request, and its wave."""
+
+    exclude: _Rank | None
+    wave: Count
+
+
+class Notice(msgspec.Struct, array_like=True, frozen=True):
+    """A message of the launching process to the coordinator, its child."""
+
+    engines: int | None = None  # the new number of engines; None: unchanged
+    dead: int | None = None  # the rank of an engine that has died
+    incarnation: int = 0  # its first incarnation whose keys are not void
+
+
+_report = msgspec.msgpack.Decoder(Report)
+_front_end = msgspec.msgpack.Decoder(tuple[Any, Count])
+decode_notice: Callable[[bytes], Notice] = msgspec.msgpack.Decoder(Notice).decode
+
+
+def decode_report(frames: list[bytes]) -> Report:
+    """Decode an engine's message."""
+    report = decode_single(_report, frames, MAX_REPORT_BYTES)
+    if bytes(report.outputs) != _NO_OUTPUTS or bytes(report.utility_output) != _NIL:
+        raise ValueError(f"engine {report.engine_index} has sent outputs, which are for front ends")
+    stats = report.scheduler_stats
+    if stats is not None and not stats.kv_cache_usage >= 0:  # negative, or not a number
+        raise ValueError(f"engine {report.engine_index} uses {stats.kv_cache_usage} of its KV cache")
+    return report
+
+
+def decode_from_front_end(frames: list[bytes]) -> Wake | int:
+    """Decode a front end's message: a new number of engines, or an order to wake engines."""
+    first, number = decode_single(_front_end, frames, MAX_REPORT_BYTES)
+    if first != SCALE:
+        try:
+            return msgspec.convert((first, number), Wake)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"neither a new number of engines nor a request's wave: {error}") from None
+    if not 1 <= number <= MAX_INDEX + 1:
+        raise ValueError(f"there cannot be {number} engines")
+    return int(number)
+
+
+def encode_scale(n_engines: int) -> bytes:
+    """Encode a front end's message about a new number of engines."""
+    return encode((SCALE, n_engines))
+
+
+def encode_start(start: StartWave) -> list[bytes]:
+    """Encode the coordinator's order to engines."""
+    return [EngineCoreRequestType.START_DP_WAVE.value, encode(start)]
+
+
+# Between the launching process and front ends in other processes
+
+
+class Death(msgspec.Struct, array_like=True, frozen=True):
+    """The death of an engine that is not back."""
+
+    incarnation: int  # the number of the rank's process, from 0 on
+    pid: int | None
+    text: str
+
+
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """Why no engine will come back."""
+
+    text: str
+    engine: int | None = None  # the rank of the engine in a crash loop
+    pid: int | None = None  # the process id of its last process
+
+
+class Membership(msgspec.Struct, array_like=True, frozen=True):
+    """The present engines; each message is complete, and independent of earlier ones."""
+
+    version: int  # grows with each change
+    engines: dict[_Rank, int]  # the first incarnations whose keys are not void, by rank
+    leaving: list[_Rank] = []
+    deaths: dict[_Rank, Death] = {}  # by rank
+    failure: Failure | None = None
+
+
+class Progress(msgspec.Struct, array_like=True, frozen=True):
+    """The progress of a front end: its first message, sent again after every change."""
+
+    version: int = 0  # the version of its membership; 0: none yet
+    missing: list[_Rank] = []  # the ranks of engines that have not registered with it
+    busy: list[_Rank] = []  # the ranks of leaving engines with unfinished requests of this front end
+
+
+_membership = msgspec.msgpack.Decoder(Membership)
+_progress = msgspec.msgpack.Decoder(Progress)
+
+
+def decode_membership(frames: list[bytes]) -> Membership:
+    """Decode a message of the launching process."""
+    return decode_single(_membership, frames, MAX_MEMBERSHIP_BYTES)
+
+
+def decode_progress(frames: list[bytes]) -> Progress:
+    """Decode a message of a front end."""
+    return decode_single(_progress, frames, MAX_MEMBERSHIP_BYTES)
