@@ -191,12 +191,14 @@ class Pending:
         # Answers to calls of a former client at this address must not match calls of this one.
         self._call_ids = count(secrets.randbits(48))
         self._generations = count(1 + secrets.randbits(48))
+        self._marking: set[int] = set()  # the ranks of engines that have sent generations
         self._unmarked: set[int] = set()  # the ranks of vLLM's engines, which get no generations
 
     # Requests
 
     def registered(self, rank: int, fields: dict[str, Any]) -> None:
         """Note an engine's registration: vLLM's engines name their release."""
+        self._marking.discard(rank)
         self._unmarked.discard(rank)
         if "vllm_version" in fields:
             self._unmarked.add(rank)
@@ -304,6 +306,8 @@ class Pending:
             raise CodecError(f"engine {sender} speaks for engine {engine}")
         if envelope.utility_output is not None:
             self._answer(engine, envelope.utility_output)
+        if envelope.generations is not None:
+            self._marking.add(engine)
         unwanted: list[tuple[int, str]] = []
         without_id: CodecError | None = None
         for output, generation in zip(envelope.outputs, generations_of(envelope), strict=True):
@@ -347,7 +351,7 @@ class Pending:
         inbox = self.inboxes.get(request_id)
         if inbox is None or inbox.engine != engine:
             return None
-        if generation is None or generation == inbox.generation:
+        if generation == inbox.generation or (generation is None and engine not in self._marking):
             return inbox
         return None
 

@@ -27,7 +27,7 @@ class Elsewhere:
 
 
 def manager_of(processes: list[Elsewhere]) -> Any:
-    return SimpleNamespace(actors=processes)
+    return SimpleNamespace(processes=processes)
 
 
 async def test_an_exit_that_is_known_late_is_no_second_death(monkeypatch: pytest.MonkeyPatch) -> None:

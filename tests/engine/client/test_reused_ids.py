@@ -152,9 +152,10 @@ async def test_late_outputs_and_ends_of_other_generations_reach_nobody() -> None
             engine.says(said("of the life before", finish_reason="stop"), generations=[7], finished_requests={"a"})
             engine.says(finished_requests={"a"}, generations=[])  # the abort is confirmed
             engine.says(said("new"), generations=[second])
+            engine.says(said("without a generation"))
             engine.says(said("last", finish_reason="stop"), generations=[second], finished_requests={"a"})
             assert await words(stream) == "new last"
-            assert client.late_outputs == 2
+            assert client.late_outputs == 3
 
 
 async def test_unreadable_output_of_another_generation_fails_nobody() -> None:
