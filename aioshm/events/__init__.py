@@ -1,8 +1,7 @@
-"""KV-cache events: published, subscribed to and replayed, in the wire format of vLLM."""
+"""KV-cache events in the wire format of vLLM: publishers, subscribers, replay."""
 
 from aioshm.errors import PublisherClosed, PublisherDisconnected, PublisherRestarted
-from aioshm.events.config import KVEventsConfig
-from aioshm.events.protocol.deliveries import Delivery, Lost, PublisherGone, Received, Restarted, Source
+from aioshm.events.config import KVEventsConfig, PublisherOptions, SubscriberOptions
 from aioshm.events.protocol.index import BlockIndex, KVEventAggregator, Shelf, follow
 from aioshm.events.protocol.messages import (
     MEDIUM_CPU,
@@ -12,19 +11,24 @@ from aioshm.events.protocol.messages import (
     BlockHash,
     BlockRemoved,
     BlockStored,
+    Delivery,
     EventBatch,
     KVCacheEvent,
     KVEvent,
     KVEventBatch,
+    Lost,
+    PublisherGone,
+    Received,
+    Restarted,
+    Source,
     TokenId,
     UnknownEvent,
 )
 from aioshm.events.protocol.wire import Encoding, ReplayFormat, Wire
-from aioshm.events.publish.base import EventPublisher, NullEventPublisher
-from aioshm.events.publish.factory import EventPublisherFactory
-from aioshm.events.publish.publisher import ZmqEventPublisher
-from aioshm.events.publish.threaded import ThreadedEventPublisher
-from aioshm.events.stats import PublisherStats, SubscriberStats
+from aioshm.events.publish.core import PublisherStats
+from aioshm.events.publish.publisher import EventPublisher, NullEventPublisher, ZmqEventPublisher
+from aioshm.events.publish.threaded import EventPublisherFactory, ThreadedEventPublisher
+from aioshm.events.subscribe.source import SubscriberStats
 from aioshm.events.subscribe.subscriber import EventSubscriber
 from aioshm.zeromq.endpoint import CurveKeys
 
@@ -54,6 +58,7 @@ __all__ = [
     "PublisherClosed",
     "PublisherDisconnected",
     "PublisherGone",
+    "PublisherOptions",
     "PublisherRestarted",
     "PublisherStats",
     "Received",
@@ -61,6 +66,7 @@ __all__ = [
     "Restarted",
     "Shelf",
     "Source",
+    "SubscriberOptions",
     "SubscriberStats",
     "ThreadedEventPublisher",
     "TokenId",

@@ -1,7 +1,7 @@
-"""Recorded events: a file of messages as they were on the wire, with when and from where they came.
+"""Recordings of events: a file of messages as received, with time and endpoint.
 
-The file begins with a line of its own, then holds one msgpack array after the other, each behind its length
-in 4 bytes: ``[received_at, endpoint, topic, seq, payload]``. A file that was cut off can be read up to there.
+The file begins with the line `MAGIC`. Records follow: the length in 4 bytes, then a msgpack array
+``[received_at, endpoint, topic, seq, payload]``. A truncated file can be read up to its last complete record.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     """One recorded batch.
 
     Attributes:
-        received_at: When it was received, in seconds since the epoch.
-        endpoint: Where it came from.
-        topic: The first frame; empty where the replay port did not say.
-        seq: Its number.
-        payload: The batch as it was on the wire.
+        received_at: Time of arrival, in seconds since the epoch.
+        endpoint: The publisher's endpoint.
+        topic: The first frame; empty if the replay port sent no topic.
+        seq: The number.
+        payload: The encoded batch as received.
     """
 
     received_at: float
@@ -45,7 +45,7 @@ class Recorder:
         file.write(MAGIC)
 
     def write(self, record: Record) -> None:
-        """Append one record; it is in the file, whatever ends this process."""
+        """Append one record, and flush: the record survives a crash of this process."""
         data = self._encode(record)
         self._file.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
         self._file.flush()
@@ -55,7 +55,7 @@ def read_records(file: BinaryIO) -> Iterator[Record]:
     """Iterate over the records of a file.
 
     Raises:
-        CodecError: Not such a file, or damaged; the text says at which record. What came before was yielded.
+        CodecError: Not a recording, or damaged; the text names the record. Records before it have been yielded.
     """
     if file.read(len(MAGIC)) != MAGIC:
         raise CodecError("not a recording of events: the first line is missing")
@@ -63,7 +63,9 @@ def read_records(file: BinaryIO) -> Iterator[Record]:
     number = 0
     while header := file.read(_LENGTH_BYTES):
         size = int.from_bytes(header, "big")
-        data = file.read(size) if len(header) == _LENGTH_BYTES and size <= _MAX_RECORD_BYTES else b""
+        data = b""
+        if len(header) == _LENGTH_BYTES and size <= _MAX_RECORD_BYTES:
+            data = file.read(size)
         if len(data) != size or not size:
             raise CodecError(f"record {number} is cut off or damaged")
         try:

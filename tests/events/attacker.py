@@ -48,8 +48,6 @@ def chunk_of(attack: str, number: int) -> bytes:
     """Return the next bytes of an attack, some 64 KiB."""
     if attack == "parts":  # of one message without an end, empty
         return frame(b"", 1) * 32_768
-    if attack == "subscriptions":
-        return b"".join(frame(b"\x01%016x" % (number * 4096 + one)) for one in range(3450))
     if attack == "long-subscriptions":
         return frame(b"\x01" + number.to_bytes(8, "big") + bytes(60_000))
     payload = b"\x93\xcb" + bytes(8) + payload_of(attack) + b"\x07"

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import asyncio
 
-from aioshm.events.protocol.deliveries import Lost, Received, Restarted
 from aioshm.events.protocol.index import BlockIndex, follow
-from aioshm.events.protocol.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from aioshm.events.protocol.messages import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    Lost,
+    Received,
+    Restarted,
+)
 from aioshm.events.protocol.outbox import Outbox, ReplayBuffer
 from aioshm.events.protocol.tracker import Message, SourceTracker
 from tools.simulate.world import World

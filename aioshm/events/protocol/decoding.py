@@ -1,12 +1,12 @@
-"""Bytes to batches, in either encoding and of every generation.
+"""Bytes to batches, in either encoding and of every release.
 
-A batch of one encoding that is small is decoded in one call. A large batch, one of mixed encodings, or one with an
-event that is unknown or malformed is decoded event by event, a slice of time after the other: a bad event costs only
-itself, and a large payload does not stop the loop.
+A small batch of one encoding is decoded in one call. A large batch, a batch of mixed encodings, or one with an
+unknown or malformed event is decoded event by event, in slices of time: a bad event spoils only itself, and a large
+payload does not block the loop.
 
-The size of the payload bounds what decoding takes. Numbers, text, bytes and tokens take at most 25 bytes of memory for
-each byte of the payload. Lists and maps take up to 112, so in a large batch the fields and the events that may hold
-anything are counted before they are decoded.
+The size of the payload bounds the memory of decoding. Numbers, text, bytes and tokens take at most 25 bytes of memory
+for each byte of the payload. Lists and maps take up to 112, so in a large batch the decoder counts the values of fields
+and events that may contain lists and maps before it decodes them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from aioshm.events.protocol.messages import (
 )
 from aioshm.events.protocol.wire import Encoding
 
-# Default bound of a payload that a subscriber takes.
+# Default bound of a payload that a subscriber accepts.
 MAX_PAYLOAD_BYTES = 1 << 24
-# The shortest event that says anything, ["BlockRemoved", []]: a batch cannot have more of them than fit its payload.
+# Bytes of the shortest meaningful event, ["BlockRemoved", []]: bounds the number of events in a payload.
 MIN_EVENT_BYTES = 15
-# For so many bytes that a payload may have, one value in fields and events that may hold anything.
+# Accepted payload bytes per value in fields and events that may contain lists and maps.
 BYTES_PER_VALUE = 16
-# A batch of this size is decoded in one call, whatever it holds: at most 7 MB, 25 ms.
+# A batch of this size is decoded in one call, whatever it contains: at most 7 MB, 25 ms.
 SMALL_BYTES = 1 << 16
 
 # https://github.com/msgpack/msgpack/blob/master/spec.md
@@ -51,61 +51,72 @@ _MAPS = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
 
 _Decoder: TypeAlias = msgspec.msgpack.Decoder[Any]
 
-# What msgspec raises for bytes from strangers; the last four for strings, nesting and map keys.
+# msgspec raises these for malformed bytes; the last four for strings, nesting and map keys.
 _BAD_BYTES = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, ValueError, OverflowError)
 
-# How many fields an event must have; the first generations of vLLM, and other engines, leave the others out.
+# How many fields an event must have; the first releases of vLLM, and other engines, omit further fields.
 _REQUIRED: dict[type[KnownEvent], int] = {BlockStored: 4, BlockRemoved: 1, AllBlocksCleared: 0}
-# The fields that may hold lists and maps without an end: in a large batch they are counted first.
+_TAGS = frozenset(kind.__name__ for kind in _REQUIRED)
+# Fields that may contain lists and maps of any size: in a large batch their values are counted first.
 _OPEN_FIELDS = ("extra_keys", "lookahead_token_ids", "mm_keys")
 _NONE = msgspec.Raw(bytes([_NIL]))
 _RAW_FIELDS: dict[str, tuple[Any, Any]] = dict.fromkeys(_OPEN_FIELDS, (msgspec.Raw, _NONE))
 
 _public: dict[type, type[KnownEvent]] = {}
-"""Which event a struct becomes that stands for it while it is decoded."""
+"""The public event class for each struct class that is only used while decoding."""
 
 
 def _decoder(kind: Any) -> _Decoder:
     return msgspec.msgpack.Decoder(kind)
 
 
-def _events(maps: bool, replaced: dict[str, tuple[Any, Any]]) -> Any:
-    """Return the union of the structs that stand for the known events in one encoding."""
+def _union(maps: bool, replaced: dict[str, tuple[Any, Any]]) -> Any:
+    """Return the union of the struct classes of the known events in one encoding."""
     union: Any = None
     for kind, required in _REQUIRED.items():
-        last = None if maps else ARRAY_FIELDS[kind]
+        last = None
+        if not maps:
+            last = ARRAY_FIELDS[kind]
         struct = derived(kind, required, replaced, last=last, array_like=not maps)
         _public[struct] = kind
-        union = struct if union is None else union | struct
+        if union is None:
+            union = struct
+        else:
+            union |= struct
     return union
 
 
-def _batches(events: Any) -> list[_Decoder]:
-    """Return the decoders of batches that are arrays, and of those that are maps, as some releases write them."""
+def _batch_decoders(events: Any) -> list[_Decoder]:
+    """Return the decoders of batches that are arrays, and of batches that are maps, as some releases write them."""
     fields = {"events": (events, None)}
     return [_decoder(derived(EventBatch, 2, fields, tag=None, array_like=not maps)) for maps in (False, True)]
 
 
-# Each pair is for arrays and for maps.
-_small_batch = [_batches(GenericAlias(list, (_events(maps, {}),))) for maps in (False, True)]
-_any_batch = _batches(msgspec.Raw)
+class _EventDecoders:
+    """The decoders for events of one encoding."""
+
+    def __init__(self, *, maps: bool) -> None:
+        self.small_batch = _batch_decoders(GenericAlias(list, (_union(maps, {}),)))
+        self.event = _decoder(_union(maps, _RAW_FIELDS))
+        self.tag = _decoder(msgspec.defstruct("Tag", [("type", str)], array_like=not maps))
+        self.open_fields: list[tuple[int, str, _Decoder]] = []  # position, name and decoder, of `BlockStored`
+        for position, field in enumerate(msgspec.structs.fields(BlockStored)):
+            if field.name in _OPEN_FIELDS and (maps or position < ARRAY_FIELDS[BlockStored]):
+                self.open_fields.append((position, field.name, _decoder(field.type)))
+
+
+_of_arrays = _EventDecoders(maps=False)
+_of_maps = _EventDecoders(maps=True)
+_any_batch = _batch_decoders(msgspec.Raw)
 _raw_events: msgspec.msgpack.Decoder[list[msgspec.Raw]] = _decoder(list[msgspec.Raw])
-_event = [_decoder(_events(maps, _RAW_FIELDS)) for maps in (False, True)]
-_tag = [_decoder(msgspec.defstruct("Tag", [("type", str)], array_like=not maps)) for maps in (False, True)]
-_open_fields = {
-    at: (field.name, _decoder(field.type))
-    for at, field in enumerate(msgspec.structs.fields(BlockStored))
-    if field.name in _OPEN_FIELDS
-}
-_open_at = [[at for at in _open_fields if maps or at < ARRAY_FIELDS[BlockStored]] for maps in (False, True)]
 
 
 class _TooManyValuesError(Exception):
-    """A field has more values than are left to its batch."""
+    """A field has more values than its batch has left."""
 
 
 class Decoding:
-    """One payload that is decoded event by event, a slice of time after the other."""
+    """A payload that is decoded event by event, in slices of time."""
 
     def __init__(self, payload: bytes, max_events: int, max_values: int) -> None:
         try:
@@ -118,8 +129,8 @@ class Decoding:
         if count > max_events:
             raise CodecError(f"a batch of {count} events, at most {max_events} are taken: max_payload_bytes")
         self.maps: bool | None = None  # whether the first event is a map; None if there is no event
-        self.unknown: UnknownEvent | None = None  # the first event so far that is not understood
-        self.unknown_events: int = 0  # how many are not
+        self.unknown: UnknownEvent | None = None  # the first unknown event so far
+        self.unknown_events: int = 0
         self._values_left = max_values
         self._raws = _raw_events.decode(self._batch.events)
         self._events: list[KVEvent] = []
@@ -128,7 +139,8 @@ class Decoding:
 
     def work(self, deadline: float) -> KVEventBatch | None:
         """Decode events until the deadline (``time.perf_counter``); None if some are left."""
-        events, raws = self._events, self._raws
+        events = self._events
+        raws = self._raws
         for index in range(len(events), len(raws)):
             event = self._decode(raws[index])
             if isinstance(event, UnknownEvent):
@@ -140,37 +152,45 @@ class Decoding:
         return KVEventBatch(self._batch.ts, events, self._batch.data_parallel_rank)
 
     def _decode(self, raw: msgspec.Raw) -> KVEvent:
-        """Decode one event; it may say anything."""
+        """Decode one event, known or not."""
         first = memoryview(raw)[0]
-        maps = first in _MAPS
-        if not maps and first not in _ARRAYS:
+        if first in _MAPS:
+            decoders = _of_maps
+        elif first in _ARRAYS:
+            decoders = _of_arrays
+        else:
             return self._unknown(None, raw, "no type")
         try:
-            found = _event[maps].decode(raw)
+            found = decoders.event.decode(raw)
             kind = _public[type(found)]
             fields = [*astuple(found)]
             if kind is BlockStored:
-                for at in _open_at[maps]:
-                    fields[at] = None if fields[at] is _NONE else self._decode_field(fields[at], *_open_fields[at])
+                self._decode_open_fields(fields, decoders)
             return kind(*fields)
         except _TooManyValuesError as error:
             return UnknownEvent(kind.__name__, _copied(raw), str(error))
         except _BAD_BYTES as error:
-            reason = str(error)
+            reason = f"malformed: {error}"
         try:
-            tag = _tag[maps].decode(raw).type
+            tag = decoders.tag.decode(raw).type
         except _BAD_BYTES:
             return self._unknown(None, raw, "no type")
-        known = any(tag == kind.__name__ for kind in _REQUIRED)
-        return self._unknown(tag, raw, f"malformed: {reason}" if known else "unknown type")
+        if tag not in _TAGS:
+            reason = "unknown type"
+        return self._unknown(tag, raw, reason)
 
-    def _decode_field(self, raw: msgspec.Raw, name: str, decoder: _Decoder) -> Any:
-        if not self._can_afford(raw):
-            raise _TooManyValuesError(f"{name} has too many values")
-        try:
-            return decoder.decode(raw)
-        except _BAD_BYTES as error:
-            raise ValueError(f"{error}, in {name}") from None
+    def _decode_open_fields(self, fields: list[Any], decoders: _EventDecoders) -> None:
+        for position, name, decoder in decoders.open_fields:
+            raw = fields[position]
+            if raw is _NONE:
+                fields[position] = None
+                continue
+            if not self._can_afford(raw):
+                raise _TooManyValuesError(f"{name} has too many values")
+            try:
+                fields[position] = decoder.decode(raw)
+            except _BAD_BYTES as error:
+                raise ValueError(f"{error}, in {name}") from None
 
     def _unknown(self, tag: str | None, raw: msgspec.Raw, reason: str) -> UnknownEvent:
         data: Any = _copied(raw)
@@ -182,7 +202,7 @@ class Decoding:
         return UnknownEvent(tag, data, reason)
 
     def _can_afford(self, raw: msgspec.Raw) -> bool:
-        """Whether the values in ``raw`` still fit what this batch may have; they count from then on."""
+        """Charge the values in ``raw`` to this batch; False if the batch has fewer left."""
         count = count_values(memoryview(raw), self._values_left)
         if count > self._values_left:
             return False
@@ -191,7 +211,7 @@ class Decoding:
 
 
 class BatchDecoder:
-    """Turns payloads into batches."""
+    """Decodes payloads."""
 
     def __init__(self, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -201,11 +221,13 @@ class BatchDecoder:
 
     @property
     def encoding(self) -> Encoding:
-        """How the last batch that held events was encoded, by its first one; ``"map"`` before the first."""
-        return "map" if self._maps else "array"
+        """Encoding of the first event of the last batch that had events; ``"map"`` before the first batch."""
+        if self._maps:
+            return "map"
+        return "array"
 
     def begin(self, payload: bytes) -> KVEventBatch | Decoding:
-        """Return the batch in ``payload``, or the work that is left where that may take long.
+        """Return the batch in ``payload``, or a `Decoding` if decoding may take long.
 
         A payload that is no batch raises CodecError; a single bad event becomes an ``UnknownEvent`` with the reason.
         """
@@ -226,7 +248,7 @@ class BatchDecoder:
         return decoding
 
     def decode(self, payload: bytes) -> KVEventBatch:
-        """Return the batch in ``payload``, however long it takes; raises the errors of ``begin``."""
+        """Return the batch in ``payload``, however long decoding takes; raises the errors of ``begin``."""
         found = self.begin(payload)
         while isinstance(found, Decoding):
             found = found.work(math.inf) or found
@@ -234,9 +256,10 @@ class BatchDecoder:
 
 
 def _decode_small(payload: bytes, maps: bool) -> KVEventBatch | None:
-    """Decode a batch in one call; None where its events are of the other encoding, or one is not understood."""
+    """Decode a batch in one call; None if an event is malformed, unknown, or of the other encoding."""
+    decoders = _of_maps if maps else _of_arrays
     try:
-        batch = _small_batch[maps][_is_map(payload)].decode(payload)
+        batch = decoders.small_batch[_is_map(payload)].decode(payload)
     except _BAD_BYTES:
         return None
     events: list[KVEvent] = [_public[type(event)](*astuple(event)) for event in batch.events]
@@ -244,7 +267,7 @@ def _decode_small(payload: bytes, maps: bool) -> KVEventBatch | None:
 
 
 def _copied(raw: msgspec.Raw) -> msgspec.Raw:
-    """Return a copy, which does not keep the payload."""
+    """Return a copy, which does not keep the payload alive."""
     return msgspec.Raw(bytes(memoryview(raw)))
 
 
@@ -254,10 +277,12 @@ def _is_map(value: bytes | msgspec.Raw) -> bool:
 
 
 def _length(array: memoryview) -> int | None:
-    """Return how many items a well-formed array has; None if it is none."""
+    """Return the item count in the head of an array; None if this is no array."""
     kind = array[0]
     if kind & 0xF0 == 0x90:
         return kind & 0x0F
-    if kind in _ARRAYS:
-        return int.from_bytes(array[1 : 3 if kind == 0xDC else 5], "big")
+    if kind == 0xDC:
+        return int.from_bytes(array[1:3], "big")
+    if kind == 0xDD:
+        return int.from_bytes(array[1:5], "big")
     return None

@@ -1,11 +1,11 @@
 """Batches to bytes, in either of the two encodings that consumers of vLLM's events read.
 
-``"array"``: an event is ``[tag, field, field, ...]``; the fields that the first consumers knew always, later
-ones up to the last that is set, and the newest ones never. ``"map"``: an event is ``{"type": tag, name: field, ...}``
-with unset fields left out.
+``"array"``: an event is ``[tag, field, field, ...]``. Fields of the first vLLM releases are always written, later
+fields up to the last one that is set, and the newest fields never. ``"map"``: an event is
+``{"type": tag, name: field, ...}`` without unset fields.
 
-The native encoder, where it was built, encodes the usual batch, three times as fast as msgspec. msgspec encodes all
-other batches, and says what is wrong with those that nobody can encode.
+The native encoder, if it was built, encodes usual batches, three times as fast as msgspec. msgspec encodes all
+further batches, and reports errors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from aioshm.events.protocol._encoder import EventEncoder
 
 
-# How many of an event's fields are written although they are None.
+# How many fields of an event are written even if they are None.
 _ALWAYS: dict[Encoding, dict[type[KnownEvent], int]] = {
     "array": {BlockStored: 6, BlockRemoved: 2, AllBlocksCleared: 0},
     "map": {BlockStored: 7, BlockRemoved: 2, AllBlocksCleared: 0},
@@ -46,45 +46,51 @@ def _load() -> type[EventEncoder] | None:
         return None
     try:
         from aioshm.events.protocol._encoder import EventEncoder
-    except ImportError:  # it was not built: no compiler, or not for this interpreter
+    except ImportError:  # not built: no compiler, or not for this interpreter
         return None
     return EventEncoder
 
 
 NativeEncoder: type[EventEncoder] | None = _load()
-"""What encodes natively, or None."""
+"""The native encoder, or None if it is not available."""
 
 
 def _native_encoder(encoding: Encoding) -> EventEncoder | None:
     if NativeEncoder is None:
         return None
-    pack, maps = msgspec.msgpack.encode, encoding == "map"
+    pack = msgspec.msgpack.encode
+    maps = encoding == "map"
     kinds = []
     for kind, always in _ALWAYS[encoding].items():
-        tag, fields = pack(kind.__name__), kind.__struct_fields__
+        head = pack(kind.__name__)
+        fields = kind.__struct_fields__
+        keys = None
         if maps:
-            head, keys = pack("type") + tag, tuple(map(pack, fields))
+            head = pack("type") + head
+            keys = tuple(map(pack, fields))
         else:
-            head, keys, fields = tag, None, fields[: ARRAY_FIELDS[kind]]
+            fields = fields[: ARRAY_FIELDS[kind]]
         kinds.append((kind, head, fields, keys, always))
     try:
         return NativeEncoder(tuple(kinds), maps)
-    except TypeError:  # a msgspec whose structs lie otherwise in memory
+    except TypeError:  # this version of msgspec has another memory layout of structs
         return None
 
 
 class BatchEncoder:
-    """Turns batches into payloads; not for several threads at once."""
+    """Encodes batches; not thread-safe."""
 
     def __init__(self, encoding: Encoding = "map", *, native: bool = True) -> None:
         if encoding not in ENCODINGS:
             raise ValueError(f"encoding must be one of {ENCODINGS}, not {encoding!r}")
-        self._native = _native_encoder(encoding) if native else None
+        self._native: EventEncoder | None = None
+        if native:
+            self._native = _native_encoder(encoding)
         self._encode = msgspec.msgpack.Encoder().encode
         self._arrays = encoding == "array"
 
     def encode(self, batch: EventBatch, rank: int | None) -> bytes:
-        """Return the payload of ``batch``, or raise CodecError; ``rank`` stands in where the batch names none."""
+        """Encode ``batch``, or raise CodecError; ``rank`` is used if the batch names no rank."""
         own = batch.data_parallel_rank
         if own is not None:
             rank = own
@@ -98,18 +104,22 @@ class BatchEncoder:
             if self._arrays:
                 events = list(map(_to_array, events))
             elif UnknownEvent in map(type, events):
-                events = [event.data if type(event) is UnknownEvent else event for event in events]
+                events = list(map(_without_wrapper, events))
             return self._encode([batch.ts, events, rank, *astuple(batch)[3:]])
         except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
             raise CodecError(f"cannot encode this event batch: {error}") from error
 
 
+def _without_wrapper(event: Any) -> Any:
+    if type(event) is UnknownEvent:
+        return event.data
+    return event
+
+
 def _to_array(event: Any) -> Any:
     kind = type(event)
-    if kind is UnknownEvent:
-        return event.data
     if not isinstance(event, KVCacheEvent):
-        return event  # whatever else the caller made: msgspec knows how
+        return _without_wrapper(event)  # msgspec encodes any further type, or raises
     fields = astuple(event)[: ARRAY_FIELDS.get(kind)]
     always = _ALWAYS["array"].get(kind, len(fields))
     end = len(fields)

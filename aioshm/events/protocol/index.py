@@ -1,4 +1,4 @@
-"""Which publisher holds which block, for a KV-aware router, and which events every worker has seen. No I/O."""
+"""Index of cached blocks by publisher, for a KV-aware router, and of events that all workers reported. No I/O."""
 
 from __future__ import annotations
 
@@ -6,52 +6,56 @@ from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from aioshm.events.protocol.deliveries import Delivery, Lost, Received, Restarted, Source
 from aioshm.events.protocol.messages import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
     BlockStored,
+    Delivery,
     EventBatch,
+    Lost,
+    Received,
+    Restarted,
+    Source,
 )
 
 P = TypeVar("P", bound=Hashable)
 
 
 class Shelf(NamedTuple):
-    """Where in a publisher a block lies."""
+    """A place for blocks within a publisher's cache."""
 
     medium: str | None
     group_idx: int | None
 
 
 class BlockIndex(Generic[P]):
-    """Keeps what each publisher holds, from its events.
+    """Index of the blocks that each publisher holds, built from its events.
 
     A publisher is any hashable key: the ``Source`` of deliveries, a rank, a pod's name.
 
     An engine may cache a block twice, and then announces each copy and each removal of a copy. The index
     counts the copies: it forgets a block when the last copy is removed.
 
-    A loss is remembered: ``complete`` is False from then on, until the publisher clears its cache or restarts.
-    The known blocks stay, because most of them are still cached and would never be announced again;
-    ``forget_on_loss`` drops them instead, for routers that would rather miss a block than look for one in vain.
+    After a loss, ``complete`` is False until the publisher clears its cache or restarts.
+    The known blocks stay, because most of them are still cached and would never be announced again. With
+    ``forget_on_loss`` the index drops them, for routers that prefer a missed block to a wrong hit.
     The lost batches may have removed copies, so from then on the index forgets an older block at its next removal.
-    A block whose last removal was lost stays until the publisher clears its cache, restarts or is gone. Where losses
+    A block whose last removal was lost stays until the publisher clears its cache, restarts or is gone. If losses
     are frequent, ``forget_on_loss`` keeps such blocks from piling up.
 
     Attributes:
-        unknown_events: Events that are not of a known type, or are malformed.
+        unknown_events: Events of unknown types, and malformed events.
     """
 
     def __init__(self, *, forget_on_loss: bool = False) -> None:
         self.unknown_events: int = 0
-        self._shelves: dict[P, dict[Shelf, Counter[BlockHash]]] = {}  # how many copies of each block
+        self._shelves: dict[P, dict[Shelf, Counter[BlockHash]]] = {}  # copies of each block
         self._incomplete: set[P] = set()
         self._forget_on_loss = forget_on_loss
 
     def apply(self, publisher: P, batch: EventBatch) -> None:
-        """Take the events of one batch, in order; those of other types are counted in ``unknown_events``."""
+        """Apply the events of one batch, in order; count events of other types in ``unknown_events``."""
         shelves = self._shelves.setdefault(publisher, {})
         for event in batch.events:
             if isinstance(event, BlockStored):
@@ -69,7 +73,7 @@ class BlockIndex(Generic[P]):
                 self.unknown_events += 1
 
     def lost(self, publisher: P) -> None:
-        """Note that some of a publisher's batches are lost."""
+        """Record that batches of a publisher are lost."""
         self._shelves.setdefault(publisher, {})
         self._incomplete.add(publisher)
         if self._forget_on_loss:
@@ -79,35 +83,35 @@ class BlockIndex(Generic[P]):
                 held[block] = 0
 
     def restarted(self, publisher: P) -> None:
-        """Note that a publisher began again, with an empty cache."""
+        """Record that a publisher restarted, with an empty cache."""
         self._shelves[publisher] = {}
         self._incomplete.discard(publisher)
 
     def remove(self, publisher: P) -> None:
-        """Forget a publisher that is gone for good; unknown ones are no error."""
+        """Forget a publisher that is gone for good; an unknown publisher is no error."""
         self._shelves.pop(publisher, None)
         self._incomplete.discard(publisher)
 
     def complete(self, publisher: P) -> bool:
-        """Tell whether nothing is known to be missing about a publisher."""
+        """Return whether the index has lost no events of a known publisher."""
         return publisher in self._shelves and publisher not in self._incomplete
 
     @property
     def publishers(self) -> list[P]:
-        """All publishers that were heard of."""
+        """All known publishers."""
         return list(self._shelves)
 
     def blocks(self, publisher: P) -> dict[Shelf, set[BlockHash]]:
-        """Return a copy of what a publisher holds; empty for unknown ones."""
+        """Return a copy of a publisher's blocks; empty for an unknown publisher."""
         return {shelf: set(held) for shelf, held in self._shelves.get(publisher, {}).items()}
 
     def holders(self, block: BlockHash) -> dict[P, list[Shelf]]:
-        """Return who holds a block, and where."""
+        """Return the publishers that hold a block, with the block's places."""
         found = {}
         for publisher, shelves in self._shelves.items():
-            where = [shelf for shelf, held in shelves.items() if block in held]
-            if where:
-                found[publisher] = where
+            places = [shelf for shelf, held in shelves.items() if block in held]
+            if places:
+                found[publisher] = places
         return found
 
     def longest_prefix(
@@ -117,14 +121,16 @@ class BlockIndex(Generic[P]):
         media: Iterable[str | None] | None = None,
         group_idx: int | None = None,
     ) -> dict[P, int]:
-        """Return for every publisher how many blocks from the first on it holds without a hole.
+        """Return for every publisher how many blocks of the prompt, from the first on, are cached without a hole.
 
         Args:
             token_hashes: The blocks of a prompt, first to last.
             media: Count only blocks in these media; None counts all.
             group_idx: Count only blocks of this cache group; None counts a block that any group holds.
         """
-        wanted = None if media is None else set(media)
+        wanted: set[str | None] | None = None
+        if media is not None:
+            wanted = set(media)
         lengths = {}
         for publisher, shelves in self._shelves.items():
             counted = [
@@ -140,7 +146,7 @@ class BlockIndex(Generic[P]):
 
 
 def _remove(shelves: dict[Shelf, Counter[BlockHash]], event: BlockRemoved) -> None:
-    """Take one copy of each block away, or leave as many as the event says."""
+    """Remove one copy of each block, or keep the number of copies that the event states."""
     shelf = Shelf(event.medium, event.group_idx)
     held = shelves.setdefault(shelf, Counter())
     blocks = event.block_hashes
@@ -158,7 +164,7 @@ def _remove(shelves: dict[Shelf, Counter[BlockHash]], event: BlockRemoved) -> No
 
 
 def _prefix(hashes: Sequence[BlockHash], shelves: Sequence[Container[BlockHash]]) -> int:
-    if len(shelves) == 1:  # the usual case, and the one that must be quick
+    if len(shelves) == 1:  # the usual case, which must be fast
         held = shelves[0]
         for length, block in enumerate(hashes):
             if block not in held:
@@ -171,7 +177,7 @@ def _prefix(hashes: Sequence[BlockHash], shelves: Sequence[Container[BlockHash]]
 
 
 def follow(index: BlockIndex[Source], delivery: Delivery) -> None:
-    """Bring an index of sources up to date with one delivery of a subscriber."""
+    """Update an index of sources with one delivery of a subscriber."""
     if isinstance(delivery, Received):
         index.apply(delivery.source, delivery.batch)
     elif isinstance(delivery, Lost):
@@ -186,19 +192,19 @@ E = TypeVar("E", bound=Hashable)
 
 
 class KVEventAggregator(Generic[E]):
-    """Counts, over several workers, who reported which event."""
+    """Counts how many workers reported each event."""
 
     __slots__ = ("_events", "_num_workers", "_reports")
 
     def __init__(self, num_workers: int) -> None:
         if num_workers <= 0:
             raise ValueError(f"num_workers must be greater than zero, not {num_workers}")
-        self._events: Counter[E] = Counter()  # every time it was added
-        self._reports: Counter[E] = Counter()  # once for every list it was in
+        self._events: Counter[E] = Counter()  # how often each event was added
+        self._reports: Counter[E] = Counter()  # how many lists contained each event
         self._num_workers = num_workers
 
     def add_events(self, events: list[E]) -> None:
-        """Add what one worker reported.
+        """Add the events that one worker reported.
 
         Raises:
             TypeError: Not a list.
@@ -209,7 +215,7 @@ class KVEventAggregator(Generic[E]):
         self._reports.update(set(events))
 
     def get_common_events(self) -> list[E]:
-        """Return the events that all workers reported, in the order in which they first came."""
+        """Return the events that all workers reported, in the order in which they were first added."""
         return [event for event in self._events if self._reports[event] >= self._num_workers]
 
     def get_all_events(self) -> list[E]:
@@ -217,7 +223,7 @@ class KVEventAggregator(Generic[E]):
         return list(self._events.elements())
 
     def clear_events(self) -> None:
-        """Forget all events; the number of workers stays."""
+        """Forget all events, but not the number of workers."""
         self._events.clear()
         self._reports.clear()
 
@@ -235,7 +241,7 @@ class KVEventAggregator(Generic[E]):
         """Expect ``count`` fewer workers.
 
         Raises:
-            ValueError: ``count`` is not positive, or nobody would be left.
+            ValueError: ``count`` is not positive, or no worker would be left.
         """
         if not 0 < count < self._num_workers:
             raise ValueError(f"count must be from 1 to {self._num_workers - 1}, not {count}")
@@ -246,7 +252,7 @@ class KVEventAggregator(Generic[E]):
         self._num_workers = 1
 
     def get_number_of_workers(self) -> int:
-        """Return how many workers are expected."""
+        """Return the number of expected workers."""
         return self._num_workers
 
     def __repr__(self) -> str:

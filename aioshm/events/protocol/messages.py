@@ -1,6 +1,6 @@
-"""What is published: batches of KV-cache events, as vLLM writes them.
+"""Event batches in vLLM's wire format, and the deliveries of a subscriber.
 
-The classes keep vLLM's names, order and defaults, because the order *is* the wire format of the array encoding.
+The event classes keep vLLM's names, field order and defaults: the order *is* the wire format of the array encoding.
 msgspec encodes them as the maps of vLLM 0.24 and newer.
 """
 
@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec.structs import astuple
 
+from aioshm.errors import EventsLost, PublisherDisconnected, PublisherRestarted
+
 BlockHash: TypeAlias = int | bytes
 TokenId: TypeAlias = int | str | tuple[int, int]
 
@@ -22,12 +24,12 @@ MEDIUM_STORAGE = "STORAGE"
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Events that one scheduler step produced; always an array on the wire.
+    """Events of one scheduler step; always an array on the wire.
 
     Attributes:
-        ts: When the batch was made, in seconds since the epoch, by the publisher's clock.
-        events: The events, in the order in which they happened.
-        data_parallel_rank: Which rank published it; the publisher fills it in when it is None.
+        ts: Creation time in seconds since the epoch, by the publisher's clock.
+        events: The events in the order in which they happened.
+        data_parallel_rank: Rank of the publisher. None: the publisher fills in its own rank.
     """
 
     ts: float
@@ -36,34 +38,35 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """The base of every KV-cache event; hashable, and a map on the wire, tagged with the name of its class."""
+    """Base of every KV-cache event; hashable, and a map on the wire, tagged with the name of the class."""
 
     def __hash__(self) -> int:
         return hash((type(self).__name__, *map(hashable, astuple(self))))
 
 
 class BlockStored(KVCacheEvent):
-    """Blocks are now held by the publisher's cache, one after the other on the same path.
+    """The publisher's cache now holds these blocks, which follow each other on one path.
 
     Attributes:
-        block_hashes: The blocks, first to last; each a 64-bit number, signed or unsigned, or bytes.
-        parent_block_hash: The block before the first one, or None at the start of a prompt.
-        token_ids: The tokens of all the blocks, ``block_size`` a block. TensorRT-LLM writes text for tokens of
-            images, SGLang pairs of tokens while it speculates with EAGLE.
-        block_size: Tokens in a block.
+        block_hashes: The blocks, first to last. A hash is a 64-bit number, signed or unsigned, or bytes.
+        parent_block_hash: The block before the first block; None at the start of a prompt.
+        token_ids: The tokens of all blocks, ``block_size`` per block. TensorRT-LLM writes text for tokens of
+            images, SGLang writes pairs of tokens while it speculates with EAGLE.
+        block_size: Tokens per block.
         lora_id: Superseded by ``lora_name``.
-        medium: Where the blocks lie: ``"GPU"``, ``"CPU"``, ``"STORAGE"``; None from publishers that do not
+        medium: Storage of the blocks: ``"GPU"``, ``"CPU"``, ``"STORAGE"``, or None if the publisher does not
             say.
         lora_name: The adapter that the blocks belong to.
-        extra_keys: What else went into each block's hash (images, salt), one entry a block.
+        extra_keys: Further input of each block's hash (images, salt), one entry per block.
         group_idx: The cache group of a hybrid model.
-        kv_cache_spec_kind: What kind of attention the group serves.
-        kv_cache_spec_sliding_window: The group's window, in tokens.
-        locality: ``"LOCAL"`` or ``"REMOTE"``, as the publisher sees it.
-        ownership: Which offloading tier holds the blocks.
-        session_id: The session whose request stored or reused them.
-        lookahead_token_ids: Tokens beyond each block that went into its hash, one list a block.
-        mm_keys: TensorRT-LLM's keys of images and other media, one list of maps a block. Only maps carry them.
+        kv_cache_spec_kind: The kind of attention that the group serves.
+        kv_cache_spec_sliding_window: The attention window of the group, in tokens.
+        locality: ``"LOCAL"`` or ``"REMOTE"``, from the publisher's point of view.
+        ownership: The offloading tier that holds the blocks.
+        session_id: The session whose request stored or reused the blocks.
+        lookahead_token_ids: Tokens beyond each block that are part of its hash, one list per block.
+        mm_keys: TensorRT-LLM's keys of images and other media, one list of maps per block. Only the map
+            encoding has this field.
     """
 
     block_hashes: list[BlockHash]
@@ -72,7 +75,7 @@ class BlockStored(KVCacheEvent):
     block_size: int
     lora_id: int | None
     medium: str | None
-    # Never left out, as a default that is no factory is: the consumers that read maps require the key.
+    # The default is a factory so that msgspec always writes the key: consumers of maps require this key.
     lora_name: str | None = msgspec.field(default_factory=type(None))
     extra_keys: list[tuple[Any, ...] | None] | None = None
     group_idx: int | None = None
@@ -86,15 +89,15 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """Blocks are no longer held in ``medium`` by the cache group ``group_idx``.
+    """The cache group ``group_idx`` no longer holds these blocks in ``medium``.
 
     Attributes:
         block_hashes: The blocks.
-        medium: Where they lay.
+        medium: Former storage of the blocks.
         group_idx: The cache group of a hybrid model.
-        locality: ``"LOCAL"`` or ``"REMOTE"``, as the publisher sees it.
-        ownership: Which offloading tier held the blocks.
-        remaining_copy_counts: How many copies of each block are left. Only maps carry it.
+        locality: ``"LOCAL"`` or ``"REMOTE"``, from the publisher's point of view.
+        ownership: The offloading tier that held the blocks.
+        remaining_copy_counts: Copies left of each block. Only the map encoding has this field.
     """
 
     block_hashes: list[BlockHash]
@@ -111,15 +114,15 @@ class AllBlocksCleared(KVCacheEvent):
 
 @dataclass(frozen=True, slots=True)
 class UnknownEvent:
-    """An event of a type that this version does not know, or one of a known type that is malformed.
+    """An event of a type that this version does not know, or a malformed event of a known type.
 
-    Published again, it goes out as it came in.
+    Published again, the event is written as it was received.
 
     Attributes:
-        type: Its tag, or None where even that is unreadable.
-        data: The event as it was on the wire: a list or a dict, tag included; a ``msgspec.Raw`` where decoding
-            would make too many objects.
-        reason: Why it is not one of the known events.
+        type: The tag, or None if the tag is unreadable.
+        data: The event as received: a list or a dict, tag included; a ``msgspec.Raw`` if decoding would
+            create too many objects.
+        reason: Why the event is not a known event.
     """
 
     type: str | None
@@ -133,18 +136,18 @@ class UnknownEvent:
 KnownEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEvent
 
-# In an array the place says which field a value is. No engine writes newer fields in arrays: maps alone carry them.
+# The array encoding identifies fields by position. No engine writes newer fields in arrays, so only maps carry them.
 ARRAY_FIELDS: dict[type[KnownEvent], int] = {BlockStored: 15, BlockRemoved: 5, AllBlocksCleared: 0}
 
 
 class KVEventBatch(EventBatch):
-    """A batch whose events are KV-cache events; what a subscriber yields."""
+    """A batch of KV-cache events, as a subscriber returns it."""
 
     events: list[KVEvent]
 
 
 def hashable(value: Any) -> Any:
-    """Return a hashable stand-in for ``value``; equal values have equal ones."""
+    """Return a hashable stand-in for ``value``; equal values have equal stand-ins."""
     if isinstance(value, (list, tuple)):
         return tuple(map(hashable, value))
     if isinstance(value, dict):
@@ -162,17 +165,138 @@ def derived(
     last: int | None = None,
     **options: Any,
 ) -> Any:
-    """Return a struct class with the fields of an event, or of a batch, in another form on the wire.
+    """Create a struct class with the fields of an event or a batch, in another form on the wire.
 
     Args:
         kind: The class.
-        required: How many fields a message must have; the others are None by default.
-        replaced: Other types, and defaults, of fields by their names.
-        last: How many fields there are; None: all.
-        options: Of `msgspec.defstruct`.
+        required: How many fields a message must have; the default of all further fields is None.
+        replaced: Type and default by field name, where they differ from those of ``kind``.
+        last: Number of fields; None: all.
+        options: Options of `msgspec.defstruct`.
     """
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind)[:last]:
         wanted, default = replaced.get(field.name, (field.type, None))
-        fields.append((field.name, wanted) if len(fields) < required else (field.name, wanted, default))
+        if len(fields) < required:
+            fields.append((field.name, wanted))
+        else:
+            fields.append((field.name, wanted, default))
     return msgspec.defstruct(kind.__name__, fields, **{"tag": kind.__name__, "gc": False, **options})
+
+
+# Deliveries
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One publisher, as a subscriber identifies it.
+
+    Attributes:
+        endpoint: The endpoint of its batches.
+        topic: The first frame of its messages. None, permanently, if the first batch came from an old replay
+            port, which sends no topic.
+        rank: Its data-parallel rank, or None if its batches name no rank.
+    """
+
+    endpoint: str
+    topic: bytes | None
+    rank: int | None
+
+    def __str__(self) -> str:
+        topic = ""
+        if self.topic:
+            topic = f" topic {self.topic.decode(errors='replace')}"
+        return f"{self.endpoint}{topic} rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A batch, in its publisher's order.
+
+    Attributes:
+        source: The publisher.
+        seq: The batch's number.
+        batch: The batch.
+        payload: The encoded batch as received.
+        replayed: True if the batch came from the replay port, False if it came live.
+    """
+
+    source: Source
+    seq: int
+    batch: KVEventBatch
+    payload: bytes
+    replayed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The batches ``first`` to ``last`` of a publisher are lost.
+
+    Attributes:
+        source: The publisher.
+        first: The first lost number.
+        last: The last lost number.
+        reason: Why they could not be replayed.
+    """
+
+    source: Source
+    first: int
+    last: int
+    reason: str
+
+    def error(self) -> EventsLost:
+        """Return the error that ``async for`` raises for this delivery."""
+        error = EventsLost(self.first, self.last)
+        error.add_note(f"publisher {self.source}: {self.reason}")
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """A publisher restarted, or may have restarted; its batches count from 0 again.
+
+    A publisher's numbers go back when its process is replaced. If the connection broke and no replay confirms that
+    the process is the same, the subscriber assumes a new process: the numbers before the next batch then follow as
+    `Lost`.
+
+    Attributes:
+        source: The publisher.
+        expected: The number that should have come next.
+        reason: How the subscriber noticed.
+    """
+
+    source: Source
+    expected: int
+    reason: str = "its numbers went back"
+
+    def error(self) -> PublisherRestarted:
+        """Return the error that ``async for`` raises for this delivery."""
+        error = PublisherRestarted(self.source, self.expected)
+        error.add_note(self.reason)
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherGone:
+    """A publisher is gone: the subscriber forgets the publisher, and its consumer should, too.
+
+    The publisher's connection ended, or its replay port answers without its batches, and no batch of the publisher
+    arrived within the subscriber's ``gone_after_s``. A publisher that comes back is new: its batches are delivered from
+    the subscriber's ``start`` on.
+
+    Attributes:
+        source: The publisher.
+        expected: The number that should have come next.
+        after_s: Seconds since the publisher was last heard.
+    """
+
+    source: Source
+    expected: int
+    after_s: float
+
+    def error(self) -> PublisherDisconnected:
+        """Return the error that ``async for`` raises for this delivery."""
+        return PublisherDisconnected(self.source, self.after_s)
+
+
+Delivery: TypeAlias = Received | Lost | Restarted | PublisherGone

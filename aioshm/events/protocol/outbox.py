@@ -1,13 +1,11 @@
-"""Batches of a publisher: those that wait to be sent, and the last ones that were, kept for replay. No I/O.
+"""Batches of a publisher: the queue of batches to send, and the buffer of sent batches for replay. No I/O.
 
-A batch that finds no room keeps the number it was given, and nobody else gets that number: the hole is what
-tells the subscribers. If nothing is published after a hole, nobody would see it; the sender is then given one
-more number, for an empty batch.
+A batch that finds the queue full keeps its number, so subscribers notice the hole. If no batch follows a hole, the
+sender sends an empty batch with one more number, which reveals the hole.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from bisect import bisect_left
 from collections import deque
@@ -21,46 +19,42 @@ from aioshm.events.protocol.messages import EventBatch
 Overflow: TypeAlias = Literal["block", "drop", "raise"]
 OVERFLOWS = ("block", "drop", "raise")
 
-# The sender is at work: no number of batches needs to wake it.
-_NEVER = sys.maxsize
-
 
 class Outbox:
-    """A bounded queue between publishers, in any thread, and the one who sends."""
+    """A bounded queue between publishing threads and the sender."""
 
     def __init__(self, max_size: int, overflow: Overflow = "drop") -> None:
         if max_size < 1:
             raise ValueError(f"max_queue_size must be at least 1, not {max_size}")
         if overflow not in OVERFLOWS:
             raise ValueError(f"overflow must be one of {OVERFLOWS}, not {overflow!r}")
-        self.dropped: int = 0  # batches that found no room
-        self.first_dropped: int | None = None  # the number of the first of them, or None
+        self.dropped: int = 0  # batches that found the queue full
+        self.first_dropped: int | None = None  # number of the first dropped batch
         self.published: int = 0  # numbers given out
-        self.last_sent: int = -1  # the number that went out last, or -1; for the sender to set
+        self.last_sent: int = -1  # last number that was sent, or -1; set by the sender
+        self.closed: bool = False
+        self.waiting: deque[tuple[int, EventBatch]] = deque()  # numbers and batches in order; the sender removes
+        self.blocked: int = 0  # threads that wait for room
         self._max_size = max_size
         self._overflow = overflow
-        self.closed: bool = False  # whether it takes no more batches
-        # Batches and their numbers, in order; only the sender takes any away.
-        self.waiting: deque[tuple[int, EventBatch]] = deque()
-        self.blocked: int = 0  # threads that wait for room
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
-        self._wake_at = 1
+        self._idle = True  # the sender found nothing to do, and must be woken
 
     @property
     def room(self) -> int:
-        """How many batches more can wait."""
+        """How many more batches fit."""
         return self._max_size - len(self.waiting)
 
     def waiting_before(self, seq: int) -> int:
-        """Return how many batches with a number below ``seq`` wait; dropped ones may count."""
+        """Return how many batches with a number below ``seq`` wait; may count dropped ones."""
         with self._lock:
             if not self.waiting:
                 return 0
             return max(0, min(len(self.waiting), seq - self.waiting[0][0]))
 
     def put(self, batch: EventBatch) -> bool:
-        """Give ``batch`` the next number and keep it if there is room; True if the sender must be woken."""
+        """Number ``batch`` and queue it if there is room; True if the caller must wake the sender."""
         with self._lock:
             if self.closed:
                 raise PublisherClosed("this event publisher is closed")
@@ -70,13 +64,12 @@ class Outbox:
             else:
                 self._has_no_room(seq)
             self.published = seq + 1
-            if len(self.waiting) < self._wake_at:
-                return False
-            self._wake_at = _NEVER
-            return True
+            wake = self._idle
+            self._idle = False
+            return wake
 
     def wait_for_room(self, timeout: float) -> bool:
-        """Block this thread until there is room, which another thread may take first, or the outbox is closed."""
+        """Block this thread until there is room or the outbox is closed; another thread may take the room first."""
         with self._room:
             self.blocked += 1
             try:
@@ -90,7 +83,7 @@ class Outbox:
             self._room.notify_all()
 
     def close(self) -> None:
-        """Take no more batches. Idempotent."""
+        """Refuse further batches. Idempotent."""
         with self._room:
             self.closed = True
             self._room.notify_all()
@@ -103,34 +96,27 @@ class Outbox:
             self.first_dropped = seq
 
     def take(self) -> tuple[int, EventBatch | None] | None:
-        """Return the next number to send and its batch; None in place of the batch means: send an empty one.
+        """Return the next number and its batch, which is None for an empty batch that reveals a hole.
 
-        On None there is nothing to do: the sender is idle, and the next ``put`` asks to wake it.
+        If there is nothing to send, return None: the sender is idle, and the next ``put`` returns True.
         """
         with self._lock:
             if self.waiting:
                 return self.waiting.popleft()
             if self.last_sent == self.published - 1:
-                self._wake_at = 1
+                self._idle = True
                 return None
             self.last_sent = self.published
             self.published += 1
             return self.last_sent, None
 
-    def gather(self, count: int) -> None:
-        """Let ``put`` ask to wake the sender only when so many wait; until ``take`` finds nothing to do again.
-
-        The sender must look by itself before long: nobody knows whether so many will come.
-        """
-        with self._lock:
-            self._wake_at = min(count, self._max_size)
-
     def abandon(self) -> tuple[int, int] | None:
-        """Drop what waits; return its first and last number."""
+        """Drop all waiting batches; return the first and the last number."""
         with self._lock:
             if not self.waiting:
                 return None
-            first, last = self.waiting[0][0], self.waiting[-1][0]
+            first = self.waiting[0][0]
+            last = self.waiting[-1][0]
             self.dropped += len(self.waiting)
             self.waiting.clear()
             return first, last
@@ -151,7 +137,7 @@ class ReplayBuffer:
         return len(self._entries)
 
     def append(self, seq: int, payload: bytes) -> None:
-        """Store one more batch; drop the oldest one where there are more than ``size``."""
+        """Store a batch; drop the oldest batch if the buffer is full."""
         self._entries.append((seq, payload))
 
     def since(self, start: int) -> deque[Entry]:

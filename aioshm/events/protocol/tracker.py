@@ -1,38 +1,39 @@
-"""What one subscriber knows about one endpoint, and what it does next. No I/O.
+"""State of one subscriber's endpoint: the publishers there, their numbers, and the next action. No I/O.
 
 Live messages go in with ``live``. As long as ``asking`` is not None, the caller reads no live messages but
 sends a replay request from that number, puts the replies in with ``replayed`` and finishes with
 ``replay_ended`` or ``replay_failed``. Deliveries come out of ``out``, every publisher's in order and without
 copies.
 
-A request starts at the number that was delivered *last*, not at the first missing one. The publisher's answer
-then begins with a batch that is already known; if it is another one, or if there is none, the publisher has
-begun again, even where its numbers happen to go on just where the old one's ended.
+A request starts at the number that was delivered *last*, not at the first missing one. The answer of the same process
+then begins with a known batch. If it begins with a different batch, or is empty, the publisher has restarted, even if
+the new numbers continue exactly where the old ones ended.
 
-An answer may begin behind a live message that waits for it, where the publisher's replay buffer is short and live
-messages wait for long. The live messages then go first, and the rest of the answer is not wanted.
+If the publisher's replay buffer is short and live messages wait for long, an answer may begin after a waiting live
+message. The live messages are then delivered first, and the rest of the answer is ignored.
 
-Without an answer, a batch over a new connection proves nothing: the publisher counts as begun again.
+If nobody answers, a batch over a new connection proves nothing: the publisher counts as restarted.
 
-Streams end. A stream is missing while its connection has ended, or its replay port answers without it; the port is then
-asked for the streams that it has, not for this one. ``forget_gone`` reports and forgets what is missing for too long.
+Streams end. A stream is missing while its connection has ended, or while the replay port answers without its batches;
+such a stream is no longer requested. ``forget_gone`` reports and forgets streams that are missing for too long.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal, NamedTuple, TypeAlias
 
 from aioshm.errors import CodecError
-from aioshm.events.protocol.deliveries import Delivery, Lost, PublisherGone, Received, Restarted, Source
-from aioshm.events.protocol.messages import KVEventBatch
-from aioshm.events.protocol.numbering import Numbering, Verdict, fingerprint
+from aioshm.events.protocol.messages import Delivery, KVEventBatch, Lost, PublisherGone, Received, Restarted, Source
 
-# Publishers of one endpoint, by topic and rank. From half as many on, silent ones are taken for gone, as behind a proxy
-# whose connection never ends; beyond it new ones are refused, as from strangers.
+# Publishers of one endpoint, by topic and rank. Above half of this number, silent publishers count as missing, because
+# the connection of a proxy never ends. At this number, new publishers are refused: they may be forged.
 MAX_STREAMS = 1 << 14
+# Delivered numbers whose payload's fingerprint is kept.
+REMEMBERED = 2**14
 
 Start: TypeAlias = int | Literal["live"] | None
 
@@ -41,7 +42,7 @@ _UNPROVED = "it has a new connection, and no replay shows that it is the same pr
 
 
 class Message(NamedTuple):
-    """A batch with its number and what it was decoded from."""
+    """A batch with its number, and the payload that the batch was decoded from."""
 
     topic: bytes | None
     seq: int
@@ -49,34 +50,108 @@ class Message(NamedTuple):
     payload: bytes
 
 
+class Verdict(Enum):
+    """The meaning of a number."""
+
+    NEXT = auto()  # the expected number
+    GAP = auto()  # numbers before this one are missing
+    COPY = auto()  # delivered before
+    BACK = auto()  # an old number with new content: the publisher restarted
+    UNSURE = auto()  # an old number whose content is no longer known
+
+
+def fingerprint(payload: bytes) -> int:
+    """Return a hash of a payload, valid within this process."""
+    return hash(payload) & (2**64 - 1)
+
+
+class Numbering:
+    """A consumer's position in one publisher's numbers."""
+
+    def __init__(self, expected: int) -> None:
+        self.expected: int = expected  # the next number
+        # Number and fingerprint of the last delivery; None before the first delivery.
+        self.last: tuple[int, int] | None = None
+        # Of the numbers directly before ``expected``, without a hole. An array: 128 KiB per publisher, a deque 700 KiB.
+        self._fingerprints: array[int] = array("Q")
+        self._oldest = 0
+
+    def judge(self, seq: int, mark: int) -> Verdict:
+        """Return the meaning of number ``seq`` with fingerprint ``mark``; changes nothing."""
+        if seq == self.expected:
+            return Verdict.NEXT
+        if seq > self.expected:
+            return Verdict.GAP
+        if self.last is None:
+            return Verdict.BACK
+        age = self.expected - seq
+        if age > len(self._fingerprints):
+            return Verdict.UNSURE
+        known = self._fingerprints[(self._oldest - age) % len(self._fingerprints)]
+        if known == mark:
+            return Verdict.COPY
+        return Verdict.BACK
+
+    def accept(self, seq: int, mark: int) -> None:
+        """Record that ``seq``, the expected number, has been delivered."""
+        assert seq == self.expected
+        if len(self._fingerprints) < REMEMBERED:
+            self._fingerprints.append(mark)
+        else:
+            self._fingerprints[self._oldest] = mark
+            self._oldest = (self._oldest + 1) % REMEMBERED
+        self.last = (seq, mark)
+        self.expected = seq + 1
+
+    def skip_to(self, seq: int) -> tuple[int, int]:
+        """Give up the numbers before ``seq``; return the first and the last of them."""
+        first = self.expected
+        assert seq > first
+        self._forget_fingerprints()  # older numbers are UNSURE from now on, never wrongly a copy
+        self.expected = seq
+        return first, seq - 1
+
+    def begin_again(self) -> int:
+        """Expect 0, from a new publisher; return the number that was expected before."""
+        expected = self.expected
+        self.expected = 0
+        self.last = None
+        self._forget_fingerprints()
+        return expected
+
+    def _forget_fingerprints(self) -> None:
+        del self._fingerprints[:]
+        self._oldest = 0
+
+
 class _Why(Enum):
-    BEGIN = auto()  # whatever there is, from the start
-    CHECK = auto()  # is the publisher still the same, and what did it send since
-    SCAN = auto()  # it does not have what we had last: what does it have
+    BEGIN = auto()  # everything from the start number on
+    CHECK = auto()  # whether the publisher is the same process, and what it sent since
+    SCAN = auto()  # everything: the publisher does not have the last delivered batch
 
 
 @dataclass(eq=False, slots=True)
 class _Stream:
     source: Source
     numbers: Numbering
-    doubted: bool = False  # what comes live may be another publisher's, until one batch of it is known to be its own
-    connection: object = None  # the one that its last live batch came over
-    moved: bool = False  # that one is new, and no replay has shown that the process is the same
-    ended: bool = False  # that one has ended
-    absent: bool = False  # the replay port has nothing of it, and is not asked for it
-    covered: int = 0  # live messages with lower numbers of arrival came before a question that was answered since
+    doubted: bool = False  # live batches may come from another process, until a replay confirms one of them
+    connection: object = None  # connection of the last live batch
+    moved: bool = False  # `connection` is new, and no replay has confirmed that the process is the same
+    ended: bool = False  # `connection` has ended
+    absent: bool = False  # the replay port has no batches of this stream, and is not asked for them
+    covered: int = 0  # live messages with a lower arrival number came before a request that was answered since
 
 
 @dataclass(slots=True)
 class _Job:
     why: _Why
     stream: _Stream | None
-    pending: Message | None = None  # the live message that brought this up
-    answered: bool = False  # the stream was in the answer
-    same: bool = False  # and what it had last is of the publisher that answered
-    asked_at: int = 0  # so many live messages had come when it was asked
-    outdated: bool = False  # a connection came back since: by now there may be another publisher
-    disowned: set[_Stream] = field(default_factory=set)  # each is asked for again, from where it stands
+    pending: Message | None = None  # the live message that caused this request
+    answered: bool = False  # the answer has batches of the stream
+    same: bool = False  # the answering publisher has the last delivered batch
+    asked_at: int = 0  # number of live messages that had come when the request was sent
+    outdated: bool = False  # a connection came back since: the publisher may be another one by now
+    disowned: set[_Stream] = field(default_factory=set)  # streams that are requested again, from their own position
 
 
 class SourceTracker:
@@ -87,14 +162,14 @@ class SourceTracker:
         self.duplicates: int = 0  # batches that came again
         self.gaps: int = 0  # times that numbers were missing
         self.lost: int = 0  # numbers that were given up
-        self.restarts: int = 0  # times that a publisher began again, or may have
-        self.unconfirmed: int = 0  # live batches that the publisher's own replay does not know
+        self.restarts: int = 0  # times that a publisher restarted, or may have
+        self.unconfirmed: int = 0  # live batches that the publisher's own replay does not have
         self.gone: int = 0  # publishers that were reported as gone
         self._endpoint = endpoint
         self._start = start
         self._can_replay = can_replay
         self._gone_after_s = gone_after_s
-        self._missing: dict[_Stream, float | None] = {}  # and since when, once `gone_at` was asked
+        self._missing: dict[_Stream, float | None] = {}  # with the time since when, set by the first `gone_at`
         self._streams: dict[tuple[bytes | None, int | None], _Stream] = {}
         self._jobs: deque[_Job] = deque()
         if can_replay and start != "live":
@@ -106,15 +181,17 @@ class SourceTracker:
         if not self._jobs:
             return None
         job = self._jobs[0]
-        if job.stream is None:
-            return self._start if isinstance(self._start, int) else 0
+        if job.stream is None and isinstance(self._start, int):
+            return self._start
+        if job.stream is None or job.why is _Why.SCAN:
+            return 0
         numbers = job.stream.numbers
-        if job.why is _Why.SCAN or numbers.last is None:
-            return 0 if job.why is _Why.SCAN else numbers.expected
+        if numbers.last is None:
+            return numbers.expected
         return numbers.last[0]
 
     def live(self, message: Message, connection: object = 0, arrival: int = 0) -> None:
-        """Take a live message, before which ``arrival`` others came; read no more while ``asking`` is not None."""
+        """Take a live message that ``arrival`` live messages preceded; read no more while ``asking`` is not None."""
         stream = self._stream(message)
         stream.absent = False
         if self._missing:
@@ -125,7 +202,7 @@ class SourceTracker:
                 stream.doubted = True
             stream.connection = connection
             stream.ended = False
-        if arrival < stream.covered:  # the answer would have had it, unless its publisher was gone before
+        if arrival < stream.covered:  # the answer would have it, unless its publisher was gone before
             verdict = stream.numbers.judge(message.seq, fingerprint(message.payload))
             if verdict in (Verdict.COPY, Verdict.UNSURE):
                 self.duplicates += 1
@@ -133,11 +210,11 @@ class SourceTracker:
                 self.unconfirmed += 1
         elif not self._jobs:
             self._judge_live(stream, message)
-        else:  # a connection came back just before it: it waits for the answer that is asked for anyway
+        else:  # a connection came back just before: the message waits for the answer that is requested anyway
             self._jobs.append(_Job(_Why.CHECK, stream, message))
 
     def reconnected(self) -> None:
-        """Note that a connection broke and is back: other messages may follow than would have."""
+        """Record that a broken connection is back: live messages may come from another process."""
         for stream in self._streams.values():
             stream.doubted = self._can_replay
         for job in self._jobs:
@@ -145,7 +222,7 @@ class SourceTracker:
         self.check()
 
     def disconnected(self, connection: object) -> None:
-        """Note that a connection ended, and that all its messages were taken."""
+        """Record that a connection ended, after its last message was taken."""
         for stream in self._streams.values():
             if stream.connection in (None, connection):
                 stream.connection = connection
@@ -153,7 +230,7 @@ class SourceTracker:
                 self._missing.setdefault(stream, None)
 
     def gone_at(self, now: float) -> float | None:
-        """Return when the next publisher will have been missing for too long; None if there is none."""
+        """Return when the next publisher will have been missing for too long; None if none is missing."""
         if not self._missing or self._gone_after_s is None:
             return None
         for stream, since in self._missing.items():
@@ -172,14 +249,14 @@ class SourceTracker:
             if since + self._gone_after_s > now:
                 continue
             if any(job.stream is stream and job.pending is not None for job in self._jobs):
-                self._missing[stream] = now  # a batch of it waits for an answer
+                self._missing[stream] = now  # one of its batches waits for an answer
                 continue
             self._forget(stream)
             self.gone += 1
             self.out.append(PublisherGone(stream.source, stream.numbers.expected, now - since))
 
     def check(self) -> None:
-        """Ask the publisher what there is, although nothing seems to be missing."""
+        """Request a replay of every stream, although nothing seems to be missing."""
         if not self._can_replay or self._jobs:
             return
         streams = [stream for stream in self._streams.values() if stream.numbers.last is not None and not stream.absent]
@@ -188,14 +265,14 @@ class SourceTracker:
             self._jobs.append(_Job(_Why.BEGIN, None))
 
     def asked(self, arrivals: int) -> None:
-        """Note that the request at hand is sent now, when so many live messages have come."""
+        """Record that the current request is sent now, after ``arrivals`` live messages."""
         self._jobs[0].asked_at = arrivals
 
     def replayed(self, message: Message) -> bool:
-        """Take one reply to the request at hand; False if the rest of the answer is not wanted."""
+        """Take one reply to the current request; False if the rest of the answer is not wanted."""
         job = self._jobs[0]
         stream = self._stream(message, job.stream)
-        if stream.absent and stream is not job.stream:  # it is back: its own answer shows as which process
+        if stream.absent and stream is not job.stream:  # back: the answer to its own request identifies the process
             self._ask_again(job, stream)
         self._confirm(stream)
         if stream in job.disowned:
@@ -213,13 +290,13 @@ class SourceTracker:
                 self._begin_again(stream)
             job.same = numbers.last in (None, (message.seq, mark))
             if job.same and numbers.last is not None:
-                return True  # this is what we had last
+                return True  # the last delivered batch
         verdict = numbers.judge(message.seq, mark)
         if verdict is Verdict.BACK:
             self._begin_again(stream)
             self._ask_again(job, stream)
         elif verdict is Verdict.GAP and stream is not job.stream and (self.asking or 0) > numbers.expected:
-            self._ask_again(job, stream)  # the question was about another stream, and began behind this one's next
+            self._ask_again(job, stream)  # the request was for another stream, and began after this stream's next batch
         elif verdict in (Verdict.COPY, Verdict.UNSURE):
             self.duplicates += 1
         else:
@@ -247,7 +324,7 @@ class SourceTracker:
             self._missing.setdefault(stream, None)
 
     def replay_failed(self, reason: str) -> None:
-        """Note that there will be no answer; go on without it."""
+        """Record that there will be no answer, and continue without it."""
         job = self._jobs.popleft()
         if job.stream is None or job.stream in job.disowned:
             return
@@ -257,17 +334,17 @@ class SourceTracker:
             job.stream.doubted = True
 
     def _judge_pending(self, job: _Job, stream: _Stream, pending: Message, reason: str, *, ended: bool) -> None:
-        """Say what a live message means after the answer; it had come before the request was sent."""
+        """Judge a live message after the answer to the request that the message caused."""
         mark = fingerprint(pending.payload)
         verdict = stream.numbers.judge(pending.seq, mark)
         if job.answered:
             stream.moved = False
         if verdict is Verdict.COPY or (job.answered and verdict is Verdict.UNSURE):
             self.duplicates += 1
-            if verdict is Verdict.COPY and (job.answered or not ended):  # where nobody answers, asking on is no use
+            if verdict is Verdict.COPY and (job.answered or not ended):  # without an answer, more requests are useless
                 stream.doubted = job.outdated
         elif job.answered and ended and verdict in (Verdict.GAP, Verdict.NEXT):
-            self.unconfirmed += 1  # a whole answer of its publisher would have had it
+            self.unconfirmed += 1  # a complete answer of its publisher would have it
         elif job.same and verdict is Verdict.BACK:
             self.unconfirmed += 1  # of a publisher that was gone before the answer
         else:
@@ -275,10 +352,10 @@ class SourceTracker:
             stream.doubted = job.outdated
 
     def _stream(self, message: Message, asked: _Stream | None = None) -> _Stream:
-        """Find the stream that a message belongs to, or begin one.
+        """Find or create the stream of a message.
 
-        Old replay ports send no topic: such a reply belongs to the stream that was asked for, if the rank
-        fits, or to the one stream of that rank; the first live message then tells the topic.
+        Old replay ports send no topic: such a reply belongs to the requested stream if the rank
+        fits, or else to the only stream of that rank; the first live message then reveals the topic.
         """
         rank = message.batch.data_parallel_rank
         key = (message.topic, rank)
@@ -292,10 +369,14 @@ class SourceTracker:
             if len(of_rank) == 1:
                 return of_rank[0]
         elif (None, rank) in self._streams:
-            stream = self._streams.pop((None, rank))  # its source stays as it is: consumers know it by that
+            stream = self._streams.pop((None, rank))  # keeps its source, by which consumers know the stream
         if stream is None:
             self._make_room()
-            first = message.seq if self._start == "live" else self._start or 0
+            first = 0
+            if isinstance(self._start, int):
+                first = self._start
+            elif self._start == "live":
+                first = message.seq
             stream = _Stream(Source(self._endpoint, *key), Numbering(first))
         self._streams[key] = stream
         return stream
@@ -305,31 +386,36 @@ class SourceTracker:
         if count >= MAX_STREAMS // 2 and not self._missing:
             self._missing = dict.fromkeys(self._streams.values())  # until the next message of each
         if count >= MAX_STREAMS:
-            raise CodecError(f"{count} publishers are known at this endpoint, by topic and rank, and no more are taken")
+            raise CodecError(f"this endpoint has {count} publishers, by topic and rank: no more are accepted")
 
     def _ask_again(self, job: _Job, stream: _Stream) -> None:
-        """Ignore the rest of an answer as to a stream, and ask for that stream next."""
+        """Ignore the stream in the rest of this answer, and request the stream next."""
         job.disowned.add(stream)
-        self._jobs.insert(1, _Job(_Why.CHECK, stream, job.pending if stream is job.stream else None))
+        pending = None
+        if stream is job.stream:
+            pending = job.pending
+        self._jobs.insert(1, _Job(_Why.CHECK, stream, pending))
 
     def _confirm(self, stream: _Stream) -> None:
-        """Note that the replay port has something of a stream."""
+        """Record that the replay port has batches of a stream."""
         stream.absent = False
         if stream not in self._missing:
             return
         if stream.ended:
-            self._missing[stream] = None  # counted anew: answers alone do not tell when a publisher ends
+            self._missing[stream] = None  # the time restarts: answers alone do not show when a publisher ends
         else:
             del self._missing[stream]
 
     def _forget(self, stream: _Stream) -> None:
         del self._missing[stream]
         self._streams = {key: known for key, known in self._streams.items() if known is not stream}
-        asked, others = list(self._jobs)[:1], list(self._jobs)[1:]
-        for job in asked:
-            if job.stream is stream:
-                job.stream = None
-        self._jobs = deque(asked + [job for job in others if job.stream is not stream])
+        kept: deque[_Job] = deque()
+        for position, job in enumerate(self._jobs):
+            if position == 0 and job.stream is stream:
+                job.stream = None  # the request is already sent
+            if position == 0 or job.stream is not stream:
+                kept.append(job)
+        self._jobs = kept
 
     def _judge_live(self, stream: _Stream, message: Message) -> None:
         mark = fingerprint(message.payload)
@@ -347,7 +433,7 @@ class SourceTracker:
             self._settle(stream, message, mark, "no replay endpoint was given")
 
     def _settle(self, stream: _Stream, message: Message, mark: int, reason: str) -> None:
-        """Deliver a live message where there is no replay: what is missing is lost, what goes back is new."""
+        """Deliver a live message without replay: missing numbers are lost, and older numbers mean a restart."""
         if message.seq < stream.numbers.expected:
             self._begin_again(stream)
         elif stream.moved:
@@ -357,7 +443,7 @@ class SourceTracker:
         self._deliver(stream, message, mark, replayed=False)
 
     def _deliver(self, stream: _Stream, message: Message, mark: int, *, replayed: bool) -> None:
-        if replayed and stream.numbers.last is None:  # others' may lie there, and come before its own
+        if replayed and stream.numbers.last is None:  # live messages of an older process may still come
             stream.doubted = True
         stream.numbers.accept(message.seq, mark)
         self.out.append(Received(stream.source, message.seq, message.batch, message.payload, replayed))

@@ -1,4 +1,4 @@
-"""The frames around a payload: what PUB sends, what the replay port asks and answers. No I/O.
+"""The frames around a payload: of PUB messages, of replay requests and of their answers. No I/O.
 
     PUB            [topic, seq, payload]
     request        [b"", start]                          (a ROUTER sees the client's identity in front)
@@ -29,14 +29,14 @@ WIRES: dict[Wire, tuple[Encoding, ReplayFormat]] = {
     "vllm-0.24": ("map", "legacy"),
     "vllm-0.9": ("array", "legacy"),
 }
-"""How events are encoded and replay is framed, by the releases of vLLM that do so. Live frames are the same in all.
+"""Encoding of events and format of replies, by the releases of vLLM that use them. Live frames are the same in all.
 
 0.9 to 0.23 wrote arrays, 0.24 and newer write maps; 0.24 itself still answered without the topic, 0.33 answers with it.
 """
 
 SEQ_BYTES = 8
 MAX_TOPIC_BYTES = 512
-"""Of a topic: publishers hang up on longer subscriptions, and subscribers, which keep topics, refuse longer ones."""
+"""Publishers disconnect a peer that subscribes to a longer topic; subscribers refuse messages with a longer topic."""
 END_SEQ = b"\xff" * SEQ_BYTES
 MAX_SEQ = 2**64 - 2
 
@@ -44,10 +44,10 @@ MAX_SEQ = 2**64 - 2
 def resolve_wire(
     wire: Wire = DEFAULT_WIRE, encoding: Encoding | None = None, replay_format: ReplayFormat | None = None
 ) -> tuple[Encoding, ReplayFormat]:
-    """Return the encoding and the form of replies: those of ``wire``, where nothing else is asked for.
+    """Return encoding and replay format: those of ``wire``, unless given.
 
     Raises:
-        ValueError: There is no such wire, encoding or form.
+        ValueError: There is no such wire, encoding or replay format.
     """
     if wire not in WIRES:
         raise ValueError(f"wire must be one of {tuple(WIRES)}, not {wire!r}")
@@ -55,19 +55,12 @@ def resolve_wire(
         raise ValueError(f"encoding must be one of {ENCODINGS}, not {encoding!r}")
     if replay_format is not None and replay_format not in REPLAY_FORMATS:
         raise ValueError(f"replay_format must be one of {REPLAY_FORMATS}, not {replay_format!r}")
-    return encoding or WIRES[wire][0], replay_format or WIRES[wire][1]
+    default_encoding, default_format = WIRES[wire]
+    return encoding or default_encoding, replay_format or default_format
 
 
-class LiveFrames(NamedTuple):
-    """One message from a PUB socket."""
-
-    topic: bytes
-    seq: int
-    payload: bytes
-
-
-class ReplayFrames(NamedTuple):
-    """One reply from a replay port; ``topic`` is None where the publisher does not send it."""
+class Frames(NamedTuple):
+    """One batch as received, live or replayed; ``topic`` is None in replies of the legacy format."""
 
     topic: bytes | None
     seq: int
@@ -75,41 +68,41 @@ class ReplayFrames(NamedTuple):
 
 
 pack_seq: Callable[[int], bytes] = struct.Struct(">Q").pack
-"""Returns a number as it travels."""
+"""Encodes a number."""
 
 
-def parse_live(frames: Sequence[bytes]) -> LiveFrames:
-    """Take a PUB message apart.
+def parse_live(frames: Sequence[bytes]) -> Frames:
+    """Parse a PUB message.
 
     Raises:
-        CodecError: Not three frames, a topic that is too long, or the second is not a number of a batch.
+        CodecError: Not three frames, a topic that is too long, or the second frame is not the number of a batch.
     """
     if len(frames) != 3:
-        raise CodecError(f"a live message has 3 frames, this one has {len(frames)}")
+        raise CodecError(f"a live message has 3 frames; got {len(frames)}")
     topic, seq, payload = frames
-    return LiveFrames(_check_topic(topic), _unpack_seq(seq), payload)
+    return Frames(_check_topic(topic), _unpack_seq(seq), payload)
 
 
 def parse_request(frames: Sequence[bytes]) -> int:
-    """Return the start number of a replay request, the client's identity already taken off.
+    """Return the start number of a replay request, from its frames without the client's identity.
 
     Raises:
         CodecError: Not an empty frame and 8 bytes.
     """
     if len(frames) != 2 or frames[0] != b"":
-        raise CodecError(f"a replay request is an empty frame and a number, this one has {len(frames)} frames")
+        raise CodecError(f"a replay request is an empty frame and a number; got {len(frames)} frames")
     if len(frames[1]) != SEQ_BYTES:
-        raise CodecError(f"a start number has {SEQ_BYTES} bytes, this one has {len(frames[1])}")
+        raise CodecError(f"a start number has {SEQ_BYTES} bytes; got {len(frames[1])}")
     return int.from_bytes(frames[1], "big")
 
 
 def request(start: int) -> list[bytes]:
-    """Return the frames that ask for batch ``start`` and all that follow."""
+    """Return the frames that request batch ``start`` and all later batches."""
     return [b"", pack_seq(start)]
 
 
 def reply(topic: bytes, seq: int, payload: bytes, form: ReplayFormat) -> list[bytes]:
-    """Return the frames that answer with one batch."""
+    """Return the frames of one batch in an answer."""
     if form == "topic":
         return [b"", topic, pack_seq(seq), payload]
     return [b"", pack_seq(seq), payload]
@@ -117,33 +110,37 @@ def reply(topic: bytes, seq: int, payload: bytes, form: ReplayFormat) -> list[by
 
 def end_reply(form: ReplayFormat) -> list[bytes]:
     """Return the frames that end an answer."""
-    return [b"", b"", END_SEQ, b""] if form == "topic" else [b"", END_SEQ, b""]
+    if form == "topic":
+        return [b"", b"", END_SEQ, b""]
+    return [b"", END_SEQ, b""]
 
 
-def parse_reply(frames: Sequence[bytes]) -> ReplayFrames | None:
-    """Take one reply apart; None is the end marker.
+def parse_reply(frames: Sequence[bytes]) -> Frames | None:
+    """Parse one reply; None is the end marker.
 
     Raises:
-        CodecError: Neither form of reply, or a topic that is too long.
+        CodecError: Neither replay format, or a topic that is too long.
     """
     if len(frames) not in (3, 4) or frames[0] != b"":
-        raise CodecError(f"a replay reply is an empty frame and 2 or 3 more, this one has {len(frames)} frames")
-    topic = _check_topic(frames[1]) if len(frames) == 4 else None
+        raise CodecError(f"a replay reply is an empty frame and 2 or 3 more; got {len(frames)} frames")
+    topic = None
+    if len(frames) == 4:
+        topic = _check_topic(frames[1])
     seq, payload = frames[-2:]
     if seq == END_SEQ:
         return None
-    return ReplayFrames(topic, _unpack_seq(seq), payload)
+    return Frames(topic, _unpack_seq(seq), payload)
 
 
 def _check_topic(topic: bytes) -> bytes:
     if len(topic) > MAX_TOPIC_BYTES:
-        raise CodecError(f"a topic of {len(topic)} bytes, at most {MAX_TOPIC_BYTES} are taken")
+        raise CodecError(f"a topic has at most {MAX_TOPIC_BYTES} bytes; got {len(topic)}")
     return topic
 
 
 def _unpack_seq(raw: bytes) -> int:
     if len(raw) != SEQ_BYTES:
-        raise CodecError(f"a sequence number has {SEQ_BYTES} bytes, this one has {len(raw)}")
+        raise CodecError(f"a sequence number has {SEQ_BYTES} bytes; got {len(raw)}")
     if raw == END_SEQ:
-        raise CodecError("8 x 0xff ends a replay, it is not the number of a batch")
+        raise CodecError("8 x 0xff ends a replay and is not the number of a batch")
     return int.from_bytes(raw, "big")

@@ -1,4 +1,4 @@
-"""The core of every publisher: it numbers and encodes batches, sends them on an event loop, and serves replays."""
+"""The core of every publisher: numbers and encodes batches, sends them on an event loop, and serves replays."""
 
 from __future__ import annotations
 
@@ -7,127 +7,107 @@ import logging
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 import zmq
 
 from aioshm.errors import CodecError, PublisherClosed
-from aioshm.events.config import (
-    CLOSE_TIMEOUT_S,
-    DEFAULT_BUFFER_STEPS,
-    DEFAULT_ENDPOINT,
-    DEFAULT_HWM,
-    DEFAULT_MAX_QUEUE_SIZE,
-    KVEventsConfig,
-    passed_on,
-)
+from aioshm.events.config import CLOSE_TIMEOUT_S, KVEventsConfig, PublisherSettings, passed_on
 from aioshm.events.protocol.encoding import BatchEncoder
 from aioshm.events.protocol.messages import EventBatch
-from aioshm.events.protocol.outbox import Outbox, Overflow, ReplayBuffer
-from aioshm.events.protocol.wire import (
-    DEFAULT_WIRE,
-    MAX_SEQ,
-    MAX_TOPIC_BYTES,
-    Encoding,
-    ReplayFormat,
-    Wire,
-    pack_seq,
-    resolve_wire,
-)
+from aioshm.events.protocol.outbox import Outbox, ReplayBuffer
+from aioshm.events.protocol.wire import MAX_SEQ, MAX_TOPIC_BYTES, pack_seq, resolve_wire
 from aioshm.events.publish.replay_server import ReplayServer
-from aioshm.events.publish.sockets import PublisherEnds
-from aioshm.events.stats import PublisherStats
+from aioshm.events.publish.sockets import PublisherSockets
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import detach_when_forked
-from aioshm.zeromq.endpoint import CurveKeys
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
 # How long the core sends before the loop runs other callbacks.
 _SLICE_S = 0.001
-
-# If batches come less than _BUSY_S apart, up to _TOGETHER of them are sent in one go, after _GATHER_S at the latest:
-# waking ZeroMQ's thread and running a callback for each batch costs a third as much as encoding the batch.
-_BUSY_S = 30e-6
-_TOGETHER = 64
-_GATHER_S = 0.001
-# How often a busy core reads subscriptions: sending may consume the signal of ZeroMQ that some have arrived.
-_LISTEN_S = 0.25
-
 # How often `aclose` polls whether ZeroMQ has delivered everything.
-_LOOK_S = 0.005
+_POLL_S = 0.005
 
-_MORE, _LAST = zmq.NOBLOCK | zmq.SNDMORE, zmq.NOBLOCK
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStats:
+    """Counters of a publisher.
+
+    Attributes:
+        published: Numbers given out, including those of dropped batches and of the empty batches that reveal a hole.
+        sent: Batches passed to ZeroMQ.
+        queued: Batches that wait to be sent.
+        dropped: Batches that found the queue full, or were not sent before the publisher was closed.
+        unencodable: Batches that could not be encoded.
+        replay_requests: Well-formed replay requests.
+        replayed: Batches sent in answers to replay requests.
+        malformed_requests: Malformed replay requests.
+        abandoned_replays: Clients that left or stalled before the end of their answer.
+        handshake_failures: Connections that ended before their handshake: no ZeroMQ, wrong keys, or closed.
+    """
+
+    published: int
+    sent: int
+    queued: int
+    dropped: int
+    unencodable: int
+    replay_requests: int
+    replayed: int
+    malformed_requests: int
+    abandoned_replays: int
+    handshake_failures: int
 
 
 class PublisherCore:
-    """The queue, the encoder, the replay buffer and the sockets of a publisher; see `ZmqEventPublisher`.
+    """The queue, the encoder and the sockets of a publisher.
 
     Any thread may put a batch into ``outbox``. If ``outbox.put`` returns True, that thread has to make the loop call
-    `drain`. Everything else is called on the loop.
+    `drain`. All further methods are called on the loop.
     """
 
-    def __init__(
-        self,
-        data_parallel_rank: int,
-        endpoint: str = DEFAULT_ENDPOINT,
-        replay_endpoint: str | None = None,
-        buffer_steps: int = DEFAULT_BUFFER_STEPS,
-        hwm: int = DEFAULT_HWM,
-        max_queue_size: int = DEFAULT_MAX_QUEUE_SIZE,
-        topic: str = "",
-        *,
-        bind: bool | None = None,
-        wire: Wire = DEFAULT_WIRE,
-        encoding: Encoding | None = None,
-        replay_format: ReplayFormat | None = None,
-        overflow: Overflow = "drop",
-        curve: CurveKeys | None = None,
-    ) -> None:
-        form, reply_form = resolve_wire(wire, encoding, replay_format)
-        if hwm < 0:
-            raise ValueError(f"hwm must not be negative, not {hwm}")
-        self._topic = topic.encode()
+    def __init__(self, settings: PublisherSettings) -> None:
+        encoding, replay_format = resolve_wire(settings.wire, settings.encoding, settings.replay_format)
+        if settings.hwm < 0:
+            raise ValueError(f"hwm must not be negative, not {settings.hwm}")
+        self._topic = settings.topic.encode()
         if len(self._topic) > MAX_TOPIC_BYTES:
             raise ValueError(f"topic must have at most {MAX_TOPIC_BYTES} bytes, not {len(self._topic)}")
-        self.outbox: Outbox = Outbox(max_queue_size, overflow)
-        self._encode = BatchEncoder(form).encode
-        self._buffer = ReplayBuffer(buffer_steps)
-        self._rank = data_parallel_rank
-        self._sent = 0
-        self._unencodable = 0
+        buffer = ReplayBuffer(settings.buffer_steps)
+        self.outbox: Outbox = Outbox(settings.max_queue_size, settings.overflow)
+        self.sent: int = 0  # batches passed to ZeroMQ
+        self.unencodable: int = 0  # batches that could not be encoded
+        self._encode = BatchEncoder(encoding).encode
+        self._rank = settings.data_parallel_rank
         self._overflowed = False
         self._limiter = LogLimiter(10.0)
         self._stopped = False
         self._abandoned_from = MAX_SEQ
-        self._drained_at = 0.0
-        self._listened_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()  # set after each slice of sending, to wake waiting calls
         self._room_lock = asyncio.Lock()  # calls acquire it in order: one at a time waits for room
-        self.ends: PublisherEnds = PublisherEnds(
-            data_parallel_rank, endpoint, replay_endpoint, bind=bind, hwm=hwm, curve=curve
-        )
-        self._send_frame = self.ends.pub.send
+        self.sockets: PublisherSockets = PublisherSockets(settings)
         self._server: ReplayServer | None = None
-        if self.ends.replay is not None:
-            where = self.ends.replay_endpoint or ""
-            self._server = ReplayServer(self.ends.replay, self._buffer, self._topic, reply_form, where)
+        if self.sockets.replay is not None:
+            where = self.sockets.replay_endpoint or ""
+            self._server = ReplayServer(self.sockets.replay, buffer, self._topic, replay_format, where)
         self.config: KVEventsConfig = KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",
-            endpoint=passed_on(endpoint, self.ends.endpoint),
-            replay_endpoint=passed_on(replay_endpoint or "", self.ends.replay_endpoint or "") or None,
-            buffer_steps=buffer_steps,
-            hwm=hwm,
-            max_queue_size=max_queue_size,
-            topic=topic,
+            endpoint=passed_on(settings.endpoint, self.sockets.endpoint),
+            replay_endpoint=passed_on(settings.replay_endpoint or "", self.sockets.replay_endpoint or "") or None,
+            buffer_steps=settings.buffer_steps,
+            hwm=settings.hwm,
+            max_queue_size=settings.max_queue_size,
+            topic=settings.topic,
         )
         detach_when_forked(self)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send and serve on ``loop`` from now on."""
         self._loop = loop
-        self.ends.start(loop)
+        self.sockets.start(loop)
         if self._server is not None:
             self._server.start(loop)
 
@@ -135,42 +115,26 @@ class PublisherCore:
         """Send for one slice of time, then let the loop run other callbacks."""
         if self._stopped:
             return
-        now = time.perf_counter()
-        waiting = len(self.outbox.waiting)
-        if now - self._listened_at > _LISTEN_S:
-            self._listened_at = now
-            self.ends.read_subscriptions()
-        busy = waiting <= _TOGETHER and now - self._drained_at < waiting * _BUSY_S
-        self._drained_at = now
-        if not self._send_until(now + _SLICE_S):
+        if not self._send_until(time.perf_counter() + _SLICE_S):
             self._loop.call_soon(self.drain)
-        elif busy:
-            self.outbox.gather(_TOGETHER)
-            if self._timer is None:
-                self._timer = self._loop.call_later(_GATHER_S, self._drain_late)
         self._progress.set()
         if self.outbox.blocked:
             self.outbox.make_room()
 
-    def _drain_late(self) -> None:
-        """Send the gathered batches, although fewer than `_TOGETHER` have come."""
-        self._timer = None
-        self.drain()
-
     def _send_until(self, deadline: float) -> bool:
         """Send until the deadline (``time.perf_counter``); True if nothing is left."""
-        waiting, take, clock = self.outbox.waiting, self.outbox.take, time.perf_counter
-        while (item := waiting.popleft() if waiting else take()) is not None:  # ``take`` acquires a lock
+        waiting = self.outbox.waiting
+        while (item := waiting.popleft() if waiting else self.outbox.take()) is not None:  # ``take`` acquires a lock
             seq, batch = item
             self._send(seq, batch)
-            if clock() > deadline:
+            if time.perf_counter() > deadline:
                 break
         if self.outbox.first_dropped is not None and not self._overflowed:
             self._overflowed = True
             logger.warning(
                 "publisher %s: too many batches waited to be sent; batch %d and maybe later ones are dropped: "
                 "their numbers stay unused, so subscribers see the gap",
-                self.ends.endpoint,
+                self.sockets.endpoint,
                 self.outbox.first_dropped,
             )
         return item is None
@@ -181,26 +145,26 @@ class PublisherCore:
         try:
             payload = self._encode(batch, self._rank)
         except CodecError as error:
-            self._unencodable += 1
+            self.unencodable += 1
             self._complain("publisher %s: batch %d is lost: %s", seq, error)
             return
         # Buffer first: a subscriber that sees the live message and requests a replay must find the message there.
         if self._server is not None:
-            self._buffer.append(seq, payload)
+            self._server.buffer.append(seq, payload)
         self.outbox.last_sent = seq
-        send = self._send_frame
+        send = self.sockets.pub.send
         try:
             send(self._topic, _MORE)
             send(pack_seq(seq), _MORE)
-            send(payload, _LAST)
+            send(payload, zmq.NOBLOCK)
         except zmq.ZMQError as error:  # another part of the program has terminated the context
             self.outbox.dropped += 1
             self._complain("publisher %s: batch %d cannot be sent: %s", seq, error)
         else:
-            self._sent += 1
+            self.sent += 1
 
     def _complain(self, text: str, seq: int, error: Exception) -> None:
-        self._limiter.warn(logger, text, self.ends.endpoint, seq, error, level=logging.ERROR)
+        self._limiter.warn(logger, text, self.sockets.endpoint, seq, error, level=logging.ERROR)
 
     # Waiting
 
@@ -217,9 +181,9 @@ class PublisherCore:
             raise TimeoutError(f"{waiting} event batches still wait to be sent after {timeout} s") from None
 
     async def flush(self, timeout: float | None) -> None:
-        """Wait until everything published so far has been handed to ZeroMQ."""
+        """Wait until all batches published so far have been passed to ZeroMQ."""
         if self.outbox.waiting:
-            self._loop.call_soon(self.drain)  # the core may still be gathering batches
+            self._loop.call_soon(self.drain)  # a `publish` that was interrupted may not have woken the core
         target = self.outbox.published
         waiting = 0
         try:
@@ -237,17 +201,13 @@ class PublisherCore:
 
     # Closing
 
-    def refuse(self) -> None:
-        """Accept no more batches, and wake the calls that wait for room. Called on the loop."""
-        self.outbox.close()
-        self._progress.set()
-
     async def aclose(self, timeout: float) -> None:
         """Send queued batches, finish replays in progress, and close. If cancelled, close immediately."""
         deadline = time.monotonic() + timeout
         linger = 0.0
         try:
-            self.refuse()
+            self.outbox.close()
+            self._progress.set()
             with suppress(TimeoutError):  # ``stop`` logs the batches that are left
                 await self.flush(timeout)
             if self._server is not None:
@@ -257,44 +217,48 @@ class PublisherCore:
             closing = self.stop(linger)
         # Poll: after a fork, a child may have unregistered the pipe by which threads wake this loop, see epoll(7).
         while closing is not None and closing.is_alive():  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     def shutdown(self) -> None:
-        """Send everything that is queued, synchronously, and close. No loop has to run."""
-        self.refuse()
+        """Send all queued batches synchronously, and close. No loop has to run."""
+        self.outbox.close()
         self._send_until(time.perf_counter() + CLOSE_TIMEOUT_S)
         self.stop(CLOSE_TIMEOUT_S)
 
     def stop(self, linger: float) -> threading.Thread | None:
-        """Close everything, and log which batches were not sent. Idempotent."""
+        """Close everything, and log the batches that were not sent. Idempotent."""
         self.outbox.close()
         self._stopped = True
         left = self.outbox.abandon()
         if left is not None:
             self._abandoned_from = left[0]
-            logger.warning("publisher %s closed before batches %d to %d were sent", self.ends.endpoint, *left)
+            logger.warning("publisher %s closed before batches %d to %d were sent", self.sockets.endpoint, *left)
         if self._server is not None:
             self._server.close()
         self._progress.set()
-        return self.ends.close(linger)
+        return self.sockets.close(linger)
 
     def detach_after_fork(self) -> None:
         """Stop in a forked child: the sockets belong to the parent."""
         self._stopped = True
 
     def stats(self) -> PublisherStats:
-        """Return the counters up to now."""
-        server = self._server
+        """Return the current counters."""
+        replay_requests = replayed = malformed = abandoned = 0
+        if self._server is not None:
+            replay_requests = self._server.requests
+            replayed = self._server.replayed
+            malformed = self._server.malformed
+            abandoned = self._server.abandoned
         return PublisherStats(
             published=self.outbox.published,
-            sent=self._sent,
+            sent=self.sent,
             queued=len(self.outbox.waiting),
             dropped=self.outbox.dropped,
-            unencodable=self._unencodable,
-            replay_requests=server.requests if server else 0,
-            replayed=server.replayed if server else 0,
-            malformed_requests=server.malformed if server else 0,
-            abandoned_replays=server.abandoned if server else 0,
-            handshake_failures=self.ends.handshake_failures,
-            cut_off=self.ends.cut_off,
+            unencodable=self.unencodable,
+            replay_requests=replay_requests,
+            replayed=replayed,
+            malformed_requests=malformed,
+            abandoned_replays=abandoned,
+            handshake_failures=self.sockets.handshake_failures,
         )

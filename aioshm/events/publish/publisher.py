@@ -1,9 +1,11 @@
-"""The publisher on an event loop: PUB for what happens now, ROUTER for batches that were missed."""
+"""The interface of publishers, the publisher that does nothing, and the publisher on an event loop."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from threading import get_ident
+from typing import ClassVar, Unpack
 
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.errors import PublisherClosed, RoleError
@@ -11,58 +13,141 @@ from aioshm.events.config import (
     CLOSE_TIMEOUT_S,
     DEFAULT_BUFFER_STEPS,
     DEFAULT_ENDPOINT,
-    DEFAULT_HWM,
-    DEFAULT_MAX_QUEUE_SIZE,
+    KVEventsConfig,
+    PublisherOptions,
+    PublisherSettings,
+    for_rank,
 )
 from aioshm.events.protocol.messages import EventBatch
-from aioshm.events.protocol.outbox import Overflow
-from aioshm.events.protocol.wire import DEFAULT_WIRE, Encoding, ReplayFormat, Wire
-from aioshm.events.publish.base import CorePublisher
-from aioshm.events.publish.core import PublisherCore
+from aioshm.events.protocol.wire import END_SEQ
+from aioshm.events.publish.core import PublisherCore, PublisherStats
 from aioshm.process.limits import detach_when_forked
-from aioshm.zeromq.endpoint import CurveKeys
+from aioshm.zeromq.hosts import connectable
+
+
+class EventPublisher(ABC):
+    """Sends event batches, in order, to all subscribers.
+
+    Every data-parallel rank has its own publisher, which writes its rank into batches without a rank.
+    """
+
+    def __init__(self, data_parallel_rank: int = 0) -> None:
+        if isinstance(data_parallel_rank, bool) or not isinstance(data_parallel_rank, int):
+            raise TypeError(f"data_parallel_rank must be an int, not {type(data_parallel_rank).__name__}")
+        if data_parallel_rank < 0:
+            raise ValueError(f"data_parallel_rank must not be negative, not {data_parallel_rank}")
+        self._data_parallel_rank = data_parallel_rank
+
+    END_SEQ: ClassVar[bytes] = END_SEQ
+    """The number in the frame that ends a replay."""
+
+    SHUTDOWN_TIMEOUT: ClassVar[float] = CLOSE_TIMEOUT_S
+    """How many seconds ``shutdown`` sends queued batches."""
+
+    @staticmethod
+    def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
+        """Return the endpoint of one rank: the rank is added to the port, and names get a suffix; None stays None.
+
+        Raises:
+            ValueError: The endpoint is invalid, or the port would be above 65535.
+        """
+        if not endpoint:
+            return endpoint
+        return for_rank(endpoint, data_parallel_rank)
+
+    @abstractmethod
+    def publish(self, events: EventBatch) -> None:
+        """Number the batch and queue it for sending; never waits for the network."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Send queued batches, then close. Idempotent."""
+
+    def get_publisher_config(self) -> KVEventsConfig | None:
+        """Return the configuration in effect, or None if this publisher has no configuration."""
+        return None
+
+
+class NullEventPublisher(EventPublisher):
+    """Drops everything: the publisher for disabled events."""
+
+    def publish(self, events: EventBatch) -> None:
+        """Do nothing."""
+
+    async def apublish(self, events: EventBatch, timeout: float | None = None) -> None:
+        """Do nothing."""
+
+    def shutdown(self) -> None:
+        """Do nothing."""
+
+
+class CorePublisher(EventPublisher):
+    """A publisher that sends through a `PublisherCore`."""
+
+    _core: PublisherCore
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint of the batches: with the rank added, and port 0 replaced by the bound port."""
+        return self._core.sockets.endpoint
+
+    @property
+    def connect_endpoint(self) -> str:
+        """``endpoint`` for subscribers: with this host's own address if all of its addresses are bound."""
+        return connectable(self.endpoint)
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """The bound endpoint for replay requests, or None."""
+        return self._core.sockets.replay_endpoint
+
+    @property
+    def connect_replay_endpoint(self) -> str | None:
+        """``replay_endpoint`` for subscribers, or None."""
+        if self.replay_endpoint is None:
+            return None
+        return connectable(self.replay_endpoint)
+
+    def get_publisher_config(self) -> KVEventsConfig:
+        """Return the configuration with the endpoints in use."""
+        return self._core.config
+
+    def stats(self) -> PublisherStats:
+        """Return the current counters."""
+        return self._core.stats()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} at {self.endpoint}>"
 
 
 class ZmqEventPublisher(AsyncClosing, CorePublisher):
-    """Publishes on the running event loop; ``publish`` costs about a microsecond and never waits.
+    """Publishes on the running event loop; ``publish`` takes about a microsecond and never waits.
 
     ``await apublish(batch)`` waits while the queue is full, so nothing is dropped.
 
-    Sockets are bound when it is made, also outside a loop; sending and replay begin on the loop that runs
-    then, or else at the first call from one. All calls must come from that loop's thread; callers without a
-    loop, or in many threads, take ``ThreadedEventPublisher``.
+    The constructor binds the sockets, also without a running loop. Sending and replay begin on the loop that runs
+    then, or else at the first call from a loop. All calls must come from that loop's thread. Without a
+    loop, or with many threads, use ``ThreadedEventPublisher``.
 
-    Batches that follow each other within microseconds go out together, a millisecond later at most.
+    A batch belongs to the publisher after publishing: the publisher encodes the batch later, so the caller must not
+    change it any more.
 
-    A batch belongs to the publisher once it is published: it is encoded later, when the caller's step is
-    over, so changing it afterwards changes what is sent.
-
-    Where the queue is full (``max_queue_size``), ``publish`` drops the new batch: its number is used up, the drop is
-    counted and logged once, and subscribers see the hole. With ``overflow="raise"`` it raises ``QueueFull`` instead and
-    gives no number. A batch that cannot be encoded leaves such a hole, too.
+    If the queue is full (``max_queue_size``), ``publish`` drops the new batch: its number is used up, the drop is
+    counted and logged once, and subscribers notice the hole. With ``overflow="raise"``, ``publish`` raises
+    ``QueueFull`` instead and uses no number. A batch that cannot be encoded leaves such a hole, too.
 
     Args:
-        data_parallel_rank: Written into batches that name no rank; also moves the endpoints (``for_rank``).
-        endpoint: Where batches go out.
-        replay_endpoint: Where missed batches can be asked for; None for no replay. Always bound.
+        data_parallel_rank: Written into batches without a rank; also added to the ports of the endpoints.
+        endpoint: Endpoint of the batches.
+        replay_endpoint: Endpoint for replay requests; None for no replay. Always bound.
         buffer_steps: Batches kept for replay.
-        hwm: Batches that ZeroMQ queues for one slow subscriber; beyond that it misses some, and can replay
-            them.
-        max_queue_size: Batches that may wait to be sent.
-        topic: The first frame of every message; at most 512 bytes.
-        bind: Bind the endpoint, or connect to it; None is vLLM's rule: wildcards, ``::``, ipc and inproc
-            bind. By that rule ``tcp://127.0.0.1:5557`` connects; of this host's own addresses a warning says that.
-        wire: Which releases of vLLM to write like, for consumers that were made for them: ``"vllm-0.24+"`` (maps, and
-            the topic in replies), ``"vllm-0.24"`` (maps, no topic) or ``"vllm-0.9"`` to 0.23 (arrays, no topic).
-        encoding: ``"array"`` or ``"map"``, where it is not that of ``wire``.
-        replay_format: ``"topic"`` or ``"legacy"`` (no topic frame in replies), where it is not that of ``wire``.
-        overflow: ``"drop"`` or ``"raise"``: what ``publish`` does where the queue is full.
-        curve: Keys for an encrypted connection.
+        **options: Further options by name: ``hwm``, ``max_queue_size``, ``topic``, ``bind``, ``wire``, ``encoding``,
+            ``replay_format``, ``overflow``, ``curve``. See `PublisherOptions`.
 
     Raises:
-        OSError: An endpoint cannot be bound; the text names it.
-        OutOfDescriptors, OutOfThreads: This process cannot have what ZeroMQ needs.
-        ValueError: An argument makes no sense; the text names it.
+        OSError: An endpoint cannot be bound; the text names the endpoint.
+        OutOfDescriptors, OutOfThreads: The process has too few descriptors or threads left for ZeroMQ.
+        ValueError: An argument is invalid; the text names the argument.
     """
 
     def __init__(
@@ -71,41 +156,24 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
         endpoint: str = DEFAULT_ENDPOINT,
         replay_endpoint: str | None = None,
         buffer_steps: int = DEFAULT_BUFFER_STEPS,
-        hwm: int = DEFAULT_HWM,
-        max_queue_size: int = DEFAULT_MAX_QUEUE_SIZE,
-        topic: str = "",
-        *,
-        bind: bool | None = None,
-        wire: Wire = DEFAULT_WIRE,
-        encoding: Encoding | None = None,
-        replay_format: ReplayFormat | None = None,
-        overflow: Overflow = "drop",
-        curve: CurveKeys | None = None,
+        **options: Unpack[PublisherOptions],
     ) -> None:
-        self._closed = True  # until everything below has worked
+        self._closed = True  # until the constructor has succeeded
         self._inherited = False
         super().__init__(data_parallel_rank)
-        if overflow == "block":
+        settings = PublisherSettings(
+            data_parallel_rank=data_parallel_rank,
+            endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
+            buffer_steps=buffer_steps,
+            **options,
+        )
+        if settings.overflow == "block":
             raise ValueError(
                 "overflow must be 'drop' or 'raise', not 'block': it would stop the loop that makes room; "
                 "await apublish instead"
             )
-        self._core = PublisherCore(
-            data_parallel_rank,
-            endpoint,
-            replay_endpoint,
-            buffer_steps,
-            hwm,
-            max_queue_size,
-            topic,
-            bind=bind,
-            wire=wire,
-            encoding=encoding,
-            replay_format=replay_format,
-            overflow=overflow,
-            curve=curve,
-        )
-        self._outbox = self._core.outbox
+        self._core = PublisherCore(settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
         self._closed = False
@@ -115,16 +183,16 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
     async def apublish(self, events: EventBatch, timeout: float | None = None) -> None:
         """Number the batch and queue it; wait while the queue is full.
 
-        Those who wait are served in turn. Cancelled, or out of time, a call has sent nothing and used no number.
+        Waiting calls are served in order. A call that is cancelled or times out has sent nothing and used no number.
 
         Args:
             events: The batch.
-            timeout: Seconds to wait for room; None waits as long as it takes.
+            timeout: Seconds to wait for room; None waits for ever.
 
         Raises:
             TimeoutError: There was no room in time.
-            PublisherClosed: The publisher was closed, before or meanwhile.
-            RoleError: Called in another loop than the publisher's.
+            PublisherClosed: The publisher was closed, before or during this call.
+            RoleError: Called on another loop than the publisher's.
             TypeError: Not an ``EventBatch``.
         """
         if not isinstance(events, EventBatch):
@@ -134,7 +202,7 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
         await self._core.put(events, timeout)
 
     def publish(self, events: EventBatch) -> None:
-        """Number the batch and queue it; it is encoded and sent on a later turn of the loop.
+        """Number the batch and queue it; a later iteration of the loop encodes and sends it.
 
         Raises:
             PublisherClosed: The publisher was closed.
@@ -148,22 +216,23 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
             raise TypeError(f"publish takes an EventBatch, not {type(events).__name__}")
         if self._thread_id != get_ident():
             self._attach_to_loop(required=True)
-        if self._outbox.put(events):
+        if self._core.outbox.put(events):
             assert self._loop is not None
             self._loop.call_soon(self._core.drain)
 
     async def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything published so far has been handed to ZeroMQ.
+        """Wait until all batches published so far have been passed to ZeroMQ.
 
-        Cancelling this loses nothing. Whether a subscriber has it cannot be known: PUB has no answers.
+        Cancelling this call loses nothing. The publisher cannot know whether a subscriber received them: PUB has no
+        acknowledgements.
 
         Args:
-            timeout: Seconds to wait; None waits as long as it takes.
+            timeout: Seconds to wait; None waits for ever.
 
         Raises:
             TimeoutError: Some batches still wait; the text says how many.
-            PublisherClosed: The publisher was closed meanwhile, before they were sent.
-            RoleError: Called in another loop than the publisher's.
+            PublisherClosed: The publisher was closed during this call, before the batches were sent.
+            RoleError: Called on another loop than the publisher's.
         """
         if self._inherited:
             self._check_open()
@@ -172,13 +241,13 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
             await self._core.flush(timeout)
 
     async def aclose(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
-        """Send what is queued, finish replays in progress, and close.
+        """Send queued batches, finish replays in progress, and close.
 
-        What could not be sent within the timeout is named in a warning and counted as dropped. Cancelled, it
-        closes at once. ``publish`` raises from the first call on; calling it again does nothing.
+        Batches that could not be sent within the timeout are named in a warning and counted as dropped. If cancelled,
+        this call closes immediately. ``publish`` raises from the first call on. Idempotent.
 
         Args:
-            timeout: Seconds for all of it, ZeroMQ's own delivery to connected subscribers included.
+            timeout: Seconds for everything, including ZeroMQ's own delivery to connected subscribers.
         """
         if self._closed:
             return
@@ -187,9 +256,9 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
         await self._core.aclose(timeout)
 
     def shutdown(self) -> None:
-        """Send everything that is queued now, here and at once, and close; for callers that cannot await.
+        """Send all queued batches synchronously, and close; for callers that cannot await.
 
-        ZeroMQ delivers what it holds in the background, up to a second, as long as the process lives.
+        ZeroMQ delivers in the background for up to a second, while the process lives.
         """
         if not self._closed:
             self._closed = True
@@ -205,7 +274,7 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
             self._core.stop(0.0)
 
     def detach_after_fork(self) -> None:
-        """Be closed: the sockets are the parent's."""
+        """Close in a forked child: the sockets belong to the parent."""
         self._inherited = not self._closed
         self._closed = True
 

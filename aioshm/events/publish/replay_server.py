@@ -1,10 +1,10 @@
-"""Sends subscribers the batches that they missed, from the replay buffer, in between publishing.
+"""Serves replay requests from the replay buffer, in between publishing.
 
-Who asks in the wrong form is counted, named in a rate-limited warning, and answered with just the end marker
-where there is an identity to answer to. Each client is served at the speed at which it reads, a few batches
-at a time, so neither publishing nor the other clients wait for it; it keeps alive only what it still has to
-get. At most ``MAX_CLIENTS`` are served at once, later requests wait in the socket; one that reads nothing for
-``STALLED_S`` is given up, so those who wait get their turn.
+A malformed request is counted, logged in a rate-limited warning, and answered with only the end marker. The server
+sends each client a few batches at a time, at the client's speed, so slow clients delay neither publishing nor other
+clients. A client keeps only the batches alive that are still to be sent. The server answers at most ``MAX_CLIENTS`` at
+a time; further requests wait in the socket. A client that reads nothing for ``STALLED_S`` is given up, so the next
+one gets its place.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 
 import zmq
 
@@ -27,46 +28,39 @@ logger: logging.Logger = logging.getLogger("aioshm.events")
 
 MAX_CLIENTS = 64
 STALLED_S = 30.0
-# Batches in ZeroMQ's queue for one client; what bounds a slow client's memory in this process.
-CLIENT_HWM = 64
-# The kernel's buffer for one client. Left alone it grows to megabytes, and filling it for a few slow clients at once
-# would delay live batches for tens of milliseconds.
-CLIENT_BUFFER_BYTES = 1 << 17
-# A client's own requests are a few bytes; ZeroMQ hangs up on a peer that sends more.
-MAX_REQUEST_BYTES = 1024
 _MAX_FRAMES = 4  # a request has three, with the client's identity
 
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 _SLICE_S = 0.0001
-_TURN = 8
+_BATCHES_AT_A_TIME = 8
 _RETRY_S = 0.05
 
 
+@dataclass(eq=False, slots=True)
 class _Client:
-    """One answer in progress."""
+    """An answer in progress."""
 
-    def __init__(self, identity: bytes, entries: deque[Entry], now: float) -> None:
-        self.identity = identity
-        self.moved = now
-        self.entries = entries  # not sent yet
+    identity: bytes
+    entries: deque[Entry]  # not sent yet
+    moved: float  # when the client last took a batch
 
 
 class ReplayServer:
     """Serves one ROUTER socket on one loop."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], buffer: ReplayBuffer, topic: bytes, form: wire.ReplayFormat, where: str
+        self, socket: zmq.Socket[bytes], buffer: ReplayBuffer, topic: bytes, form: wire.ReplayFormat, endpoint: str
     ) -> None:
+        self.buffer: ReplayBuffer = buffer
         self.requests: int = 0  # well-formed requests
         self.replayed: int = 0  # batches sent in answers
-        self.malformed: int = 0  # requests that were none
-        self.abandoned: int = 0  # clients that left or stalled before they had everything
+        self.malformed: int = 0  # malformed requests
+        self.abandoned: int = 0  # clients that left or stalled before the end of their answer
         self._socket = socket
-        self._buffer = buffer
         self._topic = topic
         self._form = form
-        self._where = where
-        self._served: deque[_Client] = deque()  # in turn
+        self._endpoint = endpoint
+        self._served: deque[_Client] = deque()  # in order
         self._blocked: list[_Client] = []
         self._limiter = LogLimiter(10.0)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -76,11 +70,11 @@ class ReplayServer:
 
     @property
     def busy(self) -> bool:
-        """Whether a client still waits for the rest of an answer."""
+        """Whether an answer is in progress."""
         return bool(self._served or self._blocked)
 
     async def wait_idle(self, timeout: float) -> None:
-        """Wait until everybody has been answered, or ``timeout`` seconds."""
+        """Wait until all answers are complete, or ``timeout`` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while self.busy:
@@ -104,13 +98,13 @@ class ReplayServer:
         self._blocked.clear()
 
     def _run(self) -> bool:
-        """Take requests and send for one slice of time; return whether to go on in the loop's next turn."""
+        """Take requests and send for one slice of time; return whether the loop must call again."""
         assert self._loop is not None
         assert self._pump is not None
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
-        self._served.extend(self._blocked)  # any change of state may have made room for any of them
+        self._served.extend(self._blocked)  # any change of state may have made room for any client
         self._blocked.clear()
         deadline = time.perf_counter() + _SLICE_S
         more_requests = self._accept(deadline)
@@ -118,16 +112,15 @@ class ReplayServer:
             self._serve(self._served.popleft())
         if self._served or more_requests:
             return True
-        if not self._blocked:
-            self._idle.set()
-        else:
-            # Room for one client can be noticed while another is served, and then the descriptor stays
-            # silent.
+        if self._blocked:
+            # ZeroMQ may report room for one client while another one is served; the descriptor is silent then.
             self._retry = self._loop.call_later(_RETRY_S, self._pump.run)
+        else:
+            self._idle.set()
         return False
 
     def _accept(self, deadline: float) -> bool:
-        """Read requests; True if there may be more that could be taken now."""
+        """Read requests; True if there may be more, and clients to spare."""
         while len(self._served) + len(self._blocked) < MAX_CLIENTS:
             if time.perf_counter() > deadline:
                 return True
@@ -139,16 +132,15 @@ class ReplayServer:
         return False
 
     def _take(self, frames: list[zmq.Frame]) -> None:
-        identity = frames[0].bytes
-        now = time.monotonic()
+        entries: deque[Entry] = deque()
         try:
             start = wire.parse_request([frame.bytes for frame in frames[1:]])
         except CodecError as error:
             self._complain(frames[0], error)
-            self._served.append(_Client(identity, deque(), now))
-            return
-        self.requests += 1
-        self._served.append(_Client(identity, self._buffer.since(start), now))
+        else:
+            self.requests += 1
+            entries = self.buffer.since(start)
+        self._served.append(_Client(frames[0].bytes, entries, time.monotonic()))
 
     def _complain(self, frame: zmq.Frame, error: CodecError) -> None:
         self.malformed += 1
@@ -157,27 +149,27 @@ class ReplayServer:
         except (zmq.ZMQError, KeyError):
             address = "an unknown address"
         text = "replay %s: malformed request from %s, identity %s: %s"
-        self._limiter.warn(logger, text, self._where, address, frame.bytes.hex(), error)
+        self._limiter.warn(logger, text, self._endpoint, address, frame.bytes.hex(), error)
 
     def _serve(self, client: _Client) -> None:
-        """Send one turn's worth; afterwards the client is ready, blocked or done."""
+        """Send a few batches; afterwards the client is ready, blocked or done."""
         send = self._socket.send
-        for _ in range(_TURN):
+        for _ in range(_BATCHES_AT_A_TIME):
             if client.entries:
                 *first, last = wire.reply(self._topic, *client.entries[0], self._form)
             else:
                 *first, last = wire.end_reply(self._form)
             try:
                 send(client.identity, _MORE)
-                for frame in first:  # there is room for all of them, or for none
+                for frame in first:  # ZeroMQ has room for all frames, or for none
                     send(frame, _MORE)
                 send(last, zmq.NOBLOCK)
             except zmq.Again:
                 self._block(client)
                 return
-            except zmq.ZMQError as error:  # EHOSTUNREACH: it is gone
+            except zmq.ZMQError as error:  # EHOSTUNREACH: the client is gone
                 self.abandoned += 1
-                logger.debug("replay %s: client %s left: %s", self._where, client.identity.hex(), error)
+                logger.debug("replay %s: client %s left: %s", self._endpoint, client.identity.hex(), error)
                 return
             if not client.entries:
                 return
@@ -193,4 +185,4 @@ class ReplayServer:
             return
         self.abandoned += 1
         text = "replay %s: client %s has read nothing for %.0f s; giving it up"
-        logger.warning(text, self._where, client.identity.hex(), waited)
+        logger.warning(text, self._endpoint, client.identity.hex(), waited)

@@ -1,33 +1,43 @@
-"""The publisher for callers without an event loop: the same core, on the background loop of the process."""
+"""The publisher for callers without an event loop, and the factory of publishers."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, ClassVar, Unpack
 
+from aioshm.arguments import check_plain
 from aioshm.closing import Closing, warn_not_closed
 from aioshm.errors import PublisherClosed, QueueFull
-from aioshm.events.config import CLOSE_TIMEOUT_S, DEFAULT_ENDPOINT
+from aioshm.events.config import (
+    CLOSE_TIMEOUT_S,
+    DEFAULT_BUFFER_STEPS,
+    DEFAULT_ENDPOINT,
+    KVEventsConfig,
+    PublisherOptions,
+    PublisherSettings,
+)
 from aioshm.events.protocol.messages import EventBatch
-from aioshm.events.protocol.outbox import Overflow
-from aioshm.events.publish.base import CorePublisher
 from aioshm.events.publish.core import PublisherCore
+from aioshm.events.publish.publisher import CorePublisher, EventPublisher, NullEventPublisher, ZmqEventPublisher
 from aioshm.process.limits import check_descriptors, naming_limits
 from aioshm.process.loop_thread import shared_loop
 
-_LOOP_DESCRIPTORS = 8  # of whatever kind it is
-# How often a call that waits for room looks whether the thread is still there to make any.
-_LOOK_S = 0.5
+_LOOP_DESCRIPTORS = 8  # enough for any event loop
+# How often a call that waits for room checks that the thread is alive.
+_CHECK_S = 0.5
 
 
 class ThreadedEventPublisher(Closing, CorePublisher):
     """Publishes from any thread; takes the arguments of ``ZmqEventPublisher`` and binds before it returns.
 
-    Encoding and sending happen in a background thread. Batches of one thread go out in the order in which
-    it published them.
+    A background thread encodes and sends. Batches of one thread are sent in the order in which
+    the thread published them.
 
-    Where the queue is full (``max_queue_size``), ``publish`` waits until there is room, as that of vLLM does, so
+    If the queue is full (``max_queue_size``), ``publish`` waits until there is room, as in vLLM, so
     nothing is dropped. ``overflow="drop"`` and ``"raise"`` never wait, see ``ZmqEventPublisher``.
     """
 
@@ -35,22 +45,30 @@ class ThreadedEventPublisher(Closing, CorePublisher):
         self,
         data_parallel_rank: int,
         endpoint: str = DEFAULT_ENDPOINT,
-        *arguments: Any,
-        overflow: Overflow = "block",
-        **options: Any,
+        replay_endpoint: str | None = None,
+        buffer_steps: int = DEFAULT_BUFFER_STEPS,
+        **options: Unpack[PublisherOptions],
     ) -> None:
         self._closed = True
         super().__init__(data_parallel_rank)
-        self._blocks = overflow == "block"
+        options.setdefault("overflow", "block")
+        settings = PublisherSettings(
+            data_parallel_rank=data_parallel_rank,
+            endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
+            buffer_steps=buffer_steps,
+            **options,
+        )
+        self._blocks = settings.overflow == "block"
         self._lock = threading.Lock()
         what = f"a publisher of events at {endpoint}"
-        check_descriptors(what, _LOOP_DESCRIPTORS)  # one that is made in part only is not given back
+        check_descriptors(what, _LOOP_DESCRIPTORS)  # asyncio leaks descriptors of a loop whose creation fails
         with naming_limits(what):
             self._host = shared_loop()
         loop = self._host.loop
 
         def make() -> PublisherCore:
-            core = PublisherCore(data_parallel_rank, endpoint, *arguments, overflow=overflow, **options)
+            core = PublisherCore(settings)
             core.start(loop)
             return core
 
@@ -60,25 +78,27 @@ class ThreadedEventPublisher(Closing, CorePublisher):
     def publish(self, events: EventBatch, timeout: float | None = None) -> None:
         """Number the batch and queue it for the thread; by default, wait while the queue is full.
 
-        Ctrl-C interrupts the wait; the batch has got no number then and is not sent.
+        Ctrl-C interrupts the wait; the batch has no number then and is not sent.
 
         Args:
             events: The batch.
-            timeout: Seconds to wait for room; None waits as long as it takes.
+            timeout: Seconds to wait for room; None waits for ever.
 
         Raises:
-            TimeoutError: There was no room in time; the batch was not taken.
-            PublisherClosed: The publisher was closed, before or meanwhile, or its thread has ended.
+            TimeoutError: There was no room in time; the batch is not sent.
+            PublisherClosed: The publisher was closed, before or during this call, or its thread has ended.
             QueueFull: No room, and ``overflow`` is ``"raise"``.
-            RoleError: Called in a forked child, where the thread does not exist; or there is no room, and this is the
-                publisher's own thread.
+            RoleError: Called in a forked child, which does not have the thread; or there is no room, and the caller is
+                the publisher's own thread.
             TypeError: Not an ``EventBatch``.
         """
         if not isinstance(events, EventBatch):
             raise TypeError(f"publish takes an EventBatch, not {type(events).__name__}")
         if self._host.elsewhere:
             self._host.check()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None
+        if timeout is not None:
+            deadline = time.monotonic() + timeout
         while True:
             try:
                 if self._core.outbox.put(events):
@@ -88,9 +108,11 @@ class ThreadedEventPublisher(Closing, CorePublisher):
                 if not self._blocks:
                     raise
             self._host.check()
-            self._wake()  # raises where there is no thread any more to make room
-            left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
-            if not self._core.outbox.wait_for_room(max(0.0, left)) and left < _LOOK_S:
+            self._wake()  # raises if the thread has ended
+            left = _CHECK_S
+            if deadline is not None:
+                left = min(left, deadline - time.monotonic())
+            if not self._core.outbox.wait_for_room(max(0.0, left)) and left < _CHECK_S:
                 raise TimeoutError(f"the queue of this event publisher was still full after {timeout} s")
 
     def _wake(self) -> None:
@@ -100,10 +122,10 @@ class ThreadedEventPublisher(Closing, CorePublisher):
             raise PublisherClosed("the thread of this event publisher has ended") from None
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything published so far has been handed to ZeroMQ.
+        """Wait until all batches published so far have been passed to ZeroMQ.
 
         Args:
-            timeout: Seconds to wait; None waits as long as it takes.
+            timeout: Seconds to wait; None waits for ever.
 
         Raises:
             TimeoutError: Some batches still wait; the text says how many.
@@ -112,12 +134,12 @@ class ThreadedEventPublisher(Closing, CorePublisher):
             self._host.run(lambda: self._core.flush(timeout))
 
     def shutdown(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
-        """Send what is queued, and close; calling it again does nothing.
+        """Send queued batches, and close. Idempotent.
 
-        In a forked child this does nothing: the sockets are the parent's.
+        In a forked child this call does nothing: the sockets belong to the parent.
 
         Args:
-            timeout: Seconds for it; what was not sent by then is named in a warning.
+            timeout: Seconds for sending; batches that are left are named in a warning.
         """
         if self._host.elsewhere:
             return
@@ -136,3 +158,60 @@ class ThreadedEventPublisher(Closing, CorePublisher):
         if not self._closed and not self._host.elsewhere:
             warn_not_closed(self, "use `with`, or call shutdown()")
             self._host.post(self._core.shutdown)
+
+
+def _zmq_publisher(**options: Any) -> EventPublisher:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return ThreadedEventPublisher(**options)
+    return ZmqEventPublisher(**options)
+
+
+class EventPublisherFactory:
+    """Creates the publisher that a configuration names.
+
+    ``"zmq"`` is a ``ZmqEventPublisher`` if a loop is running, else a ``ThreadedEventPublisher``.
+    ``"zmq-thread"`` is always a ``ThreadedEventPublisher``.
+    """
+
+    _registry: ClassVar[dict[str, Callable[..., EventPublisher]]] = {
+        "null": NullEventPublisher,
+        "zmq": _zmq_publisher,
+        "zmq-thread": ThreadedEventPublisher,
+    }
+
+    @classmethod
+    def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
+        """Register ``ctor`` as a kind of publisher; it is called with ``data_parallel_rank`` and the config's fields.
+
+        Raises:
+            KeyError: The name is taken.
+            TypeError: ``ctor`` is a coroutine function.
+        """
+        if name in cls._registry:
+            raise KeyError(f"publisher {name!r} is already registered")
+        cls._registry[name] = check_plain("ctor", ctor)
+
+    @classmethod
+    def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> EventPublisher:
+        """Create a publisher; the configuration itself is not changed.
+
+        Returns:
+            A ``NullEventPublisher`` if the configuration is None, disabled or names ``"null"``. For any other
+            publisher ``get_publisher_config()`` returns the configuration in effect.
+
+        Raises:
+            ValueError: This kind of publisher is not registered, or an option is invalid.
+        """
+        if config is None or not config.enable_kv_cache_events or config.publisher == "null":
+            return NullEventPublisher(data_parallel_rank)
+        options = asdict(config)
+        del options["enable_kv_cache_events"]
+        kind = options.pop("publisher")
+        try:
+            ctor = cls._registry[kind]
+        except KeyError:
+            known = ", ".join(sorted(cls._registry))
+            raise ValueError(f"unknown event publisher {kind!r}: known are {known}") from None
+        return ctor(data_parallel_rank=data_parallel_rank, **options)

@@ -1,4 +1,4 @@
-"""The sockets of a subscriber: a SUB for live batches, and a DEALER while it asks for batches that it has missed."""
+"""The sockets of a subscriber: a SUB for live batches, and a DEALER for replay requests."""
 
 from __future__ import annotations
 
@@ -6,55 +6,68 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from itertools import count
 
 import zmq
 
 from aioshm.errors import OutOfDescriptors
+from aioshm.events.config import SubscriberSettings
 from aioshm.events.protocol import wire
-from aioshm.events.subscribe.backlog import CAME_BACK, Backlog
+from aioshm.events.subscribe.backlog import RECONNECTED, Backlog
+from aioshm.logs import LogLimiter
 from aioshm.process.limits import SIGNAL_DESCRIPTORS, check_descriptors
-from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, BoundFile, CurveKeys, attach, limit_frames, open_socket
+from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, BoundFile, attach, limit_frames, open_socket
+from aioshm.zeromq.hosts import is_loopback
 from aioshm.zeromq.monitor import ENDED, Monitor
 from aioshm.zeromq.pump import Pump, receive_frames
 
-# How long one turn of the loop receives messages into the backlog, and how long while that is more than half full:
-# decoding then needs the time more than messages that may be dropped.
-_READ_AHEAD_S, _READ_AHEAD_BUSY_S = 0.002, 0.0005
+logger: logging.Logger = logging.getLogger("aioshm.events")
+
+# How long one callback receives messages into the backlog, and how long while the backlog is more than half full:
+# decoding needs the time more than messages that may be dropped.
+_READ_AHEAD_S = 0.002
+_READ_AHEAD_BUSY_S = 0.0005
 # Messages that ZeroMQ holds for each connection to an open port: strangers may send large ones.
 OPEN_HWM = 16
-# A live message has three; of longer ones, which are garbage, so many are kept.
+# A live message has three frames. Longer messages are garbage, of which four frames are kept.
 _MAX_FRAMES = 4
-_NOBLOCK, _RCVMORE = int(zmq.NOBLOCK), int(zmq.RCVMORE)
+# Plain ints: operators of an enumeration are slow.
+_NOBLOCK = int(zmq.NOBLOCK)
+_RCVMORE = int(zmq.RCVMORE)
+# Stands for the descriptor of a port that connects, or that has a transport without descriptors.
+_NO_DESCRIPTOR = -1
+_TOO_SLOW = (
+    "subscriber %s: %d batches so far were dropped undecoded, because batches come faster than this process decodes "
+    "and consumes them: give its loop more processor time, spread the endpoints or topics over several processes, or, "
+    "for bursts, pass a larger max_backlog_bytes (dropped batches are replayed, or reported as Lost)"
+)
 
 
 class LivePort:
-    """A SUB socket with its monitor.
+    """A SUB socket with its monitor and backlog.
 
-    ZeroMQ bounds the queue of a socket by messages, not by bytes. So the socket is read whenever the loop runs, into
-    the backlog, which is bounded by bytes.
+    ZeroMQ bounds the queue of a socket by messages, not by bytes. So the port reads the socket whenever the loop runs,
+    into the backlog, which is bounded by bytes.
     """
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        topic: bytes,
-        *,
-        bind: bool,
-        hwm: int,
-        curve: CurveKeys | None,
-        max_bytes: int,
-        backlog: Backlog,
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topic: bytes, settings: SubscriberSettings
     ) -> None:
-        silence_s = BOUND_SUBSCRIBER_SILENCE_S if bind else None
-        if bind and curve is None and endpoint.startswith("tcp://"):
+        bind = settings.binds(endpoint)
+        hwm = settings.hwm
+        silence_s = None
+        if bind:
+            silence_s = BOUND_SUBSCRIBER_SILENCE_S
+        if settings.is_open(endpoint):
             hwm = min(hwm, OPEN_HWM)
+            if not is_loopback(endpoint):
+                text = "events are taken from anybody who reaches %s, unencrypted: pass curve=, or bind loopback"
+                logger.warning(text, endpoint)
+        curve = settings.curve
         self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve, silence_s=silence_s)
         try:
             self._sub.setsockopt(zmq.SUBSCRIBE, topic)
             if bind:  # a socket that connects would not be connected again after a message that is too large
-                limit_frames(self._sub, max_bytes)
+                limit_frames(self._sub, settings.payload_limit(endpoint))
             self._monitor = Monitor(self._sub)
             try:
                 self.endpoint: str = attach(self._sub, endpoint, bind=bind)
@@ -64,21 +77,22 @@ class LivePort:
         except BaseException:
             self._sub.close()
             raise
-        self._file = BoundFile(self.endpoint) if bind else None
-        self._encrypted = curve is not None
+        self.backlog: Backlog = Backlog(settings.max_backlog_bytes)
         self._bound = bind
-        self._backlog = backlog
-        self._numbers = count()
-        self._connection = next(self._numbers)  # of a port that connects
-        self._senders: dict[int, int] = {}  # by descriptor, of a port that is bound
-        self._gone: set[int] = set()  # descriptors of connections whose last messages may wait in the socket
-        self._refused: list[str] = []
+        self._file = BoundFile(self.endpoint if bind else "")
+        self._encrypted = curve is not None
+        self._limiter = LogLimiter(10.0)
+        self._drop_limiter = LogLimiter(10.0)
+        self._connections: dict[int, object] = {}  # identities by descriptor
+        self._gone: set[int] = set()  # descriptors of ended connections whose last messages may wait in the socket
         self._pumps: list[Pump] = []
 
     @property
     def connections(self) -> int:
-        """Publishers that are connected; ZeroMQ reports none within a process."""
-        return 1 if self.endpoint.startswith("inproc:") else self._monitor.connections
+        """Connected publishers; 1 for inproc, because ZeroMQ reports none within a process."""
+        if self.endpoint.startswith("inproc:"):
+            return 1
+        return self._monitor.connections
 
     @property
     def reconnects(self) -> int:
@@ -92,27 +106,36 @@ class LivePort:
 
     def read_ahead(self) -> bool:
         """Receive messages into the backlog; True if there may be more."""
-        self._backlog.shrink()
-        if self._backlog.is_shrinking:
+        dropped = self.backlog.dropped
+        more = self._read_ahead()
+        if self.backlog.dropped > dropped and self._drop_limiter.admit() is not None:
+            logger.warning(_TOO_SLOW, self.endpoint, self.backlog.dropped)
+        return more
+
+    def _read_ahead(self) -> bool:
+        self.backlog.shrink()
+        if self.backlog.is_shrinking:
             return True
         gone = self._gone | self._read_monitor()
         burst, is_empty = self._receive_burst()
-        # A connection that came back did so before its first message was received: its marker goes before the burst.
-        self._gone = self._read_monitor() if burst else set()
+        # A connection came back before its first message was received, so its marker goes before the burst.
+        self._gone = set()
+        if burst:
+            self._gone = self._read_monitor()
         for connection, frames in burst:
-            self._backlog.put(connection, frames)
+            self.backlog.put(connection, frames)
         if is_empty:
             self._end_connections(gone)
         else:
             self._gone |= gone
-        self._backlog.shrink()
-        return not is_empty or bool(self._gone) or self._backlog.is_shrinking
+        self.backlog.shrink()
+        return not is_empty or bool(self._gone) or self.backlog.is_shrinking
 
-    def _receive_burst(self) -> tuple[list[tuple[int, list[bytes]]], bool]:
-        """Receive for one slice of time; return messages with their connections, and whether none is left."""
-        burst: list[tuple[int, list[bytes]]] = []
+    def _receive_burst(self) -> tuple[list[tuple[object, list[bytes]]], bool]:
+        """Receive for one slice of time; return messages with their connections, and whether the socket is empty."""
+        burst: list[tuple[object, list[bytes]]] = []
         clock = time.perf_counter
-        deadline = clock() + (_READ_AHEAD_BUSY_S if self._backlog.is_half_full else _READ_AHEAD_S)
+        deadline = clock() + (_READ_AHEAD_BUSY_S if self.backlog.is_half_full else _READ_AHEAD_S)
         try:
             while True:
                 burst.append(self._receive_one())
@@ -121,49 +144,46 @@ class LivePort:
         except zmq.Again:
             return burst, True
 
-    def _receive_one(self) -> tuple[int, list[bytes]]:
+    def _receive_one(self) -> tuple[object, list[bytes]]:
         """Receive a message; return its connection, too."""
-        if not self._bound:
+        descriptor = _NO_DESCRIPTOR
+        if self._bound:
+            received = receive_frames(self._sub, _MAX_FRAMES)
+            try:
+                descriptor = int(received[0].get(zmq.SRCFD))
+            except zmq.ZMQError:  # a transport without descriptors
+                pass
+            frames = [frame.bytes for frame in received]
+        else:
             frames = [self._sub.recv(_NOBLOCK)]
             while self._sub.getsockopt(_RCVMORE):
                 frames.append(self._sub.recv(_NOBLOCK))
-            return self._connection, frames
-        received = receive_frames(self._sub, _MAX_FRAMES)
-        try:
-            descriptor = int(received[0].get(zmq.SRCFD))
-        except zmq.ZMQError:  # a transport without descriptors
-            descriptor = -1
-        if descriptor not in self._senders:
-            self._senders[descriptor] = next(self._numbers)
-        return self._senders[descriptor], [frame.bytes for frame in received]
+        connection = self._connections.get(descriptor)
+        if connection is None:
+            connection = self._connections[descriptor] = object()
+        return connection, frames
 
     def _end_connections(self, gone: set[int]) -> None:
-        """Note the connections that ended; until the socket was empty, their last messages waited in it."""
-        if not gone:
-            return
-        if self._bound:
-            for descriptor in gone & self._senders.keys():
-                self._backlog.note(self._senders.pop(descriptor))
-        else:
-            self._backlog.note(self._connection)
-            self._connection = next(self._numbers)
+        """Append markers for ended connections, now that no message of theirs waits in the socket."""
+        if not self._bound and gone:
+            self.backlog.note(self._connections.pop(_NO_DESCRIPTOR, object()))
+        for descriptor in gone & self._connections.keys():
+            self.backlog.note(self._connections.pop(descriptor))
 
     def _read_monitor(self) -> set[int]:
-        """Note connections that came back and peers that were refused; return the descriptors of those that ended."""
+        """Handle events of connections; return the descriptors of connections that ended."""
         came_back, failed = self._monitor.read()
         if came_back:
-            self._backlog.note(CAME_BACK)
-        hint = ", or the peer refuses these keys" if self._encrypted else ""
-        self._refused += [each.reason + (hint if each.reason == ENDED else "") for each in failed]
+            self.backlog.note(RECONNECTED)
+        for failure in failed:
+            reason = failure.reason
+            if self._encrypted and reason == ENDED:
+                reason += ", or the peer refuses these keys"
+            self._limiter.warn(logger, "subscriber %s: %s", self.endpoint, reason)
         return self._monitor.take_gone()
 
-    def take_refused(self) -> list[str]:
-        """Return why peers were refused since the last call."""
-        refused, self._refused = self._refused, []
-        return refused
-
     def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], bool]) -> None:
-        """Call ``callback`` when there may be a message or news of connections, again if it returns True."""
+        """Call ``callback`` if there may be a message or a connection event, again if it returns True."""
         self._pumps = [Pump(loop, self._sub, callback), Pump(loop, self._monitor.pair, callback)]
 
     def close(self) -> None:
@@ -174,66 +194,63 @@ class LivePort:
             pump.pause()
         self._monitor.close()
         self._sub.close(linger=0)
-        if self._file is not None:
-            self._file.remove()
+        self._file.remove()
 
 
-logger: logging.Logger = logging.getLogger("aioshm.events")
-
-# Requests that get no answer before a gap is given up; one only, while the replay port is known to be silent.
+# Requests without an answer before a gap is given up; only one while the replay port is known to be silent.
 REPLAY_ATTEMPTS = 3
-# ZeroMQ's own queue for replies: what a publisher may send ahead of this reader.
+# ZeroMQ's own queue for replies: a publisher may send so many ahead of this reader.
 _REPLY_HWM = 64
 
 
 class ReplayPort:
-    """A publisher's replay port, as one subscriber asks there."""
+    """The client of a publisher's replay port."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str | None,
-        curve: CurveKeys | None,
-        timeout: float,
+        settings: SubscriberSettings,
         work: Callable[[], None],
     ) -> None:
+        self.endpoint = endpoint
+        self.timeout: float = settings.replay_timeout
+        self.active_at: float = 0.0  # loop time of the last request, or of the last reply
+        self.failures: int = 0  # requests without an answer in time
         self._loop = loop
         self._context = context
-        self._curve = curve
-        self._timeout = timeout
+        self._curve = settings.curve
         self._work = work
         self._dealer: zmq.Socket[bytes] | None = None
         self._pump: Pump | None = None
         self._attempts = 0
         self._silent = False
-        self._lacking: OutOfDescriptors | None = None
-        self.endpoint = endpoint
-        self.asked_at: float = 0.0  # when it was asked last, or has sent something, by the loop's clock
-        self.failures: int = 0  # requests that got no answer in time
+        self._shortage: OutOfDescriptors | None = None
 
     @property
     def overdue_at(self) -> float:
-        """When an answer is overdue; if nothing was asked yet, that time from now on."""
-        asked = self._dealer is not None or self._lacking is not None
-        return (self.asked_at if asked else self._loop.time()) + self._timeout
+        """When an answer is overdue; without a request, the timeout from now on."""
+        if self._dealer is None and self._shortage is None:
+            return self._loop.time() + self.timeout
+        return self.active_at + self.timeout
 
     @property
     def is_asked(self) -> bool:
-        """Whether a request was sent whose answer has not ended."""
+        """Whether an answer is in progress."""
         return self._dealer is not None
 
     @property
     def has_answer(self) -> bool:
-        """Whether something of an answer is there to be received."""
+        """Whether a part of the answer can be received now."""
         return self._dealer is not None and bool(self._dealer.poll(0))
 
-    def heard(self) -> None:
-        """Note that the publisher is at it, or could not be: its time for an answer begins anew."""
-        self.asked_at = self._loop.time()
+    def restart_timeout(self) -> None:
+        """Count the timeout of the answer from now on."""
+        self.active_at = self._loop.time()
 
     def receive(self, start: int) -> list[bytes] | None:
-        """Return the next message of the answer to "all from ``start`` on", asked first; None: none is there."""
+        """Send the request for batches from ``start`` on, unless it is sent; return the next reply, if any."""
         if self._dealer is None:
             self._ask(start)
         if self._dealer is None:
@@ -242,62 +259,63 @@ class ReplayPort:
             frames = self._dealer.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        self.asked_at = self._loop.time()
+        self.restart_timeout()
         return frames
 
     def _ask(self, start: int) -> None:
         assert self.endpoint is not None
         try:
-            check_descriptors("asking for what was missed", 1 + SIGNAL_DESCRIPTORS)  # ZeroMQ would try again for ever
-            self._dealer = dealer = open_socket(
+            check_descriptors("asking for missed batches", 1 + SIGNAL_DESCRIPTORS)  # ZeroMQ would retry for ever
+            dealer = open_socket(
                 self._context, zmq.DEALER, self.endpoint, bind=False, hwm=_REPLY_HWM, curve=self._curve
             )
+            self._dealer = dealer
             attach(dealer, self.endpoint, bind=False)
         except OutOfDescriptors as error:
-            if self._lacking is None:
-                self._lacking = error
-                self.heard()
+            if self._shortage is None:
+                self._shortage = error
+                self.restart_timeout()
             return
-        self._lacking = None
+        self._shortage = None
         dealer.send_multipart(wire.request(start), zmq.NOBLOCK)
         self._pump = Pump(self._loop, dealer, self._work)
-        self.heard()
+        self.restart_timeout()
 
     def ended(self) -> None:
-        """Note that the answer is complete."""
+        """Close the socket after a complete answer."""
         self.close()
         self._attempts = 0
         self._silent = False
 
-    def give_up(self, asker: str) -> str | None:
-        """Forget a request that is overdue; return why there will be no answer, once it was asked often enough."""
+    def give_up(self, subscriber: str) -> str | None:
+        """Close an overdue request; after enough attempts return why there will be no answer."""
         self.close()
         self._attempts += 1
         self.failures += 1
-        if self._attempts < (1 if self._silent else REPLAY_ATTEMPTS):
+        if self._attempts < REPLAY_ATTEMPTS and not self._silent:
             return None
-        reason = f"{self.endpoint} did not answer {self._attempts} times within {self._timeout} s"
-        if self._lacking is not None:
-            reason = f"{self.endpoint} was not asked: {self._lacking.strerror}"
+        reason = f"{self.endpoint} did not answer {self._attempts} times within {self.timeout} s"
+        if self._shortage is not None:
+            reason = f"{self.endpoint} was not asked: {self._shortage.strerror}"
         self._attempts = 0
         if not self._silent:
-            logger.warning("subscriber %s: replay: %s", asker, reason)
+            logger.warning("subscriber %s: replay: %s", subscriber, reason)
         self._silent = True
         return reason
 
     def pause(self) -> None:
-        """Leave the socket alone until `resume`."""
+        """Stop watching the socket until `resume`."""
         if self._pump is not None:
             self._pump.pause()
 
     def resume(self) -> None:
-        """Go on: the publisher could not have sent while nobody read."""
-        self.heard()
+        """Watch the socket again, with a new timeout: the publisher could not send while nobody read."""
+        self.restart_timeout()
         if self._pump is not None:
             self._pump.resume()
 
     def close(self) -> None:
-        """Forget the request, if there is one."""
+        """Close the socket of the request, if any."""
         self.pause()
         self._pump = None
         if self._dealer is not None:

@@ -15,6 +15,7 @@ import pytest
 
 from aioshm.errors import CodecError
 from aioshm.events import AllBlocksCleared, BlockIndex, BlockRemoved, BlockStored, EventBatch, UnknownEvent
+from aioshm.events.config import OPEN_MAX_PAYLOAD_BYTES
 from aioshm.events.protocol.decoding import (
     BYTES_PER_VALUE,
     MAX_PAYLOAD_BYTES,
@@ -24,7 +25,6 @@ from aioshm.events.protocol.decoding import (
     Decoding,
 )
 from aioshm.events.protocol.encoding import BatchEncoder
-from aioshm.events.subscribe.subscriber import OPEN_MAX_PAYLOAD_BYTES
 
 from ..attacker import STORED, array
 

@@ -13,8 +13,7 @@ from support import examples
 from aioshm.errors import CodecError
 from aioshm.events import KVEventBatch, Lost, PublisherGone, Received, Restarted
 from aioshm.events.protocol import tracker as tracker_module
-from aioshm.events.protocol.numbering import REMEMBERED, Numbering, Verdict
-from aioshm.events.protocol.tracker import Message, SourceTracker, Start
+from aioshm.events.protocol.tracker import REMEMBERED, Message, Numbering, SourceTracker, Start, Verdict
 
 
 def message(seq: int, body: str = "", rank: int = 0, topic: bytes | None = b"") -> Message:
@@ -97,7 +96,7 @@ class TestManyPublishers:
         tracker = make(can_replay=False)
         for pod in range(10):
             tracker.live(message(0, topic=b"%d" % pod))
-        with pytest.raises(CodecError, match="10 publishers are known"):
+        with pytest.raises(CodecError, match="this endpoint has 10 publishers"):
             tracker.live(message(0, topic=b"10"))
         tracker.live(message(1, topic=b"9"))
         assert said(tracker) == [0] * 10 + [1]

@@ -67,7 +67,7 @@ def read_all(publisher: ThreadedEventPublisher, count: int) -> list[int]:
 
 def fill(publisher: Any) -> None:
     """Fill a queue of one; nothing is sent until somebody drains it."""
-    publisher._outbox.put(batch(0))
+    publisher._core.outbox.put(batch(0))
 
 
 class TestThreaded:

@@ -219,6 +219,7 @@ async def test_another_loop_is_refused(ends: Ends) -> None:
         (("tcp://h:1",), {"start": "now"}),
         (("tcp://h:1",), {"replay_timeout": 0}),
         (("tcp://h:1",), {"check_interval": 0}),
+        (("tcp://h:1",), {"gone_after_s": 0}),
         (("tcp://h:1",), {"max_waiting": 0}),
         (("tcp://h:1",), {"topic": "t" * 513}),
         (("tcp://h:1",), {"topic": "\u00e9" * 257}),
@@ -228,9 +229,7 @@ async def test_another_loop_is_refused(ends: Ends) -> None:
     ],
 )
 def test_bad_arguments_are_named(arguments: Any, options: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"endpoint|topic|start|replay_timeout|max_(waiting|payload_bytes|backlog_bytes)|hwm"
-    ):
+    with pytest.raises(ValueError, match=next(iter(options), "endpoint")):
         EventSubscriber(*arguments, **options)
 
 

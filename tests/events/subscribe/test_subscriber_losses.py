@@ -65,14 +65,14 @@ async def test_an_answer_that_takes_long_is_read_to_its_end(ends: Ends, late: st
     subscriber = ends.subscriber(publisher, max_waiting=5000, replay_timeout=PATIENCE_S)
     subscriber.open()
     (source,) = subscriber._sources
-    await until(lambda: source._replayed)
+    await until(lambda: source.replayed)
     assert source._tracker.asking is not None
     if late == "the loop":
         source._pause()
         await until(lambda: source._replay._dealer.poll(0), "more of the answer")  # type: ignore[union-attr]
         source.resume()
-        source._replay.asked_at -= 2 * PATIENCE_S
-    source._overdue = 0.0  # as of a timer that was set before the first reply
+        source._replay.active_at -= 2 * PATIENCE_S
+    source._schedule.overdue = 0.0  # as of a timer that was set before the first reply
     source._tick()
     assert [item.seq for item in await take(subscriber, 3000) if isinstance(item, Received)] == list(range(3000))
     assert subscriber.stats().replay_failures == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -141,7 +142,7 @@ class NotReading:
     def __init__(self, publisher: Any, subscriber: EventSubscriber, first: int) -> None:
         self.subscriber = subscriber
         [source] = subscriber._sources
-        self.backlog = source._backlog
+        self.backlog = source._port.backlog
         self.port = source._port
         self._publisher = publisher
         self._first = first
@@ -194,8 +195,8 @@ async def test_consumer_that_does_not_read_makes_the_oldest_messages_dropped(
     else:
         assert sum(each.last + 1 - each.first for each in lost) == dropped == subscriber.stats().lost
         for each in lost:
-            text = f"this subscriber decodes too slowly: its backlog was full, and it dropped batches {each.first} to "
-            assert each.reason == f"{text}{each.last}; they were not replayed: no replay endpoint was given"
+            text = r"this subscriber decodes too slowly: its backlog was full, and it dropped \d+ batches so far; "
+            assert re.fullmatch(f"{text}replay: no replay endpoint was given", each.reason)
 
 
 async def test_consumer_that_does_not_read_does_not_keep_the_loop_busy(
@@ -230,13 +231,13 @@ async def test_publisher_replaced_while_the_consumer_does_not_read_is_reported_i
             old = await RawPublisher(endpoint, bind=True).subscribed()
             for number in range(10):
                 old.send(number, number)
-            await until(lambda: source._backlog.received == 10, "the batches of the first")
+            await until(lambda: source._port.backlog.received == 10, "the batches of the first")
             old.close()
             await until(lambda: subscriber.unconnected, "the end of the connection")
             new = await RawPublisher(endpoint, bind=True).subscribed()
             for number in range(10, 15):
                 new.send(number, number)
-            await until(lambda: source._backlog.received == 15, "the batches of the second")
+            await until(lambda: source._port.backlog.received == 15, "the batches of the second")
             items = [await subscriber.receive(PATIENCE_S) for _ in range(17)]
             new.close()
     kinds = [type(item).__name__ for item in items]

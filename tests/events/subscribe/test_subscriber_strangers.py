@@ -84,7 +84,7 @@ async def test_connections_end_at_an_open_port_while_the_consumer_does_not_read(
         async with ZmqEventPublisher(0, endpoint) as publisher:
             await publish_until_delivery(publisher, subscriber)
             publisher.publish(batch(0))
-            await until(lambda: source._paused, "a consumer that does not read")
+            await until(lambda: source._state == "paused", "a consumer that does not read")
             before = monitor.handshake_failures
             _, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rpartition(":")[2]))
             writer.close()
@@ -199,7 +199,7 @@ async def test_a_silent_replay_port_ends_in_a_loss_that_names_it(ends: Ends, str
             while not any(isinstance(item, Lost) for item in proxied):
                 publisher.publish(batch(0))
                 if proxied:  # a number that nobody can fill
-                    publisher._outbox.put(EventBatch(0.0, [object()]))
+                    publisher._core.outbox.put(EventBatch(0.0, [object()]))
                 try:
                     proxied.append(await subscriber.receive(0.01))
                 except TimeoutError:
