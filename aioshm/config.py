@@ -95,8 +95,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             socket file in ``runtime_dir``, for hosts that share a directory but not a network namespace, and for macOS.
         runtime_dir: The directory of names and socket files, with mode 0700; refused if it belongs to another user.
             Default: ``AIOSHM_RUNTIME_DIR``, so that writers and readers with options of their own agree.
-        overflow: Carries messages that do not fit a chunk to local readers. ``"segments"``: shared memory; without room
-            for a segment, ZeroMQ carries that message, with one warning. ``"zmq"``: sockets with a file in
+        overflow: Carries messages that do not fit a chunk to local readers. ``"segments"``: shared memory; without
+            memory for a segment, the call raises `SharedMemoryError`. ``"zmq"``: sockets with a file in
             ``runtime_dir``, several times slower.
         wait: ``"adaptive"`` spins while that is cheaper than sleeping, ``"spin"`` never sleeps, ``"park"`` always.
         max_spin_cpu: Share of a core (0 to 1) that an end may spin away for messages that come with a steady period;

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aioshm.errors import HandleError, NoPlaceVacant
 from aioshm.lifeline import protocol
-from aioshm.lifeline.protocol import BYE, EVICTED, GO, OVERFLOW, PING, PONG, PROVEN, SUBSCRIBE, WAKE, Hello, Welcome
+from aioshm.lifeline.protocol import BYE, EVICTED, GO, OVERFLOW, PING, PONG, PROVEN, WAKE, Hello, Welcome
 from aioshm.lifeline.sockets import Doorbell
 
 TOO_MANY_UNDER_WAY = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
@@ -94,10 +94,6 @@ class Peer:
                 self._sock.shutdown(socket.SHUT_WR)
         except OSError:
             pass  # as below
-
-    def call_to_subscribe(self) -> None:
-        """Notify the reader that messages begin to come over ZeroMQ, too."""
-        self.send(SUBSCRIBE)
 
     @property
     def is_handing_over(self) -> bool:

@@ -11,7 +11,7 @@ from time import monotonic
 
 from aioshm.errors import HandleError, PeerDied, QueueGone
 from aioshm.lifeline import protocol
-from aioshm.lifeline.protocol import BYE, EVICTED, GO, OVERFLOW, PING, PONG, PROVEN, SUBSCRIBE, WAKE, Hello, Welcome
+from aioshm.lifeline.protocol import BYE, EVICTED, GO, OVERFLOW, PING, PONG, PROVEN, WAKE, Hello, Welcome
 from aioshm.lifeline.sockets import (
     Doorbell,
     QuietSocket,
@@ -61,12 +61,11 @@ class Lifeline:
         on_gone: Callable[[bool], None],
         on_descriptor: Callable[[int | None], None],
         on_held_back: Callable[[], None],
-        on_subscribe: Callable[[], None],
         on_evicted: Callable[[], None],
     ) -> None:
         """Start reporting; ``on_descriptor`` owns a descriptor, ``on_gone(True)``: after a goodbye."""
         self._on_go, self._on_wake, self._on_gone, self._on_descriptor = on_go, on_wake, on_gone, on_descriptor
-        self._on_held_back, self._on_subscribe, self._on_evicted = on_held_back, on_subscribe, on_evicted
+        self._on_held_back, self._on_evicted = on_held_back, on_evicted
         self._loop.add_reader(self._sock.fileno(), self._readable)
         if self._doorbell is not None:
             self._doorbell.watch(self._loop, on_wake)
@@ -203,8 +202,6 @@ class Lifeline:
             self._on_go()
         if EVICTED in data:
             self._on_evicted()
-        if SUBSCRIBE in data:
-            self._on_subscribe()
         if PONG in data:
             self._asked, self._asking = None, False
         if BYE in data:

@@ -6,7 +6,6 @@
       PROVEN: the ring is mapped            ->
                                             <-   GO: every reader is attached and proven; not if Welcome said it
                                             <-   OVERFLOW (+ a descriptor), again and again
-                                            <-   SUBSCRIBE: messages begin to come over ZeroMQ, too
       WAKE (where there is no eventfd)     <->   WAKE
                                             <-   EVICTED: the queue goes on without this reader, which hangs up
       PING: does your event loop run?       ->
@@ -29,7 +28,7 @@ from aioshm.errors import HandleError, NoPlaceVacant, PeerClosed
 
 MAX_GREETING_BYTES = 4096
 
-PROVEN, GO, OVERFLOW, SUBSCRIBE, WAKE, BYE = b"P", b"G", b"A", b"S", b"W", b"B"
+PROVEN, GO, OVERFLOW, WAKE, BYE = b"P", b"G", b"A", b"W", b"B"
 PING, PONG = b"?", b"!"
 EVICTED = b"E"
 

@@ -143,22 +143,6 @@ class RingWriter(_Cursor):
             return True  # its slot has another message; a slot that is only claimed again still has its flags
         return 0 not in self.slots[seq % len(self.slots)].flags[1:].tobytes()
 
-    def viewed_segments(self) -> int:
-        """Return which overflow segments readers still view, as bits (`layout.VIEWED`)."""
-        memory_fence()  # after the flags, which a reader sets later than these bits
-        viewed = 0
-        for reader in range(self.layout.n_reader):
-            viewed |= self._words[(self.layout.reader_line(reader) + at.VIEWED) // 8]
-        return viewed
-
-    def take_viewed_segments(self, reader: int) -> int:
-        """Return which overflow segments a reader that is gone still views, and clear the bits."""
-        memory_fence()  # after the reader's state: the reader sets the bits before it reads the state
-        word = (self.layout.reader_line(reader) + at.VIEWED) // 8
-        viewed = self._words[word]
-        self._words[word] = 0
-        return viewed
-
     def set_reader_state(self, reader: int, state: int, pid: int) -> None:
         """Write a reader's state to the header, for inspection; a newly attached reader gets a new histogram."""
         line = self.layout.reader_line(reader)
@@ -246,11 +230,6 @@ class RingReader(_Cursor):
         """Return the readers' process ids as they saw themselves; 0: never attached."""
         lines = [self.layout.reader_line(reader) + at.PID for reader in range(self.layout.n_reader)]
         return [int.from_bytes(self._header[line : line + 4], "little") for line in lines]
-
-    def set_viewed_segments(self, viewed: int) -> None:
-        """Publish which overflow segments this reader still views, as bits (`layout.VIEWED`)."""
-        self._words[(self.layout.reader_line(self.reader) + at.VIEWED) // 8] = viewed
-        memory_fence()
 
     def evicted(self) -> bool:
         """Return whether the writer continues without this reader, which was too slow, or dismissed."""

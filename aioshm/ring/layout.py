@@ -56,7 +56,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAGIC = b"aioshm\r\n"  # CR LF: a transfer that mangles line ends shows at once, as in PNG's signature
-VERSION = 11  # of this, and of what passes over lifelines and between a writer and its remote readers
+VERSION = 12  # of this, and of what passes over lifelines and between a writer and its remote readers
 LINE = 64
 PAGE = resource.getpagesize()  # bytes; protection and mappings are set by the page
 SLOT_HEADER_BYTES = 64
@@ -91,7 +91,6 @@ OVERFLOWS = 48  # u64, of the writer: messages that were larger than a chunk
 CREATED = 56  # u64, of the writer: when the queue was made, by the same clock as the times of publishing
 RANK = 16  # u32, of a reader
 LATENCY_NS = 24  # u64, of a reader: the sum of what its histogram counts
-VIEWED = 48  # u64, of a reader: bit n % 64: arrays of this reader's program still lie in overflow segment n
 
 LATENCY_BUCKETS = 32
 """Words of a reader's histogram: the first counts latencies below 2**8 ns, each further one doubles the bound, the last

@@ -118,7 +118,7 @@ class Windows:
         if held:
             if not 0 <= nbytes <= window.room:
                 raise ValueError(f"a view has 0 to {window.room} bytes, not {nbytes}")
-            make_private(window, window.begin, nbytes)
+            make_private(window.memory, window.begin, nbytes)
         if held or self._written(window, nbytes):
             del self.windows[chunk]  # the holders of views unmap it
         return held
@@ -184,10 +184,10 @@ def map_private(kind: type[Mapping], fd: int, length: int, start: int = 0) -> Ma
     return mapped
 
 
-def make_private(mapped: Mapped, start: int, nbytes: int) -> None:
+def make_private(memory: mmap.mmap, start: int, nbytes: int) -> None:
     """Replace a mapping by private memory: these bytes of it, zeros elsewhere."""
     try:
-        _exchange(mapped.address, len(mapped.memory), start, nbytes)
+        _exchange(address_of(memory), len(memory), start, nbytes)
     except OSError as error:
         raise SharedMemoryError(
             error.errno,

@@ -107,7 +107,6 @@ class Reader:
             lambda said_goodbye: self.heard.append("closed" if said_goodbye else "died"),
             self.passed.append,
             lambda: self.heard.append("held back"),
-            lambda: self.heard.append("subscribe"),
             lambda: self.heard.append("evicted"),
         )
 

@@ -1,4 +1,4 @@
-"""Both ways of what does not fit a chunk, and what tests do to either behind the back of the queue."""
+"""Both ways of messages that do not fit a chunk, and what tests do to either behind the back of the queue."""
 
 from __future__ import annotations
 
@@ -13,26 +13,20 @@ from aioshm.queue.local.overflow import OverflowSegments
 BOTH_WAYS = pytest.mark.parametrize("way", ["segments", "zmq"])
 
 
-def ways(writer: Any) -> Any:
-    """Return what sends the messages of a writer, of either face, that do not fit a chunk."""
+def overflow_of(writer: Any) -> Any:
+    """Return the `Overflow` of a writer of either API."""
     return (writer.end if hasattr(writer, "end") else writer.held.end).ring.overflow
-
-
-def publisher_of(writer: Any) -> Any:
-    """Return what sends them over ZeroMQ, be it the first way or the second."""
-    overflow = ways(writer)
-    return overflow._second_way if isinstance(overflow, OverflowSegments) else overflow
 
 
 def bodies(writer: Any) -> int:
     """Return how many bodies the writer has memory for."""
-    overflow = ways(writer)
+    overflow = overflow_of(writer)
     return len(overflow.segments if isinstance(overflow, OverflowSegments) else overflow._kept)
 
 
 def withhold(writer: Any) -> Callable[[], None]:
-    """Let no body reach a reader until what this returns is called; it can be called again and again."""
-    overflow, held = ways(writer), []
+    """Keep bodies from readers until the returned function is called; it can be called again and again."""
+    overflow, held = overflow_of(writer), []
     if isinstance(overflow, OverflowSegments):
         deliver: Any = overflow.hand_over
         overflow.hand_over = held.append  # type: ignore[method-assign]
@@ -53,7 +47,7 @@ def withhold(writer: Any) -> Callable[[], None]:
 
 
 def sockets_of_zeromq() -> int:
-    """Return how many ZeroMQ sockets of this process are open, as far as they are overflow's or a remote reader's."""
+    """Return how many ZeroMQ sockets of this process are open (overflow's, or a remote reader's)."""
     from aioshm.zeromq.sockets import _open
 
     gc.collect()

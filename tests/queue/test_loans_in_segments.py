@@ -113,17 +113,21 @@ async def test_a_damaged_marker(offset: int) -> None:
         await _see(reader, 2)
 
 
-async def test_where_no_segment_can_be_had_any_more_it_is_sent_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loan_without_a_segment_raises_when_its_block_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
         await _warm(writer, reader)
 
         def refuse(*_: Any, **__: Any) -> Segment:
             raise SharedMemoryError(12, "no segment")
 
-        monkeypatch.setattr(Segment, "create", refuse)
-        for number in (1, 2, 3):  # more than there are segments
-            await _lend(writer, number)
-        for number in (1, 2, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(Segment, "create", refuse)
+            await _lend(writer, 1)  # in the segment that there is
+            with pytest.raises(SharedMemoryError, match="needs an overflow segment: no segment; or set"):
+                async with writer.loan(SIZE, "uint8"):
+                    pytest.fail("there is no memory")
+        await _lend(writer, 2)
+        for number in (1, 2):
             assert (await reader.dequeue(20) == number).all()
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,7 @@ from children import child
 from overflowing import BOTH_WAYS, bodies, sockets_of_zeromq
 from pairs import attached
 
-from aioshm import MessageQueue, Options, QueueClosed, SharedMemoryError
-from aioshm.process.limits import out_of_descriptors
+from aioshm import MessageQueue, Options, OutOfDescriptors, QueueClosed, SharedMemoryError
 from aioshm.queue.local import overflow, overflow_sockets
 from aioshm.ring.segment import Segment
 
@@ -34,10 +34,6 @@ def blocks(segment: Any) -> int:
 
 def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:aioshm")
-
-
-def no_sockets(what: str, **_: int) -> NoReturn:
-    raise out_of_descriptors(what)
 
 
 def memory_fds() -> int:
@@ -223,24 +219,31 @@ async def test_a_full_ring_can_be_read_by_who_subscribes_when_the_writer_closes(
             assert [await reader.dequeue(5) for _ in range(4)] == [bytes([number]) * BIG for number in range(4)]
 
 
-async def test_too_little_memory_sends_nothing_and_the_queue_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ZeroMQ cannot be had either."""
+@pytest.mark.parametrize(
+    ("number", "error", "text"),
+    [
+        (errno.ENOMEM, SharedMemoryError, "MiB free.*raise the limits of this process"),
+        (errno.EMFILE, OutOfDescriptors, "RLIMIT_NOFILE.*ulimit -n"),
+    ],
+)
+async def test_error_without_a_segment_says_what_to_do_and_the_queue_continues(
+    number: int, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with attached(1) as (writer, (reader,)):
         with monkeypatch.context() as patch:
-            patch.setattr(overflow_sockets, "Sockets", no_sockets)
 
             def refuse(*_: object) -> None:
-                raise OSError(12, "Cannot allocate memory")
+                raise OSError(number, os.strerror(number))
 
             patch.setattr(os, "memfd_create", refuse)
             for _ in range(3):
-                with pytest.raises(SharedMemoryError, match="free") as caught:
+                with pytest.raises(error, match=rf"(?s)50\d+ bytes needs an overflow segment.*{text}.*overflow='zmq'"):
                     await writer.enqueue(b"x" * BIG)
-                (note,) = caught.value.__notes__
-                assert note.startswith("It could not be sent over ZeroMQ instead: ")
-                assert "what does not fit a chunk needs another file descriptor" in note
-            with pytest.raises(SharedMemoryError):
+            with pytest.raises(error):
                 writer.enqueue_nowait(b"x" * BIG)
+            with pytest.raises(error):
+                async with writer.loan(BIG, "uint8", timeout=5) as array:
+                    array[:] = 1
             await writer.enqueue("small")
             assert await reader.dequeue(5) == "small"
         await writer.enqueue(b"y" * BIG)

@@ -1,15 +1,11 @@
-"""Messages that do not fit a chunk, over ZeroMQ: when that way is taken by itself, who subscribes late, who dies."""
+"""Messages that do not fit a chunk, over ZeroMQ: late subscribers, deaths, damage."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import logging
-import os
 import signal
 import stat
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,135 +13,22 @@ import pytest
 import zmq
 from children import child
 from faces import make_writer, reading
-from overflowing import publisher_of, sockets_of_zeromq, ways, withhold
+from overflowing import overflow_of, sockets_of_zeromq, withhold
 from pairs import attached
 from remotes import ready_ends
 from support import eventually
 
 from aioshm import CorruptSlot, MessageQueue, Options, PeerDied, SharedMemoryError, blocking, merge
-from aioshm.queue.local import overflow, overflow_sockets
+from aioshm.queue.local import overflow_sockets
 from aioshm.queue.remote import wire
 
 pytestmark = pytest.mark.slow_on_uvloop
 
 BIG = 50_000
-LOGGER = "aioshm.queue"
-
-
-def refuse(number: int) -> Callable[..., None]:
-    def no_memfd(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return no_memfd
-
-
-def no_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(os, "memfd_create", refuse(errno.ENOMEM))
-
-
-def no_descriptors(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(os, "memfd_create", refuse(errno.EMFILE))
-
-
-def no_passing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(overflow, "CAN_PASS_DESCRIPTORS", False)
 
 
 def subscription_of(reader: Any) -> Any:
-    return reader.end.source.attachment.overflow.subscription
-
-
-def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-class TestBySelf:
-    @pytest.mark.parametrize(
-        ("lack", "why"),
-        [(no_memory, "MiB free"), (no_descriptors, "RLIMIT_NOFILE"), (no_passing, "cannot pass the descriptors")],
-    )
-    async def test_it_is_taken_with_one_warning_while_segments_cannot_be_had(
-        self, lack: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        async with attached(2) as (writer, readers):
-            before = sockets_of_zeromq()
-            for _ in range(2):
-                with monkeypatch.context() as patch:
-                    lack(patch)
-                    sent: list[Any] = [b"1" * BIG, "small", b"2" * (3 * BIG), [b"3" * BIG] * 2]
-                    for message in sent:
-                        await writer.enqueue(message)
-                    for reader in readers:
-                        assert [await reader.dequeue(10) for _ in sent] == sent
-                    assert not ways(writer).segments
-                await writer.enqueue(b"4" * BIG)
-                for reader in readers:
-                    assert await reader.dequeue(5) == b"4" * BIG
-                assert len(ways(writer).segments) == 1, "where they can be had again, they are"
-                ways(writer).segments.pop().close()
-                for reader in readers:
-                    reader.end.source.attachment.overflow.segments.pop().close()  # type: ignore[attr-defined]
-            assert sockets_of_zeromq() == before + 3
-            (warning,) = warnings_in(caplog)
-            assert f"queue {writer.end.state.name}" in warning
-            assert "goes over ZeroMQ" in warning
-            assert why in warning
-        assert sockets_of_zeromq() == before
-
-    async def test_mixed_in_order_with_small_messages(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        async with attached(2) as (writer, readers):
-            create, count = os.memfd_create, 0
-
-            def sometimes(*arguments: Any) -> int:
-                nonlocal count
-                count += 1
-                if count % 3:
-                    raise OSError(errno.ENOMEM, "Cannot allocate memory")
-                return create(*arguments)
-
-            async def read(reader: MessageQueue) -> list[tuple[int, int]]:
-                return [(number, len(payload)) async for number, payload in reader]
-
-            monkeypatch.setattr(os, "memfd_create", sometimes)
-            monkeypatch.setattr(overflow.Segment, "grow", lambda *_: False)
-            sent = [(number, (number * 7919) % 9000 * (1 + number // 50)) for number in range(200)]
-            tasks = [asyncio.ensure_future(read(reader)) for reader in readers]
-            for number, size in sent:
-                await writer.enqueue((number, b"x" * size), 10)
-            assert len(ways(writer).segments) > 1
-            assert publisher_of(writer)._sent > 1
-            await writer.aclose()
-            assert await asyncio.gather(*tasks) == [sent, sent]
-
-    async def test_a_reader_without_descriptors_can_try_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        async with attached() as (writer, (reader,)):
-            no_memory(monkeypatch)
-            with monkeypatch.context() as patch:
-
-                def refuse(*_: object, **__: object) -> None:
-                    raise SharedMemoryError(errno.ENOMEM, "no sockets")
-
-                patch.setattr(overflow_sockets, "OverflowSubscriber", refuse)
-                await writer.enqueue(b"x" * BIG)
-                for _ in range(2):
-                    with pytest.raises(SharedMemoryError, match="no sockets"):
-                        await reader.dequeue(5)
-            assert await reader.dequeue(5) == b"x" * BIG
-
-    def test_a_writer_that_makes_no_call_serves_who_subscribes_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        begin = threading.Event()
-
-        def run(reader: blocking.MessageQueue) -> list[Any]:
-            assert begin.wait(20)
-            return [reader.dequeue(10), reader.dequeue_many(1, 10), *reader.dequeue_many(1, 10)]
-
-        with reading(run) as (writer, thread):
-            with monkeypatch.context() as patch:
-                no_memory(patch)
-                for number in b"123":
-                    writer.enqueue(bytes([number]) * BIG, 10)
-            begin.set()
-            assert thread.result() == [b"1" * BIG, [b"2" * BIG], b"3" * BIG]
+    return reader.end.source.attachment.overflow
 
 
 class TestSubscribing:
@@ -220,7 +103,7 @@ class TestTrouble:
                 await writer.enqueue(bytes([number]) * BIG)
                 assert await reader.dequeue(5) == bytes([number]) * BIG
             assert subscription_of(reader)._arrived == {}
-            assert len(publisher_of(writer)._kept) == 1
+            assert len(overflow_of(writer)._kept) == 1
 
     @pytest.mark.parametrize("damage", [b"", b"x" * 36, b"x" * 100])
     async def test_what_is_no_body(self, damage: bytes) -> None:
@@ -230,7 +113,7 @@ class TestTrouble:
             await writer.enqueue("next")
             waiting = asyncio.ensure_future(reader.dequeue(20))
             await asyncio.sleep(0)
-            publisher: Any = publisher_of(writer)
+            publisher: Any = overflow_of(writer)
             while not publisher._subscribed:
                 await asyncio.sleep(0.001)
             publisher._publisher.socket.send(wire.address(publisher._secret, 0) + damage)
@@ -257,7 +140,7 @@ class TestTrouble:
                 def full(*_: object) -> None:
                     raise MemoryError
 
-                patch.setattr(publisher_of(writer)._outbox, "pack", full)
+                patch.setattr(overflow_of(writer)._outbox, "pack", full)
                 for _ in range(2):
                     with pytest.raises(SharedMemoryError, match=r"message 0 of 50\d+ bytes"):
                         await writer.enqueue(b"x" * BIG)

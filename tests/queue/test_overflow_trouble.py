@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from overflowing import BOTH_WAYS, publisher_of, withhold
+from overflowing import BOTH_WAYS, overflow_of, withhold
 from pairs import attached
 from slots import slot_of
 
@@ -30,7 +30,7 @@ async def withheld(way: str, **options: Any) -> AsyncIterator[tuple[Any, Message
     async with attached(overflow=way, **options) as (writer, (reader,)):
         await writer.enqueue("all have subscribed")
         assert await reader.dequeue(5) == "all have subscribed"
-        while way == "zmq" and not publisher_of(writer)._subscribed:
+        while way == "zmq" and not overflow_of(writer)._subscribed:
             await asyncio.sleep(0.001)
         release = withhold(writer)
         await writer.enqueue(b"x" * BIG)

@@ -11,7 +11,6 @@ import os
 import random
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 from rings import Cores, content
 
@@ -32,28 +31,27 @@ def overflowing(number: int) -> bytes:
 
 
 class Passed:
-    """What a reader has been passed of the overflow segments: a `Peer`, as far as those go, and the reader's side."""
+    """The overflow segments that a reader has been passed: acts as the writer's `Peer` and the reader's `Lifeline`."""
 
-    def __init__(self, end: RingReader) -> None:
+    holds_back = False
+
+    def __init__(self) -> None:
         self._under_way: deque[int] = deque()
-        self.segments = PassedSegments(end, SECRET, self._look, bool, _no_subscriber)
+        self.segments = PassedSegments(SECRET, self)  # type: ignore[arg-type]
 
     def hand_over(self, fd: int) -> None:
         """Pass a descriptor on; it is taken over when a message needs it."""
         self._under_way.append(os.dup(fd))
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Take over what is under way."""
         while self._under_way:
             self.segments.arrived(self._under_way.popleft())
 
     def close(self) -> None:
         """Give everything back, also what was never looked at."""
-        self._look()
+        self.look()
         self.segments.close()
-
-
-def _no_subscriber() -> Any:
-    raise AssertionError("everything lies in segments")
 
 
 @dataclass
@@ -67,7 +65,7 @@ class Incarnation:
     passed: Passed = field(init=False)
 
     def __post_init__(self) -> None:
-        self.passed = Passed(self.end)
+        self.passed = Passed()
 
 
 class Churn:
@@ -95,9 +93,6 @@ class Churn:
     def peers(self) -> list[Passed]:
         """Return what segments are passed to."""
         return [reader.passed for reader in self.readers if reader is not None and not reader.held]
-
-    def second_way(self, error: Exception) -> Any:
-        raise error
 
     def close(self) -> None:
         for reader in self.readers:

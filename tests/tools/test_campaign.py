@@ -101,26 +101,6 @@ def test_python_has_no_name_for_a_frame_that_finds_no_memory(
     assert {word for word, texts in verdict.judge(tmp_path, limited).wrong.items() if texts} == words
 
 
-@pytest.mark.parametrize(
-    ("log", "body", "words"),
-    [(verdict.OVER_ZEROMQ, 7, set()), (verdict.OVER_ZEROMQ, 8, {"lost"}), ("a warning", 7, {"lost"})],
-    ids=["its own", "another one's", "not said"],
-)
-def test_what_was_in_a_writers_memory_dies_with_it(tmp_path: Path, log: str, body: int, words: set[str]) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "comers.writer.1").write_text(f"queue 12345678: {log}, so it goes over ZeroMQ\n")
-    writer: list[Note] = [("epoch", EPOCH), ("joined", 0, 3, 0), ("sent", 10)]
-    died: Note = (
-        "error",
-        ["PeerDied", "AioshmError"],
-        f"the writer (pid 1) died: with the body of message {body}",
-        None,
-    )
-    reader: list[Note] = [("got", EPOCH, 0, 7), ("end", "PeerDied"), died]
-    (tmp_path / "journals").mkdir()
-    assert set(judge(tmp_path / "journals", comers_writer_1=writer, comers_reader_0_3=reader)) == words
-
-
 def test_a_place_that_is_held_goes_on_where_it_was(tmp_path: Path) -> None:
     def wrong(name: str, first: int) -> set[str]:
         writer = [("epoch", EPOCH), ("died", 1, 2, 5, True), ("joined", 1, 3, first), ("sent", 9)]

@@ -22,8 +22,6 @@ NO_ROOM = (
 """What Python and the linker say where the part itself, not the library, finds no room for something."""
 NO_FRAME = "error return without exception set"
 """What CPython 3.11 says, as a `SystemError`, where there is no memory for the frame of a function."""
-OVER_ZEROMQ = "there is no overflow segment to be had"
-"""What a writer logs when large messages wait in its own memory for their readers, and would die with it."""
 UNCAUGHT = ("Exception in callback", "Task exception was never retrieved", "Exception ignored in", "Fatal Python error")
 GROWTH_MIB, GROWTH_AFTER_S, MORE_DESCRIPTORS = 48, 15.0, 64
 
@@ -75,7 +73,7 @@ def judge(journals: Path, limited: set[int]) -> Verdict:
         _judge_log(verdict, life, _log_of(life, journals), life.pid in limited)
     for name, spec in QUEUES.items():
         members = [life for life in found if life.actor.startswith(f"{name}.")]
-        _Queue(verdict, name, spec, members, journals).judge()
+        _Queue(verdict, name, spec, members).judge()
     for life in found:
         if "subscriber" in life.actor:
             _judge_subscriber(verdict, life, found)
@@ -125,8 +123,8 @@ def _judge_life(verdict: Verdict, life: Life, limited: bool) -> None:
 class _Queue:
     """One queue: its writers one after the other, and all its readers."""
 
-    def __init__(self, verdict: Verdict, name: str, spec: dict[str, Any], members: list[Life], journals: Path) -> None:
-        self._verdict, self._name, self._spec, self._journals = verdict, name, spec, journals
+    def __init__(self, verdict: Verdict, name: str, spec: dict[str, Any], members: list[Life]) -> None:
+        self._verdict, self._name, self._spec = verdict, name, spec
         self._remote = bool(spec.get("remote"))
         self._held = spec["options"]["on_reader_death"] == "hold"
         self._readers = [life for life in members if ".reader." in life.actor]
@@ -205,8 +203,6 @@ class _Queue:
             self._complain("wrong", reader, f"read up to {following}, and {sent} were sent")
         if end == "closed" and (following < sent or (not failed and (not closed or following != sent))):
             self._complain("lost", reader, f"was told of the end at {following}, after {sent}; closed: {closed}")
-        elif end == "PeerDied" and self._died_with_a_body(reader, writer, following):
-            self._verdict.figures["died with their writer, told by name"] += max(0, sent - following)
         elif end == "PeerDied" and not self._remote and following < sent:
             self._complain("lost", reader, f"was told of the writer's death at {following}, after {sent}")
         elif not last and not self._remote and following < sent:
@@ -217,12 +213,6 @@ class _Queue:
             if its and not following <= read <= following + MOST_AT_ONCE:
                 word = "lost" if read > following else "doubled"
                 self._complain(word, reader, f"read up to {following}; {record.kind} at {read} of rank {rank}")
-
-    def _died_with_a_body(self, reader: Life, writer: Life, following: int) -> bool:
-        """Return whether the reader was told that its next message was in the memory of a writer that said why."""
-        texts = [record.rest[1] for record in reader.of("error")]
-        told = any(text.endswith(f"died: with the body of message {following}") for text in texts)
-        return told and OVER_ZEROMQ in _log_of(writer, self._journals)
 
     def _judge_heirs(self, writer: Life) -> None:
         kept: dict[int, int] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,13 @@ from aioshm.lifeline.sockets import socket_file
 from aioshm.process.limits import naming_limits
 from aioshm.process.loop_thread import shared_loop
 from aioshm.queue.handle import Handle
-from aioshm.queue.local.overflow import PassedSegments
+from aioshm.queue.local.overflow import OverflowReader, PassedSegments
 from aioshm.queue.state import EndState
 from aioshm.ring import RingReader, ShmRingBuffer
 from aioshm.ring.copying import CopyingCore
 from aioshm.ring.cores import ReaderCore
 
-if TYPE_CHECKING:  # who has segments needs no ZeroMQ
+if TYPE_CHECKING:  # readers of segments need no ZeroMQ
     from aioshm.queue.local.overflow_sockets import OverflowSubscriber
 
 
@@ -33,16 +32,13 @@ class Attachment:
         lifeline: Lifeline,
         buffer: ShmRingBuffer,
         ring: RingReader,
-        subscriber: Callable[[], OverflowSubscriber],
+        overflow: OverflowReader,
     ) -> None:
         self.lifeline = lifeline  # the connection to the writer; not started
         self.buffer = buffer
         self.ring = ring
         self.rank: int = lifeline.welcome.rank
-        # Where messages are that did not fit a chunk.
-        self.overflow: PassedSegments = PassedSegments(
-            ring, lifeline.welcome.secret, lifeline.look, lambda: lifeline.holds_back, subscriber
-        )
+        self.overflow = overflow  # receives messages that do not fit a chunk
 
     @classmethod
     async def make(
@@ -71,20 +67,16 @@ class Attachment:
             core: Any = ReaderCore if hello.slow == "block" else CopyingCore
             ring = buffer.reader(handle.local_reader_ranks.index(welcome.rank), core)
             ring.core.start_at(welcome.first)
+            overflow: OverflowReader = PassedSegments(welcome.secret, lifeline)
+            if handle.options.overflow == "zmq":
+                overflow = _subscriber(handle, welcome, changed)
         except BaseException as error:
             closed = isinstance(error, HandleError) and lifeline.has_closed()  # its segment has no name any more then
             lifeline.close()
             if closed:
                 raise PeerClosed(CLOSED.reason) from None
             raise
-        attachment = cls(lifeline, buffer, ring, functools.partial(_subscriber, handle, welcome, changed))
-        if handle.options.overflow == "zmq":
-            try:
-                attachment.overflow.subscribe()
-            except BaseException:
-                attachment.close()
-                raise
-        return attachment
+        return cls(lifeline, buffer, ring, overflow)
 
     @property
     def segment_fd(self) -> int:
@@ -142,7 +134,7 @@ class WriterWaker:
 
 
 def _subscriber(handle: Handle, welcome: Welcome, changed: Callable[[], None]) -> OverflowSubscriber:
-    with naming_limits("a reader"):  # which reading the files may reach; and who has segments needs no ZeroMQ
+    with naming_limits("a reader"):  # imported here: readers of segments need no ZeroMQ
         from aioshm.queue.local.overflow_sockets import OverflowSubscriber
     endpoint = f"ipc://{socket_file(handle.options, handle.queue_id, 'overflow')}"
     return OverflowSubscriber(endpoint, welcome.secret, welcome.rank, handle.options.remote_timeout, changed)

@@ -10,7 +10,7 @@ from aioshm.codec.buffers import own_copy
 from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, placed_end, plain, split, split_body, unpack_header
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, MessagesLost, ReaderEvicted
-from aioshm.queue.local.overflow import PassedSegments
+from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.state import EndState
 from aioshm.ring import RingReader
 from aioshm.ring.copying import CopyingCore
@@ -32,7 +32,7 @@ class CopyingSlots:
     """Copies messages out of slots, which the writer may take back at any moment; as `SlotReader`."""
 
     def __init__(
-        self, state: EndState, ring: RingReader, core: CopyingCore, codec: Codec, overflow: PassedSegments
+        self, state: EndState, ring: RingReader, core: CopyingCore, codec: Codec, overflow: OverflowReader
     ) -> None:
         self._state = state
         self._ring = ring

@@ -7,6 +7,7 @@ of the same size finds a segment that the readers know, and pages that were touc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from operator import index
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -15,7 +16,7 @@ from aioshm.arguments import shown
 from aioshm.codec import Encoded
 from aioshm.codec.buffers import own_copy
 from aioshm.codec.frames import ALIGNMENT, pack_table, parts_of, placed_bytes
-from aioshm.errors import OutOfDescriptors, SharedMemoryError
+from aioshm.errors import SharedMemoryError
 from aioshm.queue.local.overflow import OverflowSegments
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, chunk_at, round_up
@@ -208,20 +209,22 @@ class Loans:
         self._of_segments: dict[int, LoanWindow] = {}
 
     def extent(self, slot: Slot, nbytes: int) -> Extent:
-        """Return memory for a message of so many bytes, for which a slot is claimed; where none is had, it is copied.
+        """Return memory for a message of ``nbytes`` in the claimed slot's chunk or a segment, until it is published.
 
-        The memory is that slot's until it is published or another one is claimed.
+        Without a mapping, the extent has no memory, and the message will be copied.
+
+        Raises:
+            SharedMemoryError, OutOfDescriptors: The message needs an overflow segment, and there is none.
         """
-        try:
-            if nbytes <= self._chunk_bytes:
-                chunk = slot.chunk
-                if chunk is not None:
+        if nbytes <= self._chunk_bytes:
+            chunk = slot.chunk
+            if chunk is not None:
+                with suppress(SharedMemoryError):
                     return Extent(self._of_chunks.get(chunk) or self._open_chunk(chunk), chunk)
-            elif self._segments is not None:
-                number = self._segments.reserve(nbytes)
+        elif self._segments is not None:
+            number = self._segments.reserve(nbytes)
+            with suppress(SharedMemoryError):
                 return Extent(self._segment_window(number), number, is_segment=True)
-        except (SharedMemoryError, OutOfDescriptors):  # no mapping is left, or no segment to be had
-            pass
         return Extent()
 
     def take_back(self, extent: Extent) -> None:
@@ -249,8 +252,6 @@ class Loans:
     def _segment_window(self, number: int) -> LoanWindow:
         assert self._segments is not None
         segments = self._segments.segments
-        for given_up in [each for each in self._of_segments if segments[each].retired]:
-            self._of_segments.pop(given_up).close()
         segment = segments[number].segment
         window = self._of_segments.get(number)
         if window is None or window.room < segment.size:

@@ -6,39 +6,40 @@ sees a marker can read the message, even if the writer has died. The descriptor 
 message of another reader. The writer uses a segment again once every reader has released its slot and no array lies in
 the segment: writing to fresh memory costs several times the copy.
 
-With ``Options(overflow="zmq")``, and for every message for which no segment can be had, the body goes over ZeroMQ
-instead (``overflow_sockets.py``); a bit of the marker's number tells the two apart.
+A large array stays in the segment. The reader locks the segment (flock(2), shared) before it releases the slot, and
+closes the locked descriptor when the program has dropped the array. The kernel does that for a reader that dies, and
+keeps the lock for a forked child that still has the array.
+
+With ``Options(overflow="zmq")`` the bodies go over ZeroMQ instead (``overflow_sockets.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import mmap
 import os
-import socket
 import struct
-import weakref
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from errno import ENOTSUP
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from aioshm.codec.buffers import HUGE_PAGE_BYTES, OwnMemory
 from aioshm.codec.frames import HEADER, write_body
 from aioshm.config import DEFAULT_BACKING
-from aioshm.errors import AioshmError, CorruptSlot, OutOfDescriptors, SharedMemoryError
+from aioshm.errors import CorruptSlot, OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline.connection import Peer
+from aioshm.lifeline.dialer import Lifeline
 from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors, shortage
-from aioshm.ring import RingReader, RingWriter
-from aioshm.ring.cores import FULL_FENCE
+from aioshm.ring import RingWriter
 from aioshm.ring.layout import round_up
 from aioshm.ring.mapping import Pagemap
 from aioshm.ring.segment import OVERFLOW_LABEL, Segment
 from aioshm.ring.window import COPY_ON_WRITE, Mapped, make_private, map_private
 
-if TYPE_CHECKING:  # who has segments needs no ZeroMQ
-    from aioshm.queue.local.overflow_sockets import OverflowSubscriber
+if TYPE_CHECKING:
     from aioshm.queue.local.readers import LocalReaders
 
 SECRET_BYTES = 16
@@ -52,47 +53,11 @@ IDLE_SEGMENTS = 2
 
 IDLE_USES = 16
 
-CAN_PASS_DESCRIPTORS = hasattr(socket, "send_fds")
-
-CAN_VIEW: Final = COPY_ON_WRITE and FULL_FENCE
-"""Whether arrays may lie in segments: the writer must see that they do before it sees their slot released."""
+CAN_VIEW: Final = COPY_ON_WRITE
+"""Whether arrays may lie in segments."""
 
 MAX_VIEWED = 4
 """A reader lets arrays lie in at most this many segments; it copies further arrays out."""
-
-VIEWED_BITS = 64
-"""Arrays lie only in segments with lower numbers: each has a bit in `layout.VIEWED`."""
-
-BY_ZEROMQ = 1 << 31
-"""Flag in a marker's number: the body comes over ZeroMQ, not in a segment."""
-
-
-class Overflow(Protocol):
-    """The writer's way to send what does not fit a chunk."""
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to serve readers on the loop."""
-
-    def put(
-        self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
-    ) -> None:
-        """Send the body of the message that the claimed slot is for, and mark the slot.
-
-        Raises:
-            SharedMemoryError: There is not enough memory; nothing was sent.
-        """
-
-    def expect_reader(self, peer: Peer) -> None:
-        """Send a newly admitted reader what it needs to receive later bodies."""
-
-    def is_gone(self, seq: int) -> bool:
-        """Return whether the body of a message that all readers have read was discarded."""
-
-    def close(self) -> None:
-        """Release all resources, or start to. Readers can still read everything that was sent. Idempotent."""
-
-    def finished(self) -> bool:
-        """Return whether every body was delivered, so that `close` loses nothing."""
 
 
 def pack_marker(header: memoryview, secret: bytes, seq: int, number: int, size: int) -> None:
@@ -107,8 +72,8 @@ def pack_marker(header: memoryview, secret: bytes, seq: int, number: int, size: 
 
 def unpack_marker(header: memoryview, secret: bytes, seq: int) -> tuple[int, int] | None:
     """Return the number of the segment and the size of the body; None if the slot has no marker of this message."""
-    theirs, number, size = _MARKER.unpack_from(header, _MARKER_AT)
-    if theirs != secret or _CHECKSUM.unpack_from(header, _CHECKSUM_AT) != (_checksum(header, seq),):
+    found, number, size = _MARKER.unpack_from(header, _MARKER_AT)
+    if found != secret or _CHECKSUM.unpack_from(header, _CHECKSUM_AT) != (_checksum(header, seq),):
         return None
     return number, size
 
@@ -117,65 +82,93 @@ def _checksum(header: memoryview, seq: int) -> int:
     return zlib.crc32(header[_MARKER_AT:_CHECKSUM_AT], seq & 0xFFFFFFFF)
 
 
+# The writer's side
+
+
+class Overflow(ABC):
+    """The writer's way to send bodies that do not fit a chunk."""
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: B027 - segments need no loop
+        """Begin to serve readers on the loop."""
+
+    @abstractmethod
+    def put(
+        self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
+    ) -> None:
+        """Send the body of the message that the claimed slot is for, and mark the slot.
+
+        Raises:
+            SharedMemoryError, OutOfDescriptors: No memory or descriptor is left; nothing was sent.
+        """
+
+    @abstractmethod
+    def expect_reader(self, peer: Peer) -> None:
+        """Prepare for a newly admitted reader."""
+
+    @abstractmethod
+    def is_gone(self, seq: int) -> bool:
+        """Return whether the body of a message that all readers have read was discarded."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release all resources, or start to. Readers can still read everything that was sent. Idempotent."""
+
+    def finished(self) -> bool:
+        """Return whether every body was delivered, so that `close` loses nothing."""
+        return True
+
+
 class WrittenSegment:
     """One overflow segment, as its writer sees it."""
 
     def __init__(self, segment: Segment) -> None:
         self.passed_fd: int = segment.readonly_fd()  # the descriptor that readers are passed
         self.segment = segment
-        self.seq = 0  # the message that it was last used for
-        # The number of overflow messages by then; 0 once its pages were given back.
-        self.used = 0
-        self.retired = False  # never written again, as arrays of a reader that has left may lie in it
+        self.seq = 0  # the latest message in the segment
+        self.used = 0  # the number of overflow messages by then; 0 once its pages were given back
+
+    def is_viewed(self) -> bool:
+        """Return whether a reader's lock says that an array lies in the segment."""
+        if not CAN_VIEW:
+            return False
+        try:
+            fcntl.flock(self.segment.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        fcntl.flock(self.segment.fd, fcntl.LOCK_UN)
+        return False
 
     def close(self) -> None:
         """Unmap the segment and close its descriptors."""
-        if self.passed_fd >= 0:
-            os.close(self.passed_fd)
-            self.passed_fd = -1
+        os.close(self.passed_fd)
         self.segment.close()
 
 
-class OverflowSegments:
+class OverflowSegments(Overflow):
     """The writer's overflow segments."""
 
-    def __init__(
-        self,
-        ring: RingWriter,
-        queue_id: bytes,
-        secret: bytes,
-        readers: LocalReaders,
-    ) -> None:
+    def __init__(self, ring: RingWriter, queue_id: bytes, secret: bytes, readers: LocalReaders) -> None:
         self._ring = ring
         self._label = OVERFLOW_LABEL + queue_id.hex()[:8]
         self._secret = secret
         self._readers = readers
-        self._second_way: Overflow | None = None
-        self.segments: list[WrittenSegment] = []  # by number; a retired one has two numbers
-        self._nothing_fd = -1  # of an empty file, which newcomers are passed for each number that is retired
+        self.segments: list[WrittenSegment] = []  # by number
         self._uses = 0
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Do nothing: segments need no loop."""
 
     def put(
         self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
     ) -> None:
-        """Copy the body of a message, as `Overflow.put`."""
-        try:
-            number = self.reserve(size)
-        except (SharedMemoryError, OutOfDescriptors) as error:
-            self._put_second_way(header, parts, buffers, size, error)
-            return
+        number = self.reserve(size)
         with self.segments[number].segment.view[:size] as target:
             write_body(target, parts, buffers)
         self.mark(header, number, size)
 
     def mark(self, header: memoryview, number: int, size: int) -> None:
-        """Note in the claimed slot's header that a segment has the body of its message, and how many bytes."""
+        """Write to the claimed slot's header that a segment has the body of its message, and how many bytes."""
         written = self.segments[number]
         self._uses += 1
-        written.seq, written.used = self._ring.seq, self._uses
+        written.seq = self._ring.seq
+        written.used = self._uses
         self._tidy()
         pack_marker(header, self._secret, self._ring.seq, number, size)
 
@@ -185,67 +178,26 @@ class OverflowSegments:
             peer.hand_over(fd)
 
     def expect_reader(self, peer: Peer) -> None:
-        """Pass on the segments that there are, in the order of their numbers; some bodies may go over ZeroMQ."""
+        """Pass all segments on, in the order of their numbers."""
         for written in self.segments:
-            peer.hand_over(written.passed_fd if written.passed_fd >= 0 else self._nothing_fd)
-        if self._second_way is not None:
-            self._second_way.expect_reader(peer)
-            peer.call_to_subscribe()
-
-    def retire(self, viewed: int) -> None:
-        """Never write again to the segments that a reader which has left still views."""
-        for number, written in enumerate(self.segments[:VIEWED_BITS]):
-            if viewed >> number & 1:
-                written.retired = True
+            peer.hand_over(written.passed_fd)
 
     def is_gone(self, seq: int) -> bool:
-        """Return whether the segment of a message has another one by now, or nothing."""
-        if any(written.used and written.seq == seq for written in self.segments):
-            return False
-        return self._second_way is None or self._second_way.is_gone(seq)
+        """Return whether the segment of a message has another message by now, or nothing."""
+        return not any(written.used and written.seq == seq for written in self.segments)
 
     def close(self) -> None:
         """Unmap the segments. Readers keep their mappings. Idempotent."""
         for written in self.segments:
             written.close()
         self.segments.clear()
-        if self._nothing_fd >= 0:
-            os.close(self._nothing_fd)
-            self._nothing_fd = -1
-        if self._second_way is not None:
-            self._second_way.close()
-
-    def finished(self) -> bool:
-        """Return whether nothing is left to be delivered before this is closed."""
-        return self._second_way is None or self._second_way.finished()
-
-    def _put_second_way(
-        self,
-        header: memoryview,
-        parts: Sequence[bytes | memoryview],
-        buffers: Sequence[memoryview],
-        size: int,
-        error: SharedMemoryError | OutOfDescriptors,
-    ) -> None:
-        """Send a message over ZeroMQ because no segment is available; later messages try a segment again."""
-        try:
-            if self._second_way is None:
-                self._second_way = self._readers.second_way(error)
-            self._second_way.put(header, parts, buffers, size)
-        except AioshmError as also:
-            error.add_note(f"It could not be sent over ZeroMQ instead: {also}")
-            raise error from None
 
     def reserve(self, size: int) -> int:
         """Return the number of a segment with room for the next message; see `mark`.
 
         Raises:
-            SharedMemoryError, OutOfDescriptors: There is none to be had.
+            SharedMemoryError, OutOfDescriptors: The system has no memory or descriptor for a segment.
         """
-        if not CAN_PASS_DESCRIPTORS:
-            raise SharedMemoryError(
-                ENOTSUP, "this platform cannot pass the descriptors of overflow segments to readers"
-            )
         free = self._free()
         for number in free:
             if self.segments[number].segment.size >= size:
@@ -256,6 +208,16 @@ class OverflowSegments:
                 return number
         if free:  # they cannot grow here: few different sizes keep their number down
             room = 1 << (room - 1).bit_length()
+        try:
+            return self._create(room)
+        except (SharedMemoryError, OutOfDescriptors) as error:
+            raise type(error)(
+                error.errno,
+                f"a message of {size} bytes needs an overflow segment: {error.strerror}; or set max_chunk_bytes so "
+                "that it fits a chunk, or Options(overflow='zmq')",
+            ) from None
+
+    def _create(self, room: int) -> int:
         segment = Segment.create(room, DEFAULT_BACKING, may_grow=True, label=self._label)
         try:
             written = WrittenSegment(segment)
@@ -270,112 +232,41 @@ class OverflowSegments:
     def _free(self) -> list[int]:
         """Return the segments that may be written: read by all, and viewed by none."""
         finished = [
-            number
-            for number, each in enumerate(self.segments)
-            if not each.retired and (not each.used or self._ring.finished(each.seq))
+            number for number, each in enumerate(self.segments) if not each.used or self._ring.finished(each.seq)
         ]
-        viewed = self._ring.viewed_segments()  # last: a reader sets its bit, then releases the slot
-        return [number for number in finished if number >= VIEWED_BITS or not viewed >> number & 1]
+        # The locks last: a reader locks the segment, then releases the slot.
+        return [number for number in finished if not self.segments[number].is_viewed()]
 
     def _tidy(self) -> None:
-        """Give back the memory of segments that only a burst has needed, and of retired ones."""
+        """Give back the memory of segments that only a burst has needed."""
         for number in self._free()[IDLE_SEGMENTS:]:
             written = self.segments[number]
             if 0 < written.used <= self._uses - IDLE_USES:
                 written.used = 0
                 written.segment.forget()
-        for written in list(self.segments):
-            if not written.retired or written.passed_fd < 0 or not self._ring.finished(written.seq):
-                continue
-            if written.used:
-                written.used = 0
-                # Passed once more, so that readers close it. That takes a number, too: a reader that lacks room for the
-                # descriptor still counts on.
-                self.segments.append(written)
-                self.hand_over(written.passed_fd)
-            if self._nothing_fd < 0:
-                with suppress(OSError):  # without room for it, the memory stays for now
-                    self._nothing_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-            if self._nothing_fd >= 0 and not any(peer.is_handing_over for peer in self._readers.peers()):
-                written.close()
 
 
-class SegmentMemory(mmap.mmap, OwnMemory):
-    """A reader's private mapping of an overflow segment: arrays may lie in it for as long as the program keeps them."""
-
-    def may_keep(self, nbytes: int, size: int) -> bool:
-        return nbytes >= HUGE_PAGE_BYTES  # a smaller buffer would keep the segment from being used again
+# A reader's side
 
 
-class PassedSegments:
-    """The overflow segments that a reader has been passed, and its subscription to what comes over ZeroMQ instead.
+class OverflowReader(ABC):
+    """A reader's way to receive bodies that do not fit a chunk."""
 
-    Large arrays are not copied out: they lie in a private mapping of their segment, and `layout.VIEWED` keeps the
-    writer from using the segment again until the program has dropped them. If the program keeps several arrays, or
-    writes to them, which copies page by page, later arrays are copied out immediately.
-    """
-
-    def __init__(
-        self,
-        ring: RingReader,
-        secret: bytes,
-        look: Callable[[], object],
-        holds_back: Callable[[], bool],
-        subscriber: Callable[[], OverflowSubscriber],
-    ) -> None:
-        self._ring = ring
+    def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._look = look
-        self._holds_back = holds_back
-        self._subscriber = subscriber
-        # Segments by number. None: the descriptor was lost, or the segment is never used again.
-        self.segments: list[PassedSegment | None] = []
-        self.subscription: OverflowSubscriber | None = None
-        self.viewed: set[int] = set()  # segments that arrays lie in
-        self._inherited = 0  # bits that stay set, because arrays of forked children may lie there
-        self._viewing = -1  # the segment that `view` was asked for last
-        self._copies_out = False  # whether the program has written to an array
-        self._pagemap = Pagemap()
-        _with_views.add(self)
-
-    def subscribe(self) -> OverflowSubscriber:
-        """Return the subscription, made now if there was none.
-
-        Raises:
-            LimitReached, EndpointError: It cannot be had; it can be tried again.
-        """
-        if self.subscription is None:
-            self.subscription = self._subscriber()
-        return self.subscription
-
-    def after_last(self, callback: Callable[[], None]) -> None:
-        """Call back once the writer is gone and everything that it had sent has arrived."""
-        if self.subscription is None:
-            callback()
-        else:
-            self.subscription.after_last(callback)
-
-    def arrived(self, fd: int | None) -> None:
-        """Add the next segment by its descriptor; None: this process had no room for the descriptor.
-
-        A descriptor that comes a second time, under its own number, is that of a segment which is never used again.
-        """
-        if fd is None:
-            self.segments.append(None)
-            return
-        for number, passed in enumerate(self.segments):
-            if passed is not None and os.path.sameopenfile(passed.fd, fd):
-                os.close(fd)
-                passed.close()
-                self.segments[number] = None
-                self.segments.append(None)
-                return
-        self.segments.append(PassedSegment(fd))
 
     def has(self, header: memoryview, seq: int) -> bool:
         """Return whether a slot has the marker of a message."""
         return unpack_marker(header, self._secret, seq) is not None
 
+    def marker(self, header: memoryview, seq: int) -> tuple[int, int]:
+        """Return the number and the size in a slot's marker."""
+        marker = unpack_marker(header, self._secret, seq)
+        if marker is None:  # damaged while a call waited for the body
+            raise CorruptSlot(seq, seq)
+        return marker
+
+    @abstractmethod
     def body(self, header: memoryview, seq: int) -> memoryview | None:
         """Return a message's body, read-only, which the caller has to release; None if it has yet to arrive.
 
@@ -383,119 +274,115 @@ class PassedSegments:
             CorruptSlot: The slot is damaged, or the body can never be read here.
             SharedMemoryError, LimitReached: There is not enough room now; try again later.
         """
-        marker = unpack_marker(header, self._secret, seq)
-        if marker is None:  # damaged while a call waited for it
-            raise CorruptSlot(seq, seq)
-        number, size = marker
-        if number & BY_ZEROMQ:
-            return self.subscribe().body(number, size, seq)
+
+    def view(self, _header: memoryview, _seq: int, _least: int, /) -> memoryview | None:
+        """Return a private, writable view of a message's body that may outlive the slot; None: copy the `body`.
+
+        Also return None for messages of fewer than ``least`` bytes.
+        """
+        return None
+
+    @abstractmethod
+    def arrived(self, fd: int | None) -> None:
+        """Take the next segment's descriptor; None: this process had no room for the descriptor."""
+
+    @abstractmethod
+    def finished(self) -> None:
+        """Finish with the latest body, before its slot is released."""
+
+    def after_last(self, callback: Callable[[], None]) -> None:
+        """Call back once the writer is gone and everything that it had sent has arrived."""
+        callback()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release all resources. Idempotent."""
+
+
+class SegmentMemory(mmap.mmap, OwnMemory):
+    """A private mapping of an overflow segment: arrays may lie in it for as long as the program keeps them."""
+
+    def may_keep(self, nbytes: int, size: int) -> bool:
+        return nbytes >= HUGE_PAGE_BYTES  # a smaller buffer would keep the segment from being used again
+
+
+class PassedSegments(OverflowReader):
+    """The overflow segments that a reader has been passed.
+
+    Large arrays are not copied out: they lie in a private mapping of their segment. If the program keeps several
+    arrays, or writes to them, which copies page by page, later arrays are copied out immediately.
+    """
+
+    def __init__(self, secret: bytes, lifeline: Lifeline) -> None:
+        super().__init__(secret)
+        self._lifeline = lifeline
+        self.segments: list[PassedSegment | None] = []  # by number; None: the descriptor was lost
+        self._copies_out = False  # whether the program has written to an array
+        self._pagemap = Pagemap()
+
+    def arrived(self, fd: int | None) -> None:
+        passed = None
+        if fd is not None:
+            passed = PassedSegment(fd)
+        self.segments.append(passed)
+
+    def body(self, header: memoryview, seq: int) -> memoryview | None:
+        number, size = self.marker(header, seq)
         passed = self._passed(number)
+        message = f"message {seq} of {size} bytes"
         if passed is None:
             if number < len(self.segments):
-                text = "this process had too many open files for its overflow segment (ulimit -n), or it was given up"
-                raise CorruptSlot(seq, seq, text)
-            if self._holds_back():
-                what = f"message {seq} of {size} bytes"
-                raise shortage(what) or out_of_descriptors(what)
+                raise CorruptSlot(seq, seq, "this process had too many open files for its overflow segment (ulimit -n)")
+            if self._lifeline.holds_back:
+                raise shortage(message) or out_of_descriptors(message)
             return None
         try:
             body = passed.body(size)
         except OSError as error:
             if is_out_of_descriptors(error):
-                raise out_of_descriptors(f"message {seq} of {size} bytes", error.errno) from None
-            raise SharedMemoryError(
-                error.errno, f"message {seq} of {size} bytes cannot be mapped: {error.strerror}"
-            ) from None
+                raise out_of_descriptors(message, error.errno) from None
+            raise SharedMemoryError(error.errno, f"{message} cannot be mapped: {error.strerror}") from None
         if body is None:
             raise CorruptSlot(seq, seq, f"its overflow segment has fewer bytes than {size}")
         return body
 
-    def view(self, header: memoryview, seq: int, least: int) -> memoryview | None:
-        """Return a private, writable view of a message's body that may outlive the slot; None: copy the `body`.
-
-        With ``least`` bytes, also return None for smaller messages, and for a program that writes to received arrays.
-        """
-        self._reap()
+    def view(self, header: memoryview, seq: int, least: int, /) -> memoryview | None:
+        self.finished()
         marker = unpack_marker(header, self._secret, seq)
-        if marker is None or not CAN_VIEW or len(self.viewed) >= MAX_VIEWED:
+        if marker is None or not CAN_VIEW or (least and self._copies_out):
             return None
         number, size = marker
-        if number >= VIEWED_BITS or size < least or self._bits() >> number & 1:
-            return None
-        if least and self._copies_out:
-            return None
         passed = self._passed(number)
-        with suppress(OSError):  # no mapping is left
-            view = None if passed is None else passed.view(size)
-            if view is not None:
-                self._viewing = number
-            return view
+        if passed is None or passed.is_locked or size < least:
+            return None
+        if sum(1 for each in self.segments if each is not None and each.is_locked) >= MAX_VIEWED:
+            return None
+        with suppress(OSError):  # no mapping or descriptor is left
+            return passed.view(size)
         return None
 
     def finished(self) -> None:
-        """Finish with the latest body. Call it before the slot is released: the writer must see the bits first."""
-        number, self._viewing = self._viewing, -1
-        if number >= 0:
-            self.viewed.add(number)
-            self._reap()
-            if number in self.viewed:
-                self._ring.set_viewed_segments(self._bits())
-        if self.subscription is not None:
-            self.subscription.finished()
-
-    def keep_for_children(self) -> None:
-        """Copy the arrays out before a fork: the child uses them, too, and cannot tell the writer."""
-        self._make_private()
-        self._inherited |= self._bits()
-        self.viewed.clear()
-        self._ring.set_viewed_segments(self._bits())
+        """Unlock the segments whose arrays the program has dropped."""
+        for passed in self.segments:
+            if passed is not None and passed.is_locked and not passed.is_viewed():
+                if passed.discard_changes(self._pagemap):
+                    self._copies_out = True
+                passed.unlock()
 
     def close(self) -> None:
         """Copy the arrays out; unmap and close all segments. Idempotent."""
-        if self.viewed:
-            self._make_private()
-            self._ring.set_viewed_segments(self._bits())
-        if self.subscription is not None:
-            self.subscription.close()
         for passed in self.segments:
             if passed is not None:
                 passed.close()
         self.segments.clear()
-        self.viewed.clear()
         self._pagemap.close()
-        _with_views.discard(self)
 
     def _passed(self, number: int) -> PassedSegment | None:
         if number >= len(self.segments):
-            self._look()  # it was passed before the message was published
-        return self.segments[number] if number < len(self.segments) else None
-
-    def _make_private(self) -> None:
-        """Exchange the memory below the arrays for private copies. What there is no memory for stays viewed."""
-        self._reap()
-        for number in list(self.viewed):
-            passed = self.segments[number]
-            with suppress(SharedMemoryError):
-                if passed is not None:
-                    passed.make_private()
-                self.viewed.discard(number)
-
-    def _bits(self) -> int:
-        return sum(1 << number for number in self.viewed) | self._inherited
-
-    def _reap(self) -> None:
-        """Let the writer use segments again in which no array lies any more."""
-        before = len(self.viewed)
-        for number in list(self.viewed):
-            passed = self.segments[number]
-            if passed is None:
-                self.viewed.discard(number)
-            elif not passed.is_viewed():
-                self.viewed.discard(number)
-                if passed.discard_changes(self._pagemap):
-                    self._copies_out = True
-        if len(self.viewed) < before:
-            self._ring.set_viewed_segments(self._bits())
+            self._lifeline.look()  # it was passed before the message was published
+        if number >= len(self.segments):
+            return None
+        return self.segments[number]
 
 
 class PassedSegment:
@@ -505,6 +392,7 @@ class PassedSegment:
         self.fd = fd
         self.mapping: mmap.mmap | None = None  # read-only
         self.window: Mapped | None = None  # copy-on-write
+        self._locked_fd = -1
 
     def body(self, size: int) -> memoryview | None:
         """Return the first ``size`` bytes, read-only; None if the segment is shorter."""
@@ -519,18 +407,26 @@ class PassedSegment:
             return whole[:size]
 
     def view(self, size: int) -> memoryview | None:
-        """Return the first ``size`` bytes, copy-on-write; None if the segment is shorter."""
+        """Lock the segment and return the first ``size`` bytes, copy-on-write; None if the segment is shorter."""
         if self.window is None or len(self.window.memory) < size:
             actual = self._size_for(size)
             if actual is None:
                 return None
             self.window = None
             self.window = Mapped(map_private(SegmentMemory, self.fd, actual))
+        # Opened anew: all readers share the descriptor that was passed, and would share its lock.
+        self._locked_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._locked_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         # A new slice each time: a cached one would count as a reference of the program.
         return memoryview(self.window.memory)[:size]
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether the writer must not use the segment."""
+        return self._locked_fd >= 0
+
     def is_viewed(self) -> bool:
-        """Return whether arrays lie in it."""
+        """Return whether arrays lie in the segment."""
         return self.window is not None and self.window.is_held()
 
     def discard_changes(self, pagemap: Pagemap) -> bool:
@@ -540,39 +436,30 @@ class PassedSegment:
         self.window = None
         return True
 
-    def make_private(self) -> None:
-        """Exchange the memory below the arrays for a private copy, which is theirs alone.
-
-        Raises:
-            SharedMemoryError: There is not enough memory.
-        """
-        window, self.window = self.window, None
-        if window is not None:
-            make_private(window, 0, len(window.memory))
+    def unlock(self) -> None:
+        """Allow the writer to use the segment again, unless a forked child still has the locked descriptor."""
+        os.close(self._locked_fd)
+        self._locked_fd = -1
 
     def close(self) -> None:
-        """Unmap the segment once no view of it is left."""
+        """Copy the arrays out, and close the segment; without memory for a copy, it stays locked."""
+        if self.is_locked:
+            with suppress(SharedMemoryError):
+                if self.window is not None and self.is_viewed():
+                    make_private(self.window.memory, 0, len(self.window.memory))
+                self.unlock()
         self._unmap()
         self.window = None
         os.close(self.fd)
 
     def _size_for(self, size: int) -> int | None:
         actual = os.fstat(self.fd).st_size
-        return actual if actual >= max(size, 1) else None  # mapped beyond its end, a touch would be a SIGBUS
+        if actual < max(size, 1):  # mapped beyond its end, a touch would be a SIGBUS
+            return None
+        return actual
 
     def _unmap(self) -> None:
         if self.mapping is not None:
             with suppress(BufferError):  # an error's frames may still hold a view; the mapping goes when they do
                 self.mapping.close()
             self.mapping = None
-
-
-_with_views: weakref.WeakSet[PassedSegments] = weakref.WeakSet()
-
-
-def _keep_for_children() -> None:
-    for passed in list(_with_views):
-        passed.keep_for_children()
-
-
-os.register_at_fork(before=_keep_for_children)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from aioshm.errors import CorruptSlot, OutOfThreads, SharedMemoryError
 from aioshm.lifeline.connection import Peer
 from aioshm.lifeline.sockets import new_address
 from aioshm.process.limits import Reserve, naming_limits, start_thread
-from aioshm.queue.local.overflow import BY_ZEROMQ, pack_marker
+from aioshm.queue.local.overflow import Overflow, OverflowReader, pack_marker
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.data_sockets import DataPublisher, DataSubscriber
 from aioshm.queue.remote.outgoing import Outbox, Outgoing
@@ -51,10 +52,10 @@ BACKLOG = 100
 ZEROMQ_TICK_S = 0.002  # its timers may be early by this
 DELIVERY_POLL_MS = 50
 
-_NUMBERS = BY_ZEROMQ - 1  # what of a number is in a marker
+_NUMBERS = (1 << 32) - 1  # a marker has these bits of a body's number
 
 
-class OverflowPublisher:
+class OverflowPublisher(Overflow):
     """The writer's side: the bodies that some reader may still need.
 
     Raises:
@@ -132,7 +133,7 @@ class OverflowPublisher:
         self._kept.append((seq, message))
         self._send(wire.address(self._secret), message)
         self.look()  # sending may have swallowed the sign of a subscription
-        pack_marker(header, self._secret, seq, BY_ZEROMQ | number & _NUMBERS, size)
+        pack_marker(header, self._secret, seq, number & _NUMBERS, size)
 
     def _forget_finished(self) -> None:
         free = []
@@ -201,7 +202,7 @@ class OverflowPublisher:
             self._delivering.join()
 
 
-class OverflowSubscriber:
+class OverflowSubscriber(OverflowReader):
     """A local reader's side: the bodies that have arrived; made on the running loop.
 
     Raises:
@@ -210,6 +211,7 @@ class OverflowSubscriber:
     """
 
     def __init__(self, endpoint: str, secret: bytes, rank: int, patience_s: float, changed: Callable[[], None]) -> None:
+        super().__init__(secret)
         self._loop = asyncio.get_running_loop()
         self._rank = rank
         self._patience_s = patience_s
@@ -232,9 +234,8 @@ class OverflowSubscriber:
         self._subscriber.subscribe([wire.address(secret), wire.address(secret, rank)])
         self._pump = Pump(self._loop, self._subscriber.connection.pair, self._look_at_connection)
 
-    def body(self, number: int, size: int, seq: int) -> memoryview | None:
-        """Return the body with a marker's number, as `PassedSegments.body`."""
-        number &= _NUMBERS
+    def body(self, header: memoryview, seq: int) -> memoryview | None:
+        number, size = self.marker(header, seq)
         while number not in self._arrived and self._subscriber.inbox.look():
             pass
         data = self._arrived.get(number)
@@ -251,6 +252,10 @@ class OverflowSubscriber:
                 seq, seq, f"rank {self._rank} was sent {len(data.body)} bytes as its body {number}, instead of {size}"
             )
         return data.body.toreadonly()
+
+    def arrived(self, fd: int | None) -> None:
+        if fd is not None:
+            os.close(fd)
 
     def finished(self) -> None:
         """Let go of the body that was asked for last, and of those before it, whose slots were never published."""

@@ -14,7 +14,7 @@ from typing import Any
 from aioshm.codec import Encoded
 from aioshm.codec.frames import INLINE, OVERFLOW, PLACED, RAW, pack_header, pack_place, parts_of, write_body
 from aioshm.config import SLOW_READER, Options
-from aioshm.errors import AioshmError, HandleError, PeerDied
+from aioshm.errors import HandleError, PeerDied
 from aioshm.lifeline.connection import Peer
 from aioshm.lifeline.listener import LifelineListener
 from aioshm.lifeline.protocol import ANY_RANK, Hello, Welcome
@@ -85,23 +85,21 @@ class LocalReaders:
         self._attached: tuple[tuple[int, Peer], ...] = ()  # with the flags' indices
         self._lenient: dict[int, ReaderSlot] = {}  # readers that are not waited for, by the flags' indices
         self._limiter = LogLimiter(COMPLAINT_S)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._first = 0  # of the reader that is being admitted
         for rank in extra:
             self.ring.evict(self._index[rank])
-        self.segments: OverflowSegments = OverflowSegments(self.ring, self.queue_id, self.secret, self)
-        self.overflow: Overflow = self.segments
-        self.loans: Loans = Loans(self.buffer, None if options.overflow == "zmq" else self.segments)
+        self.overflow: Overflow = OverflowSegments(self.ring, self.queue_id, self.secret, self)
+        self.loans: Loans = Loans(self.buffer, self.overflow)
         if options.overflow == "zmq" and ranks:
             try:
                 self.overflow = self._publisher()
             except BaseException:
                 self.close()
                 raise
+            self.loans = Loans(self.buffer, None)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to admit readers."""
-        self._loop = loop
         self.overflow.start(loop)
         self.listener.start(loop, self)
 
@@ -144,22 +142,6 @@ class LocalReaders:
             from aioshm.queue.local.overflow_sockets import OverflowPublisher
         return OverflowPublisher(self, self._options)
 
-    def second_way(self, why: AioshmError) -> Overflow:
-        """Return another way for messages that no overflow segment can be had for."""
-        publisher = self._publisher()
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(publisher.start, self._loop)
-        for peer in self.peers():
-            publisher.expect_reader(peer)
-            peer.call_to_subscribe()
-        logger.warning(
-            "queue %s: there is no overflow segment to be had, so what does not fit a chunk goes over ZeroMQ, several "
-            "times slower, until there is: %s",
-            self.registry.name,
-            why,
-        )
-        return publisher
-
     # Transport, for the registry
 
     def progress(self, slot: ReaderSlot) -> tuple[int, int]:
@@ -184,7 +166,6 @@ class LocalReaders:
         self._detach(index)
         self.ring.set_reader_state(index, HELD, slot.pid)
         self.ring.resume(index, copies=slot.slow != "block")  # what the reader had leased goes back
-        self.segments.retire(self.ring.take_viewed_segments(index))
 
     def drop(self, slot: ReaderSlot) -> None:
         index = self._index[slot.rank]
@@ -193,7 +174,6 @@ class LocalReaders:
             self.ring.set_reader_state(index, _STATES[slot.state], slot.pid)
         self._lenient.pop(index, None)
         self.ring.evict(index)
-        self.segments.retire(self.ring.take_viewed_segments(index))
 
     def evict(self, slot: ReaderSlot, reader: Any, *, dismissed: bool) -> None:
         index = self._index[slot.rank]
@@ -271,7 +251,6 @@ class LocalReaders:
         slot = registry.slots[peer.rank]
         if slot.leaving is peer:
             slot.leaving = None
-            self.segments.retire(self.ring.take_viewed_segments(self._index[peer.rank]))
             return
         if said_goodbye:
             registry.left(slot)

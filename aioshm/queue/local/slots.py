@@ -23,7 +23,7 @@ from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryErro
 from aioshm.queue.local.attachment import WriterWaker
 from aioshm.queue.local.copying import eviction, was_damaged
 from aioshm.queue.local.leases import VIEW_BYTES, Leases
-from aioshm.queue.local.overflow import PassedSegments
+from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.source import SourceBlock, TakenMessage
 from aioshm.queue.state import EndState
 from aioshm.ring import RingReader
@@ -41,7 +41,7 @@ class SlotReader:
         state: EndState,
         ring: RingReader,
         codec: Codec,
-        overflow: PassedSegments,
+        overflow: OverflowReader,
         waker: WriterWaker,
         make_leases: Callable[[], Leases],
     ) -> None:
@@ -203,7 +203,7 @@ class SlotReader:
         return kind == OVERFLOW and seq == self.seq and self._overflow.has(self._slots.header(begin), seq)
 
     def _elsewhere_body(self, begin: int) -> memoryview | None:
-        """Return what did not fit a slot's chunk, as `PassedSegments.body`."""
+        """Return what did not fit a slot's chunk, as `OverflowReader.body`."""
         body = self._overflow.body(self._slots.header(begin), self.seq)
         if body is not None:
             self.overflows += 1

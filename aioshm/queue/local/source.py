@@ -14,7 +14,7 @@ from typing import Any
 
 from aioshm.codec import Codec
 from aioshm.config import SlowReader
-from aioshm.errors import AioshmError, HandleError, LimitReached, MessagesLost, PeerClosed, PeerDied, SharedMemoryError
+from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerClosed, PeerDied, SharedMemoryError
 from aioshm.lifeline.dialer import Lifeline, dial, hang_up
 from aioshm.lifeline.protocol import Hello
 from aioshm.lifeline.sockets import Doorbell, peer_credentials
@@ -126,7 +126,6 @@ class RingSource(Source):
             self._on_writer_gone,
             self._on_descriptor,
             state.interrupt,
-            self._on_subscribe,
             self._on_evicted,
         )
         lifeline.prove()
@@ -168,11 +167,6 @@ class RingSource(Source):
         assert self.attachment is not None
         self.attachment.overflow.arrived(fd)
         self._state.interrupt()  # where bells are bytes on the same socket, this one may have left no room for them
-
-    def _on_subscribe(self) -> None:
-        assert self.attachment is not None
-        with suppress(LimitReached, OSError):  # it is tried again for the first message that needs it
-            self.attachment.overflow.subscribe()
 
     def _on_evicted(self) -> None:
         self._state.refuse(functools.partial(eviction, self._state, self._cursor))

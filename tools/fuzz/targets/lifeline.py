@@ -42,7 +42,6 @@ def _greeting(body: bytes) -> None:
 _KNOWN = {
     protocol.GO: "_on_go",
     protocol.EVICTED: "_on_evicted",
-    protocol.SUBSCRIBE: "_on_subscribe",
     protocol.WAKE: "_on_wake",
 }
 
