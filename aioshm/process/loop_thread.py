@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from functools import partial
 from threading import get_ident
 from time import monotonic
 from typing import Any, Generic, TypeAlias, TypeVar, cast
@@ -25,9 +24,23 @@ from aioshm.arguments import check_plain
 from aioshm.errors import EndClosed, QueueClosed, RoleError
 from aioshm.process.limits import check_descriptors, naming_limits, start_thread
 
+ALIVE_CHECK_S = 1.0
+"""How late a waiting caller may notice that the loop's thread has ended."""
+END_S = 10.0
+"""How long `stop` waits for the thread to end. A thread that takes longer is stuck in a callback."""
+
+LOOP_DESCRIPTORS = 5  # enough for a loop of asyncio or of uvloop
+
+T = TypeVar("T")
+
 
 class ProcessLock(ctypes.Structure):
     """A lock for the threads of a process. They acquire it in any order, but `next_owner` is always first.
+
+    The whole state is one attribute, so that an exception from a signal handler cannot leave the lock half acquired.
+    CPython runs handlers, and other threads, at calls and backward jumps only. So ``lock.owner = lock.owner or me`` is
+    one step, and so is ``lock.owner = lock.next_owner``. Code that acquires or releases the lock in a thread with
+    handlers writes these statements out instead of calling a method.
 
     Args:
         recheck_s: How late a thread notices a free lock if a handler kept the last owner from waking other threads.
@@ -65,7 +78,9 @@ class ProcessLock(ctypes.Structure):
 
     def _wait(self, me: int, deadline: float | None = None) -> bool:
         """Wait until the lock may be free; return False if the deadline has passed."""
-        left = self._recheck_s if deadline is None else min(self._recheck_s, deadline - monotonic())
+        left = self._recheck_s
+        if deadline is not None:
+            left = min(left, deadline - monotonic())
         if left <= 0:
             return False
         sleeper = threading.Lock()
@@ -103,21 +118,10 @@ class ProcessLock(ctypes.Structure):
             self.wake()
 
 
-LOOK_S = 1.0
-"""How late a waiting caller may notice that the loop's thread has ended."""
-PATIENCE_S = 1.0
-"""A handler's exception interrupts a cancellation older than this: a user who presses Ctrl-C again wants to leave."""
-END_S = 10.0
-"""How long `stop` waits for the thread to end. A thread that takes longer is stuck in a callback."""
-
-LOOP_DESCRIPTORS = 5  # enough for a loop of asyncio or of uvloop
-
 process_lock: ProcessLock = ProcessLock(recheck_s=0.01)
 """The process lock: the shared loop holds it in callbacks, other threads hold it for short pieces of their calls."""
 
-T = TypeVar("T")
-
-_Made: TypeAlias = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
+_Started: TypeAlias = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 """A loop, and the future that stops it."""
 
 
@@ -134,42 +138,28 @@ class LoopThread:
     Attributes:
         loop: The loop.
         shared: Whether the whole process uses this loop, so that only the exit of Python ends the thread.
+        ended: Whether the thread has been asked to end.
     """
 
     def __init__(self, owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
         check_plain("loop_factory", loop_factory)
         self.shared: bool = False
-        self._last: set[asyncio.Task[None]] = set()  # tasks of `abandon`: asyncio holds tasks only weakly
+        self.ended: bool = False
+        self._last: set[asyncio.Task[None]] = set()  # tasks of `end_after`: asyncio holds tasks only weakly
         self._owner = owner
         self._pid = os.getpid()
-        self._ended = False
-        self._made: _Errand[_Made] = _Errand()
+        started: _Errand[_Started] = _Errand()
         factory = loop_factory or asyncio.new_event_loop
-        self._thread = start_thread(_serve, owner, factory, self._made, name="aioshm-loop", what=owner)
-        self._wait_for(self._made)
+        self._thread = start_thread(_serve, owner, factory, started, name="aioshm-loop", what=owner)
+        self._wait_for(started)
         self.loop: asyncio.AbstractEventLoop
-        self.loop, self._stopping = self._made.outcome()
+        self.loop, self._stopping = started.outcome()
         _running.add(self)
-
-    def __del__(self) -> None:
-        """End the thread if the caller was interrupted while this object was made, or has dropped the object."""
-        made: _Errand[_Made] | None = getattr(self, "_made", None)
-        if made is not None and not self._ended and not self.elsewhere:
-            made.dropped = True
-            if made.value is not None:
-                loop, stopping = made.value
-                with suppress(RuntimeError):  # the thread has ended by itself, and closed the loop
-                    loop.call_soon_threadsafe(_stop, stopping)
 
     @property
     def elsewhere(self) -> bool:
         """Whether this process is a forked child: it has a copy of this object, but not the thread."""
         return self._pid != os.getpid()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the thread has been asked to end."""
-        return self._ended
 
     def check(self) -> None:
         """Raise if a call from here could never finish.
@@ -211,31 +201,10 @@ class LoopThread:
         except (QueueClosed, RoleError):
             raise
         except BaseException:
-            errand.dropped = True
-            try:  # another signal's handler may raise before `_cancel` has begun
-                try:
-                    self._cancel(errand)
-                finally:
-                    self._cancel(errand)
-            finally:
-                self._cancel(errand)
+            if self.post(errand.cancel):
+                self._wait_for(errand)
             raise
         return errand.outcome()
-
-    def _cancel(self, errand: _Errand[Any]) -> None:
-        """Cancel a coroutine, and wait until it has ended; drop exceptions of handlers for the first `PATIENCE_S`."""
-        until = monotonic() + PATIENCE_S
-        ended = False
-        while not ended:
-            try:
-                if self.post(errand.cancel):
-                    self._wait_for(errand)
-                ended = True
-            except QueueClosed:
-                ended = True
-            except BaseException:
-                if monotonic() > until:
-                    raise
 
     def post(self, function: Callable[[], object]) -> bool:
         """Schedule a function in the thread without waiting; return False if the thread does not take it."""
@@ -254,16 +223,16 @@ class LoopThread:
         """End the thread, even if it is shared."""
         if self.elsewhere:
             return
-        if not self._ended:
-            self._call_soon(partial(_stop, self._stopping))  # does not hold this object
-            self._ended = True
+        if not self.ended:
+            self._call_soon(self._stop)
+            self.ended = True
         if get_ident() != self._thread.ident:
             self._thread.join(END_S)
         _running.discard(self)
 
-    def abandon(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def end_after(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a last coroutine, then end the thread unless it is shared; do not wait. May be called in any thread."""
-        if self._ended:
+        if self.ended:
             return
 
         async def run() -> None:
@@ -271,24 +240,28 @@ class LoopThread:
                 await last()
             finally:
                 if not self.shared:
-                    _stop(self._stopping)
+                    self._stop()
 
         def start() -> None:
             task = self.loop.create_task(run())
             self._last.add(task)
             task.add_done_callback(self._last.discard)
 
-        self._ended = not self.shared
+        self.ended = not self.shared
         self._call_soon(start)
 
+    def _stop(self) -> None:
+        if not self._stopping.done():
+            self._stopping.set_result(None)
+
     def _wait_for(self, errand: _Errand[Any]) -> None:
-        while not errand.wait(LOOK_S):
+        while not errand.wait(ALIVE_CHECK_S):
             if not self._thread.is_alive() and not errand.wait(0):
                 raise EndClosed(f"the thread of {self._owner} has ended; its traceback is on the standard error")
 
     def _post(self, function: Callable[[], object]) -> None:
         self.check()
-        if self._ended or not self._call_soon(function):
+        if self.ended or not self._call_soon(function):
             raise EndClosed(f"{self._owner} was closed")
 
     def _call_soon(self, function: Callable[[], object]) -> bool:
@@ -304,16 +277,13 @@ class LoopThread:
 class _Errand(Generic[T]):
     """One function or coroutine to run in the thread, and its result or exception."""
 
-    __slots__ = ("_done", "_error", "_task", "dropped", "value")
-
     def __init__(self) -> None:
         # Not an Event or a Future: an exception of a signal handler in their `wait` may leave their lock acquired.
         self._done = threading.Lock()
         self._done.acquire()
-        self.value: T | None = None  # None until there is one
+        self._value: T | None = None
         self._error: BaseException | None = None
         self._task: asyncio.Task[T] | None = None
-        self.dropped: bool = False  # whether the caller was interrupted
 
     def wait(self, timeout: float) -> bool:
         if not self._done.acquire(timeout=timeout):
@@ -327,21 +297,25 @@ class _Errand(Generic[T]):
                 raise self._error
             finally:
                 self._error = None  # breaks a cycle: its traceback holds this frame
-        return cast("T", self.value)
+        return cast("T", self._value)
 
     # In the thread
 
+    def settle(self, value: T | None, error: BaseException | None = None) -> None:
+        if self._done.locked():
+            self._value = value
+            self._error = error
+            self._done.release()
+
     def run(self, function: Callable[[], T]) -> None:
         try:
-            self.value = function()
+            self.settle(function())
         except BaseException as error:
-            self._error = error
-        self._done.release()
+            self.settle(None, error)
 
     def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        if not self.dropped:
-            self._task = asyncio.get_running_loop().create_task(self._begin(work))
-            self._task.add_done_callback(self._take)
+        self._task = asyncio.get_running_loop().create_task(self._begin(work))
+        self._task.add_done_callback(self._end)
 
     async def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await work()
@@ -349,54 +323,43 @@ class _Errand(Generic[T]):
     def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        elif self._done.locked():  # the call was interrupted before `start` was posted
-            self._done.release()
+        else:  # the call was interrupted before it posted `start`
+            self.settle(None, EndClosed("interrupted"))
 
-    def _take(self, task: asyncio.Task[T]) -> None:
-        if task.cancelled():
-            self._error = EndClosed("closed while this call waited")
-        else:
-            self._error = task.exception()
-            if self._error is None:
-                self.value = task.result()
+    def _end(self, task: asyncio.Task[T]) -> None:
         self._task = None
-        self._done.release()
+        if task.cancelled():
+            self.settle(None, EndClosed("closed while this call waited"))
+        elif (error := task.exception()) is not None:
+            self.settle(None, error)
+        else:
+            self.settle(task.result())
 
 
-def _stop(stopping: asyncio.Future[None]) -> None:
-    if not stopping.done():
-        stopping.set_result(None)
+def _serve(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop], started: _Errand[_Started]) -> None:
+    """Run a new loop in this thread until it is stopped."""
 
-
-def _serve(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop], made: _Errand[_Made]) -> None:
-    """Make a loop in this thread, and run it until it is stopped, then its remaining tasks, which are cancelled."""
-
-    def make() -> _Made:
+    def make() -> asyncio.AbstractEventLoop:
         check_descriptors(owner, LOOP_DESCRIPTORS)  # a constructor that fails halfway leaks descriptors
         with naming_limits(owner):
-            loop = loop_factory()
-        return loop, loop.create_future()
+            return loop_factory()
 
-    made.run(make)
-    if made.value is None:
-        return
-    loop, stopping = made.value
-    asyncio.set_event_loop(loop)
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        stopping = loop.create_future()
+        started.settle((loop, stopping))
+        await stopping
+
     try:
-        if not made.dropped:
-            loop.run_until_complete(stopping)
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
+        loop = make()
+    except BaseException as error:
+        started.settle(None, error)
+        return
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
 
 
-class _TurnSelector(selectors.PollSelector):
+class _ReleasingSelector(selectors.PollSelector):
     """Releases `process_lock` while the loop sleeps.
 
     It uses poll(2): a forked child shares an epoll, and would unregister the descriptors for the parent, too.
@@ -435,11 +398,9 @@ def shared_loop() -> LoopThread:
     if _shared is None:
         with _starting:
             if _shared is None:
-                owner = "the background loop"
-                started = LoopThread(owner, lambda: asyncio.SelectorEventLoop(_TurnSelector()))
+                started = LoopThread("the background loop", lambda: asyncio.SelectorEventLoop(_ReleasingSelector()))
                 started.shared = True
-                if _shared is None:  # a signal handler may have been faster
-                    _shared = started
+                _shared = started
     return _shared
 
 
@@ -458,16 +419,17 @@ def _end_all() -> None:
         thread.stop()
 
 
-def _forget_the_parents() -> None:
+def _detach_after_fork() -> None:
     global _shared, _starting
     if _shared is not None:
         _inherited.append(_shared)
         _running.discard(_shared)
         _shared = None
     _starting = threading.RLock()
-    process_lock.owner = process_lock.next_owner = 0
+    process_lock.owner = 0
+    process_lock.next_owner = 0
     process_lock.waiting.clear()
 
 
 atexit.register(_end_all)
-os.register_at_fork(after_in_child=_forget_the_parents)
+os.register_at_fork(after_in_child=_detach_after_fork)

@@ -1,4 +1,4 @@
-"""Stops processes and their descendants, within one deadline for all."""
+"""Stops processes and their descendants, within one deadline for all; and SIGTERM inside a process that is stopped."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import asyncio
 import logging
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterable
-from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from aioshm.errors import OutOfThreads
@@ -21,48 +18,50 @@ from aioshm.process.background import in_thread
 from aioshm.process.limits import detach_when_forked
 from aioshm.process.watch import ProcessWatch
 
-if TYPE_CHECKING:  # it costs 12 ms, which nobody pays who stops nothing
+if TYPE_CHECKING:  # the import takes 12 ms
     import psutil
 
 SHUTDOWN_TIMEOUT_S = 5.0
-"""How long processes may take to exit when asked to."""
+"""How long processes may take to exit after SIGTERM."""
 KILLED_S = 5.0
 """How long killed processes may take to be gone; a process with much memory or a device takes a moment."""
+TERMINATED = 128 + signal.SIGTERM
+"""The code of the SystemExit that SIGTERM raises, as shells name the signal."""
 
-_LOOK_S = 0.005
+_RECHECK_S = 0.005
 
 _log = logging.getLogger("aioshm.engine")
 
 
 def shutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
-    """Stop processes: SIGTERM to all, one deadline for all, then kill those that still run, and all descendants.
+    """Stop processes: send SIGTERM to all, then kill those that still run after the timeout, and all descendants.
 
     Blocks; see `ashutdown`. An exception of a signal handler, such as Ctrl-C, kills all of them immediately, and is
     raised then.
 
     Args:
-        procs: The processes; those that have exited, or were never started, are ignored.
+        procs: The processes; processes that have exited, or were never started, are ignored.
         timeout: Seconds that all of them together may take; 0 kills them immediately.
     """
     stopping = _Stopping(procs, timeout)
     try:
-        stopping.add(_below(stopping.pids()))
-        stopping.ask()
+        stopping.find_descendants()
+        stopping.terminate()
         stopping.wait(timeout)
     finally:
         stopping.kill()
     stopping.wait(KILLED_S)
     deadline = time.monotonic() + KILLED_S
-    while stopping.below_run() and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+    while stopping.descendants_run() and time.monotonic() < deadline:
+        time.sleep(_RECHECK_S)
     stopping.report()
 
 
 async def ashutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
     """Stop processes as `shutdown` does, without blocking the loop.
 
-    Cancelling this kills the processes; it returns, cancelled, when they are gone. An exception of a signal handler
-    kills them without waiting: the loop may not run any more.
+    Cancelling this kills the processes; the call returns, cancelled, when they are gone. An exception of a signal
+    handler kills them without waiting: the loop may not run any more.
     """
     stopping = _Stopping(procs, timeout)
     try:
@@ -79,25 +78,22 @@ async def _stop(stopping: _Stopping, timeout: float) -> None:
     cancelled: asyncio.CancelledError | None = None
     with ProcessWatch(stopping.procs) as watch:
         try:
-            if pids := stopping.pids():
-                try:
-                    stopping.add(await in_thread(lambda: _below(pids)))
-                except OutOfThreads:
-                    stopping.add(_below(pids))
-            stopping.ask()
+            try:
+                await in_thread(stopping.find_descendants)
+            except OutOfThreads:
+                stopping.find_descendants()
+            stopping.terminate()
             await watch.all_exited(loop.time() + timeout)
         except asyncio.CancelledError as error:
             cancelled = error
         stopping.kill()
         deadline = loop.time() + KILLED_S
-        while watch.running or stopping.below_run():
-            if loop.time() >= deadline:
-                break
+        while (watch.running or stopping.descendants_run()) and loop.time() < deadline:
             try:
                 if watch.running:
                     await watch.all_exited(deadline)
                 else:
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_RECHECK_S)
             except asyncio.CancelledError as error:
                 cancelled = error
     stopping.report()
@@ -106,20 +102,19 @@ async def _stop(stopping: _Stopping, timeout: float) -> None:
 
 
 class _Stopping:
+    """The processes that one call stops, and their descendants."""
+
     def __init__(self, procs: Iterable[BaseProcess], timeout: float) -> None:
         if not (math.isfinite(timeout) and timeout >= 0):
             raise ValueError(f"timeout must be a finite number of seconds, at least 0, not {timeout}")
         self.procs = [proc for proc in procs if _runs(proc)]
-        self._below: set[psutil.Process] = set()
+        self._descendants: set[psutil.Process] = set()
 
-    def pids(self) -> set[int]:
-        return {proc.pid for proc in self._running() if proc.pid is not None}
+    def find_descendants(self) -> None:
+        """Note the descendants of the processes: unknown once the processes have exited."""
+        self._descendants |= _descendants({proc.pid for proc in self._running() if proc.pid is not None})
 
-    def add(self, below: set[psutil.Process]) -> None:
-        """Note the descendants of processes: unknown once the processes have exited."""
-        self._below |= below
-
-    def ask(self) -> None:
+    def terminate(self) -> None:
         for proc in self._running():
             proc.terminate()
 
@@ -131,22 +126,22 @@ class _Stopping:
                 return
             wait([proc.sentinel for proc in running], left)
             if len(self._running()) == len(running):
-                time.sleep(min(left, _LOOK_S))  # the sentinel of one may close a little before it exits
+                time.sleep(min(left, _RECHECK_S))  # a sentinel may close a little before its process exits
 
     def kill(self) -> None:
-        self.add(_below(self.pids()))
-        for proc in self._running():  # from the top, so that nothing more is started
+        self.find_descendants()
+        for proc in self._running():  # parents first, so that they start no more processes
             proc.kill()
-        for process in self._below:
+        for process in self._descendants:
             _kill(process)
 
-    def below_run(self) -> bool:
-        self._below = {process for process in self._below if _exists(process)}
-        return bool(self._below)
+    def descendants_run(self) -> bool:
+        self._descendants = {process for process in self._descendants if _exists(process)}
+        return bool(self._descendants)
 
     def report(self) -> None:
         left = [f"{proc.name} (pid {proc.pid})" for proc in self._running()]
-        left += [f"pid {process.pid}" for process in self._below]
+        left += [f"pid {process.pid}" for process in self._descendants]
         if left:
             _log.error("killed, but not gone after %s s: %s", KILLED_S, ", ".join(left))
 
@@ -157,21 +152,21 @@ class _Stopping:
 def _runs(proc: BaseProcess) -> bool:
     try:
         return proc.is_alive()
-    except ValueError:  # it has been closed
+    except ValueError:  # the process object was closed
         return False
 
 
-def _below(roots: Collection[int]) -> set[psutil.Process]:
+def _descendants(pids: Collection[int]) -> set[psutil.Process]:
     """Return the descendants of some children of this process."""
-    if not roots:
+    if not pids:
         return set()
-    inside = set(roots)
+    inside = set(pids)
     found: set[psutil.Process] = set()
     try:
         import psutil
 
         below = psutil.Process().children(recursive=True)
-    except (ImportError, OSError):  # no descriptor is left; each leads a group, which is killed with it
+    except (ImportError, OSError):  # no descriptor is left; each child leads a group, which is killed with the child
         return found
     for process in below:  # parents come before their children
         try:
@@ -201,25 +196,25 @@ def _exists(process: psutil.Process) -> bool:
         return False
 
 
-TERMINATED = 128 + signal.SIGTERM
-"""The code of the SystemExit that SIGTERM raises, as shells name the signal."""
-
-
 class Termination:
-    """Lets SIGTERM end the task that makes this, with its clean-up, instead of the process.
+    """Cancels the task that makes this on SIGTERM, so that the task cleans up, instead of ending the process.
 
     Only in the main thread, and if SIGTERM would end the process otherwise.
 
     Attributes:
-        interrupts: Whether SIGTERM raises SystemExit in a task of the user's that holds up the loop.
+        interrupts: Whether SIGTERM raises SystemExit immediately, for a plain function that holds up the loop.
         ignored: Whether the task ends by itself: the first SIGTERM does nothing then, the second ends the process.
+        came: Whether SIGTERM has ended the task, or is about to.
     """
 
     def __init__(self) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        self._armed = self._signalled = self._came = self._raised = False
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._armed = False
+        self._raised = False
         self.interrupts: bool = False
         self.ignored: bool = False
+        self.came: bool = False
         detach_when_forked(self)
 
     def arm(self) -> None:
@@ -229,7 +224,7 @@ class Termination:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the loop's own handler drops it
             try:
                 # The loop wakes up for a signal that comes just before it sleeps: Python alone would not notice.
-                self._loop.add_signal_handler(signal.SIGTERM, self._come)
+                self._loop.add_signal_handler(signal.SIGTERM, self._cancel)
                 signal.signal(signal.SIGTERM, self._interrupt)
                 signal.siginterrupt(signal.SIGTERM, False)
                 self._armed = True
@@ -242,59 +237,28 @@ class Termination:
             self._armed = False
             self._loop.remove_signal_handler(signal.SIGTERM)
 
-    @property
-    def came(self) -> bool:
-        """Whether SIGTERM has ended the task, or is about to."""
-        return self._came
-
     def take_back(self) -> bool:
-        """Tell whether SIGTERM has ended the task, and nothing else; take a cancellation back then. Ask once."""
+        """Return whether SIGTERM, and nothing else, ended the task; uncancel the task then. Call this once."""
         assert self._task is not None
-        return self._came and (self._raised or self._task.uncancel() == 0)
+        return self.came and (self._raised or self._task.uncancel() == 0)
 
     def detach_after_fork(self) -> None:
-        """Let SIGTERM end a forked child, as its parent expects that."""
+        """Let SIGTERM end a forked child."""
         if self._armed:
             self._armed = False
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _interrupt(self, _number: int, frame: FrameType | None) -> None:
-        self._signalled = True
-        if not self.interrupts or self._came or self.ignored or _returns_to_loop(frame):
-            return
-        if asyncio.current_task(self._loop) is not None:
-            self._came = self._raised = True
+    def _interrupt(self, _number: int, _frame: object) -> None:
+        if self.interrupts and not (self.came or self.ignored):
+            self.came = True
+            self._raised = True
             raise SystemExit(TERMINATED)
 
-    def _come(self) -> None:
-        if not self._signalled:  # a forked child got it, which shares the descriptor that wakes this loop
-            return
+    def _cancel(self) -> None:
         assert self._task is not None
         if self.ignored:
             self.disarm()
-        elif not self._came:
-            self._came = True
+        elif not self.came:
+            self.came = True
             self._task.cancel("SIGTERM")
-        elif self._raised and self.interrupts:
-            # The task goes on: Python ignored the SystemExit, as it does in destructors and in some callbacks.
-            self._raised = False
-            self._task.cancel("SIGTERM")
-
-
-def _returns_to_loop(frame: FrameType | None) -> bool:
-    """Tell whether asyncio, or a coroutine of aioshm, runs, and not a function of the user's.
-
-    Both return to the loop soon. An exception there would tear them: a task whose `call_soon` raises never runs again.
-    """
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package == "asyncio":
-            return True
-        if package == "aioshm":
-            if frame.f_code.co_flags & (CO_COROUTINE | CO_ASYNC_GENERATOR):
-                return True
-        elif package not in sys.stdlib_module_names:
-            return False
-        frame = frame.f_back
-    return False

@@ -51,7 +51,7 @@ async def interrupted_twice() -> None:
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
 
-    _Stopping.ask = interrupt  # type: ignore[method-assign]
+    _Stopping.terminate = interrupt  # type: ignore[method-assign]
     async with start(stubborn) as manager:
         say("engine", manager.processes[0].pid)
 

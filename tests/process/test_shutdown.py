@@ -118,7 +118,7 @@ def test_second_interrupt_while_processes_are_asked_kills_them(
         signal.raise_signal(signal.SIGINT)
 
     process = start(targets.refuse_to_end)
-    monkeypatch.setattr(stopping._Stopping, "ask", interrupt)  # there is no other moment that both ways go through
+    monkeypatch.setattr(stopping._Stopping, "terminate", interrupt)  # both ways call it
     with pytest.raises(KeyboardInterrupt):
         stop([process], 1000)
     process.join(60)

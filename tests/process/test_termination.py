@@ -90,31 +90,6 @@ async def test_task_that_holds_up_the_loop_is_interrupted_once_by_sigterm() -> N
     assert await asyncio.create_task(work()) == [TERMINATED, True]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_task_in_which_python_ignored_the_system_exit_is_cancelled() -> None:
-    class Dropped:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGTERM)
-
-    async def work() -> bool:
-        termination = Termination()
-        termination.arm()
-        termination.interrupts = True
-        try:
-            Dropped()
-            await asyncio.sleep(100)
-        except asyncio.CancelledError:
-            return termination.take_back()
-        finally:
-            termination.disarm()
-        return False
-
-    task = asyncio.create_task(work())
-    async with asyncio.timeout(5):
-        assert await task
-    assert task.cancelling() == 0
-
-
 async def test_sigterm_that_is_ignored_leaves_the_next_one_to_the_system() -> None:
     async def work() -> None:
         termination = Termination()

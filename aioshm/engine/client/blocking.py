@@ -196,7 +196,7 @@ class EngineClient(Closing):
         if host is None or not self._owns_host or self._closed or host.ended or host.elsewhere:
             return
         warn_not_closed(self, "use `with`")
-        host.abandon(self._client.aclose)
+        host.end_after(self._client.aclose)
 
     def _open_host(self) -> LoopThread:
         if self._host is None:

@@ -133,19 +133,21 @@ class Worker:
         except (Exception, asyncio.CancelledError) as error:
             return failure_of(error)
         self._termination.arm()  # until now there was nothing to close: the signal itself ended the process
-        self._termination.interrupts = True
         return None
 
     def call(self, request: Request) -> Any:
         """Call a method, or a function with the object; the result may be awaitable."""
-        if isinstance(request.method, str):
-            return getattr(self._object, request.method)(*request.args, **request.kwargs)
-        return request.method(self._object, *request.args, **request.kwargs)
+        self._termination.interrupts = True  # a plain method may hold up the loop for long
+        try:
+            if isinstance(request.method, str):
+                return getattr(self._object, request.method)(*request.args, **request.kwargs)
+            return request.method(self._object, *request.args, **request.kwargs)
+        finally:
+            self._termination.interrupts = False
 
     async def close(self) -> None:
         """Call the object's ``close``, if it has one; SIGTERM does not end that call."""
         self._termination.ignored = not self._termination.came
-        self._termination.interrupts = False
         close: Callable[[], Any] | None = getattr(self._object, "close", None)
         if callable(close):
             closing = close()
