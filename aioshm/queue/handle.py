@@ -46,8 +46,6 @@ class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
     data: str
     # The endpoint of the writer's ROUTER socket.
     control: str
-    # 16 random bytes at the beginning of every data message.
-    topic: bytes
     # These may include local ranks: the first reader gets the rank.
     ranks: tuple[int, ...]
     # None: connections are not encrypted.

@@ -63,7 +63,6 @@ class Reader:
         self.data, self.up, self.down = Way(), Way(), Way()
         self.connected = self.subscribed = self.controlled = False
         self.read = 0
-        self.forgotten: set[int] = set()  # what it was told that it cannot have
         self.accepted: set[int] = set()
 
     def hear_data(self, item: object) -> None:
@@ -73,17 +72,14 @@ class Reader:
             assert isinstance(item, Message)
             new = self.window.arrived(item.seq, item, item.nbytes)
             assert not (new and item.seq in self.accepted), "it comes once"
-            assert new or item.seq in self.accepted | self.forgotten, "it is not refused"
+            assert new or item.seq in self.accepted, "it is not refused"
             if new:
                 self.accepted.add(item.seq)
         self.ask()
 
     def hear(self, message: object) -> None:
-        if isinstance(message, wire.Lost):
-            self.forgotten.update(range(message.first, message.last + 1))
-            self.window.lost(message.first, message.last)
-        elif isinstance(message, wire.Closing):
-            self.window.ends(message.end)
+        if isinstance(message, wire.Closing):
+            self.window.end = message.end
 
     def introduce(self) -> None:
         self.window.ask_again()
@@ -101,13 +97,9 @@ class Reader:
 
     def take(self) -> None:
         message, _ = self.window.ready[0]
-        if isinstance(message, Missing):
-            assert message.first == self.read, "it is missed where it belongs, and once"
-            assert self.forgotten.issuperset(range(self.read, message.last + 1)), "what is to be had is not missed"
-            self.read = message.last + 1
-        else:
-            assert message.seq == self.read, "nothing lost, nothing twice, in order"
-            self.read += 1
+        assert not isinstance(message, Missing)
+        assert message.seq == self.read, "nothing lost, nothing twice, in order"
+        self.read += 1
         self.window.finished()
         assert self.window.taken == self.read
         if self.window.must_acknowledge():
@@ -158,23 +150,14 @@ class Network(RuleBasedStateMachine):
         for reader in self.readers:
             reader.down.put(wire.Closing(self.window.seq))
 
-    def hear(self, reader: Reader, message: object, forget: int) -> None:
+    def hear(self, reader: Reader, message: object) -> None:
         if isinstance(message, wire.Acknowledge):
             self.window.acknowledged(reader.rank, message.consumed)
         elif isinstance(message, wire.Resend):
             for first, last in message.ranges:
-                if forget:  # as if they had not been kept
-                    reader.down.put(wire.Lost(first, min(last, first + forget - 1)))
-                if first + forget <= last:
-                    self.resend(reader, first + forget, last)
-
-    def resend(self, reader: Reader, first: int, last: int) -> None:
-        messages, lost = self.window.resend(reader.rank, first, last)
-        if lost is not None:
-            reader.down.put(wire.Lost(*lost))
-        for seq, kept in messages:
-            assert kept.seq == seq
-            self.publish(reader, kept)
+                for kept in self.window.resend(reader.rank, first, last):
+                    assert first <= kept.seq <= last
+                    self.publish(reader, kept)
 
     # The network
 
@@ -182,9 +165,9 @@ class Network(RuleBasedStateMachine):
         if reader.data.items:
             reader.hear_data(reader.data.items.popleft()[1])
 
-    def deliver_up(self, reader: Reader, forget: int) -> None:
+    def deliver_up(self, reader: Reader) -> None:
         if reader.controlled and reader.up.items:
-            self.hear(reader, reader.up.items.popleft()[1], forget)
+            self.hear(reader, reader.up.items.popleft()[1])
 
     def deliver_down(self, reader: Reader) -> None:
         if reader.down.items:
@@ -211,10 +194,10 @@ class Network(RuleBasedStateMachine):
         for _ in range(number):
             self.deliver_data(self.some(who))
 
-    @rule(who=WHO, number=st.integers(1, 4), forget=st.sampled_from([0, 0, 0, 0, 1, 3]))
-    def the_writer_hears_something(self, who: int, number: int, forget: int) -> None:
+    @rule(who=WHO, number=st.integers(1, 4))
+    def the_writer_hears_something(self, who: int, number: int) -> None:
         for _ in range(number):
-            self.deliver_up(self.some(who), forget)
+            self.deliver_up(self.some(who))
 
     @rule(who=WHO, number=st.integers(1, 4))
     def a_reader_hears_something(self, who: int, number: int) -> None:
@@ -244,7 +227,7 @@ class Network(RuleBasedStateMachine):
         for _ in range(times):
             self.a_control_connection_is_cut(who, 0, 0, True)
             while reader.up.items:
-                self.deliver_up(reader, 0)
+                self.deliver_up(reader)
 
     @rule(who=WHO, data=st.booleans(), control=st.booleans())
     def a_connection_comes_back(self, who: int, data: bool, control: bool) -> None:
@@ -288,7 +271,7 @@ class Network(RuleBasedStateMachine):
         while any(map(self.something_moves, self.readers)):
             for reader in self.readers:
                 self.deliver_data(reader)
-                self.deliver_up(reader, 0)
+                self.deliver_up(reader)
                 self.deliver_down(reader)
                 if reader.window.ready:
                     reader.take()

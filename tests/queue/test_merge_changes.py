@@ -269,7 +269,7 @@ class TestErrors:
             slot_of(writers[0], 0)[8] ^= 0xFF
             await writers[0].enqueue(Bomb(), 20)
             await writers[0].enqueue(ValueError("sent"), 20)
-            readers[1].end.source.link.window.lost(0, 1)  # type: ignore[union-attr]
+            readers[1].end.source.link.window.lose(2)  # type: ignore[union-attr]
             for number in range(3):
                 await writers[1].enqueue(number, 20)
             merged = merge({3: readers[0], 4: readers[1]})

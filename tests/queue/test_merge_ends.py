@@ -194,7 +194,7 @@ class TestEnds:
             await until(lambda: readers[1].end.source.link.window.ready)  # type: ignore[attr-defined]
             merged = merge(readers, errors="yield")
             link: Any = readers[1].end.source.link
-            link.give_up(link.writer.death("it is not to be reached"))
+            link.give_up(link.death("it is not to be reached"))
             assert await anext(merged) == (1, "last words")
             rank, error = await anext(merged)
             assert (rank, type(error), merged.failed) == (1, PeerDied, {1: error})
@@ -266,7 +266,7 @@ class TestDamage:
         async with queues(1, 1) as (writers, readers):
             merged = merge(readers, errors="yield")
             waiting = await asleep(merged)
-            readers[1].end.source.link.window.lost(0, 1)  # type: ignore[attr-defined]
+            readers[1].end.source.link.window.lose(2)  # type: ignore[attr-defined]
             for number in range(4):
                 await writers[1].enqueue(number)
             rank, error = await waiting

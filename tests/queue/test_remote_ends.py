@@ -92,7 +92,7 @@ async def test_a_hundred_writers_have_ports_of_their_own() -> None:
         endpoints = {endpoint for remote in remotes if remote for endpoint in (remote.data, remote.control)}
         assert len(endpoints) == 200
         assert all(endpoint.startswith("tcp://127.0.0.1:") for endpoint in endpoints)
-        secrets = {(remote.topic, remote.client_secret, remote.server_key) for remote in remotes if remote}
+        secrets = {(remote.client_secret, remote.server_key) for remote in remotes if remote}
         assert len(secrets) == 100
     finally:
         for writer in writers:

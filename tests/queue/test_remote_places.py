@@ -33,7 +33,8 @@ from aioshm import (
     ReaderLeft,
     blocking,
 )
-from aioshm.queue.remote import admission, wire
+from aioshm.queue.remote import readers, wire
+from aioshm.ring.layout import VERSION
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -249,7 +250,7 @@ class TestKilled:
 
     async def test_a_newcomer_waits_for_the_answer_of_a_reader_that_is_cut_off(self, monkeypatch: Any) -> None:
         """That lives, and has its place when it is back; the other one is told meanwhile what it waits for."""
-        monkeypatch.setattr(admission, "CUT_OFF_S", 60.0)
+        monkeypatch.setattr(readers, "CUT_OFF_S", 60.0)
         async with wide_writer(0, 1, remote_timeout=60.0) as writer:
             async with proxied(writer.export_handle()) as (handle, _, control):
                 async with MessageQueue.create_from_handle(handle, 0) as reader:
@@ -533,8 +534,8 @@ class TestClosing:
             await leaver.aclose()
             await becomes(writer, 1, "left")
             await writer.enqueue("unread", 20)
-            sockets = writer.end.network.sockets  # type: ignore[union-attr]
-            hear, late = sockets._on_message, []
+            network: Any = writer.end.network  # type: ignore[union-attr]
+            hear, late = network.receive, []
 
             def hear_no_end(identity: bytes, data: bytes) -> None:
                 """Let the reader's word that it has everything be on its way for long."""
@@ -543,7 +544,7 @@ class TestClosing:
                 else:
                     hear(identity, data)
 
-            sockets._on_message = hear_no_end
+            network.receive = hear_no_end
             closing = asyncio.ensure_future(writer.aclose())
             assert await reader.dequeue(20) == "unread"
             await until(lambda: bool(late), "its word")
@@ -558,14 +559,16 @@ class TestClosing:
 
 def test_who_was_admitted_before_is_not_admitted_again() -> None:
     """Unless nothing was sent: it has missed something, and must not go on as if it had not."""
-    hello = wire.Hello(1, b"", b"", 0, 1, "host", proven=True, admitted=True)
     writer = wide_writer(0, 1)
-    newcomer = admission.Newcomer(hello, 0.0)
-    answer = writer.end.network.admission.answer  # type: ignore[union-attr]
-    registry = writer.end.registry  # type: ignore[union-attr]
-    assert answer(b"former", newcomer) is registry.slots[0]
-    registry.going = True
-    refusal = answer(b"former", newcomer)
+    network: Any = writer.end.network  # type: ignore[union-attr]
+    ring: Any = writer.end.ring  # type: ignore[union-attr]
+    hello = wire.Hello(VERSION, ring.queue_id, ring.token, 0, 1, "host", proven=True, topic=network.topic)
+    assert network.answer(b"former", hello) is network.registry.slots[0]
+    network.registry.going = True
+    refusal = network.answer(b"former", hello)
     assert isinstance(refusal, wire.Refused)
     assert refusal.evicted
+    stranger = msgspec.structs.replace(hello, topic=bytes(16))
+    network.registry.going = False
+    assert network.answer(b"former", stranger) == wire.Refused("another writer has taken its place", evicted=True)
     writer.end.state.discard()

@@ -75,7 +75,7 @@ class Link:
 
 
 class WriterSockets:
-    """Stands for `aioshm.queue.remote.writer_sockets.WriterSockets`."""
+    """Stands for `aioshm.queue.remote.sockets.WriterSockets`."""
 
     def __init__(self, ip: Any, secret: bytes, options: Any, readers: int = 1, identity: Any = None) -> None:
         self.network = Network.current
@@ -90,10 +90,8 @@ class WriterSockets:
         self.data, self.control = identity.addresses if identity else (f"tcp://d:{number}", f"tcp://c:{number}")
         self.network.writers[self.data] = self.network.writers[self.control] = self
 
-    def start(
-        self, _loop: Any, on_subscribed: Callable[[int], None], on_message: Callable[[bytes, bytes], None]
-    ) -> None:
-        self._on_subscribed, self._on_message = on_subscribed, on_message
+    def start(self, _loop: Any, readers: Any) -> None:
+        self._readers = readers
         self.listening = True
 
     listening = False
@@ -140,15 +138,15 @@ class WriterSockets:
         rank = wire.subscriber(subscription, self._secret)
         if rank is not None and not self.closed:
             link.topics |= {wire.address(self._secret, rank), wire.address(self._secret)}
-            self._on_subscribed(rank)
+            self._readers.subscribed(rank)
 
     def hear(self, identity: bytes, packed: bytes) -> None:
         if not self.closed:
-            self._on_message(identity, packed)
+            self._readers.receive(identity, packed)
 
 
 class Connection:
-    """Stands for `aioshm.queue.remote.data_sockets.Connection`."""
+    """Stands for `aioshm.queue.remote.sockets.Connection`."""
 
     def __init__(self, now: float) -> None:
         self.up, self.refused, self.connections = False, False, 0
@@ -157,26 +155,16 @@ class Connection:
 
 
 class ReaderSockets:
-    """Stands for `aioshm.queue.remote.reader_sockets.ReaderSockets`."""
+    """Stands for `aioshm.queue.remote.sockets.ReaderSockets`."""
 
-    def __init__(
-        self,
-        loop: Any,
-        data: str,
-        control: str,
-        keys: Any,
-        options: Any,
-        on_data: Callable[[memoryview, memoryview | None], None],
-        on_message: Callable[[bytes], None],
-        on_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, link: Any, remote: Any, _options: Any) -> None:
         self.network = Network.current
-        self.process: Process = loop.process
+        self.process: Process = link._state.loop.process
         self.identity = b"\x01%015d" % next(_numbers)
         self.closed = False
         self.apart: set[str] = set()  # connections that cannot be made for now
-        self._on_data, self._on_message, self._on_change = on_data, on_message, on_change
-        self._addresses = {"data": data, "control": control}
+        self._reader = link
+        self._addresses = {"data": remote.data, "control": remote.control}
         now = self.network.world.now
         self.data_connection, self.control_connection = Connection(now), Connection(now)
         self._topics: list[bytes] = []
@@ -212,7 +200,7 @@ class ReaderSockets:
             waiting, self._waiting = self._waiting, []
             for packed in waiting:
                 self._send_over(link, packed)
-        self._on_change()
+        self._reader.check_connections()
 
     def lost(self, link: Link) -> None:
         """Notice that a connection has ended."""
@@ -221,7 +209,7 @@ class ReaderSockets:
             return
         connection.up, connection.down_since, connection.link = False, self.network.world.now, None
         self._connect_later(link.kind)
-        self._on_change()
+        self._reader.check_connections()
 
     def subscribe(self, topics: Sequence[bytes]) -> None:
         self._topics += topics
@@ -247,11 +235,11 @@ class ReaderSockets:
 
     def receive(self, link: Link, head: bytes, body: bytes | None) -> None:
         if not self.closed and self.data_connection.link is link:
-            self._on_data(memoryview(head), None if body is None else memoryview(body))
+            self._reader.receive_data(memoryview(head), None if body is None else memoryview(body))
 
     def hear(self, link: Link, packed: bytes) -> None:
         if not self.closed and self.control_connection.link is link:
-            self._on_message(packed)
+            self._reader.receive(packed)
 
     def look(self) -> None:
         """Do nothing: what comes is delivered at once."""

@@ -17,7 +17,7 @@ from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.queue.handle import Handle
 from aioshm.queue.membership import Change, ReaderDied, ReaderJoined, ReaderLeft
 from aioshm.queue.registry import ReaderRegistry
-from aioshm.queue.remote import admission, known_writer, link, readers
+from aioshm.queue.remote import link, readers
 from aioshm.queue.remote.window import Missing
 from aioshm.queue.stats import Rates
 from aioshm.ring.layout import VERSION
@@ -36,7 +36,7 @@ def _now() -> float:
 def stand_in() -> None:
     """Have the modules use this clock and these sockets, in this process, for good."""
     patched: Any
-    for patched in (readers, admission, link, known_writer):
+    for patched in (readers, link):
         patched.monotonic = _now
     patched = readers
     patched.WriterSockets = WriterSockets
@@ -98,15 +98,15 @@ class Reader:
     @property
     def reads(self) -> bool:
         """Whether it is there, as far as it knows."""
-        return self.process.alive and not self.left and self.link.gone is None and self.link.writer.welcome is not None
+        return self.process.alive and not self.left and self.link.gone is None and self.link.welcome is not None
 
     @property
     def at(self) -> int:
         """The message that it takes next."""
-        return self.link.writer.welcome.first if self.taken is None else self.taken  # type: ignore[union-attr]
+        return self.link.welcome.first if self.taken is None else self.taken  # type: ignore[union-attr]
 
     def _interrupted(self) -> None:
-        if self.link.gone is not None and self.link.writer.welcome is None and not self.refused:
+        if self.link.gone is not None and self.link.welcome is None and not self.refused:
             self.refused = True
             self.loop_soon(self.leave)  # what its user does who gets the error
 
@@ -135,7 +135,7 @@ class Reader:
 
     def _take(self, message: Any) -> None:
         check, window = self.world.check, self.link.window
-        welcome = self.link.writer.welcome
+        welcome = self.link.welcome
         check(welcome is not None, f"{self.process.name} has a message before it was welcomed")
         if self.taken is None:
             self.taken = welcome.first  # type: ignore[union-attr]
@@ -410,7 +410,7 @@ class Queue:
         self._replace(reader)
 
     def _replace(self, reader: Reader) -> None:
-        welcome = reader.link.writer.welcome
+        welcome = reader.link.welcome
         rank = reader.wanted if welcome is None else welcome.rank
         if rank in self.ranks and (not self.registry.going or self.world.likely(0.8)):
             self.world.loop.call_later(self.world.between(0, self.timeout), self.come, rank)

@@ -4,18 +4,18 @@
  * each may be cut at any moment, with all that is under way, CUTS times. Either process may die.
  *
  *     step here      queue/remote/window.py                              queue/remote/
- *     send           SendWindow.room, sent                               flow.py
- *     subscribed     SendWindow.connected                                readers.py RemoteReaders._subscribed, _mark
- *     resend         SendWindow.resend, _once                            RemoteReaders._resend
+ *     send           SendWindow.room, sent                               outgoing.py Flow
+ *     subscribed     SendWindow.connected                                readers.py RemoteReaders.subscribed
+ *     resend         SendWindow.resend                                   RemoteReaders._handle
  *     acknowledge    SendWindow.acknowledged; ReceiveWindow.finished     link.py WriterLink._acknowledge
- *     arrived        ReceiveWindow.arrived, _close_gap                   WriterLink._on_data
+ *     arrived        ReceiveWindow.arrived                               WriterLink.receive_data
  *     marked         ReceiveWindow.marked, ask_again
  *     ask            ReceiveWindow.to_ask_for                            WriterLink._ask_for_missing
  *     introduce                                                          WriterLink._introduce
  *
- * That a connection is down, or the other end dead, is found out in the end: by remote_timeout (Peer.heard, _tick,
- * _check_connections). A writer that restarts has another topic and another window: its predecessor's reader takes it for
- * dead (WriterLink._renew), which is what dying is here.
+ * That a connection is down, or the other end dead, is found out in the end: by remote_timeout (RemoteReader.heard, _tick,
+ * _check_writer). A writer that restarts has another topic and another window: it refuses its predecessor's reader, which takes
+ * the predecessor for dead, which is what dying is here.
  *
  * Properties: each message once, in order; what was acknowledged was read; no deadlock, so nothing is lost and nobody waits
  * for the dead.

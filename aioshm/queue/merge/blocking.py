@@ -1,4 +1,4 @@
-"""One blocking stream of many queues: an awaited merge on the background loop does all but take what is there."""
+"""One blocking stream of many queues; an awaited merge on the background loop does everything but the fast path."""
 
 from __future__ import annotations
 
@@ -15,22 +15,30 @@ from aioshm.process.loop_thread import LoopThread, shared_loop
 from aioshm.queue.blocking.end import BlockingEnd, check_thread
 from aioshm.queue.blocking.queue import MessageQueue
 from aioshm.queue.merge import stream
-from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
-from aioshm.queue.merge.round import Errors, check_errors, ranked
+from aioshm.queue.merge.round import (
+    Errors,
+    Place,
+    SharedSleep,
+    check_errors,
+    check_rank,
+    checked_reader,
+    checked_readers,
+    ranked,
+)
 from aioshm.wait.policy import Policy
 from aioshm.wait.poller import ThreadPoller
 
 TAKEN_S = 0.01
-"""How often to look after a reader that another thread uses."""
+"""How often to poll a reader that another thread uses."""
 
 LOOK_EVERY = 256
-"""After so many messages, queues are looked after that had none."""
+"""After so many messages, the slow path polls the queues without messages."""
 
 
 def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -> Merged[T]:
     """Make one stream out of many queues.
 
-    For use as ``for rank, obj in merge({rank: reader, ...})``; see `Merged`. The arguments and the errors are those of
+    For use as ``for rank, obj in merge({rank: reader, ...})``; see `Merged`. Arguments and errors are those of
     `aioshm.merge`.
     """
     check_errors(errors)
@@ -38,7 +46,7 @@ def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -
 
 
 class _Place(Place):
-    """One reader's place in the round. The merge waits with the reader's lock, too, which threads call with."""
+    """One reader in a blocking merge, which also acquires the lock of the blocking API."""
 
     __slots__ = ("held", "locked")
 
@@ -49,7 +57,7 @@ class _Place(Place):
 
     async def enter(self) -> None:
         lock = self.held.lock
-        if lock.owner:  # another thread's call: left out meanwhile
+        if lock.owner:  # a call of another thread
             return
         lock.owner = get_ident()
         self.locked = True
@@ -76,7 +84,7 @@ class _Place(Place):
 
 
 class _Merging(stream.Merged[Any]):
-    """The awaited merge, on the background loop. Messages become undelivered ones of their readers."""
+    """The awaited merge on the background loop; puts messages in the readers' undelivered ones."""
 
     def __init__(self, readers: Mapping[int, Any], found: list[tuple[int, AioshmError]]) -> None:
         super().__init__(readers)
@@ -86,7 +94,7 @@ class _Merging(stream.Merged[Any]):
         return _Place(rank, queue, self._shared)
 
     async def wait(self) -> None:
-        """Wait until something was received, or is to be told, or all queues have ended."""
+        """Wait for a message or an error, or until all queues have ended."""
         try:
             await self._next()
         except StopAsyncIteration:
@@ -95,32 +103,34 @@ class _Merging(stream.Merged[Any]):
     def _take(self, place: Place) -> tuple[int, Any] | None:
         assert isinstance(place, _Place)
         held = place.held
-        if held.undelivered:  # of an interrupted call; the reader need not be ready
+        if held.undelivered:  # from an interrupted call; the reader need not be ready
             return place.rank, None
         failure = held.failure
         if failure is not None:
             held.failure = None
-            return self._tell(place, failure)
+            return self._deliver_error(place, failure)
         return super()._take(place)
 
-    def _give(self, place: Place, obj: Any) -> tuple[int, Any]:
+    def _deliver(self, place: Place, obj: Any) -> tuple[int, Any]:
         assert isinstance(place, _Place)
         place.held.undelivered.insert(0, obj)
         return place.rank, None
 
-    def _tell(self, place: Place, error: AioshmError) -> tuple[int, Any]:
+    def _deliver_error(self, place: Place, error: AioshmError) -> tuple[int, Any]:
         self._found.append((place.rank, error.with_traceback(None)))
         return place.rank, None
 
     def _look_again_at(self, entered: Sequence[Place]) -> float | None:
-        return monotonic() + TAKEN_S if len(entered) < len(self._round.running) else None
+        if len(entered) == len(self._round.running):
+            return None
+        return monotonic() + TAKEN_S
 
     def _poller_of(self, policy: Policy) -> ThreadPoller:
         assert self._loop is not None
         doorbells: list[Doorbell] = []
         for place in self._round.running:
-            doorbell = None if place.ring is None else place.reader.source.doorbell
-            if doorbell is not None:
+            doorbell = place.reader.source.doorbell
+            if place.ring is not None and doorbell is not None:
                 doorbells.append(doorbell)
         return ThreadPoller(self._loop, self._shared, policy, self._shared.spin, doorbells)
 
@@ -128,51 +138,52 @@ class _Merging(stream.Merged[Any]):
 class Merged(Closing, Iterator[tuple[int, T | Any]]):
     """The messages of many queues, each as ``(rank, obj)``. Made by `merge`.
 
-    As `aioshm.Merged`, but for threads: a signal handler's exception ends a wait and loses nothing; two threads that
-    iterate get different messages. While one waits, calls that other threads make on one of the readers wait, too.
+    As `aioshm.Merged`, for threads: an exception of a signal handler ends a wait and loses nothing; two threads that
+    iterate get different messages. During a wait, other threads' calls on a reader wait, too.
 
     Attributes:
-        failed: The errors of the queues that have ended with one, by rank.
+        failed: The errors of the queues that ended with an error, by rank.
     """
 
     def __init__(self, readers: Mapping[int, MessageQueue[T]], errors: Errors = "raise") -> None:
         self._raises = errors == "raise"
-        self._found: list[tuple[int, AioshmError]] = []  # errors to be told
+        self._found: list[tuple[int, AioshmError]] = []  # errors to deliver
         self._merging = _Merging(readers, self._found)
         self._round = self._merging._round
         self.failed: dict[int, AioshmError] = self._round.failed
         self._budget = LOOK_EVERY
         self._closed = False
-        self._waiting: set[int] = set()  # threads that wait here
+        self._waiting: set[int] = set()  # threads that wait in this merge
         self._loop: LoopThread | None = None
 
     def add(self, rank: int, reader: MessageQueue[T]) -> None:
-        """Let another queue have its turns, from any thread, also while one waits here.
+        """Add a queue, from any thread, also during an iteration.
 
         Args:
-            rank: What its messages are to come with; that of a queue which has ended, or was removed, is free again.
-            reader: Its reader's end, which need not be ready.
+            rank: The rank that the queue's messages are returned with, also that of an ended or removed queue.
+            reader: The queue's reader, which need not be ready.
 
         Raises:
-            TypeError: Not an int and a queue of `aioshm.blocking`.
-            ValueError: The rank is taken, or the reader is there already.
+            TypeError: The arguments are not an int and a queue of `aioshm.blocking`.
+            ValueError: The rank is taken, or the merge has the reader already.
             RoleError: The queue is a writer.
-            EndClosed: This was closed.
+            EndClosed: The merge was closed.
         """
         check_rank("rank must be an int", rank)
         checked_reader("reader", reader, MessageQueue, _KIND)
         self._own_loop().do(lambda: self._merging.add_checked(rank, reader))
 
     def remove(self, rank: int) -> None:
-        """Leave a queue out from now on, from any thread, also while one waits here.
+        """Remove a queue, from any thread, also during an iteration.
 
-        Its reader stays open, and receives what was not received here. The iteration ends if it was the last.
+        The reader stays open, and still receives every message that the merge has not returned. The iteration ends
+        with the last queue.
 
         Args:
-            rank: That of the queue; one that has ended is forgotten, with its error.
+            rank: The queue's rank. Removing an ended queue also removes its error from `failed`.
 
         Raises:
-            ValueError: There is no such rank.
+            ValueError: The merge has no such rank.
         """
         self._own_loop().do(lambda: self._merging.remove(rank))
 
@@ -183,32 +194,32 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         """Receive the next message of any queue.
 
         Raises:
-            StopIteration: All of them have ended, or this was closed.
-            AioshmError: One of them has ended with it, or has a damaged message, unless errors are items; its ``rank``
+            StopIteration: All queues have ended, or the merge was closed.
+            AioshmError: A queue has ended with this error, or has a damaged message, unless errors are items; ``rank``
                 is the queue's.
-            RoleError: This thread has an event loop that runs, or is inside of a block that has a reader's slot; or a
+            RoleError: This thread has a running event loop, or is inside of a block that has a reader's slot; or a
                 reader belongs to another process.
         """
-        around = self._round
         while not self._closed:
             if self._found:
                 found = self._found[0]
                 del self._found[0]
-                return self._tell(*found)
-            running = around.running
+                return self._deliver_error(*found)
+            running = self._round.running
             if not running:
                 break
             self._budget -= 1
-            for _, place in zip(running if self._budget > 0 else (), around.order, strict=False):  # one round
+            polled = running if self._budget > 0 else ()
+            for _, place in zip(polled, self._round.order, strict=False):
                 assert isinstance(place, _Place)
                 undelivered = place.held.undelivered
                 if not undelivered:
                     try:
                         place.held.receive_now(1)
                     except AioshmError as error:
-                        return self._tell(place.rank, error)
+                        return self._deliver_error(place.rank, error)
                 if undelivered:
-                    # No call between this and the return: see `MessageQueue.dequeue`.
+                    # No call from here to the return: see `MessageQueue.dequeue`.
                     obj = undelivered[0]
                     del undelivered[0]
                     return place.rank, obj
@@ -216,7 +227,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
             self._wait(running)
         raise StopIteration
 
-    def _tell(self, rank: int, error: AioshmError) -> tuple[int, Any]:
+    def _deliver_error(self, rank: int, error: AioshmError) -> tuple[int, Any]:
         """Return an error as an item, or raise it."""
         error = error.with_traceback(None)
         if self._raises:
@@ -224,7 +235,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         return rank, error
 
     def _wait(self, running: list[Place]) -> None:
-        """Wait on the loop until there is something to receive or to tell."""
+        """Wait on the background loop for a message or an error."""
         loop = self._own_loop()
         me = get_ident()
         if me in self._waiting:
@@ -252,7 +263,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         return self._loop
 
     def close(self) -> None:
-        """End the iteration, one that waits in another thread too. The readers stay open. Idempotent."""
+        """End the iteration, also in a thread that waits. The readers stay open. Idempotent."""
         self._closed = True
         if self._loop is None:
             self._merging.end()

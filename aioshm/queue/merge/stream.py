@@ -1,9 +1,8 @@
-"""One stream of many queues: round robin among queues with messages, one sleep for all the others.
+"""One stream of many queues: the readers take turns, and sleep together.
 
-The quick way takes a message from the next reader whose core is open, as `MessageQueue.dequeue`
-does. The slow way handles the rest; while it waits it holds every reader's call lock, so that
-nobody else uses a raised parked flag. A reader whose state another task has entered is left out
-meanwhile.
+The fast path takes a message from the next reader whose core is open. The slow path handles everything else. While it
+waits, it owns every reader's call lock, so that no other call uses a raised parked flag. It leaves out readers whose
+call lock another task owns.
 """
 
 from __future__ import annotations
@@ -20,8 +19,17 @@ from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, QueueClosed, RoleError
 from aioshm.queue.api import MessageQueue
 from aioshm.queue.base import QueueBase
-from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
-from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
+from aioshm.queue.merge.round import (
+    Errors,
+    Place,
+    Round,
+    SharedSleep,
+    check_errors,
+    check_rank,
+    checked_reader,
+    checked_readers,
+    ranked,
+)
 from aioshm.queue.state import YIELD_AFTER_MESSAGES, YIELD_AFTER_NS, CallLock
 from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.cpus import policy_for
@@ -36,15 +44,15 @@ def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -
     For use as ``async for rank, obj in merge({rank: reader, ...})``; see `Merged`.
 
     Args:
-        readers: The queues to read, each by the number (often the rank) that its messages are returned with. They need
-            not be ready, and stay open when the iteration ends. Without any, the iteration ends at once.
-        errors: With ``"raise"``, an error of a queue is raised, and its ``rank`` is the queue's. With ``"yield"``, it
-            is an item, ``(rank, error)``. The iteration can continue after either.
+        readers: The queues to read, by rank: each message is returned with the rank of its queue. The readers need not
+            be ready, and stay open when the iteration ends. Without readers, the iteration ends immediately.
+        errors: With ``"raise"``, the iteration raises an error of a queue, whose ``rank`` is the queue's. With
+            ``"yield"``, the error is an item, ``(rank, error)``. The iteration can continue after either.
 
     Raises:
-        TypeError: Not a mapping from ints to queues.
-        ValueError: A reader is there twice; ``errors`` is neither.
-        RoleError: One of them is a writer.
+        TypeError: ``readers`` is not a mapping from ints to queues.
+        ValueError: ``readers`` has a reader twice, or ``errors`` has another value.
+        RoleError: A queue is a writer.
     """
     check_errors(errors)
     return Merged(checked_readers(readers, MessageQueue, _KIND), errors)
@@ -53,28 +61,30 @@ def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -
 class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     """The messages of many queues, each as ``(rank, obj)``. Made by `merge`.
 
-    Each queue's messages come in order, and queues with messages take turns. A queue whose writer closes it drops out.
+    Each queue's messages come in order, and queues with messages take turns. A queue that its writer closes drops out.
     A queue that ends otherwise, or cannot be attached to, drops out with an error, which is raised once, or is an item
     with ``errors="yield"``: a `PeerDied`, `HandleError`, `ReaderEvicted` or `MessagesLost`. A damaged or lost message
-    (`CorruptSlot`, `CodecError`, `MessagesLost`), a lack of memory or descriptors for one, and a `QueueRestarted` are
-    raised in the same way, and their queue stays. `failed` has the errors that ended queues. After an error, iterate
+    (`CorruptSlot`, `CodecError`, `MessagesLost`), a lack of memory or descriptors for a message, and a `QueueRestarted`
+    are raised in the same way, and the queue stays. `failed` has the errors that ended queues. After an error, iterate
     again. The iteration ends when all queues have ended. `add` and `remove` change the queues.
 
-    Cancelling a wait loses nothing. Two tasks that iterate get different messages. During a wait, calls of other tasks
-    on one of the readers wait, too; between two messages the readers can be used as if they were not merged. An
-    iteration may be left, and begun again, at any time.
+    Cancelling a wait loses nothing. Two tasks that iterate get different messages. During a wait, other tasks' calls on
+    a reader wait, too; between two messages, the readers can be used as if they were not merged. An iteration may be
+    left and begun again at any time.
 
     To type checkers, ``obj`` is of the queues' type, or anything, such as an error.
 
     Attributes:
-        failed: The errors of the queues that have ended with one, by rank.
+        failed: The errors of the queues that ended with an error, by rank.
     """
 
     def __init__(self, readers: Mapping[int, QueueBase[T]], errors: Errors = "raise") -> None:
         self._raises = errors == "raise"
         self._shared = SharedSleep()
         places = [self._place(rank, queue) for rank, queue in readers.items()]
-        self._options = places[0].reader.state.options if places else Options()
+        self._options = Options()
+        if places:
+            self._options = places[0].reader.state.options
         self._round = Round(places, self._options.stall_warning_s, monotonic())
         self.failed: dict[int, AioshmError] = self._round.failed
         self._turn = 0
@@ -82,27 +92,27 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._spin_ns = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = CallLock()
-        self._past = 0  # messages of the rings that have dropped out
+        self._count = 0  # messages of all rings
         self._newest_ns = 0
-        self._changed = False  # whether a queue was added or removed since the call locks were acquired
+        self._changed = False  # a queue was added or removed since the call locks were acquired
 
     def _place(self, rank: int, queue: QueueBase[Any]) -> Place:
         return Place(rank, queue, self._shared)
 
-    # Changing what is merged
+    # Adding and removing queues
 
     def add(self, rank: int, reader: MessageQueue[T]) -> None:
-        """Add a queue, which begins to attach. Any task of the loop may call this, also while another one iterates.
+        """Add a queue, which begins to attach. Any task of the loop may call this, also during an iteration.
 
         Args:
-            rank: The number that its messages are returned with, also that of a queue that has ended or was removed.
-            reader: Its reader's end, which need not be ready.
+            rank: The rank that the queue's messages are returned with, also that of an ended or removed queue.
+            reader: The queue's reader, which need not be ready.
 
         Raises:
-            TypeError: Not an int and a queue.
-            ValueError: The rank is taken, or the reader is there already.
-            RoleError: The queue is a writer, or belongs to another loop; or this does.
-            EndClosed: This was closed.
+            TypeError: The arguments are not an int and a queue.
+            ValueError: The rank is taken, or the merge has the reader already.
+            RoleError: The queue is a writer, or belongs to another loop than the merge.
+            EndClosed: The merge was closed.
         """
         check_rank("rank must be an int", rank)
         self.add_checked(rank, checked_reader("reader", reader, MessageQueue, _KIND))
@@ -115,30 +125,29 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         if not self._round.running:
             self._options = place.reader.state.options
         if self._loop is not None:
-            _attach(place)
+            place.start()
         self._round.add(place, monotonic())
         self._changed = True
-        self._turn = 0  # the quick way knows the queue once the call locks have been acquired anew
+        self._turn = 0  # the fast path includes the queue once the call locks have been acquired anew
         self._shared.wake()
 
     def remove(self, rank: int) -> None:
-        """Remove a queue. Any task of the loop may call this, also while another one iterates.
+        """Remove a queue. Any task of the loop may call this, also during an iteration.
 
-        Its reader stays open, and still receives every message that the merge has not returned. The iteration ends
+        The reader stays open, and still receives every message that the merge has not returned. The iteration ends
         with the last queue.
 
         Args:
-            rank: That of the queue; one that has ended is forgotten, with its error.
+            rank: The queue's rank. Removing an ended queue also removes its error from `failed`.
 
         Raises:
-            ValueError: There is no such rank.
-            RoleError: This belongs to another loop.
+            ValueError: The merge has no such rank.
+            RoleError: The merge belongs to another loop.
         """
         self._check_here()
         place = self._round.remove(rank)
         if place is not None:
             if place.ring is not None:
-                self._past += place.ring.seq
                 self._shared.forget(place.ring)
             place.leave()
         self._changed = True
@@ -157,11 +166,11 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         """Receive the next message of any queue.
 
         Raises:
-            StopAsyncIteration: All of them have ended, or this was closed.
-            AioshmError: One of them has ended with it, or has a damaged message, unless errors are items; its ``rank``
+            StopAsyncIteration: All queues have ended, or the merge was closed.
+            AioshmError: A queue has ended with this error, or has a damaged message, unless errors are items; ``rank``
                 is the queue's.
-            RoleError: A reader belongs to another loop, thread or process, or another merge is waiting for it, or this
-                was called inside of a block that has its slot.
+            RoleError: A reader belongs to another loop, thread or process, or another merge waits for the reader, or
+                the caller is inside of a block that has the reader's slot.
         """
         item = self.take_soon()
         if item is None:
@@ -169,7 +178,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         return item
 
     def take_soon(self) -> tuple[int, T | Any] | None:
-        """Return a message that is there or comes within a short spin, as for ``anext``; None: a wait is due."""
+        """Return a message if one arrives within a short spin, as ``anext``; None: a wait is due."""
         until_ns = 0
         while self._turn > 0:
             item = self._take_one()
@@ -185,17 +194,17 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         return None
 
     def _take_one(self) -> tuple[int, Any] | None:
-        """Go round the queues once; return the first message, or None."""
+        """Poll each queue once; return the first message, or None."""
         for _, place in zip(self._round.running, self._round.order, strict=False):
             try:
                 obj = place.receive()
             except Exception as error:
-                return self._tell(place, place.damaged(error))
+                return self._deliver_error(place, place.damaged(error))
             if obj is SLOW_PATH:
                 try:
                     obj = place.poll()
                 except AioshmError as error:
-                    return self._tell(place, error)
+                    return self._deliver_error(place, error)
             if obj is not EMPTY:
                 self._turn -= 1
                 return place.rank, obj
@@ -207,7 +216,9 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         await self._lock.acquire(None, None)
         try:
             if self._loop is None:
-                self._start(loop)
+                for place in self._round.running:
+                    place.start()
+                self._loop = loop
             while self._round.running:
                 await self._yield_turn()
                 item = await self._wait_entered()
@@ -219,12 +230,6 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 self._shared.close()
         raise StopAsyncIteration
 
-    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Belong to the loop, and begin to attach wherever that was not done."""
-        for place in self._round.running:
-            _attach(place)
-        self._loop = loop
-
     async def _yield_turn(self) -> None:
         """Run other tasks, if the budget is spent."""
         if self._turn <= 0 or monotonic_ns() >= self._turn_ends_ns:
@@ -235,19 +240,19 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     def _new_turn(self) -> None:
         self._turn = YIELD_AFTER_MESSAGES
-        now_ns = monotonic_ns()  # the same for all, so that none goes on while others have to wait
+        now_ns = monotonic_ns()  # the same for all readers, so that their budgets end together
         self._turn_ends_ns = now_ns + YIELD_AFTER_NS
         for place in self._round.running:
             place.reader.state.new_turn(now_ns)
-            place.reader.state.core.spin_ns = 0  # spinning for one would keep the others waiting
+            place.reader.state.core.spin_ns = 0  # a spin for one reader would delay the others
 
     # Waiting
 
     async def _wait_entered(self) -> tuple[int, Any] | None:
-        """Wait for a message and take it; None: acquire the call locks again, or nothing is left."""
+        """Wait for a message and take it; None: acquire the call locks again, or all queues have ended."""
         if self._changed:
             self._changed = False
-            self._shared.close()  # there are others to wait for than before
+            self._shared.close()
         running = self._round.in_turn()
         reached: list[Place] = []
         try:
@@ -255,17 +260,19 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 await place.enter()
                 reached.append(place)
             if self._round.silence_due(monotonic()):
-                self._tell_silence(0)
+                self._round.report_silence(monotonic())
             entered = sorted((place for place in running if place.entered), key=lambda place: not place.hidden)
             while True:
                 if not self._can_continue():
                     await self._sleep(entered)
                 if self._changed or not self._round.running:
                     return None
-                self._note_ready(entered)  # after the sleep: a writer may have sent and closed during it
+                self._note_ready(entered)  # after the sleep: a writer may have sent and closed meanwhile
                 for place in entered:
-                    if place.running and (item := self._take(place)) is not None:
-                        return item
+                    if place.running:
+                        item = self._take(place)
+                        if item is not None:
+                            return item
                 if not self._round.running or self._locks_changed() or monotonic_ns() >= self._turn_ends_ns:
                     return None
         finally:
@@ -274,30 +281,34 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                     place.leave()
 
     async def _sleep(self, entered: Sequence[Place]) -> None:
-        assert self._loop is not None
-        shared, count = self._shared, self._past
+        shared = self._shared
         for place in self._round.running:
-            if place.ring is not None:
-                count += place.ring.seq
-                self._newest_ns = max(self._newest_ns, place.ring.core.published_ns)
+            ring = place.ring
+            if ring is not None:
+                self._count += ring.seq - place.counted
+                place.counted = ring.seq
+                self._newest_ns = max(self._newest_ns, ring.core.published_ns)
         rings = [place.ring for place in entered if place.running and not place.late and place.ring]
+        if shared.poller is None:
+            shared.poller = self._new_poller()
         poller = shared.poller
-        if poller is None:
-            shared.poller = poller = self._new_poller()
         shared.rings = rings
-        stall = Stall(self._round.look_at - monotonic(), self._tell_silence)
+        stall = Stall(self._round.look_at - monotonic(), self._report_silence)
         deadline = self._look_again_at(entered)
         try:
-            if await poller.wait(self._can_continue, count, self._newest_ns, deadline=deadline, stall=stall):
+            if await poller.wait(self._can_continue, self._count, self._newest_ns, deadline=deadline, stall=stall):
                 self._new_turn()
         except TimeoutError:
-            pass  # another thread may be done with its reader
+            pass  # another thread may have released its reader
         finally:
             shared.rings = ()
             self._spin_ns = poller.inline_spin_ns
 
+    def _report_silence(self, _waited_s: float) -> float:
+        return self._round.report_silence(monotonic())
+
     def _look_again_at(self, entered: Sequence[Place]) -> float | None:
-        """Return when to look at readers that were left out, if none of them wakes this."""
+        """Return when to poll readers that were left out, if they cannot wake the merge."""
         return None
 
     def _new_poller(self) -> Poller | ThreadPoller:
@@ -305,10 +316,10 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         for place in self._round.running:
             if place.ring is not None:
                 others += place.reader.source.other_ends()
-        if not others:  # what comes through sockets cannot be spun for
+        if not others:  # there is no ring to spin on
             return self._poller_of(Policy(may_spin=False))
-        processes = [*{pid for pid in others if pid}, *(pid for pid in others if not pid)]
-        policy = policy_for(processes, self._options)
+        known = {pid for pid in others if pid}
+        policy = policy_for([*known, *(pid for pid in others if not pid)], self._options)
         self._shared.yields = policy.crowded
         return self._poller_of(policy)
 
@@ -323,74 +334,73 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         return self._changed or not self._round.running
 
     def _locks_changed(self) -> bool:
-        """Return whether a reader whose call lock was taken can be locked now."""
+        """Return whether a call lock that another task had is free now."""
         return any(not place.entered and place.can_continue() for place in self._round.running)
 
     def _note_ready(self, entered: Sequence[Place]) -> None:
         for place in entered:
             if place.quick is None and place.reader.state.ready:
                 place.now_ready()
-                if place.ring is not None:
-                    self._past -= place.ring.seq  # only what comes from here on is counted
-                self._shared.close()  # there are others to wait for than before
-
-    def _tell_silence(self, _waited_s: float) -> float:
-        return self._round.tell_silence(monotonic())
+                self._shared.close()
 
     # Taking
 
     def _take(self, place: Place) -> tuple[int, Any] | None:
-        """Return a queue's next message, or the error that is its end; None if there is nothing, or it has closed."""
-        state, source = place.reader.state, place.reader.source
-        error = place.failure if state.refusal is None else state.refusal()
-        if error is None:
-            news = place.reader.pop_news()
-            if isinstance(news, HandleError):
-                error = news
-            elif news is not None:
-                return self._tell(place, news)
-        if error is None:
-            gone = source.gone  # before looking: what was published before the writer went is then seen
+        """Return a queue's next message or error; None if there is none, or the queue was closed."""
+        refusal = place.reader.state.refusal
+        if refusal is not None:
+            return self._end(place, refusal())
+        if place.failure is not None:
+            return self._end(place, place.failure)
+        news = place.reader.pop_news()
+        if isinstance(news, HandleError):
+            return self._end(place, news)
+        if news is not None:
+            return self._deliver_error(place, news)
+        source = place.reader.source
+        gone = source.gone  # before polling: messages published before the writer went are then received first
+        obj: Any = EMPTY
+        if place.quick is not None and not place.late:
             try:
-                obj = EMPTY if place.quick is None or place.late else place.poll()
+                obj = place.poll()
             except AioshmError as damage:
                 if not place.hidden:
                     self._round.begin_behind(place)
-                return self._tell(place, damage)
-            if obj is not EMPTY:
-                self._turn -= 1
-                if not place.hidden:
-                    self._round.begin_behind(place)
-                return self._give(place, obj)
-            if place.late:
-                if source.gone is None:
-                    return None
-                error = source.lost()
-            elif gone is None:
+                return self._deliver_error(place, damage)
+        if obj is not EMPTY:
+            self._turn -= 1
+            if not place.hidden:
+                self._round.begin_behind(place)
+            return self._deliver(place, obj)
+        if place.late:
+            if source.gone is None:
                 return None
-            else:
-                error = gone()
-            past = 0 if place.ring is None else place.ring.seq
-            if place.goes_on_after(error):
-                self._past += past
-                self._shared.close()
-                return None
+            error = source.lost()
+        elif gone is None:
+            return None
+        else:
+            error = gone()
+        if place.reconnects_after(error):
+            self._shared.close()
+            return None
+        return self._end(place, error)
+
+    def _end(self, place: Place, error: AioshmError) -> tuple[int, Any] | None:
+        """Drop a queue that ends with an error; return the error, or None if the queue was closed."""
         if isinstance(error, RoleError):
             raise error
-        place.leave()  # closing it may be waiting for that
-        if place.ring is not None:
-            self._past += place.ring.seq
+        place.leave()  # closing the reader may be waiting for the call lock
         self._shared.close()
         if isinstance(error, QueueClosed):
             self._round.drop(place)
             return None
-        self._round.fail(place, error)
-        return self._tell(place, error)
+        self._round.drop(place, error)
+        return self._deliver_error(place, error)
 
-    def _give(self, place: Place, obj: Any) -> tuple[int, Any]:
+    def _deliver(self, place: Place, obj: Any) -> tuple[int, Any]:
         return place.rank, obj
 
-    def _tell(self, place: Place, error: AioshmError) -> tuple[int, Any]:
+    def _deliver_error(self, place: Place, error: AioshmError) -> tuple[int, Any]:
         """Return an error as an item, or raise it."""
         self._turn -= 1
         error = error.with_traceback(None)
@@ -401,11 +411,11 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     # Closing
 
     async def aclose(self) -> None:
-        """End the iteration: a waiting task's, too. The readers stay open. Idempotent."""
+        """End the iteration, also in a task that waits. The readers stay open. Idempotent."""
         self.end()
 
     def end(self) -> None:
-        """End the iteration; call this on the loop of the merge."""
+        """End the iteration, on the loop of the merge."""
         self._round.close()
         self._shared.wake()
         self._shared.close()
@@ -419,13 +429,3 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
 
 _KIND = "a MessageQueue"
-
-
-def _attach(place: Place) -> None:
-    """Begin to attach, unless that was done."""
-    try:
-        place.reader.start_attaching()
-    except RoleError:
-        raise
-    except AioshmError as error:
-        place.failure = error

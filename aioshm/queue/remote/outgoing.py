@@ -1,4 +1,4 @@
-"""Messages to remote readers: encoded once, kept until all readers have them, sent as often as need be."""
+"""Messages to remote readers: encoded once, kept until every reader has consumed them, and sent again on request."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from aioshm.codec import Encoded
 from aioshm.codec.frames import HEADER, message_bytes, write_body
 from aioshm.config import Options
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.data_sockets import MessageMemory
+from aioshm.queue.remote.sockets import MessageMemory
 from aioshm.queue.remote.window import SendWindow
-from aioshm.queue.remote.wire import ADDRESS_BYTES, BODY_APART, ONE_FRAME_BYTES, TRACED
 from aioshm.ring.layout import TRACE_BYTES
 
-if TYPE_CHECKING:  # who sends large messages to local readers has no such sockets
-    from aioshm.queue.remote.writer_sockets import WriterSockets
+if TYPE_CHECKING:
+    from aioshm.queue.remote.sockets import WriterSockets
 
 
 class Outgoing:
@@ -27,9 +26,11 @@ class Outgoing:
     __slots__ = ("body", "head", "nbytes", "trackers")
 
     def __init__(self, head: bytes, body: bytes | memoryview | None = None) -> None:
-        self.head: bytes = head  # the first frame, without whom it is for
+        self.head: bytes = head  # the first frame, without the address
         self.body: bytes | memoryview | None = body  # the second frame, if there is one
-        self.nbytes: int = ADDRESS_BYTES + len(head) + (0 if body is None else len(body))  # of both
+        self.nbytes: int = wire.ADDRESS_BYTES + len(head)
+        if body is not None:
+            self.nbytes += len(body)
         self.trackers: list[zmq.MessageTracker] = []
 
     def used(self) -> bool:
@@ -40,11 +41,11 @@ class Outgoing:
 
 
 class Outbox:
-    """Makes messages, and counts those that ZeroMQ still reads once nobody needs them."""
+    """Makes messages, and counts the released messages that ZeroMQ still reads."""
 
     def __init__(self) -> None:
         self._used: list[Outgoing] = []
-        self.nbytes: int = 0  # size of those that were let go of while ZeroMQ still reads them
+        self.nbytes: int = 0  # of released messages that ZeroMQ still reads
 
     def pack(
         self,
@@ -56,11 +57,15 @@ class Outbox:
         size: int,
         trace: bytes = b"",
     ) -> Outgoing:
-        """Return a message with a copy of all that the caller may change."""
-        apart = size > ONE_FRAME_BYTES
-        main_bytes, flags = sum(map(len, parts)), (BODY_APART if apart else 0) | (TRACED if trace else 0)
+        """Return a message with a copy of all mutable memory."""
+        flags = 0
+        if size > wire.ONE_FRAME_BYTES:
+            flags |= wire.BODY_APART
+        if trace:
+            flags |= wire.TRACED
+        main_bytes = sum(map(len, parts))
         header = HEADER.pack(kind, codec, flags, len(buffers), seq, monotonic_ns(), main_bytes) + trace
-        if not apart:
+        if size <= wire.ONE_FRAME_BYTES:
             if not buffers:
                 return Outgoing(b"".join((header, *parts)))
             gathered = bytearray(len(header) + size)
@@ -74,66 +79,65 @@ class Outbox:
         return Outgoing(header, body)
 
     def let_go(self, messages: Sequence[Outgoing]) -> None:
-        """Forget messages that need not be sent any more."""
+        """Release messages."""
         for message in messages:
             if message.used():
                 self._used.append(message)
                 self.nbytes += message.nbytes
 
     def tidy(self) -> None:
-        """Look which of the messages that were let go of ZeroMQ does not read any more."""
+        """Update the count."""
         if self._used:
-            used, self._used = self._used, []
+            used = self._used
+            self._used = []
             self.nbytes = 0
             self.let_go(used)
 
 
 class Flow:
-    """The window of messages that readers may still need, and the memory that they lie in."""
+    """Sends messages to remote readers, within the window."""
 
-    def __init__(self, sockets: WriterSockets, secret: bytes, options: Options) -> None:
+    def __init__(self, sockets: WriterSockets, topic: bytes, options: Options) -> None:
         self._sockets = sockets
-        self._secret = secret
-        self._everyone = wire.address(secret)
+        self._topic = topic
+        self._everyone = wire.address(topic)
         self.window: SendWindow[Outgoing] = SendWindow(
             options.remote_window, options.remote_window_bytes, options.remote_history
         )
         self.outbox: Outbox = Outbox()
         self.resent: int = 0
-        self._head_bytes = wire.HEAD_BYTES + (TRACE_BYTES if options.trace_context else 0)
+        self._head_bytes = wire.HEAD_BYTES + TRACE_BYTES * options.trace_context
 
     @property
     def kept(self) -> int:
-        """How many messages are kept because some reader may need them again."""
+        """How many messages some reader may still need."""
         return len(self.window)
 
     @property
     def kept_bytes(self) -> int:
-        """Their size."""
+        """The size of the kept messages, and of released ones that ZeroMQ still reads."""
         return self.window.nbytes + self.outbox.nbytes
 
-    # Sending
-
     def room(self, messages: int, nbytes: int) -> bool:
-        """Return whether the window has room for so much more."""
+        """Return whether there is room for so many more messages."""
         if self.outbox.nbytes:
             self.outbox.tidy()
         return self.window.room(messages, nbytes, self.outbox.nbytes)
 
     def waits_for_zeromq(self) -> bool:
-        """Return whether what takes the room is only what ZeroMQ has not let go of, which nobody tells of."""
+        """Return whether ZeroMQ reads released messages; no callback reports the end."""
         return self.outbox.nbytes > 0
 
     def room_for(self, *messages: Encoded) -> bool:
-        """Return whether the window has room for some encoded messages."""
+        """Return whether there is room for encoded messages."""
         return self.room(len(messages), sum(map(self._window_bytes, messages)))
 
     def room_for_bytes(self, nbytes: int) -> bool:
-        """Return whether the window has room for a message of so many bytes."""
+        """Return whether there is room for a message of so many bytes."""
         return self.room(1, self._head_bytes + nbytes)
 
     def parts(self, messages: list[Encoded]) -> list[list[Encoded]]:
-        """Divide messages into runs that may go together."""
+        """Divide messages into runs that fit an empty window."""
         parts = []
         while messages:
             count = self.window.part(list(map(self._window_bytes, messages)))
@@ -149,40 +153,29 @@ class Flow:
         self.window.sent(message)
         self._transmit(self._everyone, message)
 
-    def _transmit(self, whom: bytes, message: Outgoing) -> None:
-        for head, body in wire.parts(whom + message.head, message.body):
+    def resend(self, rank: int, first: int, last: int) -> None:
+        """Send a run of messages to one reader again; raise `WireError` if the run was never sent."""
+        address = wire.address(self._topic, rank)
+        for message in self.window.resend(rank, first, last):
+            self.resent += 1
+            self._transmit(address, message)
+
+    def _transmit(self, address: bytes, message: Outgoing) -> None:
+        for head, body in wire.parts(address + message.head, message.body):
             tracker = self._sockets.publish(head, body)
             if tracker is not None:
                 message.trackers.append(tracker)
 
-    def resend(self, rank: int, first: int, last: int) -> tuple[int, int] | None:
-        """Send a run of messages to one reader again; return what run of it is lost for good.
-
-        Raises:
-            WireError: Some of it was never sent.
-        """
-        messages, lost = self.window.resend(rank, first, last)
-        whom = wire.address(self._secret, rank)
-        for _seq, message in messages:
-            self.resent += 1
-            self._transmit(whom, message)
-        return lost
-
     def acknowledged(self, rank: int, consumed: int) -> bool:
-        """Note how far a reader is; return whether that makes room.
-
-        Raises:
-            WireError: It cannot have what was not sent.
-        """
+        """Note an acknowledgement; return whether it makes room. Raise `WireError` if it is too high."""
         free = self.window.acknowledged(rank, consumed)
-        if free:
-            self.outbox.let_go(free)
+        self.outbox.let_go(free)
         return bool(free)
 
     def leave(self, rank: int) -> None:
-        """Count on a reader no more."""
+        """Remove a reader."""
         self.outbox.let_go(self.window.leave(rank))
 
     def _window_bytes(self, message: Encoded) -> int:
-        """Return what a message takes of the window, at most."""
+        """Return the most bytes of the window that a message takes."""
         return self._head_bytes + message_bytes(message)

@@ -1,61 +1,73 @@
-"""The readers on other hosts: what the writer sends them over ZeroMQ, keeps for each, and hears from them."""
+"""The readers on other hosts: admission, messages, polling of silent readers, eviction of slow ones, closing."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import platform
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from time import monotonic
 from typing import Any
 
+import msgspec
+
 from aioshm.codec.frames import HEADER
-from aioshm.config import Options
+from aioshm.config import SLOW_READER, Options
+from aioshm.errors import HandleError, NoPlaceVacant
+from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.logs import LogLimiter
 from aioshm.queue.handle import RemoteAddress
 from aioshm.queue.names.identity import Identity
 from aioshm.queue.registry import ReaderRegistry, ReaderSlot
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.admission import Admission
 from aioshm.queue.remote.outgoing import Flow
-from aioshm.queue.remote.writer_sockets import WriterSockets
+from aioshm.queue.remote.sockets import WriterSockets
+from aioshm.ring.layout import VERSION
 from aioshm.wait.limits import seconds
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 TICKS = 4
-"""How often within ``options.remote_timeout`` the writer asks whether its readers are there."""
+"""How often within ``options.remote_timeout`` the writer polls its readers."""
 
-CLOSED_LOOP_POLL_S = 0.005
-"""How often a writer polls its sockets when it closes after its event loop."""
+CLOSING_POLL_S = 0.005
+"""How often a closing writer checks whether its readers have received everything."""
 
-COMPLAINT_S = 10.0  # between two warnings of bad messages
+COMPLAINT_S = 10.0  # between two warnings of malformed messages
 
 GRACE_S = 1.0
-"""How long a reader may acknowledge nothing while the window is full of messages for it: acknowledgements take their
-time, and are read only when the writer's loop runs."""
+"""How long a full window may wait for a reader's acknowledgement, which takes time and needs the writer's loop."""
+
+CUT_OFF_S = 1.0
+"""A reader without a connection for so long, or for a quarter of ``options.remote_timeout``, loses its rank to a
+newcomer: a live reader reconnects sooner."""
+
+ANSWER_S = 0.5
+"""How long a reader's answer decides on newcomers for its rank."""
 
 REMEMBERED = 256
-"""So many readers that are gone are told why when they come back."""
+"""How many detached readers get the reason if they return."""
 
 
 class RemoteReader:
     """An attached reader."""
 
     def __init__(self, identity: bytes, hello: wire.Hello, slot: ReaderSlot, first: int) -> None:
-        self.identity = identity  # of its control socket, by which it is addressed
+        self.identity = identity  # the routing id of the reader's control socket
         self.slot = slot
         self.rank: int = slot.rank
-        self.first = first  # its first message
+        self.first = first  # number of the first message
         self.pid: int = hello.pid
         self.host: str = hello.host
-        self.spoke: float = monotonic()  # when it last sent a message
-        self.heard: float = self.spoke  # when it, or at least ZeroMQ in its process, was last known to be there
-        self.cut_off: float | None = None  # since when it cannot be reached, while another one wants its rank
-        self.finished = False  # it has everything, and knows that nothing more will come
+        # By the monotonic clock
+        self.spoke: float = monotonic()  # the time of the latest message
+        self.heard: float = self.spoke  # the latest time at which the process, or at least ZeroMQ in it, was alive
+        self.asked: float = 0.0  # the latest time at which the reader was polled for a newcomer
+        self.cut_off: float | None = None  # the first time at which a newcomer found the reader unreachable
+        self.finished = False  # the reader has received everything and expects nothing more
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
@@ -64,8 +76,7 @@ class RemoteReader:
 class RemoteReaders:
     """The transport of remote readers.
 
-    ``identity`` has ports, keys and token that outlive this writer, which releases it with the sockets; nobody
-    waits for readers of ``extra`` ranks.
+    ``identity`` has ports, keys and token that outlive this writer; nobody waits for readers of ``extra`` ranks.
     """
 
     kind = "remote"
@@ -83,50 +94,52 @@ class RemoteReaders:
     ) -> None:
         self.registry = registry
         self.ranks = ranks
-        self._identity = identity
         self.timeout_s: float = options.remote_timeout
+        self._queue_id = queue_id
+        self._token = token
+        self._identity = identity
         self._patience = options.stall_warning_s
-        self.secret: bytes = secrets.token_bytes(wire.SECRET_BYTES)  # that data messages begin with
-        self.sockets: WriterSockets = WriterSockets(ip, self.secret, options, len(ranks), identity)
-        self.flow: Flow = Flow(self.sockets, self.secret, options)
+        self.topic: bytes = secrets.token_bytes(wire.SECRET_BYTES)
+        self.sockets: WriterSockets = WriterSockets(ip, self.topic, options, len(ranks), identity)
+        self.flow: Flow = Flow(self.sockets, self.topic, options)
         self.attached: dict[bytes, RemoteReader] = {}  # by identity
-        self.gone: dict[bytes, str] = {}  # why readers are not there any more, by identity; the latest ones
-        self.admission: Admission = Admission(self, None if identity is not None else queue_id, token)
+        self.gone: dict[bytes, str] = {}  # by identity: why the latest detached readers are gone
+        self.evicts: bool = False  # some reader has asked to be evicted when too slow
+        self.closing: bool = False  # no reader is admitted any more
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._closed: asyncio.Future[None] | None = None
         self._closing_since = 0.0
         self._report_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._limiter = LogLimiter(COMPLAINT_S)
-        self.evicts: bool = False  # whether a reader has asked to be evicted when it is too slow
-        self._stuck: dict[int, tuple[int, float]] = {}  # what such readers had acknowledged, and since when, by rank
+        self._stuck: dict[int, tuple[int, float]] = {}  # by rank: an acknowledgement, and since when it is the latest
         registry.add(self, ranks, extra)
 
     @property
     def address(self) -> RemoteAddress:
-        """The part of the handle that is for remote readers."""
-        keys = self.sockets.keys
-        return RemoteAddress(
+        """The part of the handle for remote readers."""
+        address = RemoteAddress(
             data=self.sockets.data,
             control=self.sockets.control,
-            topic=self.secret,
             ranks=self.ranks,
-            server_key=None if keys is None else keys.server,
-            client_public=None if keys is None else keys.public,
-            client_secret=None if keys is None else keys.secret,
+            server_key=None,
+            client_public=None,
+            client_secret=None,
             lasting=self._identity is not None,
+        )
+        keys = self.sockets.keys
+        if keys is None:
+            return address
+        return msgspec.structs.replace(
+            address, server_key=keys.server, client_public=keys.public, client_secret=keys.secret
         )
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to admit readers."""
         self.loop = loop
-        self.sockets.start(loop, self._subscribed, self._message)
+        self.sockets.start(loop, self)
 
     def poll(self) -> None:
-        """Handle what has arrived; before all are ready, count on no reader that has lost its connection.
-
-        It may be dead, and if not, it says hello again.
-        """
+        """Handle received messages; before all are ready, doubt readers without a connection, which will reconnect."""
         self.sockets.look()
         if not self.registry.going:
             for reader in self.readers():
@@ -134,16 +147,16 @@ class RemoteReaders:
                     self.registry.doubt(reader.slot)
 
     def go(self) -> None:
-        """Tell every reader that all are ready."""
+        """Notify every reader that all are ready."""
         for reader in self.readers():
             if reader.slot.proven:
                 self.sockets.send(reader.identity, wire.Go())
 
     def readers(self) -> list[RemoteReader]:
-        """Return the readers that are attached."""
+        """Return the attached readers."""
         return list(self.attached.values())
 
-    # Transport, for the registry
+    # The registry's transport
 
     def progress(self, slot: ReaderSlot) -> tuple[int, int]:
         window = self.flow.window
@@ -156,10 +169,10 @@ class RemoteReaders:
         return f"lives, or did {seconds(monotonic() - slot.reader.heard)} ago"
 
     def row(self, _slot: ReaderSlot) -> dict[str, Any]:
-        return {}  # only a remote reader's own end knows
+        return {}  # known at the reader only
 
     def keep(self, slot: ReaderSlot) -> None:
-        """Do nothing: the window keeps what its rank has not acknowledged."""
+        """Do nothing: the window keeps unacknowledged messages."""
 
     def drop(self, slot: ReaderSlot) -> None:
         self.flow.leave(slot.rank)
@@ -177,47 +190,46 @@ class RemoteReaders:
             del self.gone[next(iter(self.gone))]
         self._close_if_delivered()
 
-    # What the sockets report
+    # Events of the sockets
 
-    def _subscribed(self, rank: int) -> None:
-        """Send a reader the number from which on its new connection has everything."""
+    def subscribed(self, rank: int) -> None:
+        """Send the mark that begins a reader's new data connection."""
         if rank in self.ranks:
-            self.flow.window.connected(rank)
-            self.sockets.publish(_mark(self.secret, rank, self.flow.window.seq))
+            window = self.flow.window
+            window.connected(rank)
+            mark = HEADER.pack(wire.MARK, 0, 0, 0, window.seq, 0, 0)
+            self.sockets.publish(wire.address(self.topic, rank) + mark)
 
-    def _message(self, identity: bytes, data: bytes) -> None:
+    def receive(self, identity: bytes, data: bytes) -> None:
+        """Handle a control message."""
         try:
             message = wire.parse_from_reader(data)
             reader = self.attached.get(identity)
             if reader is not None:
                 self._handle(reader, message)
             elif isinstance(message, wire.Hello):
-                self.admission.greeted(identity, message)
+                self._admit_or_refuse(identity, message)
+            elif isinstance(message, wire.Leave):
+                self.sockets.send(identity, wire.Refused("it is not one of the readers"))
         except wire.VersionError as error:
             self.sockets.send(identity, wire.Refused(str(error)))
         except wire.WireError as error:
             held_back = self._limiter.admit()
             if held_back is not None:
-                logger.warning(
-                    "queue %s: dropped a message that no reader of it sends: %s (and %d more)",
-                    self.registry.name,
-                    error,
-                    held_back,
-                )
+                text = "queue %s: dropped a message that no reader of it sends: %s (and %d more)"
+                logger.warning(text, self.registry.name, error, held_back)
 
     def _handle(self, reader: RemoteReader, message: wire.FromReader) -> None:
         reader.spoke = reader.heard = monotonic()
+        reader.cut_off = None
         if isinstance(message, wire.Hello):
-            self._greet(reader, message)
+            self._welcome(reader, message)
         elif isinstance(message, wire.Acknowledge):
             if self.flow.acknowledged(reader.rank, message.consumed):
                 self.registry.changed()
         elif isinstance(message, wire.Resend):
             for first, last in message.ranges:
-                self._resend(reader, first, last)
-        elif isinstance(message, wire.Proven):
-            self._proven(reader)
-            self.registry.changed()
+                self.flow.resend(reader.rank, first, last)
         elif isinstance(message, wire.Finished):
             reader.finished = True
             self.sockets.send(reader.identity, wire.Left())
@@ -228,76 +240,122 @@ class RemoteReaders:
             self.registry.left(reader.slot)
             self.registry.changed()
 
-    def admit(self, identity: bytes, hello: wire.Hello, slot: ReaderSlot) -> None:
-        """Attach a reader to a vacant slot."""
+    # Admission
+
+    def _admit_or_refuse(self, identity: bytes, hello: wire.Hello) -> None:
+        answer = self.answer(identity, hello)
+        if not isinstance(answer, ReaderSlot):
+            self.sockets.send(identity, answer)
+        elif self.sockets.reaches(identity):
+            self._admit(identity, hello, answer)
+
+    def answer(self, identity: bytes, hello: wire.Hello) -> ReaderSlot | wire.Refused | wire.Wait:
+        """Return a newcomer's slot, or the message to send instead."""
+        if hello.version != VERSION:
+            return wire.Refused(wire.other_version(hello.version))
+        own_queue = self._identity is not None or hello.queue_id == self._queue_id
+        if not own_queue or not hmac.compare_digest(hello.token, self._token):
+            return wire.Refused("the handle is another queue's")
+        if hello.slow not in SLOW_READER:
+            return wire.Refused(f"this writer knows no slow_reader={hello.slow!r}")
+        if self.closing:
+            return wire.Refused("the writer has closed the queue", closed=True)
+        if hello.topic not in (b"", self.topic):
+            return wire.Refused("another writer has taken its place", evicted=True)
+        if hello.topic and self.registry.going:
+            return wire.Refused(self.gone.get(identity, "it is not one of the readers"), evicted=True)
+        rivals = [reader for reader in self.readers() if hello.rank in (reader.rank, ANY_RANK)]
+        for rival in rivals:
+            self._check_reachable(rival)
+        try:
+            return self.registry.choose(hello.rank, self)
+        except HandleError as error:
+            if any(self._awaits_answer(rival) for rival in rivals):
+                who = ", ".join(map(str, rivals))
+                return wire.Wait(f"it asks whether who has the place is still there: {who}")
+            return wire.Refused(str(error), full=isinstance(error, NoPlaceVacant))
+
+    def _check_reachable(self, reader: RemoteReader) -> None:
+        """Poll a reader whose rank a newcomer asks for; detach the reader if it has no connection.
+
+        Before all are ready, the reader loses its rank immediately: it has missed nothing, and may return.
+        """
+        if self.sockets.reaches(reader.identity):
+            reader.cut_off = None
+            return
+        now = monotonic()
+        if reader.cut_off is None:
+            reader.cut_off = now
+        if not self.registry.going:
+            self._died(reader, "it cannot be reached", blameless=True)
+        elif now - reader.cut_off >= min(CUT_OFF_S, self.timeout_s / 4):
+            self._died(reader, "its connection has ended, and another reader has come for its place")
+
+    def _awaits_answer(self, reader: RemoteReader) -> bool:
+        """Return whether the reader, just polled for a newcomer, has still to answer."""
+        now = monotonic()
+        if reader.spoke >= reader.asked and now - reader.asked >= ANSWER_S:
+            reader.asked = now
+        return reader.spoke < reader.asked
+
+    def _admit(self, identity: bytes, hello: wire.Hello, slot: ReaderSlot) -> None:
         window = self.flow.window
         first = window.readers[slot.rank] if slot.held else window.join(slot.rank, hello.history)
         reader = RemoteReader(identity, hello, slot, first)
         self.attached[identity] = reader
         self.registry.attach(slot, self, reader, pid=hello.pid, host=hello.host, slow=hello.slow, first=first)
         self.evicts = self.evicts or hello.slow == "evict"
-        self._greet(reader, hello)
+        self._welcome(reader, hello)
         if self._timer is None:
             self._tick()
 
-    def _greet(self, reader: RemoteReader, hello: wire.Hello) -> None:
-        """Send a reader, which has a new connection, what it may not have received."""
-        self.sockets.send(reader.identity, wire.Welcome(os.getpid(), platform.node(), reader.rank, reader.first))
+    def _welcome(self, reader: RemoteReader, hello: wire.Hello) -> None:
+        """Answer a greeting with everything that the reader may not have received."""
+        welcome = wire.Welcome(os.getpid(), platform.node(), reader.rank, reader.first, self.topic)
+        self.sockets.send(reader.identity, welcome)
         if hello.proven:
-            self._proven(reader)
-        if self._closed is not None:
+            self.registry.proven(reader.slot)
+            if self.registry.going:
+                self.sockets.send(reader.identity, wire.Go())
+        if self.closing:
             self.sockets.send(reader.identity, wire.Closing(self.flow.window.seq))
         self.registry.changed()
 
-    def _proven(self, reader: RemoteReader) -> None:
-        self.registry.proven(reader.slot)
-        if self.registry.going:
-            self.sockets.send(reader.identity, wire.Go())
-
-    def _resend(self, reader: RemoteReader, first: int, last: int) -> None:
-        lost = self.flow.resend(reader.rank, first, last)
-        if lost is not None:
-            self.sockets.send(reader.identity, wire.Lost(*lost))
-
-    # Readers that fall silent
+    # Silent readers
 
     def _tick(self) -> None:
-        """Ask every reader whether it is there, and give up those that have been silent for too long."""
+        """Poll every reader, and give up those that have been silent for too long."""
         assert self.loop is not None
         self._timer = None
         if self.loop.is_closed():
             return
-        self.sockets.look()  # what came while the loop was busy counts
+        self.sockets.look()  # messages that arrived while the loop was busy count
         now = monotonic()
         due = now + self.timeout_s / TICKS
         for reader in self.readers():
-            # Silence of a program that does not run its loop is not the end of it, as long as ZeroMQ answers for it.
-            # That takes up to half of the time to fail, which is why it extends nobody's time by more than that.
-            message = wire.Tick() if self._closed is None else wire.Closing(self.flow.window.seq)
+            # A reader that does not run its loop is silent but lives, as long as ZeroMQ answers heartbeats in its
+            # process. A dead connection takes up to half of the timeout to fail, so it extends the time by half.
+            message = wire.Closing(self.flow.window.seq) if self.closing else wire.Tick()
             if self.sockets.send(reader.identity, message):
                 reader.heard = max(reader.heard, now - self.timeout_s / 2)
-            silent_since = reader.heard if self._closed is None else max(reader.spoke, self._closing_since)
+            silent_since = max(reader.spoke, self._closing_since) if self.closing else reader.heard
             if now - silent_since >= self.timeout_s:
-                self.died(reader, f"it was silent for {self.timeout_s:g} s")
+                self._died(reader, f"it was silent for {self.timeout_s:g} s")
             else:
                 due = min(due, silent_since + self.timeout_s)
         if self.attached:
             self._timer = self.loop.call_later(max(0.001, due - now), self._tick)
-            if self._closed is not None and now >= self._report_at:
+            if self.closing and now >= self._report_at:
                 self._report_at = now + self._patience
                 self._report_unfinished(now)
 
     def _report_unfinished(self, now: float) -> None:
-        waited_for = ", ".join(str(reader) for reader in self.readers() if not reader.finished)
-        logger.warning(
-            "queue %s: closing for %.0f s: %s answers, but has not received everything",
-            self.registry.name,
-            now - self._closing_since,
-            waited_for,
-        )
+        unfinished = ", ".join(str(reader) for reader in self.readers() if not reader.finished)
+        text = "queue %s: closing for %.0f s: %s answers, but has not received everything"
+        logger.warning(text, self.registry.name, now - self._closing_since, unfinished)
 
-    def died(self, reader: RemoteReader, why: str, *, blameless: bool = False) -> None:
-        """Go on without a reader that cannot be reached any more; see `ReaderRegistry.died`."""
+    def _died(self, reader: RemoteReader, why: str, *, blameless: bool = False) -> None:
+        """Detach an unreachable reader, as `ReaderRegistry.died`."""
         if not blameless:
             self.sockets.send(reader.identity, wire.Refused(why, evicted=True))
         self._forget(reader, why)
@@ -315,7 +373,7 @@ class RemoteReaders:
         return self.flow.window.laggards()
 
     def evict_slow(self) -> bool:
-        """Go on without readers that are too slow, now that the window has no room; return whether there were any."""
+        """Evict readers that are too slow for a full window; return whether there were any."""
         if not self.evicts:
             return False
         overdue = self._overdue(monotonic())
@@ -324,17 +382,17 @@ class RemoteReaders:
         return bool(overdue)
 
     def _overdue(self, now: float) -> list[ReaderSlot]:
-        window = self.flow.window
-        laggards = window.laggards()
+        readers = self.flow.window.readers
+        laggards = self.flow.window.laggards()
         overdue = []
         stuck = {}
         for slot in self.registry.of(self):
             if slot.slow != "evict" or slot.rank not in laggards:
                 continue
             acknowledged, since = self._stuck.get(slot.rank, (-1, now))
-            if acknowledged != window.readers[slot.rank]:
+            if acknowledged != readers[slot.rank]:
                 since = now
-            stuck[slot.rank] = window.readers[slot.rank], since
+            stuck[slot.rank] = readers[slot.rank], since
             if now - since >= GRACE_S:
                 overdue.append(slot)
         self._stuck = stuck
@@ -343,58 +401,40 @@ class RemoteReaders:
     # Closing
 
     @property
-    def closing(self) -> bool:
-        """Whether the goodbye was said: nobody is admitted any more."""
-        return self._closed is not None
-
-    @property
     def delivering(self) -> bool:
-        """Whether this is waiting for readers to have received everything."""
-        return self._closed is not None and not self._closed.done()
+        """True while a closing writer waits for readers to receive everything."""
+        return self.closing and not self.sockets.closed
 
     def announce_close(self) -> None:
-        """Tell the readers that nothing more will come; what is on its way is delivered."""
-        if self.loop is None or self._closed is not None:
+        """Announce the end of the queue; messages on their way are delivered."""
+        if self.loop is None or self.closing:
             return
-        self._closed = self.loop.create_future()
+        self.closing = True
         self._closing_since = monotonic()
         self._report_at = self._closing_since + self._patience
-        self.admission.answer_all()
         for reader in self.readers():
             self.sockets.send(reader.identity, wire.Closing(self.flow.window.seq))
         self._close_if_delivered()
 
     async def wait_closed(self) -> None:
-        """Return when every reader has received everything, or is gone, and the sockets are closed."""
-        if self._closed is None:
-            return
-        if not self._closed.get_loop().is_closed():
-            await asyncio.shield(self._closed)
-            return
-        # Nothing calls back any more, and nobody hears those who fall silent.
+        """Wait until every reader has received everything or is gone, and close the sockets."""
         deadline = monotonic() + self.timeout_s
-        while self.delivering and monotonic() < deadline:
+        while self.delivering:
+            if self.loop is not None and self.loop.is_closed() and monotonic() >= deadline:
+                self.close()  # a closed loop detects no silent readers
+                return
             self.sockets.look()
-            await asyncio.sleep(CLOSED_LOOP_POLL_S)
-        self.close()
+            await asyncio.sleep(CLOSING_POLL_S)
 
     def close(self) -> None:
-        """Close the sockets whatever the readers have. Idempotent."""
+        """Close the sockets immediately. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.admission.close()
         self.sockets.close()
         if self._identity is not None:
             self._identity.release()
-        if self._closed is not None and not self._closed.done():
-            with suppress(RuntimeError):  # the loop is closed, and would have called a waiting task back
-                self._closed.set_result(None)
 
     def _close_if_delivered(self) -> None:
         if self.delivering and all(reader.finished for reader in self.readers()):
             self.close()
-
-
-def _mark(secret: bytes, rank: int, seq: int) -> bytes:
-    return wire.address(secret, rank) + HEADER.pack(wire.MARK, 0, 0, 0, seq, 0, 0)

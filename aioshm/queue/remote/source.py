@@ -1,10 +1,12 @@
-"""Receiving from the network: what a remote reader does with the messages that its link has put in order."""
+"""A remote reader's source: takes, decodes and counts the messages that its link has put in order."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
@@ -17,22 +19,25 @@ from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.link import WriterLink
 from aioshm.queue.remote.window import Missing
-from aioshm.queue.source import Source, SourceBlock
+from aioshm.queue.source import Source, SourceBlock, findings
 from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import NO_TRACE, is_trace
 from aioshm.ring.cores import EMPTY
 from aioshm.ring.layout import TRAIL
+from aioshm.wait.limits import seconds
+
+logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 COPY_BYTES = 16 * 1024
-"""Longer messages are decoded where they lie."""
+"""Longer messages are decoded in place."""
 
 
 class NetworkSource(Source):
-    """The connection to a writer on another host; see `Source`.
+    """The messages of a writer on another host.
 
     Raises:
-        HandleError: The handle is damaged, or not encrypted where these options demand it.
+        HandleError: The handle is damaged, or not encrypted although this reader's options demand encryption.
     """
 
     def __init__(
@@ -50,12 +55,15 @@ class NetworkSource(Source):
         self.link: WriterLink = WriterLink(state, handle, remote, rank, slow, history, patient=patient)
         self._window = self.link.window
         self._state = state
+        self._handle = handle
+        self._remote = remote
         self._codec = codec
         self._loads = loads_of(codec)
         self._view = view_of(codec)
-        self._core = state.core
-        self._trail: deque[bytes] | None = deque(maxlen=TRAIL) if handle.options.trace_context else None
-        self._noted = -1  # the message whose trace context was noted last
+        self._trail: deque[bytes] | None = None
+        if handle.options.trace_context:
+            self._trail = deque(maxlen=TRAIL)
+        self._noted = -1  # number of the message whose trace context was recorded last
         self._bytes = 0
         self.receive: Callable[[], Any] = self._receive
 
@@ -69,30 +77,32 @@ class NetworkSource(Source):
         self.link.start(loop)
 
     def too_late(self) -> Exception:
-        state = self._state
-        return shortage(f"{state!r}") or TimeoutError(f"{state!r}: {self.link.writer.why_not_ready()}")
+        return shortage(f"{self._state!r}") or TimeoutError(f"{self._state!r}: {self._obstacle()}")
 
     # Receiving
 
     def _receive(self) -> Any:
-        """Return the next message, or `EMPTY` if it is not there or needs more than a poll."""
-        if not self._core.passes() or not self.poll():
+        """Return the next message, or `EMPTY` if there is none, or the slow path has to decide."""
+        if not self._state.core.passes() or not self.poll():
             return EMPTY
         return self._first()
 
     def _receive_at_hand(self) -> Any:
-        """Return the next message if the sockets have been read up to it, or `EMPTY`."""
-        return self._first() if self._window.ready and self._core.passes() else EMPTY
+        """As `_receive`, without polling the sockets."""
+        if self._window.ready and self._state.core.passes():
+            return self._first()
+        return EMPTY
 
     def quick(self) -> Callable[[], Any]:
         return self._receive_at_hand
 
     def poll(self) -> bool:
-        window, link = self._window, self.link
+        window = self._window
+        link = self.link
         if not window.ready and link.sockets is not None:
             link.sockets.look()
-            if link.left_behind and not window.ready:
-                window.lost_the_rest()
+            if link.left_behind and not window.ready and window.end is not None:
+                window.lose(window.end)
         return bool(window.ready)
 
     def has_message(self) -> bool:
@@ -102,12 +112,12 @@ class NetworkSource(Source):
         return self._first() if self.poll() else EMPTY
 
     def _first(self) -> Any:
-        """Return the first message in line, which is there, and let go of it whatever it is."""
+        """Return and remove the first message; remove it also if decoding fails."""
         message = self._window.ready[0][0]
         try:
             if isinstance(message, Missing):
                 raise self._lost(message)
-            self.note_trace(message)
+            self._note_trace(message)
             return self._decoded(message)
         finally:
             self.done()
@@ -115,7 +125,7 @@ class NetworkSource(Source):
     def take_many(self, most: int, /) -> list[Any]:
         batch = [self._first()]
         ready = self._window.ready
-        while len(batch) < most and self._core.budget > 0 and self.poll():
+        while len(batch) < most and self._state.core.budget > 0 and self.poll():
             message = ready[0][0]
             if isinstance(message, Missing):
                 break
@@ -123,7 +133,7 @@ class NetworkSource(Source):
                 batch.append(self._decoded(message))
             except CodecError:
                 break
-            self.note_trace(message)
+            self._note_trace(message)
             self.done()
         return batch
 
@@ -133,7 +143,7 @@ class NetworkSource(Source):
             self.done()
             raise self._lost(message)
         self._window.held = True
-        self.note_trace(message)
+        self._note_trace(message)
         return HeldData(self, message, decoded=decoded)
 
     def _lost(self, missing: Missing) -> MessagesLost:
@@ -143,30 +153,32 @@ class NetworkSource(Source):
         return MessagesLost(missing.first, missing.last)
 
     def let_go(self) -> None:
-        """Note that no block has the first message in line any more."""
+        """Note the end of the block that held the first message."""
         self._window.held = False
 
     def done(self) -> None:
-        """Finish with the first message in line."""
+        """Remove the first message."""
         message = self._window.ready[0][0]
         if not isinstance(message, Missing):
             self._bytes += len(message.body)
         self._state.count_turn()
         self.link.finished_one()
 
-    def note_trace(self, data: wire.Data) -> None:
-        """Note the trace context of a message that is taken."""
+    def _note_trace(self, data: wire.Data) -> None:
+        """Record the trace context of a taken message."""
         if self._trail is None or self._noted == data.seq:
             return
         self._noted = data.seq
         trace = data.trace or NO_TRACE
         if trace != NO_TRACE and not is_trace(trace):
-            self._core.garbled += 1
+            self._state.core.garbled += 1
             trace = NO_TRACE
         self._trail.append(trace)
 
     def traces(self, most: int, /) -> list[bytes]:
-        return [] if self._trail is None or not most else list(self._trail)[-most:]
+        if self._trail is None or not most:
+            return []
+        return list(self._trail)[-most:]
 
     def _decoded(self, data: wire.Data) -> Any:
         if data.kind == RAW:
@@ -180,10 +192,12 @@ class NetworkSource(Source):
         except Exception as error:
             raise cannot_decode(error, self._codec.name) from error
 
-    def seen(self, data: wire.Data) -> Any:
-        """Decode a message where it lies."""
-        # It is nobody else's memory, so views of it may live on; but ZeroMQ aligns it as it likes.
-        body = (memoryview(own_copy(data.body)) if data.n_buffers else data.body).toreadonly()
+    def decoded_view(self, data: wire.Data) -> Any:
+        """Decode a message in place, read-only."""
+        body = data.body
+        if data.n_buffers:
+            body = memoryview(own_copy(body))  # ZeroMQ's memory may be unaligned
+        body = body.toreadonly()
         if data.kind == RAW:
             return body
         self._check_codec(data)
@@ -196,11 +210,11 @@ class NetworkSource(Source):
                 f"message {data.seq} has codec {data.codec}, the queue has {self._codec.code} ({self._codec.name!r})"
             )
 
-    # What is known of the other ends
+    # The writer
 
     @property
     def writer_pid(self) -> int:
-        welcome = self.link.writer.welcome
+        welcome = self.link.welcome
         return 0 if welcome is None else welcome.pid
 
     @property
@@ -210,19 +224,55 @@ class NetworkSource(Source):
     def ask_writer(self) -> bool:
         return self.link.ask_writer()
 
+    def _obstacle(self) -> str:
+        """Describe the obstacle to becoming ready."""
+        link = self.link
+        endpoint = self._remote.control
+        if link.sockets is None or not link.sockets.control_connection.up:
+            return f"no connection to {endpoint}: does the writer run there, and is the port open?"
+        if link.welcome is None and link.why_not_yet:
+            return f"the writer at {endpoint} does not admit it yet: {link.why_not_yet}"
+        if link.welcome is None:
+            return f"the writer at {endpoint} does not answer: does its event loop run, in wait_until_ready()?"
+        if not link.proven:
+            return f"nothing comes from {self._remote.data}: is the port open?"
+        return "other readers are missing"
+
     def report_waiting(self, waited_s: float) -> None:
-        self.link.writer.report_waiting(waited_s, self.progress)
+        state = self._state
+        waited = seconds(waited_s)
+        level, about = self._findings()
+        if state.ready:
+            text = "%r, rank %d: waited %s for message %d: %s"
+            logger.log(level, text, state, self.link.rank, waited, self.progress, about)
+        elif self.link.welcome is None:
+            logger.warning("%r: waited %s: %s", state, waited, self._obstacle())
+        else:
+            logger.warning("%r: waited %s: %s; %s", state, waited, self._obstacle(), about)
+
+    def _findings(self) -> tuple[int, str]:
+        """Return log level and text about the writer."""
+        link = self.link
+        if link.welcome is None or link.sockets is None:
+            return logging.WARNING, self._obstacle()
+        now = monotonic()
+        heard = f", last heard of {seconds(now - link.heard)} ago"
+        if not (link.sockets.control_connection.up and link.sockets.data_connection.up):
+            return logging.WARNING, f"no connection to the writer at {self._remote.control}{heard}"
+        writer = f"the writer (pid {link.welcome.pid} on {link.welcome.host}{heard})"
+        silent_s = now - link.asked if link.heard < link.asked else None
+        return findings(writer, "", silent_s, self._handle.answers)
 
     def stats(self) -> QueueStats:
-        window, link = self._window, self.link
+        window = self._window
         return self._state.new_stats(
             "reader",
-            link.rank,
+            self.link.rank,
             messages=window.taken,
             backlog=window.next - window.taken,
             bytes=self._bytes,
-            resent=link.twice,
-            reconnects=link.writer.reconnects,
+            resent=self.link.twice,
+            reconnects=self.link.reconnects,
         )
 
     # Closing
@@ -241,7 +291,7 @@ class NetworkSource(Source):
 
 
 class HeldData:
-    """The first message in line, while a block has it: decoded, or as bytes for `acquire_read`."""
+    """The first message while a block holds it, decoded or as bytes."""
 
     def __init__(self, source: NetworkSource, data: wire.Data, *, decoded: bool) -> None:
         self._source = source
@@ -249,7 +299,9 @@ class HeldData:
         self._view = None if decoded else data.body.toreadonly()
 
     def open(self) -> Any:
-        return self._source.seen(self._data) if self._view is None else self._view
+        if self._view is None:
+            return self._source.decoded_view(self._data)
+        return self._view
 
     def close(self, *, undo: bool) -> None:
         if self._view is not None:

@@ -1,18 +1,18 @@
-"""The windows of a writer and a remote reader: numbers, acknowledgements, retransmits. Nothing is lost or comes twice.
+"""The send window of a writer and the receive window of a remote reader: numbers, acknowledgements, retransmissions.
 
-No I/O, no clock. The writer keeps each message until every remote reader has *consumed* it; what it keeps is bounded
-(the window), so a reader that does not read holds the writer back instead of filling memory at either end.
+No I/O, no clock. The writer keeps each message until every remote reader has *consumed* it. The window bounds the kept
+messages, so a slow reader applies backpressure instead of filling memory at either end.
 
-A reader never has to guess from a timer that something was lost. Data comes over one connection at a time, which keeps
-its order, and begins with a mark: the number of the first message that will come by itself. So a message behind a gap,
-or a mark behind one, proves that what lies in the gap will not come unless it is asked for. What was asked for over a
-connection that ended is asked for again when the next mark has come.
+Readers need no timers to detect losses. Data arrives over one connection at a time, in order, and each connection
+begins with a mark: the number of the first message that the connection carries. So a message or a mark behind a gap
+proves that the messages in the gap arrive only if the reader asks for a retransmission. After a reconnection the next
+mark triggers the request again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -23,8 +23,7 @@ class Kept(Protocol):
     """A message that the writer may have to send again."""
 
     @property
-    def nbytes(self) -> int:
-        """Its size."""
+    def nbytes(self) -> int: ...
 
 
 K = TypeVar("K", bound=Kept)
@@ -32,30 +31,30 @@ M = TypeVar("M")
 
 
 class SendWindow(Generic[K]):
-    """The writer's side: what was sent and not yet consumed by every remote reader."""
+    """The writer's side: the messages that some remote reader has not consumed."""
 
     def __init__(self, max_messages: int, max_bytes: int, history: int = 0) -> None:
         self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._history = min(history, max_messages)
         self._kept: deque[K] = deque()
-        self._past: deque[K] = deque()  # what comes before those, which nobody waits for
+        self._past: deque[K] = deque()  # the history: consumed messages before the kept ones
         self._past_bytes = 0
-        self.seq: int = 0  # sequence number of the next message
+        self.seq: int = 0  # number of the next message
         self.nbytes: int = 0
-        self.readers: dict[int, int] = {}  # how many messages each reader has finished with, by rank
-        self._again: dict[int, set[int]] = {}  # what each reader was sent again over its present connection
+        self.readers: dict[int, int] = {}  # by rank: how many messages the reader has consumed
+        self._again: dict[int, set[int]] = {}  # by rank: retransmissions over the present connection
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
     def first(self) -> int:
-        """Sequence number of the oldest message in it."""
+        """Number of the oldest kept message."""
         return self.seq - len(self._kept)
 
     def room(self, messages: int, nbytes: int, elsewhere: int = 0) -> bool:
-        """Return whether so much more may be sent."""
+        """Return whether the window admits more messages; ``elsewhere``: bytes in use outside of the window."""
         if not self.readers:
             return True
         if not self._kept and not elsewhere:
@@ -63,7 +62,7 @@ class SendWindow(Generic[K]):
         return len(self._kept) + messages <= self._max_messages and self.nbytes + elsewhere + nbytes <= self._max_bytes
 
     def part(self, sizes: list[int]) -> int:
-        """Return how many of messages of these sizes may go together, so that there will be room for them once."""
+        """Return how many messages, from the first on, fit an empty window together."""
         total = 0
         for count, size in enumerate(sizes):
             total += size
@@ -73,11 +72,15 @@ class SendWindow(Generic[K]):
 
     @property
     def idle(self) -> bool:
-        """Whether messages need only be counted: nobody reads, and nobody who comes later may ask for them."""
+        """True without readers and without a history: messages are only counted."""
         return not self.readers and not self._history
 
+    def skip(self) -> None:
+        """Count the next message, while the window is idle."""
+        self.seq += 1
+
     def sent(self, message: K) -> Sequence[K]:
-        """Keep the next message; return what need not be kept any more, which without readers it may be itself."""
+        """Keep the next message; return messages to release, maybe this one."""
         self.seq += 1
         if self.readers:
             self._kept.append(message)
@@ -85,12 +88,8 @@ class SendWindow(Generic[K]):
             return ()
         return self._retire([message])
 
-    def skip(self) -> None:
-        """Count the next message, while this is idle."""
-        self.seq += 1
-
     def join(self, rank: int, history: int = 0) -> int:
-        """Count on a reader from now on; return the number of its first message."""
+        """Add a reader; return the number of its first message."""
         while self._past and len(self._kept) < min(history, self._max_messages):
             nbytes = self._past[-1].nbytes
             if self._kept and self.nbytes + nbytes > self._max_bytes:
@@ -102,72 +101,67 @@ class SendWindow(Generic[K]):
         return first
 
     def connected(self, rank: int) -> None:
-        """Note that a reader has a new connection, over which nothing was sent again so far."""
+        """Note that a reader has a new connection, without retransmissions so far."""
         self._again[rank] = set()
 
     def leave(self, rank: int) -> list[K]:
-        """Count on a reader no more; return what need not be kept any more."""
+        """Remove a reader; return messages to release."""
         self.readers.pop(rank, None)
         self._again.pop(rank, None)
-        return self._let_go()
+        return self._consume()
 
     def acknowledged(self, rank: int, consumed: int) -> list[K]:
-        """Note how far a reader is; return what need not be kept any more. Older news changes nothing.
+        """Note a reader's acknowledgement, unless it is outdated; return messages to release.
 
         Raises:
-            WireError: It cannot have what was not sent.
+            WireError: The writer has not sent so many messages.
         """
         if not 0 <= consumed <= self.seq:
             raise WireError(f"reader {rank} acknowledges {consumed} of {self.seq} messages")
         if consumed <= self.readers[rank]:
             return []
         self.readers[rank] = consumed
-        return self._let_go()
+        return self._consume()
 
-    def resend(self, rank: int, first: int, last: int) -> tuple[Iterator[tuple[int, K]], tuple[int, int] | None]:
-        """Return what is to be sent again of a run of messages, and what run of it is lost for good.
+    def resend(self, rank: int, first: int, last: int) -> list[K]:
+        """Return the messages of a run to send again, without those that this connection has carried again already.
 
-        A connection loses nothing while it lasts. So what was sent again over this one is left out: however often a
-        reader asks, no more than two windows are on their way, which is what the sockets have room for.
+        Repeated requests thus put no more than two windows on their way, and the sockets have room for two.
 
         Raises:
-            WireError: Some of it was never sent.
+            WireError: The writer has not sent all of the run.
         """
         if not first <= last < self.seq:
             raise WireError(f"messages {first} to {last} of {self.seq} are asked for")
         oldest = self.first
-        lost = (first, min(last, oldest - 1)) if first < oldest else None
         again = self._again.setdefault(rank, set())
         if len(again) > self._max_messages:
             again.difference_update([seq for seq in again if seq < oldest])
-        return self._once(again, max(first, oldest), last), lost
+        run = [seq for seq in range(max(first, oldest), last + 1) if seq not in again]
+        again.update(run)
+        return [self._kept[seq - oldest] for seq in run]
 
     def backlog(self) -> int:
-        """Return how many messages the slowest reader has not finished with."""
+        """Return how many messages the slowest reader has not consumed."""
         return self.seq - min(self.readers.values(), default=self.seq)
 
     def laggards(self) -> list[int]:
-        """Return the readers that the window waits for."""
+        """Return the ranks that have not consumed the oldest message."""
         first = self.first
         return [rank for rank, consumed in self.readers.items() if consumed <= first < self.seq]
 
-    def _once(self, again: set[int], first: int, last: int) -> Iterator[tuple[int, K]]:
-        for seq in range(first, last + 1):
-            if seq not in again:
-                again.add(seq)
-                yield seq, self._kept[seq - self.first]
-
-    def _let_go(self) -> list[K]:
+    def _consume(self) -> list[K]:
+        """Move acknowledged messages into the history; return messages to release."""
         needed = min(self.readers.values(), default=self.seq)
         free = []
         while self._kept and self.first < needed:
             message = self._kept.popleft()
             self.nbytes -= message.nbytes
             free.append(message)
-        return self._retire(free) if self._history else free
+        return self._retire(free)
 
     def _retire(self, messages: list[K]) -> list[K]:
-        """Keep messages that all have finished with as long as newcomers may ask for them; return who goes for that."""
+        """Add messages to the history; return the oldest messages, which the history drops."""
         if not self._history:
             return messages
         free = []
@@ -182,7 +176,7 @@ class SendWindow(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Stands in a reader's line for messages that cannot be had any more."""
+    """Takes the place of lost messages in a reader's queue."""
 
     first: int
     last: int
@@ -190,66 +184,67 @@ class Missing:
 
 @dataclass(slots=True)
 class ReceiveWindow(Generic[M]):
-    """The reader's side: puts messages in order, knows what to ask for and when to acknowledge."""
+    """The reader's side: restores the order, and decides when to ask for messages and when to acknowledge."""
 
     max_messages: int
     max_bytes: int
-    # Messages count as finished with when they arrive; no more unread ones are kept than the window holds.
-    skips: bool = False
-    held: bool = False  # whether the first message in line is in use
-    next: int = 0  # sequence number of the first message that has not been received
-    taken: int = 0  # sequence number of the first message that has not been finished with
-    # What can be read, in order, each with its size.
-    ready: deque[tuple[M | Missing, int]] = field(default_factory=deque)
-    end: int | None = None  # where the writer said that the stream ends
-    _early: dict[int, tuple[M, int]] = field(default_factory=dict)  # behind a gap
-    _lost: list[tuple[int, int]] = field(default_factory=list)
-    _known: int = 0  # everything below is there, or will not come by itself
-    _asked: int = 0  # everything below was asked for, as far as it is missing
+    skips: bool = False  # messages count as consumed on arrival; the oldest are lost when the window is full
+    held: bool = False  # a block uses the first message
+    next: int = 0  # number of the first message that has not arrived
+    taken: int = 0  # number of the first message that has not been consumed
+    ready: deque[tuple[M | Missing, int]] = field(default_factory=deque)  # messages in order, each with its size
+    end: int | None = None  # number behind the last message of a closing writer
+    _early: dict[int, tuple[M, int]] = field(default_factory=dict)  # messages behind a gap
+    _known: int = 0  # gaps below need a retransmission
+    _asked: int = 0  # gaps below were asked for
     _acknowledged: int = 0
     _unacknowledged_bytes: int = 0
     _ready_bytes: int = 0
 
     def begin(self, first: int) -> None:
-        """Expect this message first; said before any has come."""
+        """Set the number of the first message, before any message arrives."""
         self.next = self.taken = self._known = self._asked = self._acknowledged = first
 
     @property
     def released(self) -> int:
-        """Sequence number of the first message that the writer is to count on."""
+        """Number of the first message that the writer has to keep."""
         return self.next if self.skips else self.taken
 
     def has(self, seq: int) -> bool:
-        """Return whether a message has arrived, or counts as lost."""
+        """Return whether a message has arrived."""
         return seq < self.next or seq in self._early
 
     def arrived(self, seq: int, message: M, nbytes: int) -> bool:
-        """Take a message over; return False for one that is here already.
+        """Add a message; return False for a duplicate.
 
         Raises:
-            WireError: The writer cannot have sent it: it lies beyond the window.
+            WireError: The number lies beyond the window.
         """
         if self.has(seq):
             return False
-        if seq >= (self.next if self.skips else self.taken) + self.max_messages:
+        if seq >= self.released + self.max_messages:
             raise WireError(f"message {seq} came while {self.released} is not finished with")
         self._known = max(self._known, seq)
         if seq != self.next:
             self._early[seq] = message, nbytes
             return True
-        self.ready.append((message, nbytes))
-        self._ready_bytes += nbytes
-        self.next += 1
-        if self._early or self._lost:
-            self._close_gap()
+        self._append(message, nbytes)
+        while self._early and (early := self._early.pop(self.next, None)) is not None:
+            self._append(*early)
         if self.skips:
             self._unacknowledged_bytes += nbytes
             self._keep_newest()
         return True
 
+    def _append(self, message: M, nbytes: int) -> None:
+        self.ready.append((message, nbytes))
+        self._ready_bytes += nbytes
+        self.next += 1
+
     def _keep_newest(self) -> None:
-        """Lose the oldest messages in line that are too many, or too many bytes."""
-        ready, at = self.ready, int(self.held)
+        """Lose the oldest messages while there are too many, or too many bytes."""
+        ready = self.ready
+        at = int(self.held)
         first = last = self.taken + at
         while len(ready) > at + 1 and (len(ready) > self.max_messages + 1 or self._ready_bytes > self.max_bytes):
             message, nbytes = ready[at]
@@ -260,35 +255,22 @@ class ReceiveWindow(Generic[M]):
             ready.insert(at, (Missing(first, last - 1), 0))
 
     def marked(self, seq: int) -> None:
-        """Note that from here on, messages from ``seq`` on come by themselves, and older ones do not."""
+        """Note that a new connection carries the messages from ``seq`` on."""
         self._known = max(self._known, seq)
         self.ask_again()
 
-    def ends(self, seq: int) -> None:
-        """Note where the writer said that the stream ends; what is still missing comes by itself, or a mark tells."""
-        self.end = seq
-
     def ask_again(self) -> None:
-        """Note that what was asked for may have been asked in vain."""
+        """Note that earlier requests may be lost."""
         self._asked = self.next
 
-    def lost(self, first: int, last: int) -> None:
-        """Note that messages cannot be had any more; those of them that are here, or still come, stay."""
-        self._lost.append((first, last))
-        self._close_gap()
-
-    def lost_the_rest(self) -> None:
-        """Note that nothing more will come of a stream whose end is known."""
-        if self.end is not None and not self.complete:
-            self.lost(self.next, self.end - 1)
-
     def to_ask_for(self) -> list[tuple[int, int]]:
-        """Return the runs of messages to ask for now; they count as asked for."""
-        start, end = max(self.next, self._asked), self._known
+        """Return the runs of messages to ask for now, which then count as asked for."""
+        start = max(self.next, self._asked)
+        end = self._known
         if start >= end:
             return []
         runs: list[tuple[int, int]] = []
-        for seq in sorted(held for held in self._early if start <= held < end):
+        for seq in sorted(early for early in self._early if start <= early < end):
             if start < seq:
                 runs.append((start, seq - 1))
             start = seq + 1
@@ -296,11 +278,22 @@ class ReceiveWindow(Generic[M]):
             runs.append((start, end - 1))
         self._asked = end
         if len(runs) > MAX_RANGES:
-            runs[MAX_RANGES - 1 :] = [(runs[MAX_RANGES - 1][0], runs[-1][1])]  # some of it comes twice
+            runs[MAX_RANGES - 1 :] = [(runs[MAX_RANGES - 1][0], runs[-1][1])]  # some messages arrive twice
         return runs
 
+    def lose(self, end: int) -> None:
+        """Replace all messages below ``end`` that have not arrived by `Missing`."""
+        while self.next < end or self.next in self._early:
+            early = self._early.pop(self.next, None)
+            if early is not None:
+                self._append(*early)
+                continue
+            last = min([end, *self._early]) - 1
+            self.ready.append((Missing(self.next, last), 0))
+            self.next = last + 1
+
     def finished(self) -> None:
-        """Note that the first message in line is finished with."""
+        """Remove the first message, which was consumed."""
         message, nbytes = self.ready.popleft()
         self._ready_bytes -= nbytes
         self.taken = message.last + 1 if isinstance(message, Missing) else self.taken + 1
@@ -309,35 +302,20 @@ class ReceiveWindow(Generic[M]):
 
     @property
     def complete(self) -> bool:
-        """Whether everything that the writer has ever sent was received."""
+        """True if the writer is closing, and all of its messages have arrived."""
         return self.end is not None and self.next >= self.end
 
     @property
     def unacknowledged(self) -> bool:
-        """Whether there is anything finished with that was not acknowledged."""
+        """True if the writer does not know of all consumed messages."""
         return self.released != self._acknowledged
 
     def must_acknowledge(self) -> bool:
-        """Return whether the writer may be waiting for the window: an eighth of it is unacknowledged."""
-        return (self.released - self._acknowledged) * 8 >= self.max_messages or (
-            self._unacknowledged_bytes * 8 >= self.max_bytes
-        )
+        """Return whether an eighth of the window is unacknowledged, so that the writer may be waiting."""
+        messages = self.released - self._acknowledged
+        return messages * 8 >= self.max_messages or self._unacknowledged_bytes * 8 >= self.max_bytes
 
     def acknowledged(self) -> None:
-        """Note that the writer was told what is finished with."""
+        """Note that an acknowledgement was sent."""
         self._acknowledged = self.released
         self._unacknowledged_bytes = 0
-
-    def _close_gap(self) -> None:
-        while True:
-            while (held := self._early.pop(self.next, None)) is not None:
-                self.ready.append(held)
-                self._ready_bytes += held[1]
-                self.next += 1
-            last = max((last for first, last in self._lost if first <= self.next <= last), default=None)
-            if last is None:
-                break
-            last = min([last, *(seq - 1 for seq in self._early)])
-            self.ready.append((Missing(self.next, last), 0))
-            self.next = last + 1
-        self._lost = [(first, last) for first, last in self._lost if last >= self.next]

@@ -1,29 +1,29 @@
-"""What passes between a writer and its remote readers, read and written. No I/O.
+"""The wire format between a writer and its remote readers: frames and control messages, without I/O.
 
-Data goes from the writer's XPUB socket to the readers' SUB sockets, in one frame or, for a long body, in two. A body of
-more than `PART_BYTES` goes in parts, each in a message of its own: the thread that encrypts and decrypts a frame also
-answers heartbeats, and does not between the frame's beginning and end.
+Data flows from the writer's XPUB socket to the readers' SUB sockets, in one frame, or in two frames for a long body. A
+body longer than `PART_BYTES` is split, and each part is a message: the I/O thread that encrypts a frame answers no
+heartbeats before the end of the frame.
 
     0        16      20                  52
     +--------+-------+-------------------+-------------+        +--------+
-    | secret | whom  | header, as in a   | body        |   or   | body   |  in a frame of its own
-    | topic  | u32   | slot (frames.py)  |             |        |        |
+    | topic  | rank  | header, as in a   | body        |   or   | body   |  in a second frame
+    | 16 B   | u32   | slot (frames.py)  |             |        |        |
     +--------+-------+-------------------+-------------+        +--------+
 
     0        16      20                  52       60      68
     +--------+-------+-------------------+--------+-------+        +------------------------+
-    | secret | whom  | header            | offset | total |        | body[offset:][:length] |
-    | topic  | u32   |                   | u64    | u64   |        +------------------------+
+    | topic  | rank  | header            | offset | total |        | body[offset:][:length] |
+    | 16 B   | u32   |                   | u64    | u64   |        +------------------------+
     +--------+-------+-------------------+--------+-------+
 
-The third field of the header says whether the body is apart, and whether there is a trace context between header and
-body (`TRACE_BYTES`, as in a slot).
+The header's third field has two flags: body in a second frame; trace context between header and body (`TRACE_BYTES`,
+as in a slot).
 
-``whom`` is `EVERYONE`, or the rank of the one reader that asked for this message again. Both lie in the part of a frame
-that a subscription is for, so only subscribers that know the secret get anything at all.
+The topic is secret and random, one per writer. The rank is `EVERYONE`, or the reader that asked for a retransmission.
+A subscription consists of both, so subscribers without the topic receive nothing.
 
-Control messages, readers' DEALER to writer's ROUTER and back, are MessagePack arrays that begin with their name. A
-reader subscribes once it was admitted: what it receives is for it, from its first message on.
+Control messages, between a reader's DEALER and the writer's ROUTER, are MessagePack arrays; the first item is the
+message's name. A reader learns the topic from `Welcome` and then subscribes.
 """
 
 from __future__ import annotations
@@ -42,49 +42,53 @@ from aioshm.ring.layout import TRACE_BYTES, VERSION
 SECRET_BYTES = 16
 EVERYONE = 2**32 - 1
 MAX_RANK = EVERYONE - 1
-MAX_SEQ = 2**62  # more than there will ever be, and an end that can be counted on from
+MAX_SEQ = 2**62  # an upper bound that leaves room for arithmetic
 
 MARK = 16
-"""A kind of data message without a body: its sequence number is that of the message behind it. A reader that has just
-subscribed gets one, and thereby knows which messages it will not get by itself."""
+"""The kind of a data message without a body that opens a subscription: its number is that of the next message."""
 
-BODY_APART, TRACED = 1, 2  # bits of the header's third field
+# Bits of the header's third field
+BODY_APART = 1
+TRACED = 2
+
 ONE_FRAME_BYTES = 16 * 1024
-"""Bodies up to this are joined to their head: one more frame costs more than the copy."""
+"""Shorter bodies share a frame with the header: a second frame costs more than the copy."""
 
 PART_BYTES = 2 << 20
-"""Longer bodies go in parts of this size: some milliseconds of encryption."""
+"""Longer bodies are split into parts of this size: a few milliseconds of encryption."""
 
-_PLACE = struct.Struct("<QQ")  # of a part: where it begins, and the size of the whole body
+_PLACE = struct.Struct("<QQ")  # a part's offset, and the size of the whole body
 _ADDRESS = struct.Struct(f"<{SECRET_BYTES}sI")
 ADDRESS_BYTES = _ADDRESS.size
 HEAD_BYTES = ADDRESS_BYTES + HEADER.size
-MAX_FRAME_BYTES = PART_BYTES + 256  # with what encryption adds
-MAX_SUBSCRIPTION_BYTES = 1024  # which ZeroMQ's own handshake must fit, too
+MAX_FRAME_BYTES = PART_BYTES + 256  # encryption adds a few bytes
+MAX_SUBSCRIPTION_BYTES = 1024  # also bounds the frames of ZeroMQ's handshake
 MAX_CONTROL_BYTES = 64 * 1024
 MAX_RANGES = 64
 _MAX_TEXT = 4096
 
 
 class WireError(Exception):
-    """These frames are not what a writer or a reader of this queue sends."""
+    """The frames are malformed."""
 
 
 class VersionError(WireError):
-    """This is a greeting in another version of the protocol."""
+    """The greeting has another version of the protocol."""
 
 
 def address(secret: bytes, rank: int = EVERYONE) -> bytes:
-    """Return what the data messages for a reader, or for all of them, begin with: a subscription's topic."""
+    """Return the first bytes of the data messages for one reader, or for all."""
     return _ADDRESS.pack(secret, rank)
 
 
 def subscriber(subscription: bytes, secret: bytes) -> int | None:
-    """Return the rank of the reader that this message of an XPUB socket says has subscribed, if it is one's."""
+    """Return the rank in a message of an XPUB socket, if the message is a reader's subscription."""
     if len(subscription) != 1 + ADDRESS_BYTES or subscription[0] != 1:
         return None
     found, rank = _ADDRESS.unpack_from(subscription, 1)
-    return rank if found == secret and rank != EVERYONE else None
+    if found != secret or rank == EVERYONE:
+        return None
+    return int(rank)
 
 
 class Data(msgspec.Struct, frozen=True, gc=False):
@@ -95,33 +99,38 @@ class Data(msgspec.Struct, frozen=True, gc=False):
     n_buffers: int
     seq: int
     main_bytes: int  # length of the body's main part
-    body: memoryview  # as it would lie in a chunk; or a part of that
-    trace: bytes  # the trace context; empty: there is none
-    offset: int  # where the part begins in the whole body
+    body: memoryview  # laid out as in a chunk, or a part of such a body
+    trace: bytes  # the trace context; empty: none
+    offset: int  # of the part in the whole body
     total: int  # size of the whole body
 
 
 def parse_data(head: memoryview, body: memoryview | None) -> Data:
-    """Read a data message of one or two frames, or raise `WireError`. The subscription has checked the secret."""
+    """Parse a data message of one or two frames, or raise `WireError`. ZeroMQ has checked the topic."""
     if len(head) < HEAD_BYTES:
         raise WireError(f"a frame of {len(head)} bytes instead of {HEAD_BYTES} or more")
     kind, codec, flags, n_buffers, seq, _, main_bytes = HEADER.unpack_from(head, ADDRESS_BYTES)
-    end, trace = HEAD_BYTES, b""
+    end = HEAD_BYTES
+    trace = b""
     if flags & TRACED:
         end += TRACE_BYTES
         trace = bytes(head[HEAD_BYTES:end])
         if len(trace) != TRACE_BYTES:
             raise WireError(f"a frame of {len(head)} bytes instead of {end} or more")
-    in_parts = body is not None and len(head) == end + _PLACE.size
-    if flags & ~TRACED != (BODY_APART if body is not None else 0) or (
-        body is not None and len(head) != end and not in_parts
-    ):
+    if flags & ~TRACED not in (0, BODY_APART) or bool(flags & BODY_APART) != (body is not None):
         raise WireError("another number of frames than the first one says")
+    offset = 0
     if body is None:
         body = head[end:]
-    offset, total = _PLACE.unpack_from(head, end) if in_parts else (0, len(body))
-    if in_parts and not 0 < len(body) <= total - offset:
-        raise WireError(f"a part of {len(body)} bytes at {offset} of {total}")
+        total = len(body)
+    elif len(head) == end:
+        total = len(body)
+    elif len(head) == end + _PLACE.size:
+        offset, total = _PLACE.unpack_from(head, end)
+        if not 0 < len(body) <= total - offset:
+            raise WireError(f"a part of {len(body)} bytes at {offset} of {total}")
+    else:
+        raise WireError(f"a first frame of {len(head)} bytes")
     if kind not in (INLINE, RAW, MARK) or n_buffers > MAX_BUFFERS or main_bytes > total:
         raise WireError(f"kind {kind}, {n_buffers} buffers, {main_bytes} of {total} bytes")
     if not n_buffers and main_bytes != total:
@@ -130,11 +139,11 @@ def parse_data(head: memoryview, body: memoryview | None) -> Data:
 
 
 def parts(head: bytes, body: bytes | memoryview | None) -> Iterator[tuple[bytes, bytes | memoryview | None]]:
-    """Yield the messages, of one frame or two, that carry a data message."""
+    """Yield the messages that transport a data message, each as one or two frames."""
     if body is None or len(body) <= PART_BYTES:
         yield head, body
         return
-    whole = memoryview(body) if isinstance(body, bytes) else body
+    whole = memoryview(body)
     for offset in range(0, len(whole), PART_BYTES):
         yield head + _PLACE.pack(offset, len(whole)), whole[offset : offset + PART_BYTES]
 
@@ -151,24 +160,18 @@ class Control(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=T
 
 
 class Hello(Control):
-    """A reader introduces itself, again after every new connection."""
+    """Introduces a reader: after each new connection, when data arrives first, and to poll the writer."""
 
-    version: int  # of the protocol, which changes with the segment's layout
+    version: int  # of the protocol; changes with the segment's layout
     queue_id: bytes
     token: bytes
-    rank: int  # or `ANY_RANK`: the lowest that has no reader
+    rank: int  # `ANY_RANK`: the lowest vacant one
     pid: int
-    host: str  # for people
+    host: str  # for log lines
     proven: bool  # data has reached the reader
     slow: str = "block"  # as `Options.slow_reader`
-    topic: bytes = b""  # the writer's, whose data messages begin with it
-    history: int = 0  # how many of the latest messages the reader wants first
-    admitted: bool = False  # before: if the writer does not know the reader any more, the reader has missed something
-    leaving: bool = False  # this only says which reader leaves
-
-
-class Proven(Control):
-    """Data has reached the reader."""
+    topic: bytes = b""  # the topic of the writer that admitted the reader; empty: not admitted yet
+    history: int = 0  # how many of the latest messages the reader asks for
 
 
 class Acknowledge(Control):
@@ -178,57 +181,52 @@ class Acknowledge(Control):
 
 
 class Resend(Control):
-    """The reader is missing these runs of messages, each from a first to a last number."""
+    """The reader lacks these runs of messages, each from a first to a last number."""
 
     ranges: list[tuple[int, int]]
 
 
 class Finished(Control):
-    """The reader has heard that the writer is closing, and has received everything."""
+    """The reader knows that the writer is closing, and has received every message."""
 
 
 class Leave(Control):
-    """A reader says goodbye."""
+    """The reader detaches."""
 
 
 # Writer to readers
 
 
 class Welcome(Control):
-    """The writer admits a reader, or has done so before."""
+    """The writer has admitted the reader; the reply to each `Hello` of an admitted reader."""
 
     pid: int
-    host: str  # for people
+    host: str  # for log lines
     rank: int
     first: int  # number of the reader's first message
+    topic: bytes
 
 
 class Wait(Control):
-    """The writer will admit or refuse a reader once it knows whether the reader that has the rank is still there."""
+    """The writer polls the present reader of the rank; the newcomer repeats its `Hello` soon."""
 
-    reason: str  # for people
+    reason: str  # for log lines
 
 
 TOO_SLOW = "it was too slow"
-"""Why a reader is refused that its ``slow_reader="evict"`` has ended."""
+"""The reason of `Refused` for a reader that ``slow_reader="evict"`` ended."""
 
 DISMISSED = "the writer has dismissed this reader"
-"""Why a reader is refused that `MessageQueue.dismiss` has ended."""
+"""The reason of `Refused` for a reader that `MessageQueue.dismiss` ended."""
 
 
 class Refused(Control, forbid_unknown_fields=False):
-    """The writer does not admit a reader, or not any more. Other versions know the first two fields."""
+    """The writer rejects or detaches the reader. Other versions know the first two fields."""
 
-    reason: str  # for people
+    reason: str  # for log lines
     evicted: bool = False  # the reader had been admitted
     full: bool = False  # all ranks have readers
     closed: bool = False  # the writer is closing the queue
-
-
-class Renewed(Control):
-    """Another writer has taken the place of the reader's: the reader says hello once more, with this topic."""
-
-    topic: bytes
 
 
 class Go(Control):
@@ -236,28 +234,21 @@ class Go(Control):
 
 
 class Tick(Control):
-    """The writer asks whether the reader is there; the answer is an `Acknowledge`."""
-
-
-class Lost(Control):
-    """Messages that a reader asked for, from a first to a last number, do not exist any more."""
-
-    first: int
-    last: int
+    """The writer polls the reader; the reply is an `Acknowledge`."""
 
 
 class Left(Control):
-    """The writer knows that a reader leaves, or has received everything, and does not wait for the reader."""
+    """The reply to `Leave` and `Finished`: the writer does not wait for the reader."""
 
 
 class Closing(Control):
-    """The writer says goodbye; the next message would have had this number."""
+    """The writer closes the queue; the next message would have had this number."""
 
     end: int
 
 
-FromReader = Hello | Proven | Acknowledge | Resend | Finished | Leave
-FromWriter = Welcome | Wait | Refused | Renewed | Go | Tick | Lost | Left | Closing
+FromReader = Hello | Acknowledge | Resend | Finished | Leave
+FromWriter = Welcome | Wait | Refused | Go | Tick | Left | Closing
 
 _encoder = msgspec.msgpack.Encoder()
 _from_reader: msgspec.msgpack.Decoder[FromReader] = msgspec.msgpack.Decoder(FromReader)
@@ -266,7 +257,7 @@ _T = TypeVar("_T")
 
 
 class _AnyHello(msgspec.Struct, array_like=True, tag="Hello"):
-    """What a greeting begins with in all versions."""
+    """The first field of a greeting, in all versions."""
 
     version: int
 
@@ -275,7 +266,7 @@ _any_hello: msgspec.msgpack.Decoder[_AnyHello] = msgspec.msgpack.Decoder(_AnyHel
 
 
 def parse_from_reader(data: bytes) -> FromReader:
-    """Read a control message that a reader sent; raise `VersionError` for a greeting of another version."""
+    """Parse a reader's control message; raise `VersionError` for a greeting of another version."""
     try:
         message = _parse(_from_reader, data)
     except WireError:
@@ -296,13 +287,11 @@ def parse_from_reader(data: bytes) -> FromReader:
 
 
 def parse_from_writer(data: bytes) -> FromWriter:
-    """Read a control message that the writer sent."""
+    """Parse a control message of the writer."""
     message = _parse(_from_writer, data)
     if isinstance(message, Welcome) and not (0 <= message.rank <= MAX_RANK and 0 <= message.first <= MAX_SEQ):
         raise WireError(f"a welcome to rank {message.rank} from message {message.first} on")
-    if isinstance(message, Lost) and not 0 <= message.first <= message.last:
-        raise WireError(f"{message.first} to {message.last} lost")
-    if isinstance(message, Renewed) and len(message.topic) != SECRET_BYTES:
+    if isinstance(message, Welcome) and len(message.topic) != SECRET_BYTES:
         raise WireError(f"a topic of {len(message.topic)} bytes")
     if isinstance(message, Closing) and message.end < 0:
         raise WireError(f"an end at {message.end}")
@@ -317,7 +306,7 @@ def _check_version(data: bytes) -> None:
 
 
 def other_version(version: int) -> str:
-    """Return why a reader is refused that speaks another version."""
+    """Return the reason for refusing a reader of another version."""
     return f"this queue speaks version {VERSION}, not {version}: both ends need the same release of aioshm"
 
 

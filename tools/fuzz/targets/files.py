@@ -27,7 +27,6 @@ from tools.fuzz.target import Target, attempt
 _REMOTE = RemoteAddress(
     data="tcp://10.0.0.1:1",
     control="tcp://10.0.0.1:2",
-    topic=b"t" * 16,
     ranks=(1,),
     server_key=b"k" * 40,
     client_public=b"k" * 40,

@@ -13,21 +13,18 @@ _SECRET = b"s" * wire.SECRET_BYTES
 _FROM_READER = (
     wire.Hello(VERSION, b"q" * 16, b"t" * 32, 0, 7, "host", proven=True),
     wire.Hello(VERSION + 1, b"q" * 16, b"t" * 32, -1, 7, "host", proven=False, slow="skip", topic=_SECRET, history=3),
-    wire.Proven(),
     wire.Acknowledge(5),
     wire.Resend([(1, 2), (4, 4)]),
     wire.Finished(),
     wire.Leave(),
 )
 _FROM_WRITER = (
-    wire.Welcome(1, "host", 0, 5),
+    wire.Welcome(1, "host", 0, 5, _SECRET),
     wire.Wait("soon"),
     wire.Refused("no", full=True),
     wire.Refused("no"),
-    wire.Renewed(_SECRET),
     wire.Go(),
     wire.Tick(),
-    wire.Lost(1, 2),
     wire.Left(),
     wire.Closing(9),
 )

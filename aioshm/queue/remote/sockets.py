@@ -1,0 +1,444 @@
+"""The ZeroMQ sockets of a writer and its remote readers, and the memory of received messages.
+
+Data: from the writer's XPUB to the SUB of each reader. Control: between each reader's DEALER and the writer's ROUTER.
+Local readers with ``overflow="zmq"`` receive large bodies over the same kind of data sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import mmap
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from aioshm.codec.buffers import OwnMemory
+from aioshm.config import Options
+from aioshm.errors import OutOfDescriptors, SharedMemoryError
+from aioshm.queue.handle import RemoteAddress
+from aioshm.queue.remote import wire
+from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
+from aioshm.zeromq.hosts import bracketed, connectable, own_address
+from aioshm.zeromq.monitor import Monitor
+from aioshm.zeromq.pump import Inbox, Pump, drain, whole
+from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, send_frames
+from aioshm.zeromq.zap import admit_only
+
+if TYPE_CHECKING:
+    from aioshm.queue.names.identity import Identity
+    from aioshm.queue.remote.link import WriterLink
+    from aioshm.queue.remote.readers import RemoteReaders
+
+PORT_PATIENCE_S = 0.5
+"""How long a writer retries to bind the ports of its identity. Another process may have one for a moment: the system
+may assign it to an outgoing connection, even to a reader's that dials the very port."""
+
+_PORT_PAUSE_S = 0.02
+_MAX_HWM = 2**31 - 1
+
+
+class DataPublisher:
+    """An XPUB socket, not bound yet; it serves only subscribers that know the topic."""
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        endpoint: str,
+        topic: bytes,
+        *,
+        hwm: int,
+        curve: CurveKeys | None = None,
+        silence_s: float | None = None,
+    ) -> None:
+        self._topic = topic
+        self.socket: Socket = sockets.add(
+            open_socket(sockets.context, zmq.XPUB, endpoint, bind=True, hwm=hwm, curve=curve, silence_s=silence_s)
+        )
+        self.socket.setsockopt(zmq.XPUB_MANUAL, 1)  # the writer, not the subscriber, chooses the topics
+        self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_SUBSCRIPTION_BYTES)
+
+    def send(self, head: bytes, body: bytes | memoryview | None = None) -> zmq.MessageTracker | None:
+        """Send a data message; return the tracker of the body's memory, None if ZeroMQ does not use the memory."""
+        return send_frames(self.socket, head, body)
+
+    def look(self, on_subscribed: Callable[[int], None]) -> bool:
+        """Admit subscribers and report their ranks; return whether there may be more."""
+
+        def admit(subscription: bytes) -> None:
+            rank = wire.subscriber(subscription, self._topic)
+            if rank is not None:
+                # Both calls concern the connection that the subscription came from.
+                self.socket.setsockopt(zmq.SUBSCRIBE, wire.address(self._topic, rank))
+                self.socket.setsockopt(zmq.SUBSCRIBE, wire.address(self._topic))
+                on_subscribed(rank)
+
+        return drain(self.socket, partial(self.socket.recv, zmq.NOBLOCK), admit)
+
+
+class DataSubscriber:
+    """A SUB socket, connected to a writer's data; made on the running loop."""
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        endpoint: str,
+        on_data: Callable[[memoryview, memoryview | None], None],
+        *,
+        curve: CurveKeys | None = None,
+        silence_s: float | None = None,
+        max_frame_bytes: int = -1,
+    ) -> None:
+        # No high-water mark: the writer's window, or the ring, bounds the messages on their way.
+        self._socket = sockets.add(
+            open_socket(sockets.context, zmq.SUB, endpoint, bind=False, hwm=0, curve=curve, silence_s=silence_s)
+        )
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+        self.connection: Connection = Connection(self._socket)
+        sockets.add(self.connection.pair)
+        attach(self._socket, endpoint, bind=False)
+        self.inbox: Inbox = Inbox(self._socket, on_data)
+
+    def subscribe(self, topics: Sequence[bytes]) -> None:
+        """Also receive messages that begin with these bytes."""
+        for topic in topics:
+            self._socket.setsockopt(zmq.SUBSCRIBE, topic)
+
+
+class Connection:
+    """The state of a socket's connection, from the events of its monitor."""
+
+    def __init__(self, sock: Socket) -> None:
+        self._monitor = Monitor(sock, also=zmq.EVENT_CONNECT_RETRIED)
+        self.up: bool = False
+        # The time of the loss, by the monotonic clock; None while connected.
+        self.down_since: float | None = monotonic()
+        self.failed: bool = False  # the connection, or the latest attempt, has failed
+        self.refused: bool = False  # the latest handshake failed by authentication
+        self.connections: int = 0  # how many connections there were
+
+    @property
+    def pair(self) -> Socket:
+        """The socket to watch."""
+        return self._monitor.pair
+
+    def changed(self) -> bool:
+        """Process the monitor's events; return whether the connection changed. Failed attempts do not count."""
+        before = self.up, self.connections, self.refused
+        for event, *_ in self._monitor.events():
+            self.failed = event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (self.refused and not self.up)
+            if not self.failed:
+                self.up = True
+                self.down_since = None
+                self.refused = False
+                self.connections += 1
+            elif self.up:
+                self.up = False
+                self.down_since = monotonic()
+        return before != (self.up, self.connections, self.refused)
+
+
+class ReaderSockets:
+    """The SUB and DEALER of a reader, connected to its writer; made on the running loop.
+
+    Raises:
+        OSError: The endpoints are malformed.
+    """
+
+    def __init__(self, link: WriterLink, remote: RemoteAddress, options: Options) -> None:
+        self._link = link
+        # Two sockets with two monitors each, and a connection.
+        self._sockets = Sockets("a remote reader", count=6, connections=2)
+        loop = asyncio.get_running_loop()
+        try:
+            self._data = DataSubscriber(
+                self._sockets,
+                remote.data,
+                link.receive_data,
+                curve=remote.keys,
+                silence_s=options.remote_timeout,
+                max_frame_bytes=wire.MAX_FRAME_BYTES,
+            )
+            self._dealer = self._sockets.add(
+                open_socket(
+                    self._sockets.context,
+                    zmq.DEALER,
+                    remote.control,
+                    bind=False,
+                    hwm=CONTROL_HWM,
+                    curve=remote.keys,
+                    silence_s=options.remote_timeout,
+                    heartbeats=True,
+                )
+            )
+            self.control_connection: Connection = Connection(self._dealer)
+            self._sockets.add(self.control_connection.pair)
+            self._dealer.setsockopt(zmq.ROUTING_ID, b"\x01" + secrets.token_bytes(15))
+            limit_frames(self._dealer, wire.MAX_CONTROL_BYTES)
+            attach(self._dealer, remote.control, bind=False)
+        except BaseException:
+            self._sockets.close()
+            raise
+        self.data_connection: Connection = self._data.connection
+        self._control = Pump.of_messages(loop, self._dealer, self._receive, whole(self._dealer))
+        self._monitors = [
+            Pump(loop, connection.pair, self._look_at_connections)
+            for connection in (self.data_connection, self.control_connection)
+        ]
+
+    @property
+    def closed(self) -> bool:
+        return self._sockets.closed
+
+    def subscribe(self, topics: Sequence[bytes]) -> None:
+        """Receive messages that begin with these bytes."""
+        if not self._sockets.closed:
+            self._data.subscribe(topics)
+
+    def send(self, message: wire.Control) -> bool:
+        """Send a control message; return False if too many wait already."""
+        if self._sockets.closed:
+            return False
+        self._control.run_soon()  # sending may swallow the event of a received message
+        try:
+            self._dealer.send(message.pack(), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def look(self) -> None:
+        """Read some received data, without waiting for the loop."""
+        if not self._sockets.closed:
+            self._data.inbox.look()
+
+    def look_at_all(self) -> None:
+        """Read everything that was received, and the states of the connections."""
+        while not self._sockets.closed and any([self._data.inbox.look(), self._control.work()]):
+            pass
+        self._look_at_connections()
+
+    def close(self) -> None:
+        """Close the sockets and drop unsent messages. Idempotent."""
+        if self._sockets.closed:
+            return
+        for pump in (self._control, *self._monitors):
+            pump.pause()
+        self._data.inbox.close()
+        self._sockets.close()
+
+    def _receive(self, frames: list[bytes]) -> None:
+        if len(frames) == 1:
+            self._link.receive(frames[0])
+
+    def _look_at_connections(self) -> None:
+        # Read first: messages that arrived before the end of a connection are available when the monitor reports it.
+        self.look()
+        self._control.run()
+        if not self._sockets.closed and (self.data_connection.changed() | self.control_connection.changed()):
+            self._link.check_connections()
+
+
+class WriterSockets:
+    """The XPUB and ROUTER of a writer, bound to free ports or to those of the writer's identity.
+
+    Raises:
+        ValueError: The address is not one of this host.
+        SharedMemoryError: The sockets cannot be bound.
+        OutOfDescriptors, OutOfThreads: A limit of this process is reached.
+    """
+
+    def __init__(
+        self, ip: str | None, topic: bytes, options: Options, readers: int = 1, identity: Identity | None = None
+    ) -> None:
+        self._sockets = Sockets("a writer with remote readers", count=3, connections=2 + 2 * readers, threads=1)
+        self._pumps: list[Pump] = []
+        # The readers' keys; None: connections are not encrypted.
+        self.keys: CurveKeys | None = None
+        try:
+            server = None
+            if options.secure:
+                server, self.keys = _keys(identity)
+                admit_only(self._sockets.context, z85.decode(self.keys.public), "a writer with remote readers")
+            host = bracketed(own_address() if ip is None else ip)
+            endpoint = f"tcp://{host}:*"
+            # A window's messages may be on their way to a reader twice, because of retransmissions. More messages wait
+            # only for a broken connection before either end has noticed, and ZeroMQ may drop them.
+            parts = max(options.remote_window_bytes, options.max_message_bytes) // wire.PART_BYTES + 1
+            hwm = min(2 * (options.remote_window + parts) + CONTROL_HWM, _MAX_HWM)
+            silence_s = options.remote_timeout
+            self._data = DataPublisher(self._sockets, endpoint, topic, hwm=hwm, curve=server, silence_s=silence_s)
+            self._router = self._sockets.add(
+                open_socket(
+                    self._sockets.context,
+                    zmq.ROUTER,
+                    endpoint,
+                    bind=True,
+                    hwm=CONTROL_HWM,
+                    curve=server,
+                    silence_s=silence_s,
+                    heartbeats=True,
+                )
+            )
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to an unreachable reader fails
+            self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reader's new connection replaces the old one
+            limit_frames(self._router, wire.MAX_CONTROL_BYTES)
+            data_port = control_port = 0
+            if identity is not None:
+                data_port, control_port = identity.ports
+            self.data: str = _bind(self._data.socket, host, data_port)
+            self.control: str = _bind(self._router, host, control_port)
+            if identity is not None:
+                identity.keep(_port(self.data), _port(self.control))
+        except BaseException:
+            self._sockets.close()
+            raise
+
+    @property
+    def closed(self) -> bool:
+        return self._sockets.closed
+
+    def start(self, loop: asyncio.AbstractEventLoop, readers: RemoteReaders) -> None:
+        """Begin to report subscriptions and messages."""
+        self._readers = readers
+        self._subscriptions = Pump(loop, self._data.socket, partial(self._data.look, readers.subscribed))
+        self._messages = Pump.of_messages(loop, self._router, self._receive, whole(self._router))
+        self._pumps = [self._subscriptions, self._messages]
+
+    def publish(self, head: bytes, body: bytes | memoryview | None = None) -> zmq.MessageTracker | None:
+        """Send a data message, once started; never waits. Return the tracker of the body's memory, as `send`."""
+        self._subscriptions.run_soon()  # sending may swallow the event of a subscription
+        return self._data.send(head, body)
+
+    def send(self, identity: bytes, message: wire.Control) -> bool:
+        """Send a control message; return False without a connection to the reader."""
+        if self._sockets.closed:
+            return False
+        self._messages.run_soon()  # sending may swallow the event of a received message
+        try:
+            self._router.send_multipart([identity, message.pack()], zmq.NOBLOCK)
+        except zmq.Again:
+            return True  # the connection is full: the reader does not read
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def reaches(self, identity: bytes) -> bool:
+        """Return whether ZeroMQ has a connection to the reader."""
+        if not self._sockets.closed:
+            self._router.getsockopt(zmq.EVENTS)  # updates ZeroMQ's view; sending alone does so only now and then
+        return self.send(identity, wire.Tick())
+
+    def look(self) -> None:
+        """Read everything that was received."""
+        while not self._sockets.closed and any(pump.work() for pump in self._pumps):
+            pass
+
+    def close(self) -> None:
+        """Close everything immediately. Idempotent."""
+        for pump in self._pumps:
+            pump.pause()
+        self._sockets.close()
+
+    def _receive(self, frames: list[bytes]) -> None:
+        if len(frames) == 2:
+            self._readers.receive(*frames)
+
+
+def _keys(identity: Identity | None) -> tuple[CurveKeys, CurveKeys]:
+    """Return the writer's and the readers' keys."""
+    if identity is not None:
+        assert identity.server is not None
+        assert identity.client is not None
+        return identity.server, identity.client
+    server = CurveKeys.generate()
+    return server, CurveKeys.generate(server.public)
+
+
+def _bind(sock: Socket, host: str, port: int) -> str:
+    """Bind to a port, 0: any free one; return the endpoint."""
+    deadline = monotonic() + PORT_PATIENCE_S
+    while True:
+        try:
+            return connectable(attach(sock, f"tcp://{host}:{port or '*'}", bind=True))
+        except OutOfDescriptors:
+            raise
+        except OSError as error:
+            if port and error.errno == errno.EADDRINUSE:
+                if monotonic() < deadline:
+                    sleep(_PORT_PAUSE_S)
+                    continue
+                raise SharedMemoryError(
+                    error.errno,
+                    f"port {port} of this writer's identity is in use: end the process that has the port, such as one "
+                    "that an earlier writer has forked; or take another identity, and give readers new handles",
+                ) from None
+            if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV, errno.EINVAL):
+                raise ValueError(f"connect_ip must be an address of this host, not {host}") from None
+            raise SharedMemoryError(error.errno, f"no port is available for remote readers: {error.strerror}") from None
+
+
+def _port(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
+
+
+class MessageMemory(mmap.mmap, OwnMemory):
+    """Anonymous memory of one message, with huge pages where the kernel has them.
+
+    Raises:
+        OSError: There is no memory.
+    """
+
+    def __new__(cls, nbytes: int) -> Self:
+        """Map so many bytes."""
+        memory = super().__new__(cls, -1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+
+class Assembly:
+    """Joins the parts of a message, which arrive in order; a new connection sends an incomplete message anew."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._memory: MessageMemory | None = None
+        self._seq = 0
+        self._filled = 0
+
+    def add(self, part: wire.Data) -> wire.Data | None:
+        """Add the next part; return the message when complete.
+
+        Raises:
+            WireError: The message is larger than a writer may send.
+            OSError: There is no memory for the message.
+        """
+        if part.offset == 0:
+            self.clear()
+            if part.total > self._max_bytes:
+                raise wire.WireError(f"a message of {part.total} bytes, more than {self._max_bytes}")
+            self._memory = MessageMemory(part.total)
+            self._seq = part.seq
+        memory = self._memory
+        if memory is None or (part.seq, part.offset, part.total) != (self._seq, self._filled, len(memory)):
+            self.clear()  # an earlier connection carried the first parts
+            return None
+        self._filled += len(part.body)
+        memory[part.offset : self._filled] = part.body
+        if self._filled < part.total:
+            return None
+        self.clear()
+        return msgspec.structs.replace(part, body=memoryview(memory), offset=0)
+
+    def clear(self) -> None:
+        """Drop an incomplete message."""
+        self._memory = None
+        self._filled = 0
