@@ -12,9 +12,9 @@ if TYPE_CHECKING:  # "as": they are exported
     from aioshm.engine.client.options import ClientOptions as ClientOptions
     from aioshm.engine.client.requests import OutputStream as OutputStream
     from aioshm.engine.core.core import EngineCore as EngineCore
-    from aioshm.engine.core.joining import HandshakeOptions as HandshakeOptions
-    from aioshm.engine.core.joining import shake_hands as shake_hands
-    from aioshm.engine.core.serving import run_engine_core as run_engine_core
+    from aioshm.engine.core.process import HandshakeOptions as HandshakeOptions
+    from aioshm.engine.core.process import run_engine_core as run_engine_core
+    from aioshm.engine.core.process import shake_hands as shake_hands
     from aioshm.engine.dp.coordinator import DPCoordinator as DPCoordinator
     from aioshm.engine.endpoints import get_engine_client_zmq_addr as get_engine_client_zmq_addr
     from aioshm.engine.kv import bind_kv_cache as bind_kv_cache
@@ -65,8 +65,7 @@ if not TYPE_CHECKING:  # to which any name would be one of the package's
         "aioshm.engine.client.options": ("ClientOptions",),
         "aioshm.engine.client.requests": ("OutputStream",),
         "aioshm.engine.core.core": ("EngineCore",),
-        "aioshm.engine.core.joining": ("HandshakeOptions", "shake_hands"),
-        "aioshm.engine.core.serving": ("run_engine_core",),
+        "aioshm.engine.core.process": ("HandshakeOptions", "run_engine_core", "shake_hands"),
         "aioshm.engine.dp.coordinator": ("DPCoordinator",),
         "aioshm.engine.kv": ("bind_kv_cache", "copy_slice"),
         "aioshm.engine.protocol.addresses": (

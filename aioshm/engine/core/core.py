@@ -8,14 +8,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
 from aioshm.arguments import check_int, check_plain, shown
 from aioshm.config import Options
-from aioshm.engine.core.calls import Calls, described
 from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets, SocketSettings
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata, EngineZmqAddresses
 from aioshm.engine.protocol.messages import (
@@ -32,20 +30,21 @@ from aioshm.engine.protocol.messages import (
 )
 from aioshm.engine.protocol.payloads import Frame, PayloadDecoder, PayloadEncoder
 from aioshm.engine.protocol.waves import Lockstep
-from aioshm.engine.security.binding import over_tcp
-from aioshm.engine.security.keys import AnyKeys, keys_for_engine
-from aioshm.errors import CodecError
+from aioshm.engine.security.keys import AnyKeys
+from aioshm.errors import AioshmError, CodecError
 from aioshm.logs import LogLimiter
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 IDLE_STEP_S = 0.001
-"""How long to wait after a step that has brought nothing, unless something comes."""
+"""How long to wait after a step without outputs, unless a message comes."""
 
 _LOG_INTERVAL_S = 10.0
 _USAGE_STEPS = 20
-"""Of the use of a KV cache, where nothing else has changed: a report in each step would tell nobody more."""
+"""The steps of KV cache usage that are reported if nothing else has changed."""
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NOT_TO_BE_CALLED = frozenset({"initialize", "add_request", "abort_requests", "step", "shutdown"})
 _NEEDED = ("initialize", "add_request", "abort_requests", "step")
 _NEVER_ASYNC = ("has_work", "request_counts", "kv_cache_usage", "error_output")
 
@@ -101,8 +100,9 @@ class EngineCore:
             raise TypeError(f"engine must be an object with {', '.join(_NEEDED)}, not {shown(engine)}{lacks}")
         for name in _NEVER_ASYNC:
             check_plain(name, getattr(engine, name, None))
-        self._keys = keys if secure and options.secure else False  # False: nothing is encrypted
         self._settings = SocketSettings(
+            index=index,
+            keys=keys if secure and options.secure else False,
             max_bytes=options.max_message_bytes,
             silence_s=options.remote_timeout,
             max_pending_bytes=check_int("max_pending_bytes", max_pending_bytes, minimum=1),
@@ -115,10 +115,10 @@ class EngineCore:
             PayloadDecoder(request_type).decode,
             PayloadDecoder().decode,
         )
-        self._messages: deque[tuple[int, list[Frame]]] = deque()  # not handled yet, with the indices of clients
+        self._messages: deque[tuple[int, list[Frame]]] = deque()  # unhandled, with the indices of clients
         self._arrived = asyncio.Event()
-        self._owners: dict[str, _Owner] = {}  # of the requests that are open
-        self._calls = Calls(engine, self._answer)
+        self._owners: dict[str, _Owner] = {}  # by open request
+        self._calls = Calls(engine, self)
         self._counts: Any = None
         self._lockstep = Lockstep(index) if hasattr(engine, "has_unfinished_dp") else None
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
@@ -137,11 +137,7 @@ class EngineCore:
 
     async def connect(self, addresses: EngineZmqAddresses, fields: dict[str, Any]) -> None:
         """Connect to the front ends, and register there with the fields of READY."""
-        anywhere = [*addresses.inputs, *addresses.outputs, addresses.coordinator_input, addresses.coordinator_output]
-        settings = self._settings
-        if self._keys is not False and over_tcp(anywhere):
-            settings = replace(settings, credentials=keys_for_engine(self.index, self._keys))
-        self._sockets = CoreSockets(self.index, addresses, self._put, settings)
+        self._sockets = CoreSockets(addresses, self._put, self._settings)
         await self._sockets.register(_encode_plain(fields) if fields else b"")
 
     async def run(self) -> None:
@@ -158,10 +154,10 @@ class EngineCore:
             if self._lockstep is not None:
                 unfinished = await _awaited(engine.has_unfinished_dp(bool(self._owners)))
                 self._report_wave(complete=self._lockstep.stepped(unfinished))
-                busy = busy or unfinished  # others would have to wait, too
+                busy = busy or unfinished  # the other engines would have to wait, too
             self._report_counts()
             if busy:
-                await asyncio.sleep(0)  # the turn of the sockets, and of a task that cancels this
+                await asyncio.sleep(0)  # lets the sockets run, and a task that cancels this
             else:
                 await self._wait(IDLE_STEP_S)
 
@@ -237,23 +233,24 @@ class EngineCore:
             request = self._codec.decode_request(payload)
             request_id = request_id_of(request, "request")
         except CodecError as error:
-            request_id = request_id_of(self._codec.decode(payload), "request")  # or nobody can be told
+            request_id = request_id_of(self._codec.decode(payload), "request")  # raises if there is no request to fail
             self._refuse(sender, request_id, str(error))
             return
         owner = self._owners.get(request_id)
         if owner is not None and owner.client != client:
             self._refuse(sender, request_id, f"request_id {request_id!r} is that of another request in flight")
             return
-        if owner is not None and owner.generation != sender.generation:  # the client was restarted: it is its former
+        if owner is not None and owner.generation != sender.generation:  # a request of the client before its restart
             await self._drop([request_id])
             owner = None
-        try:  # the id of an open request: there are front ends that send one in parts
+        try:  # the id may be that of an open request: some front ends send a request in parts
             await _awaited(self._engine.add_request(request))
         except Exception as error:
             logger.debug("engine %d has refused request %r", self.index, request_id, exc_info=True)
             if owner is not None:
                 await self._drop([request_id])
-            self._refuse(sender, request_id, described(error))
+            text = str(error) if isinstance(error, AioshmError) else f"{type(error).__name__}: {error}"
+            self._refuse(sender, request_id, text)
             return
         self._owners[request_id] = sender
         if self._lockstep is not None:
@@ -292,7 +289,8 @@ class EngineCore:
 
     # Sending
 
-    def _answer(self, client: int, answer: UtilityOutput) -> None:
+    def answer(self, client: int, answer: UtilityOutput) -> None:
+        """Send the answer to a call."""
         self._send(client, EngineCoreOutputs(self.index, utility_output=answer), counts=False)
 
     async def _send_outputs(self, outputs: Iterable[Any]) -> bool:
@@ -303,9 +301,7 @@ class EngineCore:
             owner = self._owners.get(request_id)
             if owner is None:  # aborted meanwhile
                 continue
-            batch = by_client.get(owner.client)
-            if batch is None:
-                batch = by_client[owner.client] = _Batch([], [], set())
+            batch = by_client.setdefault(owner.client, _Batch([], [], set()))
             batch.outputs.append(output)
             batch.generations.append(owner.generation)
             if is_finished(output):
@@ -377,3 +373,86 @@ class EngineCore:
 
 async def _awaited(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
+
+
+class Call(NamedTuple):
+    """A call, as received."""
+
+    client_index: int
+    call_id: int
+    method: str
+    args: list[Any]
+
+
+class Calls:
+    """Calls methods of the engine, and sends the results."""
+
+    def __init__(self, engine: Any, core: EngineCore) -> None:
+        self._engine = engine
+        self._core = core
+        self._running: set[asyncio.Task[None]] = set()
+
+    def take(self, client: int, payload: Any) -> None:
+        """Call a method for a client; an async one runs in a task."""
+        try:
+            call = msgspec.convert(payload, Call)
+        except ValueError as error:
+            raise CodecError(f"no call: {error}") from None
+        try:
+            method = self._method(call.method)
+            result = method(*_converted(method, call.args))
+        except Exception as error:
+            self._fail(client, call, error)
+            return
+        if inspect.isawaitable(result):
+            task = asyncio.ensure_future(self._finish(client, call, result))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        else:
+            self._succeed(client, call, result)
+
+    def cancel(self) -> None:
+        """Cancel running calls. Idempotent."""
+        for task in self._running:
+            task.cancel()
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        found = None if name.startswith("_") or name in _NOT_TO_BE_CALLED else getattr(self._engine, name, None)
+        if not callable(found):
+            raise AttributeError(f"the engine has no method {name!r} that may be called")
+        method: Callable[..., Any] = found
+        return method
+
+    async def _finish(self, client: int, call: Call, result: Any) -> None:
+        try:
+            value = await result
+        except Exception as error:
+            self._fail(client, call, error)
+        else:
+            self._succeed(client, call, value)
+
+    def _succeed(self, client: int, call: Call, result: Any) -> None:
+        try:
+            self._core.answer(client, UtilityOutput(call.call_id, None, (None, result)))
+        except CodecError as error:
+            self._fail(client, call, error)
+
+    def _fail(self, client: int, call: Call, error: Exception) -> None:
+        logger.debug("a call of %s has failed", call.method, exc_info=error)
+        text = f"Call to {call.method} method failed: {error}"  # vLLM's words: clients look for them
+        self._core.answer(client, UtilityOutput(call.call_id, text))
+
+
+def _converted(method: Callable[..., Any], args: list[Any]) -> list[Any]:
+    """Return the arguments, with plain data converted to the structs of the method's annotations."""
+    try:
+        hints = get_type_hints(method)
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError, NameError):
+        return args
+    wanted = [hints.get(each.name) for each in parameters if each.kind in _POSITIONAL]
+    wanted += [None] * (len(args) - len(wanted))
+    return [
+        msgspec.convert(arg, kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else arg
+        for arg, kind in zip(args, wanted, strict=False)
+    ]

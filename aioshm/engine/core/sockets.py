@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import zmq
 
@@ -17,9 +18,9 @@ from aioshm.engine.protocol.messages import COORDINATOR_READY, ENGINE_CORE_DEAD,
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.bound_sockets import with_views
-from aioshm.engine.security.keys import EngineCredentials
+from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine
 from aioshm.process.background import give_back
-from aioshm.zeromq.endpoint import attach, limit_frames, open_socket
+from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket, Sockets
@@ -41,18 +42,20 @@ _LOCAL_HWM = 8  # messages of any size that ZeroMQ holds for a front end of this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketSettings:
-    """Limits and keys of an engine's sockets."""
+    """The rank, the keys and the limits of an engine's sockets."""
 
+    index: int
+    keys: AnyKeys | Literal[False] | None  # False: nothing is encrypted
     max_bytes: int
     silence_s: float
-    max_pending_bytes: int = MAX_PENDING_BYTES
-    credentials: EngineCredentials | None = None
+    max_pending_bytes: int
 
 
 class _Output:
     """The PUSH socket to one front end, and the messages that ZeroMQ has no room for."""
 
-    def __init__(self, socket: Socket) -> None:
+    def __init__(self, address: str, socket: Socket) -> None:
+        self.address = address
         self.socket = socket
         self.pending: deque[tuple[int, list[bytes]]] = deque()  # counted size and frames of each message
         self.pending_bytes = 0
@@ -101,8 +104,9 @@ class _Output:
 class _FrontEnd:
     """The connection to one client: a DEALER with its monitor, and an output."""
 
-    def __init__(self, client: int, dealer: Socket, monitor: Monitor, output: _Output) -> None:
+    def __init__(self, client: int, address: str, dealer: Socket, monitor: Monitor, output: _Output) -> None:
         self.client = client
+        self.address = address
         self.dealer = dealer
         self.monitor = monitor
         self.output = output
@@ -120,17 +124,18 @@ class CoreSockets:
 
     def __init__(
         self,
-        index: int,
         addresses: EngineZmqAddresses,
         on_message: Callable[[int, list[Frame]], None],
         settings: SocketSettings,
     ) -> None:
         if len(addresses.inputs) != len(addresses.outputs):
             raise ValueError(f"addresses must have as many inputs as outputs, and have {addresses}")
-        self._index = index
-        self._addresses = addresses
         self._on_message = on_message
         self._settings = settings
+        self._credentials: EngineCredentials | None = None
+        everywhere = [*addresses.inputs, *addresses.outputs, addresses.coordinator_input, addresses.coordinator_output]
+        if settings.keys is not False and over_tcp(everywhere):
+            self._credentials = keys_for_engine(settings.index, settings.keys)
         self._sockets = Sockets()
         self._pumps: list[Pump] = []
         self._closed = False
@@ -139,8 +144,8 @@ class CoreSockets:
         self.coordinated: bool = addresses.coordinator_input is not None and addresses.coordinator_output is not None
         self._coordinator_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            for client in range(len(addresses.inputs)):
-                self._front_ends.append(self._open_front_end(client))
+            for client, both in enumerate(zip(addresses.inputs, addresses.outputs, strict=True)):
+                self._front_ends.append(self._open_front_end(client, *both))
             if addresses.coordinator_input is not None and addresses.coordinator_output is not None:
                 self._subscription = self._open(zmq.XSUB, addresses.coordinator_input, to_coordinator=True)
                 self._reports = self._open(zmq.PUSH, addresses.coordinator_output, to_coordinator=True)
@@ -218,25 +223,23 @@ class CoreSockets:
 
     # Opening
 
-    def _open_front_end(self, client: int) -> _FrontEnd:
-        dealer = self._open(zmq.DEALER, self._addresses.inputs[client])
+    def _open_front_end(self, client: int, input_address: str, output_address: str) -> _FrontEnd:
+        dealer = self._open(zmq.DEALER, input_address)
         monitor = Monitor(dealer)
         try:
             self._sockets.add(monitor.pair)
-            attach(dealer, self._addresses.inputs[client], bind=False)
-            return _FrontEnd(client, dealer, monitor, self._open_output(client))
+            attach(dealer, input_address, bind=False)
+            output = _Output(output_address, self._open(zmq.PUSH, output_address))
+            return _FrontEnd(client, input_address, dealer, monitor, output)
         except BaseException:
             monitor.close()
             raise
 
-    def _open_output(self, client: int) -> _Output:
-        return _Output(self._open(zmq.PUSH, self._addresses.outputs[client]))
-
     def _open(self, kind: int, address: str, *, to_coordinator: bool = False) -> Socket:
         """Open a socket; a DEALER is not connected yet, so that a monitor can be attached before."""
         settings = self._settings
-        credentials = settings.credentials if address.startswith("tcp://") else None
-        curve = None
+        credentials = self._credentials if over_tcp([address]) else None
+        curve: CurveKeys | None = None
         if credentials is not None:
             curve = credentials.to_coordinator() if to_coordinator else credentials.to_front_end()
         # Over TCP heartbeats find out that a front end is stopped, and a slow network is no reason to drop one.
@@ -255,7 +258,7 @@ class CoreSockets:
         )
         limit_frames(socket, settings.max_bytes)
         if kind == zmq.DEALER:
-            socket.setsockopt(zmq.ROUTING_ID, identity(self._index) if credentials is None else credentials.name)
+            socket.setsockopt(zmq.ROUTING_ID, identity(settings.index) if credentials is None else credentials.name)
         else:
             attach(socket, address, bind=False)
         return socket
@@ -274,7 +277,8 @@ class CoreSockets:
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and front_end.gone:
                 front_end.gone = False
                 logger.info("client %d is back; %d messages found it gone", front_end.client, front_end.dropped)
-                front_end.output = self._open_output(front_end.client)
+                address = front_end.output.address
+                front_end.output = _Output(address, self._open(zmq.PUSH, address))
                 front_end.dealer.send(self._registration, zmq.NOBLOCK)
                 if front_end.requests is not None:
                     front_end.requests.run_soon()  # sending may clear the sign that there is something to read
@@ -287,20 +291,18 @@ class CoreSockets:
 
     def _drop(self, front_end: _FrontEnd) -> None:
         """Disconnect a client that has stopped reading; the client notices when it runs again, and can come back."""
-        client = front_end.client
         logger.warning(
             "engine %d dropped front end %d (%s), which has stopped reading: %d bytes of outputs wait for it, and"
             " max_pending_bytes is %d; its requests are aborted",
-            self._index,
-            client,
-            self._addresses.outputs[client],
+            self._settings.index,
+            front_end.client,
+            front_end.output.address,
             front_end.output.pending_bytes,
             self._settings.max_pending_bytes,
         )
         self._lose(front_end)
-        address = self._addresses.inputs[client]
-        front_end.dealer.disconnect(address)
-        attach(front_end.dealer, address, bind=False)
+        front_end.dealer.disconnect(front_end.address)
+        attach(front_end.dealer, front_end.address, bind=False)
 
     def _take_from_coordinator(self, frames: list[Frame]) -> None:
         if frames != [COORDINATOR_READY]:

@@ -8,11 +8,11 @@
 
 Every message is one frame, a MessagePack map. Fields that are not known here are kept.
 
-A message that was sent into a connection that broke may be lost. The engine sends it again over the
-next connection, with two fields more: ``again``, and ``process``, a random name of the engine's
-process. The front end answers a repeated HELLO with the same INIT, and a repeated READY changes
-nothing. A second HELLO without ``again`` comes from another process with the same rank. First
-messages have a ``process`` on encrypted connections only: vLLM's front ends get vLLM's bytes.
+A HELLO may be lost in a connection that breaks. The engine sends it again over the next connection,
+with two fields more: ``again``, and ``process``, a random name of the engine's process. The front
+end answers it with the same INIT. A second HELLO without ``again`` comes from another process with
+the same rank. Other messages have a ``process`` on encrypted connections only: vLLM's front ends get
+vLLM's bytes.
 """
 
 from __future__ import annotations
@@ -152,8 +152,7 @@ class FrontEndHandshake:
     def receive(self, identity: bytes, frames: Sequence[bytes]) -> list[bytes] | None:
         """Handle a message; return the frames to send in reply, the identity first.
 
-        A message that the same process repeats leaves the engine's state as it is; a repeated HELLO gets the same
-        reply.
+        A HELLO that the same process repeats leaves the engine's state as it is, and gets the same reply.
 
         Args:
             identity: The identity of the sender's socket.
@@ -165,13 +164,10 @@ class FrontEndHandshake:
         engine = self._by_identity.get(identity)
         if engine is None:
             raise self._unknown(identity)
-        if not self._restarts or engine.state is not CoreEngineState.READY:
-            return self._receive(engine, frames)
-        try:
-            return self._receive(engine, frames)  # its READY, sent again
-        except HandshakeError:
+        if self._restarts and engine.state is CoreEngineState.READY:
             self._early[engine.index] = frames
             return None
+        return self._receive(engine, frames)
 
     def _receive(self, engine: CoreEngine, frames: Sequence[bytes]) -> list[bytes] | None:
         identity = engine.identity
@@ -180,15 +176,10 @@ class FrontEndHandshake:
             raise _refused(engine.index, state, f"a message of {len(frames)} payload frames", "one")
         fields, message = self._parse(engine, frames[0])
         self._check_place(engine, message)
-        named = message.process is not None
-        other = named and self._processes.get(engine.index, message.process) != message.process
-        if message.again and named and not other:
-            if message.status == "HELLO" and state is CoreEngineState.CONNECTED:
-                self._note_process(engine, message)
-                return [identity, self._inits[engine.index]]
-            # In state NEW: the engine shook hands with another front end, which had this address.
-            if message.status == "READY" and state is not CoreEngineState.CONNECTED:
-                return None
+        other = self._processes.get(engine.index, message.process) != message.process and message.process is not None
+        if message.again and not other and message.status == "HELLO" and state is CoreEngineState.CONNECTED:
+            self._note_process(engine, message)
+            return [identity, self._inits[engine.index]]
         if message.status != _NEXT[state] or other:
             again = message.status == "HELLO" or state is CoreEngineState.READY
             found = f"{message.status} came{' again' if again else ''}{' from another process' if other else ''}"
@@ -327,7 +318,7 @@ class EngineHandshake:
         state: Its progress: NEW until INIT has come, READY once READY is sent.
         metadata: The decoded INIT.
         init: INIT as received, with unknown fields.
-        again: The last message in the form for a repetition over a new connection.
+        again: HELLO in the form for a repetition over a new connection.
     """
 
     def __init__(self, index: int, *, local: bool = True, headless: bool = False, named: bool = False) -> None:
@@ -341,7 +332,7 @@ class EngineHandshake:
         self._greeted = False
         self._process = secrets.token_hex(8)
         self._named = named
-        self.again: bytes = b""
+        self.again: bytes = self._message("HELLO", {"again": True}, named=True)
 
     def hello(self) -> bytes:
         """Return the first message.
@@ -352,7 +343,7 @@ class EngineHandshake:
         if self._greeted:
             raise _refused(self._index, self.state, "HELLO once more", "INIT from the front end")
         self._greeted = True
-        return self._message("HELLO", {})
+        return self._message("HELLO", {}, named=self._named)
 
     def receive(self, frames: Sequence[bytes]) -> EngineHandshakeMetadata:
         """Handle a message of the front end.
@@ -394,21 +385,20 @@ class EngineHandshake:
         own = _OWN_FIELDS.intersection(fields or ())
         if own:
             raise ValueError(f"READY fields must not have the names of the message's own: {', '.join(sorted(own))}")
-        payload = self._message("READY", fields or {})
-        size = len(self.again)
-        if size > MAX_PAYLOAD_BYTES:
-            raise ValueError(f"READY fields must fit {MAX_PAYLOAD_BYTES} bytes, and take {size}")
+        try:
+            payload = self._message("READY", fields or {}, named=self._named)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise TypeError(f"READY fields cannot be sent: {error}") from error
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"READY fields must fit {MAX_PAYLOAD_BYTES} bytes, and take {len(payload)}")
         self.state = CoreEngineState.READY
         return payload
 
-    def _message(self, status: str, fields: Mapping[str, Any]) -> bytes:
+    def _message(self, status: str, fields: Mapping[str, Any], *, named: bool) -> bytes:
         message = {"status": status, "local": self._local, "headless": self._headless, **fields}
-        named = {**message, "process": self._process}
-        try:
-            self.again = _encode({**named, "again": True})
-            return _encode(named if self._named else message)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise TypeError(f"READY fields cannot be sent: {error}") from error
+        if named:
+            message["process"] = self._process
+        return _encode(message)
 
 
 def _refused(index: int, state: CoreEngineState, found: str, expected: str, hint: str = "") -> HandshakeError:
