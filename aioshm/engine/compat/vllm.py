@@ -1,14 +1,14 @@
 """vLLM 0.33's ``MessageQueue``, on this library's queue: the same names, arguments and results, for blocking callers.
 
-With ``AIOSHM_VLLM=1`` it takes the place of vLLM's own in all of its processes; see `vllm_plugin`. What differs:
+With ``AIOSHM_VLLM=1`` it replaces vLLM's own in all of its processes; see `vllm_plugin`. Differences:
 
-* Readers sleep between messages instead of spinning for a second after each; steady steps are met by a timer.
-* When a process dies, or closes its end, the waiting calls of the others end with an error that names it (`PeerDied`,
-  `QueueClosed`); with vLLM's own they wait on.
+* Readers sleep between messages instead of spinning for a second after each; a timer wakes them for steady steps.
+* When a process dies, or closes its end, waiting calls of its peers raise an error that names the process (`PeerDied`,
+  `QueueClosed`); with vLLM's own queue they wait on.
 * Remote readers are encrypted, and their messages acknowledged and retransmitted.
 * ``enable_shm_tensor_arena`` changes nothing: tensors of any size travel through shared memory beside the pickle, with
   one copy into it and one out of it, and are the receiver's own.
-* After `shutdown`, all calls raise ``RuntimeError("cancelled")``, those that send too.
+* After `shutdown`, all calls raise ``RuntimeError("cancelled")``, `enqueue` included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from aioshm.config import Options, vllm_options
+from aioshm.config import vllm_options
 from aioshm.errors import AioshmError, HandleError, QueueCancelled, QueueClosed, RoleError
 from aioshm.process.limits import start_thread
 from aioshm.queue import blocking
@@ -45,13 +45,13 @@ MAX_SPIN_CPU = 0.04
 
 @dataclass
 class Handle:
-    """Names a queue, and lets in any holder; pickles as vLLM's does, through pipes, arguments and collectives.
+    """Names a queue, and admits any holder; pickles as vLLM's does, through pipes, arguments and collectives.
 
     Attributes:
-        queue: What `aioshm.MessageQueue.create_from_handle` takes.
+        queue: The handle for `aioshm.MessageQueue.create_from_handle`.
         local_reader_ranks: The ranks that read the ring.
-        remote_subscribe_addr: Where remote readers connect; None where there are none.
-        remote_addr_ipv6: Whether that is an IPv6 address.
+        remote_subscribe_addr: Where remote readers connect; None without remote readers.
+        remote_addr_ipv6: Whether ``remote_subscribe_addr`` is an IPv6 address.
     """
 
     queue: QueueHandle = field(repr=False)
@@ -66,13 +66,10 @@ class Handle:
         return cls(queue, list(queue.local_reader_ranks), address, address is not None and "[" in address)
 
     def rank_of(self, rank: int) -> int:
-        """Return a reader's rank in the queue.
+        """Return a reader's rank in the queue; raise ValueError if no reader has this rank.
 
         vLLM lets remote readers have any rank (the only reader of a worker's answers says -1). Here each has a rank of
         its own, so any rank is accepted only for a single remote reader.
-
-        Raises:
-            ValueError: No reader has this rank.
         """
         remote = () if self.queue.remote is None else self.queue.remote.ranks
         if rank in self.local_reader_ranks or rank in remote:
@@ -80,16 +77,14 @@ class Handle:
         if len(remote) == 1:
             return remote[0]
         ranks = sorted((*self.local_reader_ranks, *remote))
-        raise ValueError(f"rank must be one of {ranks}, not {rank}: each reader of this queue has a place of its own")
-
-    # What else vLLM's own queue would read, in a process where it has not been replaced.
+        raise ValueError(f"rank must be one of {ranks}, not {rank}: each reader of this queue has a rank of its own")
 
     @property
     def buffer_handle(self) -> NoReturn:
-        """Refuse: the ring is not one that vLLM's own queue could map."""
+        """Refuse a process where vLLM's own queue has not been replaced: it cannot map this ring."""
         raise HandleError(
             "this handle is of an aioshm queue, but this process uses vLLM's own: set AIOSHM_VLLM=1, with aioshm "
-            "installed, in every process of this vLLM, those on other hosts too"
+            "installed, in every process of this vLLM, also on other hosts"
         )
 
     local_subscribe_addr = buffer_handle
@@ -105,10 +100,10 @@ def as_queue_handle(handle: Any) -> Handle:
         return Handle.of(handle)
     if hasattr(handle, "local_reader_ranks") and hasattr(handle, "buffer_handle"):
         raise HandleError(
-            "this handle is of vLLM's own message queue: set AIOSHM_VLLM=1, with aioshm installed, in the process that "
-            "made it too"
+            "this handle is of vLLM's own message queue: set AIOSHM_VLLM=1, with aioshm installed, also in the process "
+            "that created it"
         )
-    raise TypeError(f"handle must be what export_handle() returned, not {handle!r}")
+    raise TypeError(f"handle must be from export_handle(), not {handle!r}")
 
 
 class MessageQueue:
@@ -117,18 +112,18 @@ class MessageQueue:
     Any threads may use an end, one at a time, and `shutdown` it. An end that is dropped closes itself.
 
     Args:
-        n_reader: Readers in all.
-        n_local_reader: Readers on this host, which read the ring; the others connect over TCP.
-        local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
+        n_reader: The number of readers.
+        n_local_reader: How many of them are on this host, and read the ring; the others connect over TCP.
+        local_reader_ranks: The ranks of local readers; None means 0 to n_local_reader - 1.
         max_chunk_bytes: Room for one message in the ring; larger ones travel beside it. vLLM's executor passes
             ``VLLM_MQ_MAX_CHUNK_BYTES_MB``.
         max_chunks: How many messages of that size the ring has room for before the writer waits for the slowest reader.
         connect_ip: The address of this host that remote readers connect to.
-        enable_shm_tensor_arena: Taken for vLLM's sake; see the module's docstring.
+        enable_shm_tensor_arena: Accepted for vLLM's callers; see the module's docstring.
 
     Attributes:
-        n_local_reader, n_remote_reader: How many there are; a reader knows them too.
-        local_reader_rank: A local reader's place among them; -1 elsewhere.
+        n_local_reader, n_remote_reader: The numbers of readers; readers know them, too.
+        local_reader_rank: A local reader's index among local readers; -1 elsewhere.
         shutting_down: Whether `shutdown` was called.
         tensor_arena: None.
     """
@@ -143,21 +138,28 @@ class MessageQueue:
         connect_ip: str | None = None,
         enable_shm_tensor_arena: bool = False,
     ) -> None:
-        ranks = local_reader_ranks
-        ip = connect_ip or None
-        self._own(_Queue(n_reader, n_local_reader, ranks, max_chunk_bytes, max_chunks, ip, options=_options()))
+        queue = _Queue(
+            n_reader,
+            n_local_reader,
+            local_reader_ranks,
+            max_chunk_bytes,
+            max_chunks,
+            connect_ip or None,
+            options=vllm_options(MAX_SPIN_CPU),
+        )
+        self._own(queue)
 
     @staticmethod
     def create_from_handle(handle: Handle, rank: int) -> MessageQueue:
-        """Make a reader's end.
+        """Create a reader.
 
         Args:
-            handle: What the writer's `export_handle` returned.
-            rank: Which reader this is; the only remote one may say -1.
+            handle: From the writer's `export_handle`.
+            rank: The reader's rank; the only remote reader may pass -1.
 
         Raises:
             HandleError: The handle is of vLLM's own queue, or of another host or user, or its queue is gone.
-            TypeError, ValueError: It is no handle, or no reader has this rank.
+            TypeError, ValueError: The handle is none, or no reader has this rank.
         """
         handle = as_queue_handle(handle)
         rank = handle.rank_of(rank)
@@ -174,19 +176,19 @@ class MessageQueue:
         external_writer_handle: Handle | None = None,
         blocking: bool = True,
     ) -> MessageQueue:
-        """Make a queue from one rank of a process group to all the others; every rank calls this.
+        """Create a queue from one rank of a process group to all other ranks; every rank calls this.
 
         Args:
             pg: A ``torch.distributed`` group with a backend for the CPU, or vLLM's ``StatelessProcessGroup``.
             max_chunk_bytes: As for the class.
             max_chunks: As for the class.
-            writer_rank: Who writes, by rank in the group.
+            writer_rank: The writer's rank in the group.
             external_writer_handle: The handle of a queue whose writer is outside of the group, which all ranks read.
-            blocking: Whether to wait until everybody is attached.
+            blocking: Whether to wait until all readers are attached.
         """
         external = None if external_writer_handle is None else as_queue_handle(external_writer_handle).queue
         queue = _Queue.create_from_process_group(
-            pg, max_chunk_bytes, max_chunks, writer_rank, external, False, options=_options()
+            pg, max_chunk_bytes, max_chunks, writer_rank, external, False, options=vllm_options(MAX_SPIN_CPU)
         )
         return _around(queue, blocking)
 
@@ -198,26 +200,29 @@ class MessageQueue:
         reader_rank: int = 0,
         blocking: bool = False,
     ) -> tuple[MessageQueue, list[Handle]]:
-        """Make a queue from every rank of a process group to one of them; every rank calls this.
+        """Create a queue from every rank of a process group to one rank; every rank calls this.
 
         Args:
             pg: As for `create_from_process_group`.
             max_chunk_bytes: As for the class.
             max_chunks: As for the class.
-            reader_rank: Who reads, by its global rank, as vLLM counts here.
+            reader_rank: The reader's global rank, as in vLLM.
             blocking: Whether to wait until the reader is attached to this rank's queue.
 
         Returns:
-            This rank's writer; and at ``reader_rank`` the handles of all ranks' queues, elsewhere none.
+            This rank's writer; and at ``reader_rank`` the handles of all ranks' queues, else an empty list.
         """
-        rank = _rank_in_group(pg, reader_rank)
+        if not hasattr(pg, "broadcast_obj"):
+            import torch.distributed as dist
+
+            reader_rank = dist.get_group_rank(pg, reader_rank)
         queue, handles = _Queue.create_from_process_group_single_reader(
-            pg, max_chunk_bytes, max_chunks, rank, False, options=_options()
+            pg, max_chunk_bytes, max_chunks, reader_rank, False, options=vllm_options(MAX_SPIN_CPU)
         )
         return _around(queue, blocking), [Handle.of(handle) for handle in handles]
 
     def export_handle(self) -> Handle:
-        """Return what readers need in order to attach."""
+        """Return the handle for readers."""
         return self.handle
 
     def wait_until_ready(self) -> None:
@@ -236,8 +241,10 @@ class MessageQueue:
             PeerDied: A reader died.
             QueueClosed: Every reader has left.
         """
+        if timeout is not None and timeout < 0:
+            timeout = 0
         try:
-            self._queue.enqueue(obj, timeout if timeout is None or timeout > 0 else 0)
+            self._queue.enqueue(obj, timeout)
         except AioshmError as error:
             self._translate(error)
 
@@ -248,33 +255,35 @@ class MessageQueue:
 
         Args:
             timeout: Seconds to wait; None waits for ever.
-            indefinite: Report nothing however long this takes.
+            indefinite: Log no warning, however long this takes.
             cancel: Ends the wait once set, as in earlier versions of vLLM.
 
         Raises:
             TimeoutError: Nothing arrived in time.
             RuntimeError: "cancelled": this end was shut down, or ``cancel`` is set.
-            PeerDied, QueueClosed: The writer died, or has closed the queue, and everything it sent has been read.
+            PeerDied, QueueClosed: The writer died, or has closed the queue, and all of its messages have been received.
         """
+        if timeout is not None and timeout < 0:
+            timeout = 0
         try:
-            return self._queue.dequeue(timeout if timeout is None or timeout > 0 else 0, cancel, indefinite)
+            return self._queue.dequeue(timeout, cancel, indefinite)
         except AioshmError as error:
             self._translate(error)
 
     @contextlib.contextmanager
     def acquire_write(self, timeout: float | None = None) -> Iterator[memoryview]:
-        """Give the next free slot's chunk to the block to fill; its end publishes it."""
+        """Give the block a free slot's chunk to fill; the end of the block publishes it."""
         with self._translated(), self._queue.acquire_write(timeout) as chunk:
             yield chunk
 
     @contextlib.contextmanager
     def acquire_read(self, timeout: float | None = None, indefinite: bool = False) -> Iterator[memoryview]:
-        """Give the next message's bytes to the block, undecoded."""
+        """Give the block the next message's bytes, undecoded."""
         with self._translated(), self._queue.acquire_read(timeout, None, indefinite) as chunk:
             yield chunk
 
     def broadcast_object(self, obj: Any = None) -> Any:
-        """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""
+        """Send ``obj`` and return it (writer), or receive the writer's next message (reader)."""
         if self._is_writer:
             self.enqueue(obj)
             return obj
@@ -288,7 +297,7 @@ class MessageQueue:
         self._close()
 
     def _translate(self, error: AioshmError) -> None:
-        """Raise what vLLM's callers expect."""
+        """Raise the error that vLLM's callers expect."""
         if isinstance(error, QueueCancelled) or (isinstance(error, QueueClosed) and self.shutting_down):
             raise RuntimeError("cancelled") from None
         raise error
@@ -300,17 +309,19 @@ class MessageQueue:
         except AioshmError as error:
             self._translate(error)
 
-    # Making
+    # Creation
 
     def _own(self, queue: _Queue, handle: Handle | None = None, rank: int = -1) -> None:
         """Take this end of a queue; ``handle`` and ``rank`` are a reader's."""
         self._queue = queue
         self._is_writer = handle is None
-        self.handle: Handle = Handle.of(queue.export_handle()) if handle is None else handle
+        self.handle: Handle = handle or Handle.of(queue.export_handle())
         local = self.handle.local_reader_ranks
         self._is_local_reader = not self._is_writer and rank in local
         self._is_remote_reader = not self._is_writer and rank not in local
-        self.local_reader_rank: int = local.index(rank) if self._is_local_reader else -1
+        self.local_reader_rank: int = -1
+        if self._is_local_reader:
+            self.local_reader_rank = local.index(rank)
         self.n_local_reader: int = len(local)
         self.n_remote_reader: int = self.handle.queue.n_reader - self.n_local_reader
         self.shutting_down = False
@@ -318,21 +329,21 @@ class MessageQueue:
         self._close = weakref.finalize(self, _close, queue, os.getpid())
 
     def __repr__(self) -> str:
-        return f"<vLLM's face of {self._queue!r}>"
+        return f"<vLLM's MessageQueue on {self._queue!r}>"
 
 
 def _close(queue: _Queue, pid: int) -> None:
-    """Close an end wherever this is called: by a thread with an event loop too, and by the garbage collector."""
-    if os.getpid() != pid:  # a forked child's copy, of which the queue itself has let go
+    """Close an end, in any thread: in one with an event loop, and in the garbage collector's."""
+    if os.getpid() != pid:  # a forked child's copy, from which the queue itself has detached
         return
     try:
         queue.close()
-    except RoleError:  # this thread runs an event loop, of other code; the wait is as long as without
+    except RoleError:  # this thread runs an event loop of foreign code, which waits as long as any caller would
         start_thread(queue.close, name="aioshm-shutdown", what="closing a queue apart from the event loop").join()
 
 
 def _around(queue: _Queue, wait: bool) -> MessageQueue:
-    """Return a queue with vLLM's interface, ready if it is to wait."""
+    """Return a queue with vLLM's interface; with ``wait``, once it is ready."""
     self = MessageQueue.__new__(MessageQueue)
     if isinstance(queue.end, Reader):
         assert queue.end.handle is not None
@@ -342,16 +353,3 @@ def _around(queue: _Queue, wait: bool) -> MessageQueue:
     if wait:
         self.wait_until_ready()
     return self
-
-
-def _rank_in_group(pg: Any, rank: int) -> int:
-    """Return the rank in a group of the process that has this global rank."""
-    if hasattr(pg, "broadcast_obj"):
-        return rank
-    import torch.distributed as dist
-
-    return dist.get_group_rank(pg, rank)
-
-
-def _options() -> Options:
-    return vllm_options(MAX_SPIN_CPU)

@@ -1,7 +1,7 @@
-"""Puts `aioshm.engine.compat.vllm.MessageQueue` in the place of vLLM's own.
+"""Replaces vLLM's ``MessageQueue`` by `aioshm.engine.compat.vllm.MessageQueue`.
 
-vLLM calls `register` in each of its processes, before it makes its queues (its entry points' group
-``vllm.general_plugins``). Its modules may have imported the class by then, so each of them gets the new one.
+vLLM calls `register` in each of its processes before it creates its queues (the entry points' group
+``vllm.general_plugins``). vLLM's modules may have imported the class before; `register` replaces it in each of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Mapping
 from typing import Any, Final
 
 from aioshm.config import vllm_wanted
@@ -18,24 +17,6 @@ from aioshm.config import vllm_wanted
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 QUEUE_MODULE: Final = "vllm.distributed.device_communicators.shm_broadcast"
-
-SIGNATURES: Final[Mapping[str, str]] = {
-    "__init__": "self, n_reader, n_local_reader, local_reader_ranks=None, max_chunk_bytes=25165824, max_chunks=10, "
-    "connect_ip=None, enable_shm_tensor_arena=False",
-    "acquire_read": "self, timeout=None, indefinite=False",
-    "acquire_write": "self, timeout=None",
-    "broadcast_object": "self, obj=None",
-    "create_from_handle": "handle, rank",
-    "create_from_process_group": "pg, max_chunk_bytes, max_chunks, writer_rank=0, external_writer_handle=None, "
-    "blocking=True",
-    "create_from_process_group_single_reader": "pg, max_chunk_bytes, max_chunks, reader_rank=0, blocking=False",
-    "dequeue": "self, timeout=None, indefinite=False",
-    "enqueue": "self, obj, timeout=None",
-    "export_handle": "self",
-    "shutdown": "self",
-    "wait_until_ready": "self",
-}
-"""The methods of vLLM 0.33's class, and what each takes."""
 
 
 def register() -> None:
@@ -50,12 +31,12 @@ def register() -> None:
     own: Any = importlib.import_module(QUEUE_MODULE).MessageQueue
     if own is MessageQueue:
         return
-    other = differences(own)
-    if other:
+    found = differences(own, MessageQueue)
+    if found:
         logger.error(
             "AIOSHM_VLLM=1 has no effect: this vLLM's message queue is not that of 0.33 (%s); install an aioshm "
             "made for it, or unset the variable",
-            "; ".join(other),
+            "; ".join(found),
         )
         return
     replaced = []
@@ -67,22 +48,28 @@ def register() -> None:
     logger.info("vLLM's message queue is aioshm's, in %s", ", ".join(sorted(replaced)))
 
 
-def differences(queue: Any) -> list[str]:
-    """Return how a class differs from vLLM 0.33's ``MessageQueue``, as far as callers can tell."""
-    found = []
-    for name, expected in SIGNATURES.items():
-        method = getattr(queue, name, None)
-        parameters = None if method is None else described(method)
-        if parameters != expected:
-            found.append(f"{name}: {'missing' if parameters is None else f'({parameters})'} instead of ({expected})")
+def differences(found: type, expected: type) -> list[str]:
+    """Return how the public methods of a class differ from the expected ones."""
+    different = []
+    for name, parameters in signatures(expected).items():
+        other = signatures(found).get(name, "missing")
+        if other != parameters:
+            different.append(f"{name}: {other} instead of {parameters}")
+    return different
+
+
+def signatures(queue: type) -> dict[str, str]:
+    """Return the parameters of a class's public methods, without annotations and keyword-only ones."""
+    found = {}
+    for name in dir(queue):
+        method = getattr(queue, name)
+        if name == "__init__" or (not name.startswith("_") and inspect.isfunction(method)):
+            shown = []
+            for parameter in inspect.signature(method).parameters.values():
+                text = parameter.name
+                if parameter.default is not parameter.empty:
+                    text += f"={parameter.default!r}"
+                if parameter.kind is not parameter.KEYWORD_ONLY:
+                    shown.append(text)
+            found[name] = f"({', '.join(shown)})"
     return found
-
-
-def described(method: Any) -> str:
-    """Return what a method takes, without annotations, keyword-only additions left out."""
-    parameters = inspect.signature(method).parameters.values()
-    return ", ".join(
-        parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
-        for parameter in parameters
-        if parameter.kind is not parameter.KEYWORD_ONLY
-    )

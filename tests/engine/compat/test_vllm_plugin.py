@@ -1,4 +1,4 @@
-"""The plugin puts the queue in the place of vLLM's own in modules that have the names of vLLM's."""
+"""The plugin replaces vLLM's queue in modules that have the names of vLLM's."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from vllm_signatures import SIGNATURES
 
 from aioshm.engine.compat import vllm_plugin
 from aioshm.engine.compat.vllm import MessageQueue
-from aioshm.engine.compat.vllm_plugin import QUEUE_MODULE, SIGNATURES, described
+from aioshm.engine.compat.vllm_plugin import QUEUE_MODULE, differences, signatures
 
-STATIC = [name for name in SIGNATURES if not SIGNATURES[name].startswith("self")]
+STATIC = [name for name in SIGNATURES if not SIGNATURES[name].startswith("(self")]
 METHODS = "\n".join(
-    f"    {'@staticmethod' if name in STATIC else ''}\n    def {name}({parameters}): ..."
+    f"    {'@staticmethod' if name in STATIC else ''}\n    def {name}{parameters}: ..."
     for name, parameters in SIGNATURES.items()
 )
 
@@ -45,7 +46,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return made
 
 
-def test_every_module_that_has_imported_it_gets_the_new_one(modules: dict[str, Any]) -> None:
+def test_every_module_that_has_imported_the_queue_gets_the_replacement(modules: dict[str, Any]) -> None:
     vllm_plugin.register()
     assert all(module.MessageQueue is MessageQueue for module in modules.values())
     vllm_plugin.register()  # as vLLM may do
@@ -59,14 +60,16 @@ def test_other_classes_of_the_name_stay(modules: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "0", None])
-def test_it_does_nothing_unasked(modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+def test_register_does_nothing_unless_asked(
+    modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
     own = modules[QUEUE_MODULE].MessageQueue
     monkeypatch.delenv("AIOSHM_VLLM") if value is None else monkeypatch.setenv("AIOSHM_VLLM", value)
     vllm_plugin.register()
     assert all(module.MessageQueue is own for module in modules.values())
 
 
-def test_a_variable_that_says_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHM_VLLM", "yes")
     with pytest.raises(ValueError, match="AIOSHM_VLLM='yes'"):
         vllm_plugin.register()
@@ -92,14 +95,18 @@ def test_modules_that_import_lazily_are_left_alone(modules: dict[str, Any], monk
     vllm_plugin.register()
 
 
-def test_vllm_finds_it() -> None:
+def test_entry_point_names_register() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     module, _, name = project["entry-points"]["vllm.general_plugins"]["aioshm"].partition(":")
     assert getattr(importlib.import_module(module), name) is vllm_plugin.register
     assert project["optional-dependencies"]["vllm"] == []
 
 
-def test_what_a_method_takes() -> None:
-    def method(self: object, n_reader: int, timeout: float | None = None, *, cancel: object = None) -> None: ...
+def test_keyword_only_parameters_do_not_count() -> None:
+    class Other(MessageQueue):
+        def dequeue(self, timeout: float | None = None, indefinite: bool = False, *, cancel: Any = None) -> None: ...
+        def enqueue(self, obj: Any, *, timeout: float | None = None) -> None: ...
 
-    assert described(method) == "self, n_reader, timeout=None"
+    assert signatures(Other)["dequeue"] == SIGNATURES["dequeue"]
+    assert differences(Other, MessageQueue) == [f"enqueue: (self, obj) instead of {SIGNATURES['enqueue']}"]
+    assert len(differences(object, MessageQueue)) == len(SIGNATURES)

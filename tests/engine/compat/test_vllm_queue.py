@@ -1,4 +1,4 @@
-"""vLLM's face of the queue: its names, arguments, results and errors."""
+"""The queue with vLLM's interface: its names, arguments, results and errors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 from support import eventually
+from vllm_signatures import SIGNATURES
 
 from aioshm import HandleError, PeerDied, QueueClosed
 from aioshm.engine.compat.vllm import MAX_SPIN_CPU, Handle, MessageQueue
-from aioshm.engine.compat.vllm_plugin import SIGNATURES, differences
+from aioshm.engine.compat.vllm_plugin import signatures
 
 LOCALHOST = "127.0.0.1"
 WITHIN_S = 30.0
@@ -70,17 +71,10 @@ def waits(queue: MessageQueue) -> Callable[[], bool]:
 
 
 class TestInterface:
-    def test_it_is_that_of_vllm_0_33(self) -> None:
-        assert differences(MessageQueue) == []
+    def test_is_that_of_vllm_0_33(self) -> None:
+        assert signatures(MessageQueue) == SIGNATURES
 
-    def test_another_one_is_told_apart(self) -> None:
-        class Other(MessageQueue):
-            def enqueue(self, obj: Any, *, timeout: float | None = None) -> None: ...
-
-        assert differences(Other) == [f"enqueue: (self, obj) instead of ({SIGNATURES['enqueue']})"]
-        assert len(differences(object)) >= len(SIGNATURES) - 1
-
-    def test_what_its_users_read(self) -> None:
+    def test_attributes_that_callers_read(self) -> None:
         with attached(2) as (writer, [first, second]):
             assert (writer.n_local_reader, writer.n_remote_reader, writer.local_reader_rank) == (2, 0, -1)
             assert (first.local_reader_rank, second.local_reader_rank) == (0, 1)
@@ -90,20 +84,22 @@ class TestInterface:
             assert not any(end._is_remote_reader or end.shutting_down for end in (writer, first))
             assert writer.tensor_arena is None
 
-    def test_the_options_are_for_workers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("environment", "stall_warning_s", "max_spin_cpu"),
+        [({}, 7.0, MAX_SPIN_CPU), ({"AIOSHM_STALL_WARNING_S": "8", "AIOSHM_MAX_SPIN_CPU": "0.2"}, 8.0, 0.2)],
+    )
+    def test_options_are_those_of_workers(
+        self, environment: dict[str, str], stall_warning_s: float, max_spin_cpu: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("VLLM_RINGBUFFER_WARNING_INTERVAL", "7")
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
         queue = MessageQueue(1, 1)
         options = queue.export_handle().queue.options
-        assert (options.stall_warning_s, options.max_spin_cpu) == (7.0, MAX_SPIN_CPU)
-        queue.shutdown()
-        monkeypatch.setenv("AIOSHM_STALL_WARNING_S", "8")
-        monkeypatch.setenv("AIOSHM_MAX_SPIN_CPU", "0.2")
-        queue = MessageQueue(1, 1)
-        options = queue.export_handle().queue.options
-        assert (options.stall_warning_s, options.max_spin_cpu) == (8.0, 0.2)
+        assert (options.stall_warning_s, options.max_spin_cpu) == (stall_warning_s, max_spin_cpu)
         queue.shutdown()
 
-    def test_an_interval_that_is_none_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_invalid_warning_interval_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VLLM_RINGBUFFER_WARNING_INTERVAL", "soon")
         with pytest.raises(ValueError, match="VLLM_RINGBUFFER_WARNING_INTERVAL='soon'"):
             MessageQueue(1, 1)
@@ -148,7 +144,7 @@ class TestMessages:
             assert writer.broadcast_object([1]) == [1]
             assert reader.broadcast_object() == [1]
 
-    def test_nobody_reads(self) -> None:
+    def test_writer_without_readers(self) -> None:
         queue = MessageQueue(0, 0)
         queue.wait_until_ready()
         queue.enqueue("to nobody")
@@ -164,18 +160,18 @@ class TestMessages:
 
 class TestTimeouts:
     @pytest.mark.parametrize("timeout", [-1.0, 0, 0.01])
-    def test_nothing_comes(self, timeout: float) -> None:
+    def test_dequeue_without_a_message(self, timeout: float) -> None:
         with attached() as (_, [reader]):
             with pytest.raises(TimeoutError):
                 reader.dequeue(timeout)
 
-    def test_no_time_is_enough_for_what_is_there(self) -> None:
+    def test_dequeue_without_time_takes_a_message(self) -> None:
         with attached() as (writer, [reader]):
             writer.enqueue("there")
             assert reader.dequeue(-1.0) == "there"
 
     @pytest.mark.parametrize("timeout", [-1.0, 0, 0.01])
-    def test_no_slot_becomes_free(self, timeout: float) -> None:
+    def test_enqueue_without_a_free_slot(self, timeout: float) -> None:
         with attached(max_chunks=1) as (writer, [reader]):
             writer.enqueue(FILLS, timeout)
             with pytest.raises(TimeoutError):
@@ -184,23 +180,21 @@ class TestTimeouts:
 
 
 class TestShutdown:
-    def test_it_cancels_a_waiting_reader(self) -> None:
-        with attached() as (_, [reader]):
-            thread = Thread(lambda: reader.dequeue(indefinite=True))
-            eventually(waits(reader), "parking")
-            reader.shutdown()
+    @pytest.mark.parametrize("end", ["reader", "writer"])
+    def test_cancels_a_waiting_call(self, end: str) -> None:
+        with attached(max_chunks=1) as (writer, [reader]):
+            if end == "reader":
+                queue = reader
+                thread = Thread(lambda: reader.dequeue(indefinite=True))
+            else:
+                queue = writer
+                writer.enqueue(FILLS)
+                thread = Thread(writer.enqueue, FILLS)
+            eventually(waits(queue), "parking")
+            queue.shutdown()
             with pytest.raises(RuntimeError, match=r"^cancelled$"):
                 thread.result()
-            assert reader.shutting_down
-
-    def test_it_cancels_a_waiting_writer(self) -> None:
-        with attached(max_chunks=1) as (writer, _):
-            writer.enqueue(FILLS)
-            thread = Thread(writer.enqueue, FILLS)
-            eventually(waits(writer), "parking")
-            writer.shutdown()
-            with pytest.raises(RuntimeError, match=r"^cancelled$"):
-                thread.result()
+            assert queue.shutting_down
 
     def test_later_calls_are_cancelled_too(self) -> None:
         with attached() as (writer, [reader]):
@@ -212,7 +206,7 @@ class TestShutdown:
             with pytest.raises(RuntimeError, match=r"^cancelled$"):
                 writer.enqueue(1)
 
-    async def test_beside_an_event_loop(self) -> None:
+    async def test_shutdown_in_a_thread_with_an_event_loop(self) -> None:
         def make() -> Any:
             block = attached()
             return block, block.__enter__()
@@ -226,7 +220,7 @@ class TestShutdown:
             thread.result()
         block.__exit__(None, None, None)
 
-    def test_a_cancel_event(self) -> None:
+    def test_cancel_event_ends_a_wait(self) -> None:
         cancel = threading.Event()
         with attached() as (_, [reader]):
             thread = Thread(lambda: reader.dequeue(cancel=cancel))
@@ -235,7 +229,7 @@ class TestShutdown:
             with pytest.raises(RuntimeError, match="cancel"):
                 thread.result()
 
-    def test_the_other_side_is_told(self) -> None:
+    def test_reader_learns_that_the_writer_closed(self) -> None:
         with attached() as (writer, [reader]):
             writer.enqueue("last")
             writer.shutdown()
@@ -243,7 +237,7 @@ class TestShutdown:
             with pytest.raises(QueueClosed, match="closed"):
                 reader.dequeue()
 
-    def test_an_end_that_is_dropped_closes_itself(self) -> None:
+    def test_dropped_end_closes_itself(self) -> None:
         writer = MessageQueue(1, 1)
         reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
         thread = Thread(reader.wait_until_ready)
@@ -258,7 +252,7 @@ class TestShutdown:
 
 
 class TestHandles:
-    def test_they_pass_through_pipes(self) -> None:
+    def test_handle_passes_through_a_pipe(self) -> None:
         ours, theirs = multiprocessing.Pipe()
         writer = MessageQueue(3, 2, connect_ip=LOCALHOST)
         theirs.send({"handle": writer.export_handle()})
@@ -271,12 +265,12 @@ class TestHandles:
         ours.close()
         theirs.close()
 
-    def test_local_ones_have_no_remote_address(self) -> None:
+    def test_handle_of_local_readers_has_no_remote_address(self) -> None:
         writer = MessageQueue(1, 1)
         assert writer.export_handle().remote_subscribe_addr is None
         writer.shutdown()
 
-    def test_vllms_own_queue_says_what_to_do(self) -> None:
+    def test_vllms_own_queue_refuses_the_handle(self) -> None:
         writer = MessageQueue(1, 1)
         handle: Any = writer.export_handle()
         for name in ("buffer_handle", "local_subscribe_addr", "local_notify_addr", "tensor_arena_handle"):
@@ -294,7 +288,7 @@ class TestHandles:
         with pytest.raises(TypeError, match="handle"):
             MessageQueue.create_from_handle("nothing", 0)  # type: ignore[arg-type]
 
-    def test_there_is_no_such_rank(self) -> None:
+    def test_unknown_rank_is_refused(self) -> None:
         writer = MessageQueue(2, 2)
         with pytest.raises(ValueError, match="rank must be one of"):
             MessageQueue.create_from_handle(writer.export_handle(), -1)
@@ -315,7 +309,7 @@ class TestRemoteReaders:
         for end in [*readers, writer]:
             end.shutdown()
 
-    def test_the_only_one_need_not_know_its_rank(self) -> None:
+    def test_single_remote_reader_may_have_rank_minus_1(self) -> None:
         writer = MessageQueue(1, 0, connect_ip=LOCALHOST)
         reader = MessageQueue.create_from_handle(writer.export_handle(), -1)
         thread = Thread(lambda: (reader.wait_until_ready(), reader.dequeue(WITHIN_S)))
@@ -454,7 +448,7 @@ class TestProcesses:
         with pytest.raises(QueueClosed):
             answers.dequeue(WITHIN_S)
 
-    def test_one_that_dies_is_named(self, worker: tuple[Any, MessageQueue, MessageQueue]) -> None:
+    def test_dead_process_is_named(self, worker: tuple[Any, MessageQueue, MessageQueue]) -> None:
         process, requests, answers = worker
         waiting = Thread(answers.dequeue)
         eventually(waits(answers), "parking")
