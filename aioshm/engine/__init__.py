@@ -41,11 +41,11 @@ if TYPE_CHECKING:  # "as": they are exported
     from aioshm.engine.startup.api_servers import APIServerProcessManager as APIServerProcessManager
     from aioshm.engine.startup.api_servers import wait_for_completion_or_failure as wait_for_completion_or_failure
     from aioshm.engine.startup.coordinator import EngineStartupCoordinator as EngineStartupCoordinator
-    from aioshm.engine.startup.coordinator import StartupOptions as StartupOptions
     from aioshm.engine.startup.coordinator import wait_for_engine_startup as wait_for_engine_startup
     from aioshm.engine.startup.launch import CoreEngineLaunch as CoreEngineLaunch
     from aioshm.engine.startup.launch import launch_core_engines as launch_core_engines
-    from aioshm.engine.startup.layout import EngineLayout as EngineLayout
+    from aioshm.engine.startup.options import EngineLayout as EngineLayout
+    from aioshm.engine.startup.options import StartupOptions as StartupOptions
     from aioshm.engine.startup.processes import CoreEngineProcManager as CoreEngineProcManager
     from aioshm.engine.startup.supervisor import EngineSupervisor as EngineSupervisor
     from aioshm.engine.usage import report_usage_stats as report_usage_stats
@@ -92,11 +92,10 @@ if not TYPE_CHECKING:  # to which any name would be one of the package's
         "aioshm.engine.startup.api_servers": ("APIServerProcessManager", "wait_for_completion_or_failure"),
         "aioshm.engine.startup.coordinator": (
             "EngineStartupCoordinator",
-            "StartupOptions",
             "wait_for_engine_startup",
         ),
         "aioshm.engine.endpoints": ("get_engine_client_zmq_addr",),
-        "aioshm.engine.startup.layout": ("EngineLayout",),
+        "aioshm.engine.startup.options": ("EngineLayout", "StartupOptions"),
         "aioshm.engine.startup.launch": ("CoreEngineLaunch", "launch_core_engines"),
         "aioshm.engine.startup.processes": ("CoreEngineProcManager",),
         "aioshm.engine.startup.supervisor": ("EngineSupervisor",),

@@ -84,30 +84,36 @@ class APIServerProcessManager(ProcessManager):
             raise TypeError(f"restart must be a Restart, or None, not {restart!r}")
         if on_change is not None and restart is None:
             raise ValueError("on_change must go with restart: without it no server's state changes but once")
-        self._loop = None if restart is None else _running_loop()
         self.listen_address = listen_address
         self.sock = sock
-        # A copy: servers are started when the caller may have closed the socket.
-        self._copy = sock.dup() if sock is not None and self._loop is not None else None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._copy: socket.socket | None = None  # the caller may close the socket before a server is restarted
+        if restart is not None:
+            self._loop = _running_loop()
+            if sock is not None:
+                self._copy = sock.dup()
         self._lives: dict[str, Life] = {}  # by the names of the processes, with ``restart``
         self._watch: ProcessWatch | None = None
         self._failure: ProcessDied | None = None  # the last death of a crash loop
         self._over = asyncio.Event()  # all are done, or one is in a crash loop, or this is closed
-        jobs = []
         attributes = as_attributes(keys_to_hand_over(keys))
-        for index, addresses in enumerate(zip(input_addresses, output_addresses, strict=True)):
-            config: dict[str, Any] = dict(zip(("input_address", "output_address"), addresses, strict=True))
-            config |= {"client_count": num_servers, "client_index": index}
+        jobs = []
+        for index in range(num_servers):
+            config: dict[str, Any] = {
+                "input_address": input_addresses[index],
+                "output_address": output_addresses[index],
+                "client_count": num_servers,
+                "client_index": index,
+            }
             if stats_update_address is not None:
                 config["stats_update_address"] = stats_update_address
             if membership_address is not None:
                 config["membership_address"] = membership_address
-            jobs.append(
-                Job(f"ApiServer_{index}", (listen_address, self._copy or sock, args, config), attributes=attributes)
-            )
+            arguments = (listen_address, self._copy or sock, args, config)
+            jobs.append(Job(f"ApiServer_{index}", arguments, attributes=attributes))
         super().__init__(target_server_fn, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
         if restart is not None:
-            report = None if on_change is None else partial(notify_soon, on_change)
+            report = on_change and partial(notify_soon, on_change)
             for rank, process in enumerate(self.processes):
                 self._lives[process.name] = Life(rank, restart, report, process.pid)
             self._watch = ProcessWatch(manager=self, on_exit=self._server_exited)
@@ -122,10 +128,11 @@ class APIServerProcessManager(ProcessManager):
         """The servers, by index."""
         if self._lives:
             return tuple(life.info for life in self._lives.values())
-        return tuple(
-            RankInfo(index, process.pid, "running" if process.exitcode is None else "exited", 0, "")
-            for index, process in enumerate(self.processes)
-        )
+        found = []
+        for index, process in enumerate(self.processes):
+            running = process.exitcode is None
+            found.append(RankInfo(index, process.pid, "running" if running else "exited", 0, ""))
+        return tuple(found)
 
     async def wait(self) -> None:
         """Wait until all servers are done: they have exited with code 0. Cancelling this changes nothing.
@@ -136,7 +143,8 @@ class APIServerProcessManager(ProcessManager):
         """
         if self.restarts:
             await self._over.wait()
-            if (failure := self._failure) is not None:
+            failure = self._failure
+            if failure is not None:
                 raise ProcessDied(failure.name, failure.pid, failure.exitcode, failure.story)
         else:
             try:
@@ -147,7 +155,7 @@ class APIServerProcessManager(ProcessManager):
         if self._closing:
             raise EndClosed("the manager of the API servers was closed")
 
-    # Servers that die are started again
+    # Restarts
 
     def _begin_to_close(self) -> None:
         super()._begin_to_close()
@@ -212,10 +220,7 @@ def _running_loop() -> asyncio.AbstractEventLoop:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        raise RoleError("servers are started again by an event loop: with restart=, make this in a coroutine") from None
-
-
-# The end of a front end
+        raise RoleError("an event loop restarts servers: with restart=, create the manager in a coroutine") from None
 
 
 async def wait_for_completion_or_failure(

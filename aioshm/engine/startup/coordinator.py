@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -25,7 +24,7 @@ from aioshm.engine.protocol.addresses import (
 )
 from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.security.binding import over_tcp
-from aioshm.engine.security.keys import EngineKeys
+from aioshm.engine.startup.options import StartupOptions
 from aioshm.engine.startup.processes import StartupProcesses
 from aioshm.engine.startup.router import HandshakeRouter
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
@@ -36,92 +35,14 @@ from aioshm.zeromq.sockets import Socket
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
-REMINDER_S, LAST_REMINDER_S = 10.0, 60.0
-"""Seconds without progress until the first reminder in the log; the interval doubles up to the second figure."""
+REMINDER_S = 10.0
+"""Seconds without progress until the first reminder in the log; the next one comes after twice as long, and so on."""
+
+LAST_REMINDER_S = 60.0
+"""The longest interval between reminders."""
 
 SETTLE_S = 0.1
 """A cause that ends one process often ends others. The error names processes that exit within this time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartupOptions:
-    """The options of an `EngineStartupCoordinator`.
-
-    Attributes:
-        parallel_config: Changes to the parallel configuration of engines: a mapping, sent as it is, or an object with
-            vLLM's attributes. Its ``data_parallel_hybrid_lb`` and ``data_parallel_external_lb`` say whether engines on
-            other hosts have front ends of their own.
-        parallel_config_hash: The hash that engines must report, if they report one; None: all report the same.
-        remote_headless: Whether engines on other hosts must be headless; None: as ``parallel_config`` says.
-        cache_config: Its ``num_gpu_blocks`` grows by the blocks of all engines, if they report them.
-        watched_processes: Other processes whose exit ends the startup, such as front ends. They are not stopped.
-        progress_timeout: Seconds without progress (a HELLO or a READY) after which the startup has failed; None:
-            ``AIOSHM_ENGINE_READY_TIMEOUT_S``, or 600.
-        on_progress: Called on the loop when an engine has advanced, and with reminders.
-        keys: The keys of the deployment, for TCP; None: the keys of this process.
-        secure: Whether TCP connections are encrypted and admit holders of keys only; engines need the same setting.
-            False for engines without keys, such as vLLM's. A refused message is logged then, and does not end the
-            startup: a stranger may have sent it.
-
-    Raises:
-        TypeError, ValueError: A value is invalid; the text names it.
-    """
-
-    # Parallel configuration
-    parallel_config: object = None
-    parallel_config_hash: object = None
-    remote_headless: bool | None = None
-    cache_config: Any = None
-    # Waiting
-    watched_processes: Iterable[WatchedProcess] = ()
-    progress_timeout: float | None = None
-    on_progress: Callable[[StartupProgress], object] | None = None
-    # Security
-    keys: EngineKeys | None = None
-    secure: bool = True
-
-    def __post_init__(self) -> None:
-        if self.progress_timeout is not None:
-            check_seconds("progress_timeout", self.progress_timeout)
-
-
-class _Clock:
-    """Measures the time without progress of a startup, which it reminds of it, and ends at last."""
-
-    def __init__(self, startup: EngineStartupCoordinator) -> None:
-        self.since: dict[int, float] = {}  # the last progress of each engine
-        self._startup = startup
-        self._progressed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="aioshm-engine-startup-clock")
-
-    def progressed(self) -> None:
-        self._progressed.set()
-
-    def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        startup = self._startup
-        while True:
-            deadline = loop.time() + startup.progress_timeout
-            reminder_s = REMINDER_S
-            self._progressed.clear()
-            while not self._progressed.is_set():
-                try:
-                    async with asyncio.timeout_at(min(deadline, loop.time() + reminder_s)):
-                        await self._progressed.wait()
-                except TimeoutError:
-                    if loop.time() >= deadline:
-                        startup.give_up()
-                        return
-                    startup.remind()
-                    reminder_s = min(2 * reminder_s, LAST_REMINDER_S)
 
 
 class EngineStartupCoordinator(AsyncClosing):
@@ -152,6 +73,8 @@ class EngineStartupCoordinator(AsyncClosing):
 
     Attributes:
         proc_manager, coord_process: See above.
+        handshake: The states of the engines, and their messages.
+        report: The answers of the engines; None until all are ready.
 
     Raises:
         TypeError, ValueError: An argument is invalid; the text names it.
@@ -183,10 +106,11 @@ class EngineStartupCoordinator(AsyncClosing):
             remote_headless=chosen.remote_headless,
         )
         self.progress_timeout: float = chosen.progress_timeout or engine_ready_timeout()
-        self._clock = _Clock(self)
+        self._since: dict[int, float] = {}  # the last progress of each engine
+        self._clock: asyncio.Task[None] | None = None
         self._processes = StartupProcesses(chosen.watched_processes, self._process_exited)
         self._settled = asyncio.Event()
-        self._report: StartupReport | None = None
+        self.report: StartupReport | None = None
         self._failure: str | HandshakeError | None = None  # "": the exit of a process, which has no cause of its own
         self._conclusion: asyncio.Task[EngineStartupError] | None = None
         self._on_ready: Callable[[int], object] | None = None  # set when engines may come back
@@ -223,7 +147,7 @@ class EngineStartupCoordinator(AsyncClosing):
         self._router = HandshakeRouter(
             self._place, self.take, self.handshake.engines, keys=self._options.keys, secure=self._options.secure
         )
-        self._clock.since = dict.fromkeys(self.handshake.engines, monotonic())
+        self._since = dict.fromkeys(self.handshake.engines, monotonic())
         try:
             self._processes.watch(self.proc_manager, self.coord_process)
         except BaseException:
@@ -253,10 +177,11 @@ class EngineStartupCoordinator(AsyncClosing):
             check_seconds("timeout", timeout)
         if self._router is None:
             raise RoleError("a startup of engines is waited for inside `async with`")
-        if self._report is None and self._conclusion is None and not self._closed:
+        if self.report is None and self._conclusion is None and not self._closed:
             self._processes.watch(self.proc_manager, self.coord_process)
         if not self._settled.is_set():
-            self._clock.start()
+            if self._clock is None:
+                self._clock = asyncio.create_task(self._watch_time(), name="aioshm-engine-startup-clock")
             if self.handshake.complete:  # there are no engines
                 self._succeed()
         try:
@@ -264,8 +189,8 @@ class EngineStartupCoordinator(AsyncClosing):
                 await self._settled.wait()
         except TimeoutError:
             raise TimeoutError(f"engines are not ready after {timeout} s: {self.progress}") from None
-        if self._report is not None:
-            return self._report
+        if self.report is not None:
+            return self.report
         if self._failure is None:
             raise RoleError("this startup of engines was left before they were ready")
         if self._conclusion is None:
@@ -286,7 +211,7 @@ class EngineStartupCoordinator(AsyncClosing):
         Raises:
             RoleError: Not all were ready, or this is closed.
         """
-        if self._report is None or self._closed or self._router is None:
+        if self.report is None or self._closed or self._router is None:
             raise RoleError("a startup of engines stays open once all of them were ready, and before it is closed")
         self._on_ready = on_ready
         self.handshake.allow_restarts()
@@ -312,7 +237,7 @@ class EngineStartupCoordinator(AsyncClosing):
         self._closed = True
         self._settle()
         try:
-            if self._report is None and self._router is not None:
+            if self.report is None and self._router is not None:
                 if self._conclusion is not None:
                     await completed(self._conclusion)
                 await self._processes.stop()
@@ -377,8 +302,7 @@ class EngineStartupCoordinator(AsyncClosing):
             if state is CoreEngineState.READY:
                 notify(self._on_ready, index)
             return
-        self._clock.since[index] = monotonic()
-        self._clock.progressed()
+        self._since[index] = monotonic()
         addresses = self.handshake.addresses
         if addresses.frontend_stats_publish_address is None:
             addresses.frontend_stats_publish_address = self.handshake.stats_address
@@ -390,7 +314,7 @@ class EngineStartupCoordinator(AsyncClosing):
         if self._processes.exited():
             self._fail("")  # READY was the last message of a process that has exited
             return
-        self._report = report = self.handshake.report()
+        self.report = report = self.handshake.report()
         cache_config = self._options.cache_config
         if cache_config is not None and self.handshake.num_gpu_blocks is not None:
             cache_config.num_gpu_blocks = (getattr(cache_config, "num_gpu_blocks", None) or 0) + report.num_gpu_blocks
@@ -408,22 +332,36 @@ class EngineStartupCoordinator(AsyncClosing):
             self._settle()
 
     def _settle(self) -> None:
-        self._clock.stop()
+        if self._clock is not None:
+            self._clock.cancel()
         self._settled.set()
 
     # Progress
 
-    def give_up(self) -> None:
-        """Fail, for want of progress."""
+    async def _watch_time(self) -> None:
+        """Remind of a lack of progress, and fail at last."""
+        progress = monotonic()  # the last one
+        reminder_s = REMINDER_S
+        while True:
+            deadline = progress + self.progress_timeout
+            await asyncio.sleep(min(reminder_s, deadline - monotonic()))
+            latest = max(self._since.values(), default=progress)
+            if latest > progress:
+                progress = latest
+                reminder_s = REMINDER_S
+            elif monotonic() >= deadline:
+                self._fail(self._no_progress())
+                return
+            else:
+                self._announce(None, logging.INFO, "")
+                reminder_s = min(2 * reminder_s, LAST_REMINDER_S)
+
+    def _no_progress(self) -> str:
         assert self._router is not None
         text = f"no progress for {self.progress_timeout:g} s"
         if self._router.ignored:
             text += f"; the last message that was ignored: {self._router.ignored}"
-        self._fail(text)
-
-    def remind(self) -> None:
-        """Report which engines are waited for."""
-        self._announce(None, logging.INFO, "")
+        return text
 
     def _announce(self, moved: int | None, level: int, prefix: str) -> None:
         on_progress = self._options.on_progress
@@ -441,7 +379,7 @@ class EngineStartupCoordinator(AsyncClosing):
         for index, engine in self.handshake.engines.items():
             if engine.state is not CoreEngineState.READY:
                 pid = processes[index].pid if index in processes else None
-                waiting.append(Waiting(index, engine.state, now - self._clock.since.get(index, now), pid))
+                waiting.append(Waiting(index, engine.state, now - self._since.get(index, now), pid))
         heard = len(self.handshake.hello)
         return StartupProgress(len(self.handshake.engines), heard, len(self.handshake.ready), tuple(waiting), moved)
 
@@ -475,17 +413,8 @@ async def wait_for_engine_startup(
 ) -> StartupReport:
     """Wait until every engine is ready, and return their answers; `EngineStartupCoordinator` in one call.
 
-    Cancelling this stops the engines, and so does every error.
-
-    Args:
-        handshake_address_or_socket: See `EngineStartupCoordinator`.
-        addresses: The addresses that engines get.
-        core_engines: The engines.
-        parallel_config: See `StartupOptions`.
-        cache_config: See `StartupOptions`.
-        proc_manager: The manager of the local engines.
-        coord_process: The process of the data-parallel coordinator.
-        options: The other fields of `StartupOptions`, such as ``watched_processes`` and ``keys``.
+    The arguments are those of `EngineStartupCoordinator` and the fields of `StartupOptions`. Cancelling this stops the
+    engines, and so does every error.
 
     Raises:
         HandshakeError: A message was refused.

@@ -1,4 +1,4 @@
-"""A startup in one call: with everything around it, or of engines that another program has started."""
+"""Coordinator, engines, handshake and client in one call."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from aioshm.engine.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, StartupReport
 from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.manager import CoreEngineActorManager
-from aioshm.engine.startup.coordinator import EngineStartupCoordinator, StartupOptions
+from aioshm.engine.startup.coordinator import EngineStartupCoordinator
 from aioshm.engine.startup.front_ends import FrontEnds
-from aioshm.engine.startup.layout import EngineLayout, ResolvedLayout
+from aioshm.engine.startup.options import EngineLayout, ResolvedLayout, StartupOptions
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.errors import RoleError
 from aioshm.lifeline.sockets import sweep_leftovers
@@ -64,7 +64,9 @@ class CoreEngineLaunch:
     @property
     def membership_address(self) -> str | None:
         """Where API servers learn which engines are present, see `ClientOptions`; None: nowhere."""
-        return None if self.front_ends is None else self.front_ends.address
+        if self.front_ends is None:
+            return None
+        return self.front_ends.address
 
     @property
     def has_client(self) -> bool:
@@ -80,15 +82,17 @@ class CoreEngineLaunch:
         """
         if self._client is None:
             raise RoleError(
-                "there is no client here: make an EngineClient(launch.addresses, ...) in each API server"
-                " (launch with num_api_servers=0 to have one in this process)"
+                "there is no client here: create an EngineClient(launch.addresses, ...) in each API server"
+                " (or launch with num_api_servers=0 for a client in this process)"
             )
         return self._client
 
     @property
     def members(self) -> EngineClient | FrontEnds | None:
         """All clients of these engines as one object: the client here, or the clients in API servers."""
-        return self._client if self.front_ends is None else self.front_ends
+        if self.front_ends is None:
+            return self._client
+        return self.front_ends
 
     async def wait_until_ready(self, timeout: float | None = None) -> StartupReport:
         """Wait until every engine is ready, and return their answers; needed after ``wait=False`` only.
@@ -104,8 +108,10 @@ class CoreEngineLaunch:
             TimeoutError: Not all engines are ready in time. The startup continues, and may be waited for again.
         """
         report = await self.shake_hands(timeout)
+        if timeout is None:
+            timeout = self.startup.progress_timeout
         if self._client is not None:
-            await self._client.wait_until_ready(self.startup.progress_timeout if timeout is None else timeout)
+            await self._client.wait_until_ready(timeout)
         return report
 
     async def shake_hands(self, timeout: float | None = None) -> StartupReport:
@@ -114,8 +120,10 @@ class CoreEngineLaunch:
             self.startup.watch_also(self.watched_processes)
             report = await self.startup.wait(timeout)
             if self._client is not None:
-                coordinator = self.coordinator if self.watch_coordinator else None
-                self._client.watch(self.engine_manager, [] if coordinator is None else [coordinator.proc])
+                watched = []
+                if self.coordinator is not None and self.watch_coordinator:
+                    watched.append(self.coordinator.proc)
+                self._client.watch(self.engine_manager, watched)
             self.report = report
             if not self._stays_open:
                 await self.startup.aclose()
@@ -182,22 +190,24 @@ async def launch_core_engines(
     secure = client.secure and (client.options is None or client.options.secure)
     resolved = ResolvedLayout(engine_count, local_engine_count, layout, startup.parallel_config)
     addresses = resolved.client_addresses(num_api_servers)
-    goes_on = client.on_engine_death == "continue"
+    continues = client.on_engine_death == "continue"
     async with AsyncExitStack() as stack:
         stack.callback(sweep_leftovers)
         coordinator = None
+        coordinator_process = None
         if resolved.coordinator:
             coordinator = await stack.enter_async_context(
                 await DPCoordinator.start(engine_count, **resolved.coordinator_options, keys=keys, secure=secure)
             )
             addresses.coordinator_input, addresses.coordinator_output = coordinator.get_engine_socket_addresses()
             addresses.frontend_stats_publish_address = coordinator.get_stats_publish_address()
+            coordinator_process = coordinator.proc
         engine_client = None
         if not num_api_servers and resolved.client_engines:
             engine_client = EngineClient(addresses, resolved.client_engines, client)
             await stack.enter_async_context(engine_client)
         front_ends = None
-        if num_api_servers and goes_on:
+        if num_api_servers and continues:
             where = layout.membership_address or get_engine_client_zmq_addr(True, "")
             ranks = [engine.index for engine in resolved.client_engines]
             front_ends = stack.enter_context(FrontEnds(where, ranks, keys=keys, secure=secure))
@@ -205,7 +215,7 @@ async def launch_core_engines(
             resolved.own_handshake_address,
             resolved.core_engines,
             addresses,
-            coord_process=None if coordinator is None else coordinator.proc,
+            coord_process=coordinator_process,
             options=replace(startup, remote_headless=not resolved.local_engines_only, keys=keys, secure=secure),
         )
         await stack.enter_async_context(shaking)
@@ -233,7 +243,7 @@ async def launch_core_engines(
             front_ends=front_ends,
             _client=engine_client,
             startup=shaking,
-            _stays_open=goes_on,
+            _stays_open=continues,
         )
         if wait:
             await launch.wait_until_ready()

@@ -330,7 +330,7 @@ async def test_closing_at_any_moment_of_a_restart_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({}, RoleError, "make this in a coroutine"),
+        ({}, RoleError, "create the manager in a coroutine"),
         ({"restart": "always"}, TypeError, "restart must be a Restart, or None, not 'always'"),
         ({"restart": None, "on_change": print}, ValueError, "on_change must go with restart"),
     ],

@@ -1,15 +1,23 @@
-"""Which engines a launch is for, where they run, and where sockets between them and front ends are bound. No I/O."""
+"""The options of a launch: of its handshake, and where engines run and meet front ends. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from aioshm.arguments import check_int
+from aioshm.arguments import check_int, check_seconds
 from aioshm.engine.endpoints import check_handshake_address, get_engine_client_zmq_addr
-from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, balanced_outside, identity
+from aioshm.engine.protocol.addresses import (
+    CoreEngine,
+    EngineZmqAddresses,
+    StartupProgress,
+    balanced_outside,
+    identity,
+)
+from aioshm.engine.security.keys import EngineKeys
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
+from aioshm.process.watch import WatchedProcess
 from aioshm.zeromq.hosts import own_address
 
 Backend: TypeAlias = Literal["mp", "ray"]
@@ -61,12 +69,58 @@ class EngineLayout:
             raise ValueError(f"backend must be 'mp' or 'ray', not {self.backend!r}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartupOptions:
+    """The options of an `EngineStartupCoordinator`.
+
+    Attributes:
+        parallel_config: Changes to the parallel configuration of engines: a mapping, sent as it is, or an object with
+            vLLM's attributes. Its ``data_parallel_hybrid_lb`` and ``data_parallel_external_lb`` say whether engines on
+            other hosts have front ends of their own.
+        parallel_config_hash: The hash that engines must report, if they report one; None: all report the same.
+        remote_headless: Whether engines on other hosts must be headless; None: as ``parallel_config`` says.
+        cache_config: Its ``num_gpu_blocks`` grows by the blocks of all engines, if they report them.
+        watched_processes: Other processes whose exit ends the startup, such as front ends. They are not stopped.
+        progress_timeout: Seconds without progress (a HELLO or a READY) after which the startup has failed; None:
+            ``AIOSHM_ENGINE_READY_TIMEOUT_S``, or 600.
+        on_progress: Called on the loop when an engine has advanced, and with reminders.
+        keys: The keys of the deployment, for TCP; None: the keys of this process.
+        secure: Whether TCP connections are encrypted and admit holders of keys only; engines need the same setting.
+            False for engines without keys, such as vLLM's. A refused message is logged then, and does not end the
+            startup: a stranger may have sent it.
+
+    Raises:
+        TypeError, ValueError: A value is invalid; the text names it.
+    """
+
+    # Parallel configuration
+    parallel_config: object = None
+    parallel_config_hash: object = None
+    remote_headless: bool | None = None
+    cache_config: Any = None
+    # Waiting
+    watched_processes: Iterable[WatchedProcess] = ()
+    progress_timeout: float | None = None
+    on_progress: Callable[[StartupProgress], object] | None = None
+    # Security
+    keys: EngineKeys | None = None
+    secure: bool = True
+
+    def __post_init__(self) -> None:
+        if self.progress_timeout is not None:
+            check_seconds("progress_timeout", self.progress_timeout)
+
+
 class ResolvedLayout:
     """An `EngineLayout` with every default decided.
 
     Attributes:
+        local_engine_count: The number of engines of this host.
+        local_engines_only: Whether the client here serves the engines of this host only.
         core_engines: The engines that shake hands here.
         client_engines: The engines of the client here.
+        coordinator: Whether to start a coordinator.
+        own_handshake_address: The handshake address to bind.
     """
 
     def __init__(
@@ -74,47 +128,53 @@ class ResolvedLayout:
     ) -> None:
         check_int("engine_count", engine_count, minimum=1)
         identity(engine_count - 1)
-        here = engine_count if local_engine_count is None else local_engine_count
-        start_index = layout.start_index
-        self.local_engine_count: int = check_int("local_engine_count", here, minimum=0)
-        check_int("start_index", start_index, minimum=0)
-        if start_index + here > engine_count:
+        if local_engine_count is None:
+            local_engine_count = engine_count
+        check_int("local_engine_count", local_engine_count, minimum=0)
+        start_index = check_int("start_index", layout.start_index, minimum=0)
+        if start_index + local_engine_count > engine_count:
             first = f" from rank {start_index} on" if start_index else ""
-            raise ValueError(f"local_engine_count must fit engine_count, {engine_count}{first}, not {here}")
+            raise ValueError(
+                f"local_engine_count must fit engine_count, {engine_count}{first}, not {local_engine_count}"
+            )
         self._layout = layout
         self._at_head = start_index == 0
-        self._all_local = here == engine_count
-        self.local_engines_only: bool = (
-            balanced_outside(parallel_config) if layout.local_engines_only is None else layout.local_engines_only
-        )
+        if layout.handshake_address is not None:
+            check_handshake_address(layout.handshake_address)
+        if layout.local_engines_only is None:
+            self.local_engines_only: bool = balanced_outside(parallel_config)
+        else:
+            self.local_engines_only = layout.local_engines_only
         if not self._at_head:
             self._check_beside_head()
             self.local_engines_only = True
-        if layout.handshake_address is not None:
-            check_handshake_address(layout.handshake_address)
-        self._host = own_address() if layout.host is None and not self._all_local else layout.host or ""
-        self.coordinator: bool = (
-            engine_count > 1 and self._at_head if layout.coordinator is None else bool(layout.coordinator)
-        )
-        local = [CoreEngine(start_index + number) for number in range(here)]
-        others = [CoreEngine(rank, local=False) for rank in range(here, engine_count)] if self._at_head else []
-        self.core_engines: list[CoreEngine] = local + others
+        self.local_engine_count: int = local_engine_count
+        self._all_local = local_engine_count == engine_count
+        self._host = layout.host or ""
+        if not self._host and not self._all_local:
+            self._host = own_address()
+        self.coordinator: bool = engine_count > 1 and self._at_head
+        if layout.coordinator is not None:
+            self.coordinator = bool(layout.coordinator)
+        local = [CoreEngine(start_index + number) for number in range(local_engine_count)]
+        self.core_engines: list[CoreEngine] = [*local]
+        self.own_handshake_address: str = ""
+        if self._at_head:
+            self.core_engines += [CoreEngine(rank, local=False) for rank in range(local_engine_count, engine_count)]
+            self.own_handshake_address = layout.handshake_address or ""
+        if not self.own_handshake_address:
+            local_only = self._all_local or not self._at_head
+            self.own_handshake_address = get_engine_client_zmq_addr(local_only, self._host)
         self.client_engines: list[CoreEngine] = local if self.local_engines_only else self.core_engines
-        if layout.handshake_address is not None and self._at_head:
-            self.own_handshake_address: str = layout.handshake_address
-        else:
-            beside_head = self._all_local or not self._at_head
-            self.own_handshake_address = get_engine_client_zmq_addr(beside_head, self._host)
 
     def _check_beside_head(self) -> None:
+        """Check the layout of a host with engines, which is not the head node."""
         layout = self._layout
         start_index = layout.start_index
         if layout.handshake_address is None:
             raise ValueError(f"handshake_address must be the head node's with start_index {start_index}, not None")
         if layout.coordinator:
-            raise ValueError(
-                f"coordinator must be the head node's with start_index {start_index}, not {layout.coordinator}"
-            )
+            raise ValueError(f"coordinator must be the head node's with start_index {start_index}, not True")
         if layout.local_engines_only is False:
             raise ValueError(f"local_engines_only must not be False with start_index {start_index}")
 
@@ -131,11 +191,11 @@ class ResolvedLayout:
                 "addresses must be given, with ports, where API servers in other processes serve engines on other"
                 f" hosts: num_api_servers is {num_api_servers}, and {self.local_engine_count} engines are local"
             )
-        count = range(num_api_servers or 1)
-        return EngineZmqAddresses(
-            [get_engine_client_zmq_addr(local, self._host) for _ in count],
-            [get_engine_client_zmq_addr(local, self._host) for _ in count],
-        )
+        addresses = EngineZmqAddresses([], [])
+        for _ in range(num_api_servers or 1):
+            addresses.inputs.append(get_engine_client_zmq_addr(local, self._host))
+            addresses.outputs.append(get_engine_client_zmq_addr(local, self._host))
+        return addresses
 
     @property
     def coordinator_options(self) -> dict[str, Any]:
