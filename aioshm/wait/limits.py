@@ -14,8 +14,10 @@ from aioshm.ring.cores import FULL_FENCE, RECHECK_S
 MIN_PAUSE_S = 0.1
 """Between two reports, whatever interval the options ask for."""
 
-ANSWER_S, MIN_ANSWER_S = 1.0, 0.25
-"""How long a peer may take to answer an `Inquiry`; less only where reports are wanted sooner."""
+ANSWER_S = 1.0
+"""How long a peer may take to answer an `Inquiry`, if reports come less often."""
+
+MIN_ANSWER_S = 0.25
 
 
 def deadline_after(timeout: float | None, cancel: Any = None, indefinite: bool = False) -> float | None:
@@ -43,27 +45,28 @@ def _checked_deadline(timeout: float | None, indefinite: bool) -> float | None:
 
 
 class Stall:
-    """Reports a long wait, again and again; consecutive waits for the same thing count as one.
+    """Reports a long wait, again and again; consecutive waits for the same event count as one.
 
     Args:
-        after_s: Seconds until the first report, and from one report to the next.
+        after_s: Seconds until the first report, and between reports.
         report: Gets the seconds waited; returns the seconds until the next report, or None for ``after_s``.
     """
 
     def __init__(self, after_s: float, report: Callable[[float], float | None]) -> None:
         self._after_s = after_s
         self._report = report
-        self._began = self._paused = monotonic()
+        self._began = monotonic()
+        self._paused = self._began
         self.at: float = self._began + after_s
         self.reported: bool = False
 
     def restart(self) -> None:
-        """Count from now, for a wait for another thing."""
+        """Count from now, for a wait for another event."""
         self._began = monotonic()
         self.at = self._began + self._after_s
 
     def pause(self) -> None:
-        """Note that nothing waits any more, for now."""
+        """Stop counting until `resume`."""
         self._paused = monotonic()
 
     def resume(self) -> None:
@@ -77,7 +80,9 @@ class Stall:
         if now >= self.at:
             self.reported = True
             again_s = self._report(now - self._began)
-            self.at = now + max(MIN_PAUSE_S, self._after_s if again_s is None else again_s)
+            if again_s is None:
+                again_s = self._after_s
+            self.at = now + max(MIN_PAUSE_S, again_s)
 
 
 class Inquiry:
@@ -126,10 +131,10 @@ class Limits:
 
     def check(self, now: float) -> None:
         """Raise if the wait is over; report if a report is due."""
-        if self.cancel is not None and (
-            self.cancel.is_set() or (self._watcher is not None and self._watcher.done())  # however soon it was cleared
-        ):
-            raise QueueCancelled("the cancel event is set")
+        if self.cancel is not None:
+            was_set = self._watcher is not None and self._watcher.done()  # even if the event was cleared since
+            if was_set or self.cancel.is_set():
+                raise QueueCancelled("the cancel event is set")
         if self.deadline is not None and now >= self.deadline:
             raise TimeoutError
         if self._stall is not None and now >= self._stall.at:
@@ -139,17 +144,20 @@ class Limits:
         """Return when to call `check` next; None: only when the cancel event is set."""
         if self._stall is None:
             return self.deadline
-        return self._stall.at if self.deadline is None else min(self.deadline, self._stall.at)
+        if self.deadline is None:
+            return self._stall.at
+        return min(self.deadline, self._stall.at)
 
     def due_asleep(self, now: float) -> float | None:
-        """Return when a parked end looks again without a wake-up; None: never."""
+        """Return when a parked end polls again without a wake-up; None: never."""
         at = self.due()
-        if not FULL_FENCE:
-            at = now + RECHECK_S if at is None else min(at, now + RECHECK_S)
-        return at
+        if FULL_FENCE:
+            return at
+        recheck = now + RECHECK_S
+        return recheck if at is None else min(at, recheck)
 
     def watch(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], object]) -> None:
-        """Call ``wake`` when the cancel event is set; `close` ends that."""
+        """Call ``wake`` when the cancel event is set, until `close`."""
         if self.cancel is not None and self._watcher is None:
             self._watcher = loop.create_task(self.cancel.wait())
             self._watcher.add_done_callback(lambda _: wake())
@@ -198,5 +206,5 @@ async def settle(
 
 
 def seconds(duration_s: float) -> str:
-    """Return a duration for people: with a decimal only where it matters."""
+    """Format a duration, with a decimal below 10 s."""
     return f"{duration_s:.0f} s" if duration_s >= 10 else f"{duration_s:.1f} s"

@@ -80,7 +80,7 @@ MISSES = 2
 _NEWEST_GAP = 0.25  # weight of the newest gap in the running mean
 _NEWEST_BEAT = 0.0625  # weight of the newest beat in the period and its deviation, at least
 _NEWEST_SURPRISE = 0.25  # weight of the newest beat in the share of surprises
-_STEADY = 0.35  # a period with a smaller share of surprises is trusted
+_STEADY = 0.35  # a period with fewer surprises is trusted
 _FAR = 5.0  # a gap is a surprise if it is off by more than this many mean deviations plus the jitter
 _UNSURE_NS = 1_000_000.0  # upper bound of the first estimate of the deviation
 # Opening a window a microsecond earlier costs a microsecond of spinning for every message; closing it later costs only
@@ -99,7 +99,7 @@ class WaitMode(Enum):
     WINDOW = "window"
     """Spin, around the time of an expected message."""
     NAP = "nap"
-    """Sleep until a time; the peer does not wake this end."""
+    """Sleep until a time, without wake-ups by the peer."""
     SLEEP = "sleep"
     """Sleep until a time, or until the peer wakes this end."""
     PARK = "park"
@@ -173,7 +173,7 @@ class Period:
     def __init__(self) -> None:
         self.mean_ns: float = 0.0
         self.deviation_ns: float = 0.0
-        # The recent share of gaps that were far off.
+        # The recent share of surprises.
         self.surprises: float = 1.0
         self._seen = 0
         self._was_far = False
@@ -287,7 +287,9 @@ class Policy:
         if count > self._count:
             if self._count:
                 self._learn(count, at_ns)
-            self._count, self._at_ns, self._began_ns = count, at_ns, now_ns
+            self._count = count
+            self._at_ns = at_ns
+            self._began_ns = now_ns
         return self._start(self._choose(count, now_ns), now_ns)
 
     def missed(self, now_ns: int) -> Step:
@@ -317,7 +319,7 @@ class Policy:
         self._hit = self._step, self._step_began_ns, now_ns, woken
 
     def stopped(self, now_ns: int) -> None:
-        """Note that the wait was given up."""
+        """Note the end of the wait without a message."""
         if self._step.mode is WaitMode.WINDOW:
             self._saved_ns -= now_ns - self._step_began_ns
         self._step = PARK
@@ -331,7 +333,8 @@ class Policy:
         """Learn from the step that ended with the latest message."""
         if self._hit is None:
             return
-        (step, began_ns, looked_ns, woken), self._hit = self._hit, None
+        step, began_ns, looked_ns, woken = self._hit
+        self._hit = None
         if step.mode in (WaitMode.SPIN, WaitMode.NAP):
             self._failures = 0
             if step.mode is WaitMode.SPIN and self._yields:
@@ -451,11 +454,13 @@ class Policy:
         each_ns = (at_ns - self._at_ns) / passed
         far_ns = _FAR * self._period.deviation_ns + self.cost.jitter_ns
         if passed > 1 and self._period.steady and abs(each_ns - self._period.mean_ns) < far_ns:
-            gap_ns, passed = each_ns, 1  # this end was not waiting, and several beats have passed
+            gap_ns = each_ns  # this end was not waiting, and several beats have passed
+            passed = 1
             self._beat_count = count - 2
         self._beat_size = max(1, count - passed - self._beat_count)
         self._beat_count = count - passed
-        began_ns, self._beat_ns = self._beat_ns, at_ns
+        began_ns = self._beat_ns
+        self._beat_ns = at_ns
         self._misses = 0
         if not began_ns:
             return

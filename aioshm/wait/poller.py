@@ -1,7 +1,7 @@
-"""Waits on an event loop for a byte in shared memory to change, step by step as the policy decides.
+"""Waits for a byte in shared memory to change, on an event loop or in a thread, step by step as the policy decides.
 
-Parking cannot lose a wake-up: the end raises its parked flag, fences, and looks once more before it sleeps; the peer
-publishes, fences, and then looks at the flag. A wake-up is only a hint to look again, as is the timer of an earlier
+Parking cannot lose a wake-up: the end raises its parked flag, fences, and polls once more before it sleeps; the peer
+publishes, fences, and then reads the flag. A wake-up is only a hint to poll again, as is the timer of an earlier
 wait.
 """
 
@@ -35,10 +35,13 @@ SHARED_SPIN_NS = 5_000
 IDLE_LOOP_NS = 40_000
 """An iteration of the loop that was shorter found little to do but to poll its descriptors."""
 
+CANCEL_POLL_S = 0.02
+"""How often a thread polls a ``cancel`` event: setting the event wakes no descriptor."""
+
 
 @dataclass(slots=True)
 class WaitStats:
-    """What an end's waits have done so far."""
+    """Counts of the naps and parks of an end so far."""
 
     naps: int = 0
     parks: int = 0
@@ -79,7 +82,7 @@ class Poller:
         return INLINE_SPIN_NS if self.policy.hot else 0
 
     def wake(self) -> None:
-        """Make the sleeping wait look again. Call this on the loop's thread, any number of times."""
+        """Make the sleeping wait poll again. Call this on the loop's thread, any number of times."""
         sleeper = self._sleeper
         if sleeper is not None and not sleeper.done():
             sleeper.set_result(None)
@@ -93,7 +96,7 @@ class Poller:
 
     async def wait(
         self,
-        look: Callable[[], object],
+        ready: Callable[[], object],
         count: int,
         at_ns: int,
         *,
@@ -101,10 +104,10 @@ class Poller:
         cancel: asyncio.Event | None = None,
         stall: Stall | None = None,
     ) -> bool:
-        """Wait until ``look()`` is true; return whether other tasks have run meanwhile.
+        """Wait until ``ready()`` is true; return whether other tasks have run meanwhile.
 
         Args:
-            look: Returns whether there is anything to do.
+            ready: Returns whether there is anything to do.
             count: Messages so far.
             at_ns: When the latest of them was published, by CLOCK_MONOTONIC.
             deadline: When to give up, by ``time.monotonic()``.
@@ -115,13 +118,13 @@ class Poller:
             TimeoutError, QueueCancelled: A limit was reached.
         """
         self._yielded = False
-        if look():
+        if ready():
             return False
         policy = self.policy
         limits = Limits(deadline, cancel, stall)
         step = policy.begin(count, at_ns, monotonic_ns())
         try:
-            while not await self._do(step, look, limits):
+            while not await self._do(step, ready, limits):
                 step = policy.missed(monotonic_ns())
         except BaseException:
             policy.stopped(monotonic_ns())
@@ -131,21 +134,21 @@ class Poller:
         policy.hit(monotonic_ns(), self._slept)
         return self._yielded
 
-    async def _do(self, step: Step, look: Callable[[], object], limits: Limits) -> bool:
-        """Wait as a step says; return whether ``look()`` was true before its end."""
+    async def _do(self, step: Step, ready: Callable[[], object], limits: Limits) -> bool:
+        """Wait as a step says; return whether ``ready()`` was true before its end."""
         self._slept = False
         if step.mode is WaitMode.SPIN or step.mode is WaitMode.WINDOW:
-            return await self._spin(look, limits, step.until_ns)
+            return await self._spin(ready, limits, step.until_ns)
         if step.mode is WaitMode.NAP:
-            return await self._nap(look, limits, step.until_ns)
-        return await self._sleep(look, limits, step.until_ns)
+            return await self._nap(ready, limits, step.until_ns)
+        return await self._sleep(ready, limits, step.until_ns)
 
-    async def _spin(self, look: Callable[[], object], limits: Limits, until_ns: int) -> bool:
+    async def _spin(self, ready: Callable[[], object], limits: Limits, until_ns: int) -> bool:
         spin = self._spin_natively
         slice_ns = INLINE_SPIN_NS
         now_ns = monotonic_ns()
         while True:
-            if look() or (now_ns < until_ns and spin(min(slice_ns, until_ns - now_ns))):
+            if ready() or (now_ns < until_ns and spin(min(slice_ns, until_ns - now_ns))):
                 return True
             now_ns = monotonic_ns()
             limits.check(now_ns / 1e9)
@@ -153,30 +156,37 @@ class Poller:
                 return False
             self._yielded = True
             await asyncio.sleep(0)
-            slice_ns = INLINE_SPIN_NS if monotonic_ns() - now_ns < IDLE_LOOP_NS else SHARED_SPIN_NS
-            os.sched_yield()  # the other end may be waiting for this very CPU
+            slice_ns = INLINE_SPIN_NS
+            if monotonic_ns() - now_ns >= IDLE_LOOP_NS:
+                slice_ns = SHARED_SPIN_NS
+            os.sched_yield()  # the peer may be waiting for this very CPU
             now_ns = monotonic_ns()
 
-    async def _nap(self, look: Callable[[], object], limits: Limits, until_ns: int) -> bool:
+    async def _nap(self, ready: Callable[[], object], limits: Limits, until_ns: int) -> bool:
         self.stats.naps += 1
         self._timer.arm(until_ns)
-        await self._asleep()
-        if look():
+        self._sleeper = self._loop.create_future()
+        self._yielded = True
+        try:
+            await self._sleeper
+        finally:
+            self._sleeper = None
+        if ready():
             return True
         limits.check(monotonic())
         return False
 
-    async def _sleep(self, look: Callable[[], object], limits: Limits, until_ns: int) -> bool:
-        """Sleep until a wake-up, or until a time if that is not 0."""
+    async def _sleep(self, ready: Callable[[], object], limits: Limits, until_ns: int) -> bool:
+        """Sleep until a wake-up, or until a time unless the time is 0."""
         limits.watch(self._loop, self.wake)
         if until_ns:
             self._timer.arm(until_ns)
         try:
             while not until_ns or monotonic_ns() < until_ns:
-                self._sleeper = self._loop.create_future()  # before the look, after which a wake-up may come
+                self._sleeper = self._loop.create_future()  # before the poll, after which a wake-up may come
                 self._parked[0] = 1
                 memory_fence()
-                if look():
+                if ready():
                     return True
                 now = monotonic()
                 limits.check(now)
@@ -197,21 +207,12 @@ class Poller:
             self._parked[0] = 0
             self._sleeper = None
 
-    async def _asleep(self) -> None:
-        self._sleeper = self._loop.create_future()
-        self._yielded = True
-        try:
-            await self._sleeper
-        finally:
-            self._sleeper = None
-
-
-CANCEL_POLL_S = 0.02
-"""How often a wait polls a ``cancel`` event: setting the event wakes no descriptor."""
-
 
 class ThreadPoller:
-    """Waits for one end of a ring, or for several, in the calling thread, or else on the loop.
+    """Waits for one end of a ring, or for several, in the calling thread, with poll(2) to sleep; or else on the loop.
+
+    The queue end belongs to the background loop, which holds `process_lock` while it runs callbacks. A waiting
+    thread acquires that lock each time it polls the ring.
 
     Args:
         loop, parked, policy, spin: As for `Poller`.
@@ -236,7 +237,7 @@ class ThreadPoller:
         self._asleep = False
         self._slept = False
         self._poll: select.poll | None = None
-        self._stop = (-1, -1)  # a pipe: `wake` writes to it to wake the sleeping thread
+        self._wake_pipe = (-1, -1)  # `wake` writes to it to wake the sleeping thread
         self._timer = -1
 
     @property
@@ -245,10 +246,10 @@ class ThreadPoller:
         return INLINE_SPIN_NS if self.policy.hot and not self.policy.crowded else 0
 
     def wake(self) -> None:
-        """Make the sleeping wait look again. Call this on the loop's thread, any number of times."""
-        if self._asleep and self._stop[1] >= 0:
+        """Make the sleeping wait poll again. Call this on the loop's thread, any number of times."""
+        if self._asleep and self._wake_pipe[1] >= 0:
             with suppress(BlockingIOError):  # the pipe is full: the thread wakes anyway
-                os.write(self._stop[1], b"\0")
+                os.write(self._wake_pipe[1], b"\0")
         self._on_loop.wake()
 
     def close(self) -> None:
@@ -256,15 +257,15 @@ class ThreadPoller:
         self._on_loop.close()
         self._parked = bytearray(1)
         self._poll = None
-        for fd in (*self._stop, self._timer):
+        for fd in (*self._wake_pipe, self._timer):
             if fd >= 0:
                 os.close(fd)
-        self._stop = (-1, -1)
+        self._wake_pipe = (-1, -1)
         self._timer = -1
 
     async def wait(
         self,
-        look: Callable[[], object],
+        ready: Callable[[], object],
         count: int,
         at_ns: int,
         *,
@@ -274,28 +275,28 @@ class ThreadPoller:
     ) -> bool:
         """Wait as `Poller.wait`; in a thread without a running loop the coroutine never suspends."""
         if asyncio._get_running_loop() is None:
-            self._wait_in_thread(look, count, at_ns, Limits(deadline, cancel, stall))
+            self._wait_in_thread(ready, count, at_ns, Limits(deadline, cancel, stall))
             return False
         for doorbell in self._doorbells:
             doorbell.watch(self._loop, self.wake)
         try:
-            return await self._on_loop.wait(look, count, at_ns, deadline=deadline, cancel=cancel, stall=stall)
+            return await self._on_loop.wait(ready, count, at_ns, deadline=deadline, cancel=cancel, stall=stall)
         finally:
             for doorbell in self._doorbells:
                 doorbell.unwatch(self._loop)
 
-    def _wait_in_thread(self, look: Callable[[], object], count: int, at_ns: int, limits: Limits) -> None:
+    def _wait_in_thread(self, ready: Callable[[], object], count: int, at_ns: int, limits: Limits) -> None:
         me = get_ident()
         policy = self.policy
         try:
-            if look():
+            if ready():
                 return
             process_lock.owner = process_lock.next_owner
             if process_lock.waiting:
                 process_lock.wake()
             step = policy.begin(count, at_ns, monotonic_ns())
             try:
-                while not self._do(step, look, limits):
+                while not self._do(step, ready, limits):
                     step = policy.missed(monotonic_ns())
             except BaseException:
                 policy.stopped(monotonic_ns())
@@ -304,36 +305,36 @@ class ThreadPoller:
         finally:
             process_lock.acquire(me)
 
-    def _do(self, step: Step, look: Callable[[], object], limits: Limits) -> bool:
-        """Wait as a step says; return whether ``look()`` was true before its end."""
+    def _do(self, step: Step, ready: Callable[[], object], limits: Limits) -> bool:
+        """Wait as a step says; return whether ``ready()`` was true before its end."""
         self._slept = False
         if step.mode is WaitMode.SPIN or step.mode is WaitMode.WINDOW:
-            return self._spin(look, limits, step.until_ns)
+            return self._spin(ready, limits, step.until_ns)
         if step.mode is WaitMode.NAP:
             self.stats.naps += 1
             time.sleep(max(0, step.until_ns - monotonic_ns()) / 1e9)
-            if _looked(look):
+            if _locked(ready):
                 return True
             limits.check(monotonic())
             return False
-        return self._sleep(look, limits, step.until_ns)
+        return self._sleep(ready, limits, step.until_ns)
 
-    def _spin(self, look: Callable[[], object], limits: Limits, until_ns: int) -> bool:
+    def _spin(self, ready: Callable[[], object], limits: Limits, until_ns: int) -> bool:
         spin = self._spin_natively
         slice_ns = 0 if self.policy.crowded else INLINE_SPIN_NS
         now_ns = monotonic_ns()
         while True:
-            if _looked(look) or (slice_ns and now_ns < until_ns and spin(min(slice_ns, until_ns - now_ns))):
+            if _locked(ready) or (slice_ns and now_ns < until_ns and spin(min(slice_ns, until_ns - now_ns))):
                 return True
             now_ns = monotonic_ns()
             limits.check(now_ns / 1e9)
             if now_ns >= until_ns:
                 return False
-            os.sched_yield()  # the other end may be waiting for this very CPU
+            os.sched_yield()  # the peer may be waiting for this very CPU
             now_ns = monotonic_ns()
 
-    def _sleep(self, look: Callable[[], object], limits: Limits, until_ns: int) -> bool:
-        """Sleep until a wake-up, or until a time if that is not 0."""
+    def _sleep(self, ready: Callable[[], object], limits: Limits, until_ns: int) -> bool:
+        """Sleep until a wake-up, or until a time unless the time is 0."""
         poll = self._poll or self._new_poll()
         if until_ns and self._timer >= 0:
             timerfd_settime(self._timer, until_ns)
@@ -342,7 +343,7 @@ class ThreadPoller:
                 self._asleep = True
                 self._parked[0] = 1
                 memory_fence()
-                if _looked(look):
+                if _locked(ready):
                     return True
                 now = monotonic()
                 limits.check(now)
@@ -357,29 +358,32 @@ class ThreadPoller:
 
     def _new_poll(self) -> select.poll:
         with naming_limits("a call that blocks"):
-            if self._stop[0] < 0:
-                self._stop = os.pipe()
-                for fd in self._stop:
+            if self._wake_pipe[0] < 0:
+                self._wake_pipe = os.pipe()
+                for fd in self._wake_pipe:
                     os.set_blocking(fd, False)
             if self._timer < 0:
                 self._timer = open_timer()  # else poll's own timeout, precise to a millisecond
         poll = select.poll()
-        for fd in (self._stop[0], self._timer, *(doorbell.fd for doorbell in self._doorbells)):
+        for fd in (self._wake_pipe[0], self._timer, *(doorbell.fd for doorbell in self._doorbells)):
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
         self._poll = poll
         return poll
 
     def _timeout_ms(self, limits: Limits, now: float, until_ns: int) -> float | None:
-        at = limits.due_asleep(now)
+        times = []
+        due = limits.due_asleep(now)
+        if due is not None:
+            times.append(due)
         if limits.cancel is not None:
-            at = now + CANCEL_POLL_S if at is None else min(at, now + CANCEL_POLL_S)
+            times.append(now + CANCEL_POLL_S)
         if until_ns and self._timer < 0:
-            at = until_ns / 1e9 if at is None else min(at, until_ns / 1e9)
-        return None if at is None else max(0.0, at - now) * 1000
+            times.append(until_ns / 1e9)
+        return max(0.0, min(times) - now) * 1000 if times else None
 
     def _drain(self, fd: int) -> None:
-        if fd == self._stop[0]:
+        if fd == self._wake_pipe[0]:
             with suppress(BlockingIOError):
                 os.read(fd, 64)
         elif fd == self._timer:
@@ -390,11 +394,11 @@ class ThreadPoller:
                     doorbell.drain()
 
 
-def _looked(look: Callable[[], object]) -> object:
-    """Look while this thread holds the process lock."""
+def _locked(ready: Callable[[], object]) -> object:
+    """Return ``ready()``, called while this thread holds the process lock."""
     process_lock.acquire(get_ident())
     try:
-        return look()
+        return ready()
     finally:
         process_lock.owner = process_lock.next_owner
         if process_lock.waiting:

@@ -16,10 +16,10 @@ from aioshm.wait.policy import WakeUpCost
 HAVE_TIMERFD = sys.platform == "linux"
 
 LOOP_NS = 40_000
-"""About what an event loop takes from the kernel's wake-up to the end's look, cold caches included."""
+"""About how long an event loop takes from the kernel's wake-up to the end's poll, cold caches included."""
 
-_MEASURED_NS = 100_000  # how long a timer sleeps that is measured: about as long as the gaps for which this matters
-_ENOUGH_NS = 1_000_000  # after so long no further timer is tried: the machine is busy, and the loop has others to serve
+_MEASURED_NS = 100_000  # sleep of a measured timer: about as long as the gaps for which the cost matters
+_ENOUGH_NS = 1_000_000  # no further timer is tried after this: the machine is busy, and so is the loop
 _POLL_MS = 20
 
 if sys.platform == "linux":
@@ -51,18 +51,20 @@ else:
 
     def timerfd_create() -> int:
         """Raise: see `HAVE_TIMERFD`."""
-        raise NotImplementedError("there is no timerfd on this system")
+        raise OSError("this system has no timerfd")
 
     def timerfd_settime(fd: int, at_ns: int, /) -> None:
         """Raise: see `HAVE_TIMERFD`."""
-        raise NotImplementedError("there is no timerfd on this system")
+        raise OSError("this system has no timerfd")
 
 
 def open_timer() -> int:
-    """Return the descriptor of a new timer; -1 where none is left, or the system has none."""
+    """Return the descriptor of a new timer; -1 if no descriptor is left, or the system has no timerfd."""
+    if not HAVE_TIMERFD:
+        return -1
     try:
-        return timerfd_create() if HAVE_TIMERFD else -1
-    except OSError:  # no descriptor left, or a sandbox that forbids the call
+        return timerfd_create()
+    except OSError:  # also in a sandbox that forbids the call
         return -1
 
 
@@ -87,7 +89,7 @@ class Timer:
             self._fd = open_timer()
             if self._fd >= 0:
                 self._loop.add_reader(self._fd, self._readable)
-        self._at_ns = max(1, at_ns)  # zero would disarm it
+        self._at_ns = max(1, at_ns)  # 0 would disarm the timer
         if self._fd >= 0:
             timerfd_settime(self._fd, self._at_ns)
         else:
@@ -122,26 +124,26 @@ class Timer:
             self._callback()
 
     def _readable(self) -> None:
-        # The descriptor stays readable after it has expired, which saves the wait that comes next, and is late already,
-        # a system call: `arm` ends that, or the loop, which calls here again.
+        # The first call leaves the expired descriptor readable, which saves the wait that follows a system call: `arm`
+        # rearms it, or the loop calls here again.
         if not self._at_ns:
             timerfd_settime(self._fd, 0)
-        elif monotonic_ns() >= self._at_ns:  # else it was armed anew since it expired
+        elif monotonic_ns() >= self._at_ns:  # else `arm` was called since it expired
             self._at_ns = 0
             self._callback()
 
 
 def measure_wake_up(timers: int = 3) -> int:
-    """Return the cost of a wake-up in nanoseconds: a timer's lateness, which is about a peer's, and the loop's turn.
+    """Return the cost of a wake-up in nanoseconds: the lateness of a timer, and an iteration of the loop.
 
-    It is the second best of some timers, since the best may be luck.
+    The second best of the timers counts, since the best may be luck.
     """
     late = sorted(timer_lateness(timers))
     return late[min(1, len(late) - 1)] + LOOP_NS
 
 
 def timer_lateness(amount: int) -> list[int]:
-    """Return by how many nanoseconds each of ``amount`` timers was late; fewer figures where they take too long."""
+    """Return the lateness in nanoseconds of ``amount`` timers, or of fewer on a busy machine."""
     fd = open_timer()
     late: list[int] = []
     try:
@@ -164,4 +166,4 @@ def timer_lateness(amount: int) -> list[int]:
 
 
 wake_up_cost: WakeUpCost = WakeUpCost(measure_wake_up)
-"""The cost as this process knows it."""
+"""The cost of a wake-up of this process."""

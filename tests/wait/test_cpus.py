@@ -27,13 +27,6 @@ def v2(root: Path, text: str) -> Path:
     return root
 
 
-def v1(root: Path, quota: str, period: str) -> Path:
-    (root / "cpu").mkdir()
-    (root / "cpu" / "cpu.cfs_quota_us").write_text(quota)
-    (root / "cpu" / "cpu.cfs_period_us").write_text(period)
-    return root
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -48,34 +41,15 @@ def v1(root: Path, quota: str, period: str) -> Path:
         ("20000 10000", 2),
     ],
 )
-def test_the_quota_of_cgroup_v2(tmp_path: Path, text: str, expected: int) -> None:
+def test_quota_of_the_cgroup_limits_the_cpus(tmp_path: Path, text: str, expected: int) -> None:
     assert usable_cpus(v2(tmp_path, text)) == expected
-
-
-@pytest.mark.parametrize(
-    ("quota", "period", "expected"),
-    [("-1\n", "100000\n", 8), ("300000\n", "100000\n", 3), ("50000\n", "100000\n", 1), ("9999999\n", "100000\n", 8)],
-)
-def test_the_quota_of_cgroup_v1(tmp_path: Path, quota: str, period: str, expected: int) -> None:
-    assert usable_cpus(v1(tmp_path, quota, period)) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", "\n", "max", "100000", "a b", "1 2 3", "100000 0", "100000 max", "nan 1", "\x00 \x00"]
 )
-def test_a_quota_that_is_none(tmp_path: Path, text: str) -> None:
+def test_file_without_a_quota_limits_nothing(tmp_path: Path, text: str) -> None:
     assert usable_cpus(v2(tmp_path, text)) == 8
-
-
-@pytest.mark.parametrize(("quota", "period"), [("", ""), ("x", "100000"), ("100000", "x"), ("100000", "0")])
-def test_an_old_quota_that_is_none(tmp_path: Path, quota: str, period: str) -> None:
-    assert usable_cpus(v1(tmp_path, quota, period)) == 8
-
-
-def test_half_a_cgroup(tmp_path: Path) -> None:
-    v1(tmp_path, "100000", "100000")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").unlink()
-    assert usable_cpus(tmp_path) == 8
 
 
 def test_no_cgroup(tmp_path: Path) -> None:
@@ -137,14 +111,14 @@ class TestPlaces:
     def usable(self, root: Path, *lines: str) -> int:
         places = root / "places"
         places.write_text("".join(f"{line}\n" for line in lines))
-        cpus._quotas.cache_clear()
-        return usable_cpus(root / "cgroup", places=places)
+        cpus._quota.cache_clear()
+        return usable_cpus(root / "cgroup", own_cgroup=places)
 
     def quota(self, root: Path, folder: str, name: str, text: str) -> None:
         (root / "cgroup" / folder).mkdir(parents=True, exist_ok=True)
         (root / "cgroup" / folder / name).write_text(text)
 
-    def test_the_own_cgroup_of_v2_counts(self, tmp_path: Path) -> None:
+    def test_own_cgroup_counts(self, tmp_path: Path) -> None:
         self.quota(tmp_path, "system.slice/engine.service", "cpu.max", "200000 100000")
         assert self.usable(tmp_path, "0::/system.slice/engine.service") == 2
         assert self.usable(tmp_path, "0::/system.slice") == 8, "that one has none"
@@ -156,19 +130,6 @@ class TestPlaces:
         self.quota(tmp_path, "pod/container", "cpu.max", "150000 100000")
         assert self.usable(tmp_path, "0::/pod/container") == 1
 
-    @pytest.mark.parametrize("folder", ["cpu", "cpu,cpuacct"])
-    def test_the_own_cgroup_of_v1_counts(self, tmp_path: Path, folder: str) -> None:
-        self.quota(tmp_path, f"{folder}/docker/abc", "cpu.cfs_quota_us", "400000\n")
-        self.quota(tmp_path, f"{folder}/docker/abc", "cpu.cfs_period_us", "100000\n")
-        lines = ("11:memory:/docker/abc", "4:cpu,cpuacct:/docker/abc", "1:name=systemd:/docker/abc", "0::/")
-        assert self.usable(tmp_path, *lines) == 4
-
-    def test_both_hierarchies_at_once(self, tmp_path: Path) -> None:
-        self.quota(tmp_path, "unified/a", "cpu.max", "500000 100000")
-        self.quota(tmp_path, "cpu/b", "cpu.cfs_quota_us", "300000")
-        self.quota(tmp_path, "cpu/b", "cpu.cfs_period_us", "100000")
-        assert self.usable(tmp_path, "2:cpu:/b", "0::/a") == 3
-
     @pytest.mark.parametrize(
         "lines", [("0::/not/mounted/here",), ("0::/../../elsewhere",), ("garbage",), ("",), ("1:cpu:/x",), ()]
     )
@@ -177,14 +138,14 @@ class TestPlaces:
         assert self.usable(tmp_path, *lines) == 2
 
     def test_no_list_of_places(self, tmp_path: Path) -> None:
-        assert usable_cpus(v2(tmp_path, "200000 100000"), places=tmp_path / "nothing") == 2
+        assert usable_cpus(v2(tmp_path, "200000 100000"), own_cgroup=tmp_path / "nothing") == 2
 
 
 @pytest.mark.parametrize(("quota", "others", "crowded"), [(4, 3, False), (4, 4, True), (2, 1, False), (1, 1, True)])
 def test_more_ends_than_the_quota_are_crowded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: int, others: int, crowded: bool
 ) -> None:
-    fake = partial(usable_cpus, v2(tmp_path, f"{quota}00000 100000"), places=tmp_path / "nothing")
+    fake = partial(usable_cpus, v2(tmp_path, f"{quota}00000 100000"), own_cgroup=tmp_path / "nothing")
     monkeypatch.setattr(cpus, "usable_cpus", fake)
     policy = policy_for(range(1, 1 + others), Options())
     at_ns, naps = 1_000_000_000, []
