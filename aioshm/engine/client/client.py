@@ -1,4 +1,4 @@
-"""The front end's side of the data path: requests to engines, outputs back."""
+"""The client of engines: sends requests, and receives outputs."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class EngineClient(AsyncClosing):
     and the engine may come back.
 
     Args:
-        addresses: Where to bind, one input and output for each client; the rest is used as it is when the engines are
-            ready. The bound addresses are written back here, in a form that engines can connect to: a port of the
-            kernel's choice for port 0, and this host's own address for a wildcard (``tcp://*:0``).
-        engines: The engines, or their number, with the ranks from 0 on.
+        addresses: The addresses to bind, one input and output for each client; the others are read when the engines
+            are ready. The bound addresses are written back here, in a form that engines can connect to: the kernel's
+            choice for port 0, and this host's address for a wildcard (``tcp://*:0``).
+        engines: The engines, or their number, with ranks from 0 on.
         options: See `ClientOptions`; None: the defaults.
 
     Attributes:
@@ -62,10 +62,7 @@ class EngineClient(AsyncClosing):
         engines: Sequence[CoreEngine] | int,
         options: ClientOptions | None = None,
     ) -> None:
-        chosen = options or ClientOptions()
-        self._link = EngineLink(addresses, engines, chosen)
-        self._resubmits = chosen.resubmit is not None
-        self._request_type = chosen.request_type
+        self._link = EngineLink(addresses, engines, options or ClientOptions())
         self._encode = PayloadEncoder(self._link.options.max_message_bytes).encode
 
     def __repr__(self) -> str:
@@ -93,10 +90,7 @@ class EngineClient(AsyncClosing):
 
     @property
     def late_outputs(self) -> int:
-        """The number of outputs and answers that came too late, and were dropped.
-
-        Their requests were aborted, their engine counted as dead, or they were for a former process of this client.
-        """
+        """The number of outputs and answers for requests and calls that were not in flight any more."""
         return self._link.pending.late_outputs
 
     @property
@@ -107,7 +101,7 @@ class EngineClient(AsyncClosing):
     def stats(self) -> EngineClientStats:
         """Return the counters of the client; from any thread."""
         link = self._link
-        pending = self._link.pending
+        pending = link.pending
         return EngineClientStats(
             index=link.index,
             engines=len(link.engines.ranks),
@@ -170,8 +164,11 @@ class EngineClient(AsyncClosing):
                 await link.settled.wait()
         except TimeoutError:
             missing = ", ".join(map(str, link.engines.missing))
-            died = "".join(f"; {error}" for error in link.engines.deaths.values())
-            raise TimeoutError(f"engines {missing} have not registered after {timeout} s{died}") from None
+            texts = [
+                f"engines {missing} have not registered after {timeout} s",
+                *map(str, link.engines.deaths.values()),
+            ]
+            raise TimeoutError("; ".join(texts)) from None
         link.check_open()
 
     def give_up(self, error: EngineDead) -> None:
@@ -248,18 +245,17 @@ class EngineClient(AsyncClosing):
 
         Args:
             request: Has a ``request_id``, a string that no other request in flight has, as an attribute, a key, or the
-                first item of an array. The id of an aborted request is free immediately, and so is the id of a stream
-                whose last wait was cancelled, which is aborted then. The caller may change arrays when this returns:
-                with ``resubmit`` they are copied.
-            engine: The rank of the engine; None: the least busy one.
+                first item of an array. The id of an aborted request is free immediately, except for engines of vLLM,
+                whose late outputs would reach the new request. The id of a stream whose last wait was cancelled is
+                free, too: this aborts the former request. Arrays may be changed once this returns.
+            engine: The rank of the engine; None: the least busy engine.
 
         Raises:
             CodecError: The request cannot be encoded.
             EngineDead: An engine is dead.
             QueueClosed, RoleError: The client is closed, or not ready.
             TypeError, ValueError: The request has another type than ``request_type``, no id or a used one, or there is
-                no such engine; or the id belongs to an aborted request, and the engine, not aioshm's, cannot tell the
-                two apart.
+                no such engine.
         """
         return OutputStream(self.send_request(request, engine), self._link.leave)
 
@@ -271,8 +267,9 @@ class EngineClient(AsyncClosing):
         """Do what `submit` does; the caller must call `leave` if it drops the result."""
         link = self._link
         link.check_ready()
-        if self._request_type is not None and not isinstance(request, self._request_type):
-            raise TypeError(f"request must be a {self._request_type.__name__}, not {request!r}")
+        request_type = link.chosen.request_type
+        if request_type is not None and not isinstance(request, request_type):
+            raise TypeError(f"request must be a {request_type.__name__}, not {request!r}")
         try:
             request_id = request_id_of(request, "request")
         except CodecError as error:
@@ -293,9 +290,10 @@ class EngineClient(AsyncClosing):
             except EngineDead:
                 if engine is not None or not link.goes_on:
                     raise
-                rank = link.engines.choose(None)  # another engine: `lost` has removed this one from the choices
-        # Frames of arrays are views of the caller's memory, who may change it by the time that an engine dies.
-        kept: list[Frame] | None = [bytes(frame) for frame in frames] if self._resubmits else None
+                rank = link.engines.choose(None)  # not the same engine: `lost` has removed it from the choices
+        kept: list[Frame] | None = None
+        if link.chosen.resubmit is not None:  # the caller may change the arrays before an engine dies
+            kept = [bytes(frame) for frame in frames]
         return link.pending.add(request_id, rank, generation, kept)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
@@ -356,4 +354,4 @@ class EngineClient(AsyncClosing):
             if hasattr(request, "current_wave"):
                 request.current_wave = self._link.wave
         except AttributeError:
-            pass  # an immutable request: its owner has set the attributes
+            pass  # the request is immutable: the caller has set the attributes

@@ -134,16 +134,9 @@ async def run_engine_core(
     )
     termination = Termination()
 
-    def initializing() -> None:
-        termination.arm()
-        termination.interrupts = True  # a long import, or a sleep, in a coroutine
-
     async def initialize(metadata: EngineHandshakeMetadata) -> dict[str, Any]:
-        try:
-            # A method that is not async, and may take minutes, is ended by the signal itself.
-            fields = await core.initialize(metadata, initializing)
-        finally:
-            termination.interrupts = False
+        # A method that is not async, and may take minutes, is ended by the signal itself.
+        fields = await core.initialize(metadata, termination.arm)
         termination.arm()
         await core.connect(metadata.addresses, fields)
         return fields

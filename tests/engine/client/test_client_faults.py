@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -120,7 +121,7 @@ class TestRefusals:
             assert serving.client.in_flight == 0
             assert len(await collected(serving.client.submit(ask("a")))) == 3
         async with served(Engine()) as serving:
-            serving.client._request_type = Request
+            serving.client._link.chosen = replace(serving.client._link.chosen, request_type=Request)
             with pytest.raises(TypeError, match="request must be a Request"):
                 serving.client.submit(ask("a"))
 
