@@ -1,13 +1,13 @@
-"""Engines: started, shaken hands with, watched and stopped; the names are vLLM's.
+"""Engines: their startup, handshake, client, supervision and end; the names are vLLM's.
 
-What stands here is imported when it is first used: an engine's process needs no client, and none of the supervisor.
+Names are imported at their first use: an engine's process needs neither client nor supervisor.
 """
 
 from typing import TYPE_CHECKING
 
 from aioshm.deferred import import_when_used as _import_when_used
 
-if TYPE_CHECKING:  # "as": they are exported
+if TYPE_CHECKING:  # "as" marks exported names
     from aioshm.engine.client.client import EngineClient as EngineClient
     from aioshm.engine.client.options import ClientOptions as ClientOptions
     from aioshm.engine.client.requests import OutputStream as OutputStream
@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # "as": they are exported
     from aioshm.process.watch import WatchedManager as WatchedManager
     from aioshm.process.watch import WatchedProcess as WatchedProcess
 
-if not TYPE_CHECKING:  # to which any name would be one of the package's
+if not TYPE_CHECKING:  # with __getattr__ a type checker would accept any name
     _homes = {
         "aioshm.engine.client.client": ("EngineClient",),
         "aioshm.engine.client.options": ("ClientOptions",),

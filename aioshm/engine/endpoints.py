@@ -17,18 +17,18 @@ _LAST_PORT = 65535
 def get_engine_client_zmq_addr(local_only: bool, host: str, port: int = 0) -> str:
     """Return an address for a socket between the front end and its engines.
 
-    No port is tried out here: with port 0 the kernel chooses one when the socket is bound, and the end that
-    binds it publishes what was chosen (`EngineStartupCoordinator.handshake_address`, ``zmq.LAST_ENDPOINT``).
+    With port 0 the kernel chooses a port when the socket is bound, and the end that binds publishes the port
+    (`EngineStartupCoordinator.handshake_address`, ``zmq.LAST_ENDPOINT``).
 
     Args:
-        local_only: Whether both ends are on this host; a new ``ipc://`` path in the runtime directory, which only this
-            user can reach, then.
-        host: The address to bind otherwise; IPv6 may stand in brackets.
-        port: The port to bind.
+        local_only: Whether both ends are on this host. Then the address is a new ``ipc://`` path in the runtime
+            directory, which only this user can reach.
+        host: The address to bind if not ``local_only``; IPv6 may stand in brackets.
+        port: The port to bind if not ``local_only``.
 
     Raises:
         SharedMemoryError: The runtime directory is unusable.
-        TypeError, ValueError: ``host`` or ``port`` makes no sense.
+        TypeError, ValueError: ``host`` or ``port`` is invalid.
     """
     if local_only:
         options = msgspec.structs.replace(Options.from_env(), lifeline="directory")

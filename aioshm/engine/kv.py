@@ -1,4 +1,4 @@
-"""Small parts of a model runner: KV caches bound to their layers, slices copied."""
+"""Functions for model runners: bind KV caches to layers, copy slices of tensors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 def bind_kv_cache(
     kv_caches: Mapping[str, Tensor], forward_context: Mapping[str, Any], runner_kv_caches: list[Tensor]
 ) -> None:
-    """Bind KV caches on both sides: to the runner, which numbers its layers, and to the layers themselves.
+    """Bind KV caches to the runner, which numbers its layers, and to the layers.
 
     ``runner_kv_caches`` is filled in the order of the layers' indices; each ``forward_context[name].kv_cache`` becomes
-    a list of that one tensor. Nothing is bound if anything is refused.
+    a list of its tensor. An error binds nothing.
 
     Args:
         kv_caches: The caches by the names of their layers, such as ``model.layers.3.self_attn``.
         forward_context: The layers by their names.
-        runner_kv_caches: The runner's list, empty as yet.
+        runner_kv_caches: The runner's list, which is empty.
 
     Raises:
         ValueError: A name does not hold exactly one number, a layer is missing, or the list is not empty.
-        NotImplementedError: Two layers have one index, as where an encoder and a decoder have layers of their own.
+        NotImplementedError: Two layers have the same index, as those of an encoder and a decoder.
     """
     if runner_kv_caches:
         raise ValueError(f"runner_kv_caches must be empty, not of {len(runner_kv_caches)} caches")
@@ -42,16 +42,15 @@ def bind_kv_cache(
 
 
 def copy_slice(from_tensor: Tensor, to_tensor: Tensor, length: int) -> Tensor:
-    """Copy the first ``length`` elements (of the first dimension); return that part of ``to_tensor``.
+    """Copy the first ``length`` elements of the first dimension; return that part of ``to_tensor``.
 
-    Between host and device this does not wait for the copy: what is copied from pinned memory must stay as it is until
-    the device has caught up.
+    Between host and device this does not wait for the copy: do not change pinned memory until the device has copied it.
 
     Raises:
-        ValueError: One of the tensors is shorter.
+        ValueError: A tensor is shorter.
     """
     shortest = min(from_tensor.shape[0], to_tensor.shape[0])
-    if not 0 <= length <= shortest:  # a slice would just be shorter, and one element be copied to many
+    if not 0 <= length <= shortest:  # torch would copy a shorter slice, or one element to many
         raise ValueError(f"length must be between 0 and {shortest}, not {length}")
     part = to_tensor[:length]
     part.copy_(from_tensor[:length], non_blocking=True)

@@ -1,4 +1,4 @@
-"""Usage reports: nothing is reported unless the user asks for it, and never over a network."""
+"""Usage reports, which the user must ask for, and which never leave the host by themselves."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from aioshm.arguments import check_plain
 from aioshm.config import usage_stats_path
 
 Sink = str | os.PathLike[str] | Callable[[dict[str, Any]], object]
-"""Where reports go: a file's path, or something to call with each."""
+"""The destination of reports: the path of a file, or a function that gets each report."""
 
-# What a report says of a configuration, by the parts that vLLM's has; some names are told in another way.
+# The attributes of vLLM's configuration that a report has; some have other names in the report.
 _OF_CONFIG = {
     "model_config": "architecture dtype quantization enforce_eager max_model_len",
     "cache_config": "block_size gpu_memory_utilization kv_cache_memory_bytes cache_dtype enable_prefix_caching",
@@ -32,7 +32,7 @@ _OF_CONFIG = {
     "compilation_config": "mode",
     "speculative_config": "method num_speculative_tokens",
 }
-_TOLD_AS = {
+_REPORTED_AS = {
     "cache_dtype": "kv_cache_dtype",
     "backend": "attention_backend",
     "mode": "compilation_mode",
@@ -43,17 +43,16 @@ _log = logging.getLogger("aioshm.engine")
 
 
 def report_usage_stats(stats: object = None, usage_context: str | Enum = "unknown", *, to: Sink | None = None) -> bool:
-    """Report how this process is used, if that is wanted; return whether a report was made.
+    """Report the usage of this process, if the user wants reports; return whether a report was made.
 
-    A report has the time, the versions of aioshm, of Python and of the system, the context, and what the caller adds. A
-    file gets one line of JSON for each. A report that fails is a warning in the log: nobody's service ends for it.
+    A report has the time, the versions of aioshm, Python and the system, the context, and the caller's fields. A file
+    gets a line of JSON for each report. A report that fails is logged as a warning, and raises nothing.
 
     Args:
-        stats: What to add: a mapping, whose values become text where JSON cannot express them; or a configuration
-            object with the parts and the attributes of vLLM's ``VllmConfig``, of which the sizes and the features are
-            told, as far as it has them.
-        usage_context: What kind of program this is; of an `Enum` its value.
-        to: Where it goes. None: to the file that ``AIOSHM_USAGE_STATS`` names, or nowhere if it names none.
+        stats: More fields: a mapping, whose values become text if JSON cannot express them; or a configuration object
+            like vLLM's ``VllmConfig``, whose sizes and features are reported.
+        usage_context: The kind of program, such as ``"api_server"``; of an `Enum` its value.
+        to: The destination. None: the file that the environment variable ``AIOSHM_USAGE_STATS`` names, if set.
 
     Raises:
         TypeError: ``to`` is a coroutine function.
@@ -69,7 +68,7 @@ def report_usage_stats(stats: object = None, usage_context: str | Enum = "unknow
             "python": platform.python_version(),
             "platform": sys.platform,
             "machine": platform.machine(),
-            **_told(stats),
+            **_fields_of(stats),
         }
         if callable(sink):
             sink(report)
@@ -81,13 +80,13 @@ def report_usage_stats(stats: object = None, usage_context: str | Enum = "unknow
     return True
 
 
-def _told(stats: object) -> Mapping[str, Any]:
+def _fields_of(stats: object) -> Mapping[str, Any]:
     if stats is None:
         return {}
     if isinstance(stats, Mapping):
         return stats
     found = {
-        _TOLD_AS.get(name, name): value.name if isinstance(value, Enum) else value
+        _REPORTED_AS.get(name, name): value.name if isinstance(value, Enum) else value
         for part, names in _OF_CONFIG.items()
         for name in names.split()
         if (value := getattr(getattr(stats, part, None), name, None)) is not None
@@ -95,13 +94,13 @@ def _told(stats: object) -> Mapping[str, Any]:
     if hasattr(stats, "lora_config"):
         found["enable_lora"] = bool(stats.lora_config)
     if not found:
-        raise TypeError(f"stats must be a mapping or a configuration with the parts of vLLM's, not {stats!r}")
+        raise TypeError(f"stats must be a mapping or a configuration like vLLM's, not {stats!r}")
     return found
 
 
 def _append(path: str, line: bytes) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, line)  # at once, so that lines of several processes do not mix
+        os.write(fd, line)  # one write, so that lines of several processes do not mix
     finally:
         os.close(fd)

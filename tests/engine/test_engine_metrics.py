@@ -14,7 +14,7 @@ from workers.worker_targets import Streaming, Worker
 
 from aioshm import WorkerDied, WorkerError
 from aioshm.engine import EngineSupervisor, Restart, WorkerGroup
-from aioshm.engine.metering import CallMeter
+from aioshm.engine.stats import CallMeter
 from aioshm.observe import PrometheusCollector
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]

@@ -114,7 +114,7 @@ class Context(Enum):
 
 def test_no_configuration(caplog: pytest.LogCaptureFixture) -> None:
     assert report_usage_stats(7, to=[].append) is False
-    assert "stats must be a mapping or a configuration with the parts of vLLM's, not 7" in caplog.text
+    assert "stats must be a mapping or a configuration like vLLM's, not 7" in caplog.text
 
 
 def test_many_at_once_do_not_mix(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from typing import Any, Self
 from aioshm.arguments import check_int, check_plain, check_seconds, check_timeout
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
-from aioshm.engine.metering import StreamMeter, meter_of, metered
-from aioshm.engine.stats import WorkerGroupStats
+from aioshm.engine.stats import StreamMeter, WorkerGroupStats, meter_of, metered
 from aioshm.engine.workers.messages import Request, method_name
 from aioshm.engine.workers.processes import Settings
 from aioshm.engine.workers.schedule import Call
