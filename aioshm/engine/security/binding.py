@@ -7,6 +7,7 @@ processes of the same user, as the kernel reports it. ``secure=False`` disables 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterable
 
@@ -42,6 +43,7 @@ class Protection:
         self._keys = keys
         self.own: CurveKeys | None = own  # the keys of the end that binds
         self.secure: bool = secure  # whether sockets on this host are for this user only
+        self._lock = threading.RLock()  # the ZAP authenticator recognises keys in its thread
         self._users: dict[tuple[str, bytes], str] = {}
         self._valid: dict[int, int] = {}  # the first incarnation whose keys are not void
         self._ahead: deque[tuple[int, int]] = deque()  # ranks and incarnations that may come, without keys yet
@@ -86,17 +88,18 @@ class Protection:
 
     def recognise(self, domain: str, key: bytes) -> str | None:
         """Return the user id of a key, if it may connect to sockets of this domain."""
-        user = self._users.get((domain, key))
-        if user is None and domain == ENGINES:
-            self._look_ahead()
+        with self._lock:
             user = self._users.get((domain, key))
-        if user is None or user == FRONT_END:
+            if user is None and domain == ENGINES:
+                self._look_ahead()
+                user = self._users.get((domain, key))
+            if user is None or user == FRONT_END:
+                return user
+            rank = self.rank_of(user)
+            if rank is None:
+                return None
+            self.void(rank, int(user.partition(".")[2]))  # the keys of its earlier incarnations
             return user
-        rank = self.rank_of(user)
-        if rank is None:
-            return None
-        self.void(rank, int(user.partition(".")[2]))  # the keys of its earlier incarnations
-        return user
 
     def rank_of(self, user: str) -> int | None:
         """Return the rank of a recognised engine; None: its keys are void, or it is no engine."""
@@ -105,22 +108,24 @@ class Protection:
 
     def expect(self, rank: int) -> None:
         """Admit the engine of one more rank."""
-        if self._keys is not None and rank not in self._valid:
-            self._valid[rank] = 0
-            self._admit(rank, 0)
-            self._ahead.extend((rank, incarnation) for incarnation in range(1, 1 + AHEAD))
+        with self._lock:
+            if self._keys is not None and rank not in self._valid:
+                self._valid[rank] = 0
+                self._admit(rank, 0)
+                self._ahead.extend((rank, incarnation) for incarnation in range(1, 1 + AHEAD))
 
     def void(self, rank: int, incarnation: int) -> None:
         """Refuse the keys of an engine's earlier incarnations."""
-        if self._keys is None or incarnation <= self._valid.get(rank, 0):
-            return
-        known = self._valid.get(rank, 0) + 1 + AHEAD
-        self._valid[rank] = incarnation
-        for each, user in list(self._users.items()):
-            if user != FRONT_END and self.rank_of(user) is None:
-                del self._users[each]
-        self._admit(rank, incarnation)
-        self._ahead.extend((rank, each) for each in range(max(known, incarnation + 1), incarnation + 1 + AHEAD))
+        with self._lock:
+            if self._keys is None or incarnation <= self._valid.get(rank, 0):
+                return
+            known = self._valid.get(rank, 0) + 1 + AHEAD
+            self._valid[rank] = incarnation
+            for each, user in list(self._users.items()):
+                if user != FRONT_END and self.rank_of(user) is None:
+                    del self._users[each]
+            self._admit(rank, incarnation)
+            self._ahead.extend((rank, each) for each in range(max(known, incarnation + 1), incarnation + 1 + AHEAD))
 
     def _look_ahead(self) -> None:
         """Create more keys of engines that may have been started without notice."""

@@ -95,10 +95,12 @@ class BoundSockets:
         self._files: list[BoundFile] = []
         self._connections: list[Connections] = []
         self._authenticator: ZapAuthenticator | None = None
-        self.sockets: Sockets = Sockets()
+        self.sockets: Sockets = Sockets(threads=int(protection.recognises))
         try:
             if protection.recognises:
-                self._authenticator = ZapAuthenticator(self.sockets, protection.recognise, retry=retry)
+                self._authenticator = ZapAuthenticator(
+                    self.sockets.context, protection.recognise, "a process with ZeroMQ sockets", retry=retry
+                )
         except BaseException:
             self.sockets.close()
             raise

@@ -30,7 +30,7 @@ from aioshm.zeromq.hosts import bracketed, connectable, own_address
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Inbox, Pump, drain, whole
 from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, send_frames
-from aioshm.zeromq.zap import admit_only
+from aioshm.zeromq.zap import ZapAuthenticator
 
 if TYPE_CHECKING:
     from aioshm.queue.names.identity import Identity
@@ -266,7 +266,8 @@ class WriterSockets:
             server = None
             if options.secure:
                 server, self.keys = _keys(identity)
-                admit_only(self._sockets.context, z85.decode(self.keys.public), "a writer with remote readers")
+                admitted = partial(_recognise, z85.decode(self.keys.public))
+                ZapAuthenticator(self._sockets.context, admitted, "a writer with remote readers")
             host = bracketed(own_address() if ip is None else ip)
             endpoint = f"tcp://{host}:*"
             # A window's messages may be on their way to a reader twice, because of retransmissions. More messages wait
@@ -360,6 +361,11 @@ def _keys(identity: Identity | None) -> tuple[CurveKeys, CurveKeys]:
         return identity.server, identity.client
     server = CurveKeys.generate()
     return server, CurveKeys.generate(server.public)
+
+
+def _recognise(readers_key: bytes, domain: str, key: bytes) -> str | None:
+    """Admit readers, which have one key; see `ZapAuthenticator`."""
+    return "" if key == readers_key else None
 
 
 def _bind(sock: Socket, host: str, port: int) -> str:

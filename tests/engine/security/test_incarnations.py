@@ -18,6 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 from aioshm.engine import (
     ClientOptions,
     DPCoordinator,
+    EngineClient,
     EngineCredentials,
     EngineKeys,
     EngineLayout,
@@ -48,14 +49,14 @@ class Peer:
             self.socket.routing_id = mine.name
         self.socket.connect(address)
 
+    def handshake(self) -> bool:
+        """Block until the handshake is over; return whether it succeeded."""
+        assert self._monitor.poll(20_000)
+        return parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
     async def admitted(self) -> bool:
         """Return whether this was let in."""
-        async with asyncio.timeout(20):
-            while True:
-                if await asyncio.to_thread(self._monitor.poll, 50):
-                    return (
-                        parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                    )
+        return await asyncio.to_thread(self.handshake)
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -111,6 +112,14 @@ class TestKeys:
         assert who(1, 5 + AHEAD) == f"1.{5 + AHEAD}"
         assert who(0, 0) == "0.0"
         assert protection.name_of("1.5") == keys.name(1, 5)
+
+
+async def test_peer_is_admitted_while_the_loop_is_busy() -> None:
+    keys = EngineKeys.generate()
+    addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
+    async with EngineClient(addresses, 1, options=ClientOptions(keys=keys)):
+        with peers(keys.for_engine(0), (zmq.DEALER, addresses.inputs[0])) as [engine]:
+            assert engine.handshake()  # blocks the loop
 
 
 async def test_a_dead_engine_s_keys_open_no_socket_of_the_front_end(
