@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aioshm.codec import buffers
+from aioshm.codec import base
 from aioshm.ring import layout, record, reference
 
 HEADER = Path(__file__).parents[1] / "aioshm" / "ring" / "core" / "layout.h"
@@ -38,7 +38,7 @@ def constants() -> dict[str, int]:
         "CHUNK_LISTS": record.CHUNK_LISTS,
         "UNREAD": record.UNREAD,
         "TRACES": record.TRACES,
-        "TAKE_MAX": buffers.HUGE_PAGE_BYTES,
+        "TAKE_MAX": base.HUGE_PAGE_BYTES,
         "COPY_MAX": reference.COPY_MAX,
         "BATCH_LOOKS": reference.BATCH_LOOKS,
         "RUSH_NS": reference.RUSH_NS,

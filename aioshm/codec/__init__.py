@@ -1,4 +1,4 @@
-"""Objects to buffers and back: no event loop, no sockets, no files."""
+"""Codecs: objects to buffers and back, without event loop, sockets and files."""
 
 from aioshm.codec.base import Codec, Encoded, Loads, S, T, Typed, Views, cannot_decode
 from aioshm.codec.msgpack import MsgpackCodec

@@ -1,7 +1,7 @@
-"""Arrays and tensors on the wire: a head that describes the elements, and the elements as bytes.
+"""Arrays and tensors as bytes: a head that describes the elements, and the elements.
 
-A message that is one array has the head as its main part, behind `ARRAY_MARKER`, and the elements as its only buffer.
-Inside MessagePack, an extension holds the head. Reading a head runs no code that the sender chooses.
+A message that is one array has `ARRAY_MARKER` and the head as its main part, and the elements as its only buffer.
+Inside MessagePack, an extension contains the head. Reading a head runs no code that the sender chooses.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from aioshm.codec.base import Encoded
-from aioshm.codec.buffers import is_loaded, own_copy
+from aioshm.codec.base import Encoded, is_loaded, own_copy
 from aioshm.errors import CodecError
 
 ARRAY_MARKER: Final = b"\xc1"
-"""The first byte of a message that is one array; no pickle and no MessagePack begins with it."""
+"""The first byte of a message that is one array; no pickle and no MessagePack begins with this byte."""
 
 NUMPY: Final = 0
 TORCH: Final = 1
 
 Order: TypeAlias = Literal["C", "F"]
-Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # in NumPy, -1 means: infer this length
+Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # NumPy would infer a length of -1
 
 
 class ArrayHead(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
-    """The description of an array (`NUMPY`) or a tensor (`TORCH`); a MessagePack array on the wire."""
+    """The description of an array (`NUMPY`) or a tensor (`TORCH`), encoded as a MessagePack array."""
 
     library: int
     dtype: Any  # a name, or the fields of a structured dtype
@@ -42,11 +41,11 @@ class ArrayHead(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True
 encode_head: Callable[[ArrayHead], bytes] = msgspec.msgpack.Encoder().encode
 decode_head: Callable[[bytes | memoryview], ArrayHead] = msgspec.msgpack.Decoder(ArrayHead).decode
 
-# By exact type; empty until the program has imported NumPy or torch.
+# Tables by exact type; empty until the program has imported NumPy or torch.
 packers: dict[type, Callable[[Any], Encoded | None]] = {}
-"""Encode an array as a message of its own; None where the codec has to encode the array: objects, gradients."""
+"""Encode an array as a message of its own; None if the codec must encode the array: objects, gradients."""
 describers: dict[type, Callable[[Any], tuple[ArrayHead, memoryview]]] = {}
-"""Return head and elements of an array inside MessagePack."""
+"""Return head and elements of an array, for MessagePack."""
 reducers: dict[type, Callable[[Any], Any]] = {}
 """Reduce an array for pickle."""
 numbers: set[type] = set()
@@ -89,10 +88,12 @@ def message_head(head: ArrayHead) -> bytes:
     return ARRAY_MARKER + encode_head(head)
 
 
-def unpack_message(main: bytes | memoryview, buffers: Sequence[memoryview], *, show: bool) -> Any:
-    """Return the array of a message: a copy, or for ``show`` a read-only view of the buffer."""
+def unpack_message(main: bytes | memoryview, buffers: Sequence[memoryview], *, in_place: bool) -> Any:
+    """Return the array of a message: a copy, or a read-only view of the buffer."""
     [elements] = buffers
-    array = rebuild(_parse(bytes(main)), elements.toreadonly() if show else own_copy(elements))
+    memory: Any
+    memory = elements.toreadonly() if in_place else own_copy(elements)
+    array = rebuild(_parse(bytes(main)), memory)
     if array.nbytes != elements.nbytes:
         raise CodecError(f"damaged array: {array.nbytes} bytes announced, {elements.nbytes} there")
     return array

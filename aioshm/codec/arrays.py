@@ -1,4 +1,4 @@
-"""NumPy arrays: their elements as one block of memory, and the way back. Imports NumPy."""
+"""NumPy arrays to heads and elements, and back. Imports NumPy."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from aioshm.codec.base import Encoded
 
 Array: TypeAlias = npt.NDArray[Any]
 
-# What dtype.str can be for elements without Python objects: more would let a sender choose what np.dtype() does.
+# dtype.str of elements without Python objects. With more, a sender could choose what np.dtype() does.
 _PLAIN_KINDS = "biufcSUVmM"
 _PLAIN_DTYPE = re.compile(rf"[<>|=][{_PLAIN_KINDS}]\d{{1,9}}(\[\w{{1,20}}\])?")
 
 
 def order_of(array: Array) -> Order:
-    """Return the order in which `elements` has the elements."""
-    return "F" if array.flags.fnc else "C"
+    """Return the order of `elements`."""
+    if array.flags.fnc:
+        return "F"
+    return "C"
 
 
 def elements(array: Array) -> memoryview:
-    """Return the elements as bytes; copied only where they are not contiguous."""
+    """Return the elements as bytes; a copy only if they are not contiguous."""
     return exported(array).raw()
 
 
@@ -36,19 +38,20 @@ def exported(array: Any) -> PickleBuffer:
         array = array.copy()
     try:
         return PickleBuffer(array)
-    except ValueError:  # the buffer protocol has no word for some types, dates among them
+    except ValueError:  # the buffer protocol does not support some types, for example dates
         return PickleBuffer(array.ravel("K").view(np.uint8))
 
 
 def reduce_array(array: Array) -> str | tuple[Any, ...]:
-    """Reduce an array for pickle: out of band in every layout, and writable where it arrives."""
+    """Reduce an array for pickle: out of band in every layout, and writable on arrival."""
     dtype = array.dtype
     if dtype.hasobject or not dtype.itemsize:
         return array.__reduce_ex__(5)
     if not array.flags.writeable:
         array = array.copy("K")  # pickle would wrap the received memory in a read-only view
-    # NumPy's singletons are their names; other types (byte order, fields, units, metadata) are more.
-    element = dtype.str if dtype.isbuiltin == 1 else dtype
+    element: Any = dtype
+    if dtype.isbuiltin == 1:  # a name identifies the type; others have byte order, fields, units or metadata
+        element = dtype.str
     return np.ndarray, (array.shape, element, exported(array), 0, None, order_of(array))
 
 
@@ -56,34 +59,38 @@ def describe(array: Array) -> tuple[ArrayHead, memoryview]:
     """Return an array's head, and its elements.
 
     Raises:
-        TypeError: The array has Python objects in it, or elements without a size.
+        TypeError: The array contains Python objects, or its elements have no size.
     """
     dtype = array.dtype
     if dtype.hasobject or not dtype.itemsize:
         raise TypeError(f"arrays of dtype {dtype} cannot travel")
-    name = dtype.str if dtype.fields is None else dtype.descr
+    name: Any = dtype.str
+    if dtype.fields is not None:
+        name = dtype.descr
     return ArrayHead(NUMPY, name, array.shape, order_of(array)), elements(array)
 
 
 def pack(array: Array) -> Encoded | None:
     """Encode an array as a message of its own; None for Python objects, fields, and metadata of the dtype."""
     dtype = array.dtype
-    if dtype.kind not in _PLAIN_KINDS or dtype.metadata:  # of others not all can be hashed
+    if dtype.kind not in _PLAIN_KINDS or dtype.metadata:  # may not be hashable
         return None
     head = _message_head(dtype, array.shape, order_of(array))
-    return None if head is None else ((head,), (elements(array),))
+    if head is None:
+        return None
+    return (head,), (elements(array),)
 
 
 @lru_cache(256)
 def _message_head(dtype: np.dtype[Any], shape: tuple[int, ...], order: Order) -> bytes | None:
-    plain = dtype.fields is None and dtype.itemsize and _PLAIN_DTYPE.fullmatch(dtype.str)
-    return message_head(ArrayHead(NUMPY, dtype.str, shape, order)) if plain else None
+    if dtype.fields is None and dtype.itemsize and _PLAIN_DTYPE.fullmatch(dtype.str):
+        return message_head(ArrayHead(NUMPY, dtype.str, shape, order))
+    return None
 
 
 def rebuild(head: ArrayHead, memory: Any) -> Array:
     """Return an array over memory, without a copy."""
-    element = _named(head.dtype) if isinstance(head.dtype, str) else _structured(head.dtype)
-    return np.ndarray(head.shape, element, memory, 0, None, head.order)
+    return np.ndarray(head.shape, _structured(head.dtype), memory, 0, None, head.order)
 
 
 @lru_cache(256)
@@ -94,7 +101,7 @@ def _named(name: str) -> np.dtype[Any]:
 
 
 def _structured(fields: Any) -> np.dtype[Any]:
-    """Return the dtype of a ``dtype.descr``."""
+    """Return the dtype of a name or a ``dtype.descr``."""
     if isinstance(fields, str):
         return _named(fields)
     if not isinstance(fields, list):
@@ -105,10 +112,14 @@ def _structured(fields: Any) -> np.dtype[Any]:
     titles: list[Any] = []
     end = 0
     for name, inner, *shape in fields:
-        field = np.dtype((_structured(inner), tuple(shape[0]))) if shape else _structured(inner)
-        title, known_as = name if isinstance(name, list) else (None, name)
-        if known_as:  # padding has no name
-            names.append(known_as)
+        field = _structured(inner)
+        if shape:
+            field = np.dtype((field, tuple(shape[0])))
+        title = None
+        if isinstance(name, list):
+            title, name = name
+        if name:  # padding has no name
+            names.append(name)
             formats.append(field)
             offsets.append(end)
             titles.append(title)
@@ -117,7 +128,7 @@ def _structured(fields: Any) -> np.dtype[Any]:
 
 
 class _Writable:
-    """Shows an array through NumPy's array interface as if it could be written to, and keeps it alive."""
+    """Exposes an array through NumPy's array interface as writable, and keeps the array alive."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -125,8 +136,10 @@ class _Writable:
 
 
 def writable(array: Array) -> Array:
-    """Return an array over the same memory for a tensor: torch knows none that is read-only, and would warn."""
-    return array if array.flags.writeable else np.asarray(_Writable(array))
+    """Return a writable array over the same memory: torch has no read-only tensors, and would warn."""
+    if array.flags.writeable:
+        return array
+    return np.asarray(_Writable(array))
 
 
 packers[np.ndarray] = pack

@@ -1,14 +1,16 @@
-"""The protocol of codecs, and the error of decoding."""
+"""The protocols of codecs, the error of decoding, and out-of-band buffers."""
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from aioshm.errors import CodecError
 
-if TYPE_CHECKING:  # the defaults are for type checkers: a queue, or a codec, of no type in particular is one of Any
+if TYPE_CHECKING:  # the defaults are for type checkers: a queue or codec without a type is one of Any
     from typing_extensions import TypeVar
 
     S = TypeVar("S", default=Any)
@@ -21,8 +23,14 @@ else:
     T = TypeVar("T")
     T_co = TypeVar("T_co", covariant=True)
 
+# The message is at fault if encoding or decoding fails so often; otherwise a signal handler raised the error.
 TRIES = 3
-"""An error of encoding or decoding counts as the message's fault if it comes so often."""
+
+OUT_OF_BAND_BYTES = 4096
+"""Buffers of this size and more are stored outside of the pickle stream; copying smaller ones into it is cheaper."""
+
+HUGE_PAGE_BYTES = 4 * 1024 * 1024
+"""From this size on, NumPy asks the kernel for huge pages."""
 
 Encoded: TypeAlias = bytes | tuple[Sequence[bytes | memoryview], Sequence[memoryview]]
 
@@ -30,15 +38,15 @@ Encoded: TypeAlias = bytes | tuple[Sequence[bytes | memoryview], Sequence[memory
 class Codec(Protocol[T_co]):
     """Encodes objects into bytes and buffers, and decodes them.
 
-    An instance belongs to one end of one queue and is used by one thread at a time. It may be entered again while it
-    is encoding: user code that runs then can encode something of its own.
+    An instance belongs to one end of one queue and is used by one thread at a time. User code that runs while
+    the codec encodes may encode with the same instance.
 
-    These four are required. `Loads`, `Views` and `Typed` are optional; `loads_of`, `view_of` and `typed_codec` make up
-    for them.
+    These four members are required. `Loads`, `Views` and `Typed` are optional; `loads_of`, `view_of` and `typed_codec`
+    substitute for them.
 
     Attributes:
-        name: What a handle and ``MessageQueue(codec=...)`` call it.
-        code: The same in one byte, for the slot header: 1 to 15 are aioshm's own, 16 to 255 are for others.
+        name: The name in handles and ``MessageQueue(codec=...)``.
+        code: The identification in one byte, for the slot header: 1 to 15 are aioshm's own, 16 to 255 are for users.
     """
 
     @property
@@ -48,22 +56,23 @@ class Codec(Protocol[T_co]):
     def code(self) -> int: ...
 
     def encode(self, obj: Any) -> Encoded:
-        """Turn an object into a main part and out-of-band buffers.
+        """Encode an object into a main part and out-of-band buffers.
 
         Returns:
-            Plain ``bytes`` for a main part in one piece with nothing beside it. Otherwise ``(parts, buffers)``: the
+            Plain ``bytes`` for a main part in one piece without buffers. Otherwise ``(parts, buffers)``: the
             parts, one after the other, are the main part. Every view is one-dimensional, C-contiguous and of format
-            ``B``. Parts and buffers show the caller's own memory and keep it alive: copy them before that may change.
+            ``B``. Parts and buffers refer to the caller's own memory and keep it alive: copy them before the memory may
+            change.
 
         Raises:
             CodecError: The object cannot be encoded; the text names its type.
         """
 
     def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> T_co:
-        """Turn what `encode` returned into an object.
+        """Decode the result of `encode` into an object.
 
-        The result shares no memory with the arguments, can be written to where its types allow that, and no error that
-        this raises holds on to the arguments: the memory may be reused or unmapped as soon as the call is over.
+        The result shares no memory with the arguments, and is writable if its types allow that. No error raised here
+        keeps the arguments alive: their memory may be reused or unmapped after the call.
 
         Raises:
             CodecError: These bytes cannot be decoded.
@@ -72,13 +81,13 @@ class Codec(Protocol[T_co]):
 
 @runtime_checkable
 class Loads(Protocol):
-    """A codec with a short cut for messages without buffers."""
+    """A codec with a faster decoder for messages without buffers."""
 
     @property
     def loads(self) -> Callable[[bytes], Any]:
-        """Decode a message that has no buffers, from bytes of its own that the result may keep.
+        """Decode a message without buffers, from bytes that the result may keep.
 
-        May raise anything; the caller turns that into a `CodecError` with `cannot_decode`.
+        May raise any error; the caller converts the error into a `CodecError` with `cannot_decode`.
         """
 
 
@@ -87,10 +96,10 @@ class Views(Protocol):
     """A codec that can decode in place, zero-copy."""
 
     def view(self, main: memoryview, buffers: Sequence[memoryview]) -> Any:
-        """Decode without copying: arrays, tensors and bytes-like parts point into the given memory.
+        """Decode without copying: arrays, tensors and bytes-like parts refer to the given memory.
 
-        They are read-only where their types allow that. The caller passes read-only views of memory that may be
-        written to all the same (by tensors), and keeps it as it is for as long as the result is in use.
+        They are read-only if their types allow that. The caller passes read-only views of memory that
+        tensors may nevertheless write to, and keeps the memory unchanged while the result is in use.
 
         Raises:
             CodecError: These bytes cannot be decoded.
@@ -99,36 +108,41 @@ class Views(Protocol):
 
 @runtime_checkable
 class Typed(Protocol):
-    """A codec that can check, as it decodes, that messages are of a type."""
+    """A codec that can check the type of messages while decoding."""
 
     def of_type(self, type: Any) -> Self:  # noqa: A002  # as everywhere else
-        """Return a codec like this one that decodes messages as ``type``, and refuses those that are of another.
+        """Return an equal codec that decodes messages as ``type``, and refuses messages of other types.
 
         Raises:
-            TypeError: It cannot decode this type.
-            ValueError: It decodes another one already.
+            TypeError: This codec cannot decode the type.
+            ValueError: This codec already decodes another type.
         """
 
 
-def cannot_decode(error: Exception, codec: str = "pickle") -> CodecError:
-    """Return the error of a message that cannot be decoded; ``error`` is its cause.
+# Errors
 
-    The frames that ``error`` came through are cleared: otherwise the views in them would live as long as the error
-    does, and the memory could not be unmapped. A caller that was given views lets go of them itself.
+
+def cannot_decode(error: Exception, codec: str = "pickle") -> CodecError:
+    """Return the error for a message that cannot be decoded, with ``error`` as its cause.
+
+    The frames of ``error`` are cleared: otherwise the views in the frames would live as long as the error, and the
+    memory could not be unmapped. A caller with views of its own must delete them.
 
     Args:
-        error: What `Codec.decode`'s own means, or `Loads.loads`, raised.
+        error: The error that decoding raised.
         codec: The name of the codec, for the text.
     """
     _clear_frames(error)
-    what = "unpickle a message" if codec == "pickle" else f"decode a {codec} message"
-    result = CodecError(f"cannot {what}: {type(error).__name__}: {error}")
+    action = f"decode a {codec} message"
+    if codec == "pickle":
+        action = "unpickle a message"
+    result = CodecError(f"cannot {action}: {type(error).__name__}: {error}")
     result.__cause__ = error
     return result
 
 
 def check_again(error: Exception, call: Callable[..., object], *arguments: Any) -> None:
-    """Raise the error if it does not recur: a signal handler raised it, the message is sound."""
+    """Raise the error if it does not recur: a signal handler raised it, and the message is sound."""
     for _ in range(TRIES - 1):
         try:
             call(*arguments)
@@ -139,7 +153,7 @@ def check_again(error: Exception, call: Callable[..., object], *arguments: Any) 
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clear the frames that an error, its causes and its contexts came through."""
+    """Clear the frames of an error, its causes and its contexts."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -148,3 +162,42 @@ def _clear_frames(error: BaseException) -> None:
             seen.add(id(link))
             traceback.clear_frames(link.__traceback__)
             waiting += link.__cause__, link.__context__
+
+
+# Buffers
+
+
+def is_loaded(name: str) -> bool:
+    """Return whether the program has finished importing the module."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+class OwnMemory:
+    """Memory of one received message; decoded objects may refer to it."""
+
+    def may_keep(self, nbytes: int, size: int) -> bool:
+        """Return whether a decoded buffer of ``nbytes`` stays in this memory of ``size`` bytes, uncopied."""
+        return 2 * nbytes >= size  # a small buffer would keep all of the memory alive
+
+
+def own_copy(view: memoryview) -> bytearray | memoryview:
+    """Copy a buffer into writable memory, unless the buffer may stay in its `OwnMemory`."""
+    if view.nbytes < HUGE_PAGE_BYTES or not is_loaded("numpy"):
+        return bytearray(view)
+    memory = view.obj
+    if isinstance(memory, OwnMemory) and not view.readonly and memory.may_keep(view.nbytes, memoryview(memory).nbytes):
+        return view
+    import numpy as np
+
+    fresh = np.empty(view.nbytes, np.uint8).data
+    fresh[:] = view
+    return fresh
+
+
+def flat(obj: Any) -> memoryview:
+    """Return C-contiguous memory as plain bytes, by a cast (platform notes: garbage collector)."""
+    try:
+        return memoryview(obj).cast("B")
+    except TypeError:  # cast refuses structured formats and empty shapes; a PickleBuffer accepts both
+        return PickleBuffer(obj).raw()

@@ -1,4 +1,4 @@
-"""The content of a slot: a fixed header, then the message. Pure arithmetic over memory that the caller owns.
+"""The content of a slot: a fixed header, then the message. Pure arithmetic on memory of the caller.
 
     0          64                                                     64 + inline_bytes
     +----------+---------------------------------------------------------------+
@@ -25,8 +25,8 @@ A body with buffers begins with the table of their lengths. Each later part star
     | lengths: n x u64 | main               | buffer 0        | buffer 1 ...    |
     +------------------+--------------------+-----------------+-----------------+
 
-The buffers of a `PLACED` body were written where they lie, before anybody knew the main part: the body begins with the
-place of a table, behind them, which says where each part is, the main part first:
+The buffers of a `PLACED` body were written in place, before the main part was known. The body begins with the offset of
+a table behind the buffers, which has the offset of each part, the main part first:
 
     0       *                                table
     +-------+--------------------------------+--------------------+------------------------------+-----------------+
@@ -54,7 +54,7 @@ OVERFLOW = 2  # the body did not fit a chunk and lies in an overflow segment, wh
 RAW = 3  # the body was written with acquire_write: no codec
 
 PLACED = 1
-"""In the header's third field: the body has a table that says where its parts are."""
+"""In the header's third field: the body has a table with the offsets of its parts."""
 
 
 def plain(code: int, kind: int = INLINE) -> int:
@@ -63,8 +63,8 @@ def plain(code: int, kind: int = INLINE) -> int:
 
 
 MAX_BUFFERS = 65_536
-"""Most out-of-band buffers of one message. An empty buffer takes no room in a body, so without this bound a chunk of
-zeros could be read as millions of them."""
+"""Maximum of out-of-band buffers of one message. An empty buffer takes no room in a body, so without this bound a chunk
+of zeros could be read as millions of buffers."""
 
 _LENGTH = struct.Struct("<Q")
 _LENGTH_BYTES = 8
@@ -72,7 +72,7 @@ _ENTRY_BYTES = 2 * _LENGTH_BYTES
 
 
 def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
-    """Return the size of the body that `write_body` makes of a main part and buffers of these sizes."""
+    """Return the size of the body that `write_body` writes for a main part and buffers of these sizes."""
     if not buffer_bytes:
         return main_bytes
     end = _aligned(_LENGTH_BYTES * len(buffer_bytes)) + main_bytes
@@ -84,7 +84,7 @@ def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
 def write_body(
     target: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[bytes | bytearray | memoryview]
 ) -> int:
-    """Write a message's main part and buffers into memory; return the bytes of the main part."""
+    """Write a message's main part and buffers into memory; return the size of the main part."""
     main = 0
     if buffers:
         sizes = [len(buffer) for buffer in buffers]
@@ -92,7 +92,8 @@ def write_body(
         main = _aligned(_LENGTH_BYTES * len(sizes))
     end = main
     for part in parts:
-        start, end = end, end + len(part)
+        start = end
+        end = start + len(part)
         target[start:end] = part
     main = end - main
     for buffer in buffers:
@@ -126,12 +127,12 @@ def split_body(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[memor
 
 
 def placed_bytes(n_buffers: int, main_bytes: int) -> int:
-    """Return how many bytes of a placed body lie behind its buffers: the table, and the main part."""
+    """Return how many bytes of a placed body follow its buffers: the table, and the main part."""
     return _LENGTH_BYTES + _ENTRY_BYTES * n_buffers + main_bytes
 
 
 def pack_table(main: int, places: Sequence[int]) -> bytes:
-    """Return a placed body's table; ``places``: offset and length of each buffer, in turn."""
+    """Return a placed body's table; ``places`` alternates offset and length of each buffer."""
     return struct.pack(f"<{1 + len(places)}Q", main, *places)
 
 
@@ -141,7 +142,7 @@ def pack_place(table: int) -> bytes:
 
 
 def placed_end(body: memoryview, n_buffers: int, main_bytes: int) -> int:
-    """Return the end of a placed body, after checking that the end is inside of the memory."""
+    """Return the end of a placed body, after checking that the end lies within the memory."""
     if 0 <= n_buffers <= MAX_BUFFERS and main_bytes >= 0 and len(body) >= _LENGTH_BYTES:
         (table,) = _LENGTH.unpack_from(body)
         end = table + placed_bytes(n_buffers, 0)
@@ -169,8 +170,10 @@ def split_placed(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[mem
 
 
 def split(body: memoryview, how: int, n_buffers: int, main_bytes: int) -> tuple[memoryview, list[memoryview]]:
-    """Call `split_placed` or `split_body`, as the header's third field says."""
-    return (split_placed if how else split_body)(body, n_buffers, main_bytes)
+    """Call `split_placed` or `split_body`, depending on the header's third field."""
+    if how:
+        return split_placed(body, n_buffers, main_bytes)
+    return split_body(body, n_buffers, main_bytes)
 
 
 def message_bytes(message: Encoded) -> int:

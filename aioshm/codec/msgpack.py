@@ -1,20 +1,20 @@
-"""MessagePack: plain data and typed structs, with arrays, tensors and large bytes beside the stream instead of in it.
+"""MessagePack: plain data and typed structs, with large arrays and tensors in out-of-band buffers.
 
-Two extension types stand for what MessagePack has no word for. Each begins with a 32-bit number: which buffer of the
-message holds the memory, or `_INLINE` where it follows in the extension itself.
+An extension type stands for an array or a tensor. Its data begins with a 32-bit number: the index of the out-of-band
+buffer with the elements, or `_INLINE` if the elements follow in the extension itself.
 
-    101  bytes              number
-    102  array or tensor    number | bytes of head u16 | head | memory if inline
+    102  array or tensor    number | bytes of head u16 | head | elements if inline
 
 A head is itself MessagePack, see array_heads.py. All numbers are little-endian. A message that is one array has no
-extension, but a marker in front of the head.
+extension, but a marker before the head.
 """
 
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, Self, overload
 
@@ -33,38 +33,30 @@ from aioshm.codec.array_heads import (
     rebuild,
     unpack_message,
 )
-from aioshm.codec.base import Encoded, T, cannot_decode, check_again
-from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat, own_copy
+from aioshm.codec.base import OUT_OF_BAND_BYTES, Encoded, T, cannot_decode, check_again, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
-from aioshm.codec.walk import find_refused, substitute
 from aioshm.errors import CodecError
 
-_BYTES = 101
 _ARRAY = 102
-_INDEX = struct.Struct("<I")
 _HEAD = struct.Struct("<IH")
 _INLINE = 2**32 - 1
-
-_WALKS_ON_SUSPICION = 16
-"""So many messages without large bytes after the last one with them are still searched before they are encoded."""
-
-_BUILTIN_TYPES = (bytes, bytearray, memoryview)
+# Parts of a path to a deep object that an error text shows.
+_LABELS_SHOWN = 20
 
 
 class MsgpackCodec(Generic[T]):
-    """Carries what msgspec does, NumPy arrays and dense torch tensors. Decoding runs no code of the sender's choice.
+    """Carries plain data that msgspec supports, NumPy arrays and dense torch tensors. Decoding runs no sender's code.
 
     Bytes-like objects arrive as ``bytes``, tuples and sets as lists, unless ``type`` says otherwise. Arrays keep dtype,
-    shape and order, but not the metadata of the dtype; tensors keep ``requires_grad``, being a ``Parameter`` and their
-    device, but not Python attributes, hooks and ``.grad``. Identity is not kept: what is in a message twice arrives
-    as two. Where a typed message has buffers beside it, it cannot have ``msgspec.Raw`` in it. The extension types
-    101 and 102 are this codec's own.
+    shape and order, but not the metadata of the dtype. Tensors keep ``requires_grad``, being a ``Parameter`` and their
+    device, but not Python attributes, hooks and ``.grad``. Identity is not kept: an object that a message contains
+    twice arrives as two objects. The extension type 102 is this codec's own.
 
     Args:
-        type: What messages are decoded as; None for what the queue's ``type`` says, or else for dicts, lists and other
+        type: The type of decoded messages. None: the queue's ``type``, or else dicts, lists and other
             plain data.
-        enc_hook: Turns an object of a type that is not supported into one that is, or raises.
-        dec_hook: Called with a type of your own and plain data, where ``type`` names that type.
+        enc_hook: Converts an object of an unsupported type into a supported one, or raises.
+        dec_hook: Called with a type of your own and plain data, if ``type`` contains that type.
     """
 
     name = "msgpack"
@@ -98,22 +90,23 @@ class MsgpackCodec(Generic[T]):
         self._type = type
         self._enc_hook = check_plain("enc_hook", enc_hook)
         self._dec_hook = check_plain("dec_hook", dec_hook)
-        self._pack = msgspec.msgpack.Encoder(enc_hook=self._stand_in).encode
-        self._unpack = msgspec.msgpack.Decoder(ext_hook=self._arrive).decode
-        self.loads: Callable[[bytes | memoryview], T] = self._unpack
+        self._pack = msgspec.msgpack.Encoder(enc_hook=self._encode_other).encode
+        wanted: Any = Any
         if type is not None:
-            self.loads = msgspec.msgpack.Decoder(type, ext_hook=self._arrive, dec_hook=dec_hook).decode
-        self._leaving: list[memoryview] = []
-        self._arriving: list[memoryview | None] = []
-        self._show = False
-        self._suspicion = 0
+            wanted = type
+        decoder: msgspec.msgpack.Decoder[T]
+        decoder = msgspec.msgpack.Decoder(wanted, ext_hook=self._decode_extension, dec_hook=dec_hook)
+        self.loads: Callable[[bytes | memoryview], T] = decoder.decode
+        self._outgoing: list[memoryview] = []
+        self._incoming: list[memoryview | None] = []
+        self._in_place = False
 
     def of_type(self, type: Any) -> Self:  # noqa: A002  # as above
-        """Return a codec like this one, hooks included, that decodes messages as ``type``.
+        """Return a codec with the same hooks that decodes messages as ``type``.
 
         Raises:
-            TypeError: It cannot decode this type.
-            ValueError: It decodes another one already.
+            TypeError: This codec cannot decode the type.
+            ValueError: This codec already decodes another type.
         """
         if self._type is None:
             return builtins.type(self)(type, enc_hook=self._enc_hook, dec_hook=self._dec_hook)
@@ -125,100 +118,87 @@ class MsgpackCodec(Generic[T]):
         """Encode an object.
 
         Raises:
-            CodecError: A part of it cannot be encoded; the text has its type and the path to it.
+            CodecError: A part of the object cannot be encoded; the text names its type and path.
         """
         pack = packers.get(type(obj))
         if pack is not None and (message := pack(obj)) is not None:
             return message
-        main = b""
-        beside: tuple[memoryview, ...] = ()
         try:
-            if not self._suspicion:
-                main = self._pack(obj)
-                beside = self._take_leaving() if self._leaving else ()
-                # Large bytes begin with one of these two; a search for them is much quicker than a walk.
-                if len(main) < OUT_OF_BAND_BYTES or (b"\xc5" not in main and b"\xc6" not in main):
-                    return ((main,), beside) if beside else main
-            walked = substitute(obj, self._set_aside)
-            if walked is not obj:
-                self._suspicion = _WALKS_ON_SUSPICION
-            elif self._suspicion:
-                self._suspicion -= 1
-            if walked is not obj or not main:
-                main = self._pack(walked)
-                beside = self._take_leaving()
+            main = self._pack(obj)
         except Exception as error:
             raise self._refusal(obj, error) from error
         except BaseException:
-            self._leaving.clear()
+            self._outgoing.clear()
             raise
-        return ((main,), beside) if beside else main
+        if not self._outgoing:
+            return main
+        buffers = tuple(self._outgoing)
+        self._outgoing.clear()
+        return (main,), buffers
 
     def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> T:
         """Decode a message.
 
         Raises:
-            CodecError: This is damaged, or not of the type that this codec decodes.
+            CodecError: The message is damaged, or not of this codec's type.
         """
         try:
             return self._decoded(main, buffers)
         except Exception as error:
             check_again(error, self._decoded, main, buffers)
-            del main, buffers  # the error shall not keep them alive, nor the memory that they show
+            del main, buffers  # the error must not keep them alive, nor their memory
             raise cannot_decode(error, self.name) from error
 
     def view(self, main: memoryview, buffers: Sequence[memoryview]) -> Any:
-        """Decode a message whose large parts stay where they are.
+        """Decode a message in place: large arrays and tensors are views of the buffers.
 
-        Arrays of `OUT_OF_BAND_BYTES` and more are read-only, ``bytes`` of that size arrive as a read-only
-        ``memoryview``, unless ``type`` asks for ``bytes``. A tensor cannot be read-only: what is written to it is
-        written to the memory. Smaller ones are copies.
+        Arrays of `OUT_OF_BAND_BYTES` and more are read-only. A tensor cannot be read-only: writing to it
+        writes to the buffer. Smaller arrays and tensors, and ``bytes`` of any size, are copies. Where ``type`` says
+        ``memoryview``, the bytes are a view of ``main``.
 
         Raises:
-            CodecError: This is damaged, or not of the type that this codec decodes.
+            CodecError: The message is damaged, or not of this codec's type.
         """
         try:
-            return self._seen(main, buffers)
+            return self._viewed(main, buffers)
         except Exception as error:
-            check_again(error, self._seen, main, buffers)
+            check_again(error, self._viewed, main, buffers)
             del main, buffers
             raise cannot_decode(error, self.name) from error
 
     def _decoded(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> T:
-        own = bytes(main)  # what msgspec returns may point into it
-        return self._decode_all(own, buffers, show=False) if buffers else self.loads(own)
+        own = bytes(main)  # msgspec may return parts of its input
+        if not buffers:
+            return self.loads(own)
+        return self._with_buffers(own, buffers, in_place=False)
 
-    def _seen(self, main: memoryview, buffers: Sequence[memoryview]) -> Any:
-        return self._decode_all(main, buffers, show=True) if buffers else self.loads(main.toreadonly())
+    def _viewed(self, main: memoryview, buffers: Sequence[memoryview]) -> Any:
+        if not buffers:
+            return self.loads(main.toreadonly())
+        return self._with_buffers(main, buffers, in_place=True)
 
-    def _decode_all(self, main: bytes | memoryview, buffers: Sequence[memoryview], *, show: bool) -> Any:
+    def _with_buffers(self, main: bytes | memoryview, buffers: Sequence[memoryview], *, in_place: bool) -> T:
         if is_array(main):
-            array = unpack_message(main, buffers, show=show)
-            return array if self._type is None else self._converted(array)
-        before = self._arriving, self._show
-        arriving: list[memoryview | None] = list(buffers)
-        self._arriving, self._show = arriving, show
+            array: T = unpack_message(main, buffers, in_place=in_place)
+            if self._type is not None:
+                array = msgspec.convert(array, self._type, dec_hook=self._dec_hook)
+            return array
+        outer_incoming = self._incoming  # a hook may decode with this codec
+        outer_in_place = self._in_place
+        incoming: list[memoryview | None] = list(buffers)
+        self._incoming = incoming
+        self._in_place = in_place
         try:
-            obj = self._unpack(main)
-            if any(buffer is not None for buffer in arriving):
+            obj = self.loads(main)
+            if any(buffer is not None for buffer in incoming):
                 raise ValueError("it has more buffers than it uses")
         finally:
-            self._arriving, self._show = before
-            arriving.clear()
-        if self._type is None:
-            return obj
-        # Not at once: where a type says bytes, msgspec refuses an extension without calling the hook.
-        return self._converted(obj)
+            self._incoming = outer_incoming
+            self._in_place = outer_in_place
+            incoming.clear()
+        return obj
 
-    def _converted(self, obj: Any) -> Any:
-        return msgspec.convert(obj, self._type, builtin_types=_BUILTIN_TYPES, dec_hook=self._dec_hook)
-
-    def _arrive(self, code: int, data: memoryview) -> Any:
-        """Decode an extension: an array, a tensor or large bytes."""
-        if code == _BYTES:
-            (index,) = _INDEX.unpack(data)
-            buffer = self._take_arriving(index)
-            return buffer.toreadonly() if self._show else bytes(buffer)
+    def _decode_extension(self, code: int, data: memoryview) -> Any:
         if code != _ARRAY:
             return Ext(code, bytes(data))
         index, head_bytes = _HEAD.unpack_from(data)
@@ -226,66 +206,153 @@ class MsgpackCodec(Generic[T]):
         memory: Any
         if index == _INLINE:
             memory = bytearray(data[start:])
+        elif self._in_place:
+            memory = self._take_incoming(index).toreadonly()
         else:
-            memory = self._take_arriving(index)
-            memory = memory.toreadonly() if self._show else own_copy(memory)
+            memory = own_copy(self._take_incoming(index))
         return rebuild(decode_head(data[_HEAD.size : start]), memory)
 
-    def _take_arriving(self, index: int) -> memoryview:
-        if index >= len(self._arriving):
-            raise ValueError(f"it asks for buffer {index} of {len(self._arriving)}")
-        buffer = self._arriving[index]
+    def _take_incoming(self, index: int) -> memoryview:
+        if index >= len(self._incoming):
+            raise ValueError(f"it asks for buffer {index} of {len(self._incoming)}")
+        buffer = self._incoming[index]
         if buffer is None:
             raise ValueError(f"it uses buffer {index} twice")
-        self._arriving[index] = None
+        self._incoming[index] = None
         return buffer
 
-    def _stand_in(self, obj: Any) -> Any:
-        """Replace an object that msgspec does not know by an extension."""
+    def _encode_other(self, obj: Any) -> Any:
+        """Return a substitute for an object of a type that msgspec does not support."""
         kind = type(obj)
         if kind not in describers and kind not in numbers:
             load_libraries()
+        if kind in numbers:
+            return obj.item()
         describe = describers.get(kind)
         if describe is None:
-            return obj.item() if kind in numbers else self._ask_the_user(obj)
+            return self._call_hook(obj)
         described, memory = describe(obj)
         head = encode_head(described)
-        if memory.nbytes >= OUT_OF_BAND_BYTES and len(self._leaving) < MAX_BUFFERS:
-            self._leaving.append(memory)
-            return Ext(_ARRAY, _HEAD.pack(len(self._leaving) - 1, len(head)) + head)
+        if memory.nbytes >= OUT_OF_BAND_BYTES and len(self._outgoing) < MAX_BUFFERS:
+            self._outgoing.append(memory)
+            return Ext(_ARRAY, _HEAD.pack(len(self._outgoing) - 1, len(head)) + head)
         return Ext(_ARRAY, b"".join((_HEAD.pack(_INLINE, len(head)), head, memory)))
 
-    def _ask_the_user(self, obj: Any) -> Any:
+    def _call_hook(self, obj: Any) -> Any:
         if self._enc_hook is None:
             raise TypeError("its type is not supported")
-        before, self._leaving = self._leaving, []  # the hook may encode something with this codec
+        outer = self._outgoing
+        self._outgoing = []  # the hook may encode with this codec
         try:
             return self._enc_hook(obj)
         finally:
-            self._leaving = before
-
-    def _set_aside(self, obj: Any) -> Any:
-        """Set large bytes aside as an out-of-band buffer."""
-        if len(self._leaving) == MAX_BUFFERS:
-            return obj
-        self._leaving.append(flat(obj))
-        return Ext(_BYTES, _INDEX.pack(len(self._leaving) - 1))
-
-    def _take_leaving(self) -> tuple[memoryview, ...]:
-        taken = tuple(self._leaving)
-        self._leaving.clear()
-        return taken
+            self._outgoing = outer
 
     def _refusal(self, obj: Any, error: Exception) -> CodecError:
-        """Return the error that names the part of an object that cannot be encoded."""
-        self._leaving.clear()
+        """Return an error that names the part of an object that cannot be encoded."""
+        self._outgoing.clear()
         try:
             check_again(error, self._pack, obj)
         finally:
-            self._leaving.clear()
+            self._outgoing.clear()
         found = None
-        with suppress(Exception):  # whatever a property or a hook raises now, the first error is the one to tell
-            found = find_refused(obj, self._pack)
-        self._leaving.clear()
-        path, part, why = found or ("$", obj, str(error))
-        return CodecError(f"cannot encode {type(part).__qualname__} at {path}: {why}")
+        with suppress(Exception):  # properties and hooks may raise; the first error matters
+            found = _find_refused(obj, self._pack)
+        self._outgoing.clear()
+        path, part, reason = found or ("$", obj, str(error))
+        return CodecError(f"cannot encode {type(part).__qualname__} at {path}: {reason}")
+
+
+def _find_refused(obj: Any, encode: Callable[[Any], object]) -> tuple[str, Any, str] | None:
+    """Find the first part that cannot be encoded: path from ``$``, part, reason. Not recursive."""
+    above = {id(obj)}
+    stack: list[tuple[str, Any, Iterator[tuple[str, Any]]]] = [("$", obj, _parts(obj))]
+    has_parts = False
+    while stack:
+        _, part, inside = stack[-1]
+        for label, inner in inside:
+            if id(inner) in above:
+                return _path(stack, label), inner, "it contains itself"
+            above.add(id(inner))
+            stack.append((label, inner, _parts(inner)))
+            has_parts = False
+            break
+        else:
+            # An object with parts is refused only because of one of its parts, or because of its depth.
+            reason = None
+            if not has_parts:
+                reason = _reason(part, encode)
+            if reason is not None:
+                return _path(stack), part, reason
+            stack.pop()
+            above.discard(id(part))
+            has_parts = True
+    return None
+
+
+def _path(stack: list[tuple[str, Any, Any]], last: str = "") -> str:
+    labels = [label for label, _, _ in stack] + [last]
+    if len(labels) > _LABELS_SHOWN:
+        labels[_LABELS_SHOWN // 2 : -_LABELS_SHOWN // 2] = [" ... "]
+    return "".join(labels)
+
+
+def _reason(part: Any, encode: Callable[[Any], object]) -> str | None:
+    try:
+        encode(part)
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            yield f"[key {key!r:.50}]", key
+            if isinstance(key, str) and key.isidentifier():
+                yield f".{key}", value
+            else:
+                yield f"[{key!r:.50}]", value
+    elif isinstance(obj, list | tuple | set | frozenset):
+        for index, value in enumerate(obj):
+            yield f"[{index}]", value
+    elif isinstance(obj, msgspec.Struct):
+        for name in obj.__struct_fields__:
+            yield f".{name}", getattr(obj, name, None)
+    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        for field in dataclasses.fields(obj):
+            yield f".{field.name}", getattr(obj, field.name, None)
+
+
+def count_values(data: bytes | memoryview, most: int) -> int:
+    """Count MessagePack values, including nested values, without decoding; stop at ``most`` + 1."""
+    at = 0
+    count = 0
+    end = len(data)
+    while at < end and count <= most:
+        count += 1
+        kind = data[at]
+        width = _LENGTH_BYTES.get(kind)
+        if width is None:
+            at += _BYTES_OF[kind]
+        else:
+            at += 1 + width + (0xC7 <= kind <= 0xC9) + int.from_bytes(data[at + 1 : at + 1 + width], "big")
+    return count
+
+
+def _sizes() -> list[int]:
+    """Return the bytes of each kind of MessagePack value, without the items of arrays and maps."""
+    sizes = [1] * 256
+    for kind in range(0xA0, 0xC0):  # short strings
+        sizes[kind] += kind - 0xA0
+    # float, double; unsigned and signed; the smallest extensions; arrays and maps with 2 and 4 bytes of length
+    fixed = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+    fixed |= {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+    for kind, more in fixed.items():
+        sizes[kind] += more
+    return sizes
+
+
+# bin, ext and str with lengths of 1, 2 and 4 bytes
+_LENGTH_BYTES = {first + n: 1 << n for first in (0xC4, 0xC7, 0xD9) for n in range(3)}
+_BYTES_OF = _sizes()

@@ -1,4 +1,4 @@
-"""Pickle, protocol 5: any Python object, with large buffers beside the stream instead of in it."""
+"""Pickle, protocol 5: any Python object, with large buffers out of band instead of in the stream."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aioshm.codec.array_heads import is_array, load_libraries, packers, reducers, unpack_message
-from aioshm.codec.base import Encoded, cannot_decode, check_again
-from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_loaded, own_copy
+from aioshm.codec.base import OUT_OF_BAND_BYTES, Encoded, cannot_decode, check_again, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
 from aioshm.errors import CodecError
 
@@ -21,10 +20,10 @@ _NONE_LEFT = object()
 
 
 class PickleCodec:
-    """Carries whatever pickle does; NumPy arrays, CPU tensors and other large buffers without copies in the stream.
+    """Carries any object that pickle supports; NumPy arrays, CPU tensors and other large buffers go out of band.
 
-    Every buffer arrives as writable memory of its own. A ``PickleBuffer`` of the caller's arrives as pickle has it: as
-    some bytes-like object, and read-only if it showed read-only memory. Decoding can run any code that the sender
+    Every buffer arrives in writable memory of its own. The caller's own ``PickleBuffer`` arrives as with pickle: as
+    a bytes-like object, read-only if its memory was read-only. Decoding can run any code that the sender
     chooses.
     """
 
@@ -39,28 +38,28 @@ class PickleCodec:
         """Unpickle an object.
 
         Raises:
-            CodecError: Pickle, or code that the message made it run, raised an error; it is the cause.
+            CodecError: Pickle, or code that the message runs, raised an error, which is the cause.
         """
         try:
             return _decoded(main, buffers)
         except Exception as error:
             check_again(error, _decoded, main, buffers)
-            del main, buffers  # the error shall not keep them alive, nor the memory that they show
+            del main, buffers  # the error must not keep them alive, nor their memory
             raise cannot_decode(error) from error
 
     def view(self, main: memoryview, buffers: Sequence[memoryview]) -> Any:
-        """Unpickle an object whose large buffers stay where they are.
+        """Unpickle an object in place: large arrays and tensors are views of the buffers.
 
-        Arrays of `OUT_OF_BAND_BYTES` and more, and what was a ``PickleBuffer``, are read-only. A tensor cannot be: what
-        is written to it is written to the memory. Smaller ones, and ``bytes`` of any size, are copies.
+        Arrays of `OUT_OF_BAND_BYTES` and more, and any ``PickleBuffer``, are read-only. A tensor cannot be read-only:
+        writing to it writes to the buffer. Smaller arrays and tensors, and ``bytes`` of any size, are copies.
 
         Raises:
-            CodecError: Pickle, or code that the message made it run, raised an error; it is the cause.
+            CodecError: Pickle, or code that the message runs, raised an error, which is the cause.
         """
         try:
-            return _seen(main, buffers)
+            return _viewed(main, buffers)
         except Exception as error:
-            check_again(error, _seen, main, buffers)
+            check_again(error, _viewed, main, buffers)
             del main, buffers
             raise cannot_decode(error) from error
 
@@ -69,15 +68,15 @@ def _decoded(main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
     if not buffers:
         return _loads(main)
     if is_array(main):
-        return unpack_message(main, buffers, show=False)
+        return unpack_message(main, buffers, in_place=False)
     return _with_buffers(main, [own_copy(view) for view in buffers])
 
 
-def _seen(main: memoryview, buffers: Sequence[memoryview]) -> Any:
+def _viewed(main: memoryview, buffers: Sequence[memoryview]) -> Any:
     if not buffers:
         return _loads(main)
     if is_array(main):
-        return unpack_message(main, buffers, show=True)
+        return unpack_message(main, buffers, in_place=True)
     return _with_buffers(main, buffers)
 
 
@@ -90,10 +89,10 @@ def _with_buffers(main: bytes | memoryview, buffers: Sequence[Any]) -> Any:
 
 
 class _DispatchTable(dict[type, Callable[[Any], Any]]):
-    """The reducers of arrays and tensors, by exact type; all others are pickle's own.
+    """The reducers of arrays and tensors, by exact type; further types are looked up in ``copyreg``.
 
-    A pickler with a dispatch table of its own does not ask ``copyreg`` any more. Passing the question on, rather than
-    starting from a copy, also finds what is registered later.
+    A pickler with its own dispatch table does not use ``copyreg``'s. A lookup there, instead of a copy, also finds
+    reducers that are registered later.
     """
 
     __missing__ = copyreg.dispatch_table.__getitem__
@@ -103,28 +102,30 @@ _dispatch_table = _DispatchTable()
 
 
 def _load_reducers() -> int:
-    """Load the reducers of arrays and tensors once the program has imported their libraries, never before.
+    """Load the reducers of arrays and tensors, if the program has imported NumPy or torch.
 
     Returns:
-        The number of modules that there were; -1 if one of these two was still being imported.
+        The number of loaded modules; -1 if NumPy or torch was still being imported.
     """
-    # Both noted first: another thread may be importing, and what it does after this moment is looked at next time.
-    seen = len(_modules)
+    # Read both first: another thread may be importing, and the next call must notice later imports.
+    loaded = len(_modules)
     half_imported = any(_modules.get(name) is not None and not is_loaded(name) for name in ("numpy", "torch"))
     load_libraries()
     _dispatch_table.update(reducers)
-    return -1 if half_imported else seen
+    if half_imported:
+        return -1
+    return loaded
 
 
 @dataclass(frozen=True, slots=True)
 class _Sink:
-    """The file that a pickler writes to."""
+    """The output file of a pickler."""
 
     write: Callable[[bytes], None]
 
 
 def _new_encode() -> Callable[[Any], Encoded]:
-    """Make the function that pickles for one codec: a closure, which takes 60 ns less than a method."""
+    """Create the `encode` of one codec: a closure, which is faster than a method."""
     chunks: list[bytes] = []
     buffers: list[memoryview] = []
     take_chunk = chunks.pop
@@ -140,7 +141,7 @@ def _new_encode() -> Callable[[Any], Encoded]:
 
     def new_pickler() -> tuple[Callable[[Any], None], Callable[[], None]]:
         pickler = pickle.Pickler(_Sink(chunks.append), 5, buffer_callback=keep_in_band)
-        if _dispatch_table:  # an empty table would still slow down every object that has to be reduced
+        if _dispatch_table:  # an empty table would slow down every object that must be reduced
             pickler.dispatch_table = _dispatch_table
         return pickler.dump, pickler.clear_memo
 
@@ -150,11 +151,11 @@ def _new_encode() -> Callable[[Any], Encoded]:
         """Pickle an object.
 
         Raises:
-            CodecError: Pickle, or code of the object that pickle ran, raised an error; it is the cause.
+            CodecError: Pickle, or code of the object, raised an error, which is the cause.
         """
         nonlocal busy, dump, forget, modules_seen
-        # Keeping the pickler saves making one for each message, which costs about as much as pickling a small one. It
-        # is out of reach while it works: a __reduce__ that encodes with this codec gets a new one.
+        # One pickler serves all messages, because creating one costs as much as pickling a small message. While it
+        # is busy, a __reduce__ that encodes with this codec gets a new pickler.
         if busy:
             return _new_encode()(obj)
         if len(_modules) != modules_seen:
@@ -172,7 +173,7 @@ def _new_encode() -> Callable[[Any], Encoded]:
             try:
                 if not isinstance(error, Exception):
                     raise
-                check_again(error, lambda: new_pickler()[0](obj))  # each remembers what it has seen
+                check_again(error, lambda: new_pickler()[0](obj))  # each pickler has a memo
                 raise CodecError(f"cannot pickle {type(obj).__qualname__}: {error}") from error
             finally:
                 chunks.clear()
@@ -180,12 +181,13 @@ def _new_encode() -> Callable[[Any], Encoded]:
                 dump, forget = new_pickler()
                 busy = False
         if chunks or buffers:
-            # Pickle writes a large bytes or str apart from what stands around it.
-            parts, beside = (*chunks, main), tuple(buffers)
+            # Pickle writes a large bytes or str in a chunk of its own.
+            parts = (*chunks, main)
+            taken = tuple(buffers)
             chunks.clear()
             buffers.clear()
             busy = False
-            return parts, beside
+            return parts, taken
         busy = False
         return main
 

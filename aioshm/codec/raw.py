@@ -1,4 +1,4 @@
-"""Bytes in, bytes out: for messages that are encoded already."""
+"""The codec of bytes-like objects, for messages that are already encoded."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from aioshm.arguments import shown
-from aioshm.codec.base import Encoded
-from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat
+from aioshm.codec.base import OUT_OF_BAND_BYTES, Encoded, flat
 from aioshm.errors import CodecError
 
 
 class RawCodec:
-    """Carries anything that exposes C-contiguous memory; it arrives as ``bytes``, whatever its type and shape were."""
+    """Carries objects with C-contiguous memory, which arrive as ``bytes``, without type and shape."""
 
     name = "raw"
     code = 2
@@ -22,7 +21,7 @@ class RawCodec:
         """Return a view of a bytes-like object's memory.
 
         Raises:
-            CodecError: The object has no C-contiguous memory to show.
+            CodecError: The object exposes no C-contiguous memory.
         """
         if type(obj) is bytes:
             return obj
@@ -33,13 +32,15 @@ class RawCodec:
         if not contiguous:
             raise CodecError(f"the raw codec cannot carry a {type(obj).__qualname__} that is not C-contiguous")
         memory = flat(obj)
-        return bytes(memory) if len(memory) < OUT_OF_BAND_BYTES else ((memory,), ())
+        if len(memory) < OUT_OF_BAND_BYTES:
+            return bytes(memory)
+        return (memory,), ()
 
     def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> bytes:
-        """Copy the message out.
+        """Copy the message.
 
         Raises:
-            CodecError: It has out-of-band buffers, which this codec never makes.
+            CodecError: The message has out-of-band buffers, which this codec never creates.
         """
         _refuse(buffers)
         return bytes(main)
@@ -48,7 +49,7 @@ class RawCodec:
         """Return this codec, whose messages are ``bytes``.
 
         Raises:
-            ValueError: ``type`` is another one.
+            ValueError: ``type`` is not ``bytes``.
         """
         if type is not bytes:
             raise ValueError(f"type must be bytes with the codec 'raw', not {shown(type)}")
@@ -58,7 +59,7 @@ class RawCodec:
         """Return the message itself, read-only.
 
         Raises:
-            CodecError: It has out-of-band buffers, which this codec never makes.
+            CodecError: The message has out-of-band buffers, which this codec never creates.
         """
         _refuse(buffers)
         return main.toreadonly()
@@ -66,4 +67,4 @@ class RawCodec:
 
 def _refuse(buffers: Sequence[memoryview]) -> None:
     if buffers:
-        raise CodecError(f"damaged message: {len(buffers)} buffers beside a raw message")
+        raise CodecError(f"damaged message: {len(buffers)} buffers with a raw message")

@@ -1,4 +1,4 @@
-"""The registry of codecs, by name and by code."""
+"""The registry of codecs, by name and code."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _codes: dict[str, int] = {codec.name: codec.code for codec in _OWN}
 def register_codec(name: str, factory: Callable[[], Codec]) -> None:
     """Register a codec by name in this process.
 
-    A handle carries only the name, so do this in every process that has an end of the queue. Registering the same
-    factory again changes nothing.
+    A handle contains only the name, so register the codec in every process with an end of the queue. Registering the
+    same factory again changes nothing.
 
     Args:
-        name: The ``name`` of the codecs that the factory makes.
-        factory: Called without arguments, once now and once for each end of a queue; a class, for example.
+        name: The ``name`` of the factory's codecs.
+        factory: Creates a codec, for example a class. Called without arguments, once now and once per end of a queue.
 
     Raises:
-        TypeError: What the factory makes is no codec; the text names what is missing.
-        ValueError: The name or the code is taken, or not a codec's to have.
+        TypeError: The factory creates no codec; the text names the missing members.
+        ValueError: The name or the code is taken or reserved.
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be the name of a codec, not {shown(name)}")
+        raise TypeError(f"name must be a non-empty str, not {shown(name)}")
     if not callable(factory):
-        raise TypeError(f"factory must be what makes a codec, such as its class, not {shown(factory)}")
+        raise TypeError(f"factory must be a callable that creates a codec, not {shown(factory)}")
     check_plain("factory", factory)
     if _factories.get(name) is factory:
         return
@@ -53,11 +53,11 @@ def register_codec(name: str, factory: Callable[[], Codec]) -> None:
 
 
 def get_codec(codec: str | Codec) -> Codec:
-    """Return a new instance of the codec of this name, or the given instance once it has been checked.
+    """Return a new codec of this name, or validate and return the given codec.
 
     Raises:
-        TypeError: This is neither a name nor a codec; the text names what is missing.
-        ValueError: There is no codec of this name, or the instance has a name or code that is not its own.
+        TypeError: Neither a name nor a codec; the text names the missing members.
+        ValueError: No codec has this name, or the name or code of the given codec is taken or reserved.
     """
     if isinstance(codec, str):
         factory = _factories.get(codec)
@@ -73,17 +73,20 @@ def get_codec(codec: str | Codec) -> Codec:
 
 
 def name_of_code(code: int) -> str:
-    """Return the name of the codec that has a code; the code itself, if none is registered here."""
-    return next((name for name, known in _codes.items() if known == code), str(code))
+    """Return the name of the codec with a code, or the code itself if it is unknown."""
+    for name, known in _codes.items():
+        if known == code:
+            return name
+    return str(code)
 
 
 def typed_codec(codec: str | Codec, type: Any) -> Codec:  # noqa: A002  # what MessageQueue calls it
-    """Return a codec, from its name or as `get_codec` does, that decodes a type; None: what it decodes by itself.
+    """Return `get_codec` of ``codec``, for messages of a type; None: for messages of any type.
 
-    A codec that is not `Typed` decodes what was sent, whatever that is: the type is a promise to type checkers then.
+    A codec that is not `Typed` does not check messages: the type is only a promise to type checkers then.
 
     Raises:
-        TypeError: This is no codec, or no type, or none that it can decode.
+        TypeError: Not a codec, not a type, or a type that the codec cannot decode.
         ValueError: As `get_codec`, or the codec decodes another type.
     """
     own = get_codec(codec)
@@ -100,8 +103,8 @@ def typed_codec(codec: str | Codec, type: Any) -> Codec:  # noqa: A002  # what M
 
 
 def loads_of(codec: Codec) -> Callable[[bytes], Any]:
-    """Return the function that decodes a message without buffers: ``loads``, or ``decode`` in that form."""
-    own: Callable[[bytes], Any] | None = getattr(codec, "loads", None)  # `isinstance` takes 40 us for a protocol
+    """Return the function that decodes a message without buffers: ``loads``, or a wrapper of ``decode``."""
+    own: Callable[[bytes], Any] | None = getattr(codec, "loads", None)  # `isinstance` is slow for a protocol
     if own is not None:
         return own
     decode = codec.decode
@@ -134,10 +137,11 @@ def _check_parts(codec: Codec) -> None:
 
 
 def _check_identity(codec: Codec) -> None:
-    name, code = codec.name, codec.code
+    name = codec.name
+    code = codec.code
     if not isinstance(codec, _OWN) and not FIRST_FREE_CODE <= code <= 255:
         raise ValueError(
-            f"code of codec {name!r} is {code}, not {FIRST_FREE_CODE} to 255; those below are aioshm's own"
+            f"code of codec {name!r} is {code}, not {FIRST_FREE_CODE} to 255; lower codes are aioshm's own"
         )
     for other_name, other_code in _codes.items():
         if (name == other_name) != (code == other_code):

@@ -1,9 +1,8 @@
-"""Torch tensors on the wire, as arrays of their elements; this module imports torch.
+"""Torch tensors as arrays of their elements; this module imports torch.
 
-Sent are the visible elements, dtype, shape, ``requires_grad``, being a ``Parameter``, and Python
-attributes. Hooks and ``.grad`` stay behind, and a tensor inside an autograd graph arrives as a
-leaf. Subclasses and tensors that are not dense CPU tensors use their own reduction, which may
-contain dense tensors.
+Encoded are the visible elements, dtype, shape, ``requires_grad``, being a ``Parameter``, and Python
+attributes. Hooks and ``.grad`` are not, and a tensor inside an autograd graph arrives as a
+leaf. Pickle uses the reduction of torch for subclasses and for tensors that are not dense CPU tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SHARED_NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
-_CARRIERS = {  # what NumPy lacks travels as integers of the same size
+_CARRIERS = {  # types that NumPy lacks are encoded as integers of the same size
     "bfloat16": "int16",
     "complex32": "int32",
     "float4_e2m1fn_x2": "uint8",
@@ -39,12 +38,16 @@ _CARRIERS = {  # what NumPy lacks travels as integers of the same size
 
 
 def _known_dtypes() -> dict[torch.dtype, tuple[str, torch.dtype | None]]:
-    """Map dtypes to the name that travels and, where NumPy lacks the type, the carrier. Older torch has fewer."""
+    """Map dtypes to their name and, if NumPy lacks the type, to the carrier. Older releases of torch have fewer."""
     known: dict[torch.dtype, tuple[str, torch.dtype | None]] = {}
     for name in (*_SHARED_NAMES, *_CARRIERS):
         dtype = getattr(torch, name, None)
-        if dtype is not None:
-            known[dtype] = name, getattr(torch, _CARRIERS[name]) if name in _CARRIERS else None
+        if dtype is None:
+            continue
+        carrier = None
+        if name in _CARRIERS:
+            carrier = getattr(torch, _CARRIERS[name])
+        known[dtype] = name, carrier
     return known
 
 
@@ -56,7 +59,7 @@ _ARRIVING: dict[str, tuple[np.dtype[Any], torch.dtype | None]] = {
 
 
 def array_of(tensor: torch.Tensor) -> tuple[str, Array] | None:
-    """Return dtype name and array over the tensor's memory; None if it is no dense CPU tensor."""
+    """Return dtype name and array over the tensor's memory; None if this is no dense CPU tensor."""
     outgoing = _OUTGOING.get(tensor.dtype)
     if outgoing is None or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
         return None
@@ -67,7 +70,7 @@ def array_of(tensor: torch.Tensor) -> tuple[str, Array] | None:
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Reduce a tensor or a parameter for pickle, in about a tenth of the time of its own reduction."""
+    """Reduce a tensor or a parameter for pickle, ten times as fast as torch does."""
     found = array_of(tensor)
     if found is None:
         return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
@@ -79,7 +82,7 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
     reduced = rebuild_tensor, (memory, name, array.shape, order_of(array), tensor.requires_grad, is_parameter)
     if not tensor.__dict__:
         return reduced
-    # Not as plain state: Tensor.__setstate__ takes that for the pickles of early torch versions.
+    # Not as plain state: Tensor.__setstate__ mistakes plain state for a pickle of an early torch release.
     return (*reduced, tensor.__dict__, None, None, _set_attributes)
 
 
@@ -105,20 +108,24 @@ def rebuild_tensor(
         tensor = tensor.to(device)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_() if requires_grad else tensor
+    if requires_grad:
+        tensor.requires_grad_()
+    return tensor
 
 
 def itemsize_of(name: str) -> int | None:
-    """Return the size of an element in bytes; None if no dtype is called that."""
+    """Return the size of an element in bytes; None if no dtype has this name."""
     found = _ARRIVING.get(name)
-    return None if found is None else found[0].itemsize
+    if found is None:
+        return None
+    return found[0].itemsize
 
 
 def describe(tensor: torch.Tensor) -> tuple[ArrayHead, memoryview]:
-    """Return a tensor's head, and its elements: a copy for a tensor on another device.
+    """Return a tensor's head and elements; the elements are a copy if the tensor is on another device.
 
     Raises:
-        TypeError: The tensor is not dense, or has no memory.
+        TypeError: The tensor is not dense, or is a meta tensor.
     """
     device = ""
     found = array_of(tensor)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioshm.codec import Codec, get_codec, pickle5
-from aioshm.codec.buffers import HUGE_PAGE_BYTES, OUT_OF_BAND_BYTES
+from aioshm.codec.base import HUGE_PAGE_BYTES, OUT_OF_BAND_BYTES
 
 Carry = Callable[[Codec, Any], Any]
 PICKLE = get_codec("pickle")

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from aioshm.codec.buffers import HUGE_PAGE_BYTES, is_loaded, own_copy
+from aioshm.codec.base import HUGE_PAGE_BYTES, is_loaded, own_copy
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1])

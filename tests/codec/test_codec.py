@@ -103,7 +103,7 @@ class TestImports:
         in_new_process(
             "import importlib.util, sys, types\n"
             "from aioshm.codec import get_codec\n"
-            "from aioshm.codec.buffers import is_loaded\n"
+            "from aioshm.codec.base import is_loaded\n"
             "half = types.ModuleType('torch')\n"
             "half.__spec__ = importlib.util.spec_from_loader('torch', None)\n"
             "half.__spec__._initializing = True\n"

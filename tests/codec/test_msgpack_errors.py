@@ -60,9 +60,9 @@ def ext(code: int, data: bytes) -> bytes:
     return msgspec.msgpack.encode([msgspec.msgpack.Ext(code, data)])
 
 
-def array_ext(head: Any, memory: bytes = b"", index: bytes = INLINE, code: int = 102) -> bytes:
+def array_ext(head: Any, memory: bytes = b"", index: bytes = INLINE) -> bytes:
     packed = msgspec.msgpack.encode(head)
-    return ext(code, index + len(packed).to_bytes(2, "little") + packed + memory)
+    return ext(102, index + len(packed).to_bytes(2, "little") + packed + memory)
 
 
 class TestEncodeErrors:
@@ -93,7 +93,6 @@ class TestEncodeErrors:
             with pytest.raises(CodecError, match=f"^cannot encode {text}") as caught:
                 codec.encode(obj)
             assert caught.value.__cause__ is not None
-            assert MSGPACK.encode(b"x" * LARGE)[1]  # so that the next one is searched first
             assert codec.encode([1]) == b"\x91\x01"
 
     def test_circles(self) -> None:
@@ -102,7 +101,6 @@ class TestEncodeErrors:
         for codec in (MsgpackCodec(), MSGPACK):
             with pytest.raises(CodecError, match=r"dict at \$\.a\[1\]\.b: it contains itself"):
                 codec.encode(loop)
-            assert MSGPACK.encode(b"x" * LARGE)[1]
 
     def test_too_deep(self) -> None:
         source = deep(20_000)
@@ -168,8 +166,13 @@ class TestDamaged:
         "main",
         [
             *(b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 9999),
-            *(b"\xc9\xff\xff\xff\xff\x65", ext(101, b""), ext(101, b"12345"), ext(101, b"\0\0\0\0")),
-            *(ext(102, b""), ext(102, INLINE + b"\xff\xff"), ext(102, INLINE), ext(102, b"\1\0\0\0\0\0")),
+            *(
+                b"\xc9\xff\xff\xff\xff\x66",
+                ext(102, b""),
+                ext(102, INLINE + b"\xff\xff"),
+                ext(102, INLINE),
+                ext(102, b"\1\0\0\0\0\0"),
+            ),
             *(b"\x01trailing", b"\xa1\xff", b"\x81\x80\x01"),
         ],
         ids=lambda main: repr(main[:10]),
@@ -179,33 +182,35 @@ class TestDamaged:
             MSGPACK.decode(memoryview(main), ())
 
     def test_buffers(self) -> None:
-        main, buffers = encode(MSGPACK, [b"a" * LARGE, np.zeros(LARGE)])
+        main, buffers = encode(MSGPACK, [np.ones(LARGE), np.zeros(LARGE)])
         one = memoryview(b"one more")
+        head = encode(MSGPACK, [np.zeros(LARGE)])[0][1:]
         for damaged, given_buffers, text in (
             (main, buffers[:1], "buffer 1 of 1"),
             (main, [*buffers, one], "more buffers than it uses"),
             (b"\xc0", [one], "more buffers than it uses"),
             (main, [*buffers[:1], buffers[1][:100]], "too small"),
-            (msgspec.msgpack.encode([msgspec.msgpack.Ext(101, bytes(4))] * 2), [one], "buffer 0 twice"),
-            (ext(101, INLINE), [one], "asks for buffer 4294967295 of 1"),
+            (b"\x92" + 2 * head, buffers[:1], "buffer 0 twice"),
         ):
             for decode in (MSGPACK.decode, MSGPACK.view):
                 with pytest.raises(CodecError, match=text):
                     decode(memoryview(damaged), given_buffers)
-        assert MSGPACK.decode(memoryview(main), buffers)[0] == b"a" * LARGE
+        assert MSGPACK.decode(memoryview(main), buffers)[0].sum() == LARGE
 
     def test_hostile_counts(self) -> None:
         with pytest.raises(CodecError):
-            MSGPACK.decode(b"\x92" + ext(101, b"\0\0\1\0")[1:], [memoryview(b"")] * MAX_BUFFERS)
+            MSGPACK.decode(
+                b"\x92" + array_ext((0, "<f4", (1,), "C"), index=b"\0\0\1\0")[1:], [memoryview(b"")] * MAX_BUFFERS
+            )
 
     @given(st.binary(max_size=300), st.integers(0, 2))
     def test_garbage(self, data: bytes, n_buffers: int) -> None:
         decode_anything(data, n_buffers)
 
-    @given(st.integers(101, 102), st.binary(max_size=100), st.integers(0, 2))
-    def test_garbage_in_extensions(self, code: int, data: bytes, n_buffers: int) -> None:
-        decode_anything(ext(code, data), n_buffers)
-        decode_anything(ext(code, INLINE + data), n_buffers)
+    @given(st.binary(max_size=100), st.integers(0, 2))
+    def test_garbage_in_extensions(self, data: bytes, n_buffers: int) -> None:
+        decode_anything(ext(102, data), n_buffers)
+        decode_anything(ext(102, INLINE + data), n_buffers)
 
     @given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 4))
     def test_flipped(self, changes: list[tuple[int, int]], n_buffers: int) -> None:
@@ -239,7 +244,7 @@ def test_an_error_holds_no_memory(codec: MsgpackCodec, kind: str) -> None:
     try:
         view = memoryview(memory).toreadonly()
         with pytest.raises(CodecError) as caught:
-            getattr(codec, kind)(memoryview(main), [view, buffers[1][:8], buffers[2]])
+            getattr(codec, kind)(memoryview(main), [view, buffers[1][:8]])
         view.release()
         memory.close()
     finally:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioshm.codec import Codec, get_codec
-from aioshm.codec.buffers import HUGE_PAGE_BYTES, OUT_OF_BAND_BYTES
+from aioshm.codec.base import HUGE_PAGE_BYTES, OUT_OF_BAND_BYTES
 from aioshm.codec.frames import body_bytes, split_body, write_body
 from aioshm.errors import CodecError
 

@@ -110,5 +110,5 @@ def test_what_has_no_memory_to_show() -> None:
 
 
 def test_buffers_beside_it_are_refused() -> None:
-    with pytest.raises(CodecError, match="1 buffers beside"):
+    with pytest.raises(CodecError, match="1 buffers with a raw message"):
         RAW.decode(memoryview(b"main"), [memoryview(b"buffer")])

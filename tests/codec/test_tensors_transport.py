@@ -14,7 +14,7 @@ from codec_helpers import encode
 from tensor_helpers import check_equal, filled
 
 from aioshm.codec import Codec, get_codec
-from aioshm.codec.buffers import HUGE_PAGE_BYTES, OUT_OF_BAND_BYTES
+from aioshm.codec.base import HUGE_PAGE_BYTES, OUT_OF_BAND_BYTES
 from aioshm.errors import CodecError
 
 Carry = Callable[[Codec, Any], Any]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshm.codec.walk import count_values
+from aioshm.codec.msgpack import count_values
 
 SCALARS = (
     st.none()

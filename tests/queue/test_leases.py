@@ -68,14 +68,6 @@ async def test_bytes_are_seen_where_they_lie() -> None:
             assert _shows(writer, 0, obj)
         await writer.enqueue(bytes(LARGE))
         assert obj == payload
-    async with attached(1, codec="msgpack", chunk=1 << 20) as (writer, (reader,)):
-        await writer.enqueue([payload, b"short"])
-        async with reader.lease(5) as (large, short):
-            assert isinstance(large, memoryview)
-            assert large.readonly
-            assert large == payload
-            assert short == b"short"
-            assert _shows(writer, 0, large)
     async with attached(1, chunk=1 << 20) as (writer, (reader,)):
         async with writer.acquire_write() as buffer:
             buffer[:LARGE] = payload

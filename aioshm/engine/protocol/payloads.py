@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec.msgpack import Ext
 
-from aioshm.codec.buffers import is_loaded, own_copy
-from aioshm.codec.walk import count_values
+from aioshm.codec.base import is_loaded, own_copy
+from aioshm.codec.msgpack import count_values
 from aioshm.errors import CodecError, MessageTooLarge
 
 Frame: TypeAlias = "bytes | memoryview"

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec.structs import astuple
 
-from aioshm.codec.walk import count_values
+from aioshm.codec.msgpack import count_values
 from aioshm.errors import CodecError
 from aioshm.events.protocol.messages import (
     ARRAY_FIELDS,

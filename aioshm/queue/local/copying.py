@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
-from aioshm.codec.buffers import own_copy
+from aioshm.codec.base import own_copy
 from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, placed_end, plain, split, split_body, unpack_header
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, MessagesLost, ReaderEvicted

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from aioshm.arguments import shown
 from aioshm.codec import Encoded
-from aioshm.codec.buffers import own_copy
+from aioshm.codec.base import own_copy
 from aioshm.codec.frames import ALIGNMENT, pack_table, parts_of, placed_bytes
 from aioshm.errors import SharedMemoryError
 from aioshm.queue.local.overflow import OverflowSegments

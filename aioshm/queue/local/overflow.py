@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from aioshm.codec.buffers import HUGE_PAGE_BYTES, OwnMemory
+from aioshm.codec.base import HUGE_PAGE_BYTES, OwnMemory
 from aioshm.codec.frames import HEADER, write_body
 from aioshm.config import DEFAULT_BACKING
 from aioshm.errors import CorruptSlot, OutOfDescriptors, SharedMemoryError

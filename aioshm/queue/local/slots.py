@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
-from aioshm.codec.buffers import HUGE_PAGE_BYTES, own_copy
+from aioshm.codec.base import HUGE_PAGE_BYTES, own_copy
 from aioshm.codec.frames import (
     INLINE,
     OVERFLOW,

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from aioshm.codec.buffers import OwnMemory
+from aioshm.codec.base import OwnMemory
 from aioshm.config import Options
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.queue.handle import RemoteAddress

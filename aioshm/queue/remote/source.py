@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
-from aioshm.codec.buffers import own_copy
+from aioshm.codec.base import own_copy
 from aioshm.codec.frames import INLINE, RAW, split_body
 from aioshm.config import SlowReader
 from aioshm.errors import AioshmError, CodecError, MessagesLost
