@@ -100,13 +100,13 @@ async def test_what_others_have_left_is_removed_and_what_they_have_is_not(names:
 async def test_drafts_of_those_who_live_are_left_alone(names: Path) -> None:
     draft = files._new_draft(names.parent / "else.queue", b"x", False)
     try:
-        files.sweep(names.parent)
+        files.sweep(names.parent, files.drafts())
         assert draft.path.exists()
     finally:
         draft.release()
-    files.sweep(names.parent, "other")
+    files.sweep(names.parent, files.drafts("other"))
     assert draft.path.exists()
-    files.sweep(names.parent, "else.queue")
+    files.sweep(names.parent, files.drafts("else.queue"))
     assert not draft.path.exists()
 
 

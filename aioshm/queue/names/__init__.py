@@ -1,1 +1,1 @@
-"""Writers that are found by name, and those that are found again where they were."""
+"""Writers that readers find by name, and writers that keep their address."""

@@ -1,13 +1,13 @@
 """Files that one process owns while it lives, and that appear complete or not at all.
 
-The owner holds a flock(2) lock, which the kernel drops with the process. Content is written and
-locked under a draft name first; a crash leaves an unlocked draft or file, which the next process
-removes.
+The owner holds a flock(2) lock, which the kernel drops with the process. The content is written under a draft name,
+locked, and then renamed. A crash leaves an unlocked draft or file, which the next process removes.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import secrets
 import stat
@@ -17,15 +17,15 @@ from pathlib import Path
 from aioshm.process.limits import detach_when_forked
 
 MAX_BYTES = 1 << 20
-"""Longer files are none of these."""
+"""The most that a file may contain."""
 
 _MODE = 0o600
 _DRAFT = ".draft"
-_DRAFT_NAME = 100  # characters of the name of what it is to become
+_DRAFT_NAME = 100  # characters of the final name in a draft's name
 
 
 class NotOurs(Exception):
-    """The path has no regular file, or a file of another user, or one that others can read."""
+    """The path is not a regular file of this user that no other user can read."""
 
 
 class OwnFile:
@@ -47,8 +47,9 @@ class OwnFile:
         except BaseException:
             draft.release(remove=True)
             raise
-        self._fd, draft._fd = draft._fd, self._fd
-        draft.release()
+        os.close(self._fd)
+        self._fd = draft._fd
+        draft._fd = -1
 
     def release(self, *, remove: bool = False) -> None:
         """Release the file for the next owner. Idempotent."""
@@ -56,14 +57,14 @@ class OwnFile:
             return
         if remove:
             with suppress(OSError):
-                if _is_at(self._fd, self.path):  # else somebody has removed it
+                if _is_at(self._fd, self.path):
                     self.path.unlink()
-        fd, self._fd = self._fd, -1
-        os.close(fd)
+        self.detach_after_fork()
 
     def detach_after_fork(self) -> None:
-        """Close a forked child's copy; the parent keeps the lock."""
-        fd, self._fd = self._fd, -1
+        """Close the descriptor; in a forked child, the parent keeps the lock."""
+        fd = self._fd
+        self._fd = -1
         if fd >= 0:
             os.close(fd)
 
@@ -101,13 +102,12 @@ def take(path: Path) -> OwnFile | None:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # another process was faster, and has put its own in place
+        os.close(fd)  # another process was faster, and has replaced the file
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file, which must be this user's alone."""
-    found = path.lstat()  # before it is opened, which alone could do something where it is a device
-    _check(found)
+    """Open a file; raise `NotOurs` unless it is private to this user."""
+    _check(path.lstat())  # first: opening a device may have effects
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check(os.fstat(fd))
@@ -125,21 +125,20 @@ def read(fd: int) -> bytes:
     return content
 
 
-def sweep(directory: Path, name: str = "") -> None:
-    """Remove the drafts of killed processes: for one file, or all."""
-    begins = f".{name[:_DRAFT_NAME]}." if name else "."
-    with suppress(OSError):
-        for found in os.listdir(directory):
-            if not (found.startswith(begins) and found.endswith(_DRAFT)):
-                continue
-            path = directory / found
-            with suppress(OSError, NotOurs):
-                fd = open_own(path, os.O_RDWR)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-                finally:
-                    os.close(fd)
+def sweep(directory: Path, pattern: str) -> None:
+    """Remove files without an owner, such as the drafts of killed processes."""
+    for path in directory.glob(pattern):
+        with suppress(OSError, NotOurs):
+            stale = take(path)
+            if stale is not None:
+                stale.release(remove=True)
+
+
+def drafts(name: str = "*") -> str:
+    """Return the pattern of the drafts for a file; by default, for any file."""
+    if name != "*":
+        name = glob.escape(name[:_DRAFT_NAME])
+    return f".{name}.*{_DRAFT}"
 
 
 def _new_draft(path: Path, content: bytes, durable: bool) -> OwnFile:
@@ -150,10 +149,10 @@ def _new_draft(path: Path, content: bytes, durable: bool) -> OwnFile:
         file = OwnFile(draft, fd := os.open(draft, flags, _MODE))
         try:
             _lock(fd)
-            if not os.fstat(fd).st_nlink:  # which was faster, and has removed it
+            if not os.fstat(fd).st_nlink:  # a sweep has removed the draft before the lock
                 file.release()
                 continue
-            os.fchmod(fd, _MODE)  # whatever the umask is
+            os.fchmod(fd, _MODE)  # the umask may differ
             _write(fd, content)
             if durable:
                 os.fsync(fd)
@@ -164,7 +163,7 @@ def _new_draft(path: Path, content: bytes, durable: bool) -> OwnFile:
 
 
 def _lock(fd: int) -> None:
-    fcntl.flock(fd, fcntl.LOCK_EX)  # waits only for a process that sweeps, and for an instant
+    fcntl.flock(fd, fcntl.LOCK_EX)  # a sweep holds the lock for an instant
 
 
 def _write(fd: int, content: bytes) -> None:

@@ -31,6 +31,20 @@ class _Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     public: bytes
     secret: bytes
 
+    def keys(self, server: bytes | None = None) -> CurveKeys:
+        return CurveKeys(public=self.public, secret=self.secret, server=server)
+
+    def check(self) -> None:
+        """Raise `ValueError` unless the keys match."""
+        if len(self.public) != _KEY_BYTES or len(self.secret) != _KEY_BYTES:
+            raise ValueError("keys of another length")
+        try:
+            public = zmq.curve_public(self.secret)
+        except zmq.ZMQError as error:
+            raise ValueError(f"a secret key: {error}") from None
+        if public != self.public:
+            raise ValueError("keys that do not belong together")
+
 
 class _Content(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm-identity", forbid_unknown_fields=True):
     """The content of an identity's file."""
@@ -60,22 +74,21 @@ class Identity:
         # None where connections are not encrypted.
         self.server: CurveKeys | None = None
         self.client: CurveKeys | None = None
-        server, client = content.server, content.client
-        if server is not None and client is not None:
-            self.server = CurveKeys(public=server.public, secret=server.secret)
-            self.client = CurveKeys(public=client.public, secret=client.secret, server=server.public)
+        if content.server is not None and content.client is not None:
+            self.server = content.server.keys()
+            self.client = content.client.keys(content.server.public)
 
     @classmethod
     def of_file(cls, path: str | os.PathLike[str], options: Options) -> Identity:
-        """Acquire the identity in a file, which is made if missing."""
+        """Acquire the identity in a file; create a missing file."""
         if not isinstance(path, (str, os.PathLike)) or isinstance(name := os.fspath(path), bytes):
             raise TypeError(f"identity must be a path as a str or PathLike, not {shown(path)}")
         if not name or "\0" in name:
             raise ValueError(f"identity must be a path, not {shown(path)}")
-        where = Path(name).absolute()  # wherever this process changes to
+        where = Path(name).absolute()  # the working directory may change
         try:
             with naming_limits(f"a writer with the identity {where}"):
-                file = _have(where, options)
+                file = _acquire(where, options)
         except files.NotOurs as refusal:
             raise IdentityError(f"identity {where}: {refusal}") from None
         except (SharedMemoryError, OutOfDescriptors):
@@ -84,10 +97,11 @@ class Identity:
             raise SharedMemoryError(error.errno, f"identity {where}: {error.strerror}") from None
         try:
             content = _checked(where, file.read())
-            if options.secure != (content.server is not None):
-                made = "without" if options.secure else "with"
+            has_keys = content.server is not None
+            if options.secure != has_keys:
                 raise IdentityError(
-                    f"identity {where} was made {made} keys, and options.secure is {options.secure}: take another one"
+                    f"identity {where} was made {'with' * has_keys or 'without'} keys, and options.secure is "
+                    f"{options.secure}: take another one"
                 )
             return cls(file, content)
         except BaseException:
@@ -106,7 +120,7 @@ class Identity:
             with naming_limits(f"a writer with the identity {self.path}"):
                 self._file.replace(_encode(new), durable=True)
         except OSError as error:
-            if self.ports == (data, control):  # the file is good as it is, but for who has it
+            if self.ports == (data, control):  # only the owner in the file is outdated
                 logger.debug("identity %s: %s", self.path, error)
             elif isinstance(error, OutOfDescriptors):
                 raise
@@ -119,7 +133,7 @@ class Identity:
         self._file.release()
 
 
-def _have(path: Path, options: Options) -> files.OwnFile:
+def _acquire(path: Path, options: Options) -> files.OwnFile:
     while True:
         try:
             file = files.take(path)
@@ -131,7 +145,7 @@ def _have(path: Path, options: Options) -> files.OwnFile:
                 continue
         if file is None:
             raise NameTaken(str(path), _owner(path), str(path))
-        files.sweep(path.parent, path.name)
+        files.sweep(path.parent, files.drafts(path.name))
         return file
 
 
@@ -139,8 +153,9 @@ def _new(options: Options) -> _Content:
     token = secrets.token_bytes(TOKEN_BYTES)
     if not options.secure:
         return _Content(token=token)
-    server, client = (_Pair(keys.public, keys.secret) for keys in (CurveKeys.generate(), CurveKeys.generate()))
-    return _Content(token=token, server=server, client=client)
+    server = CurveKeys.generate()
+    client = CurveKeys.generate()
+    return _Content(token=token, server=_Pair(server.public, server.secret), client=_Pair(client.public, client.secret))
 
 
 def _encode(content: _Content) -> bytes:
@@ -148,7 +163,7 @@ def _encode(content: _Content) -> bytes:
 
 
 def _checked(path: Path, text: bytes) -> _Content:
-    """Return an identity's content, checked."""
+    """Parse and check an identity's content."""
     try:
         content = _decoder.decode(text)
         _check(content)
@@ -168,21 +183,12 @@ def _check(content: _Content) -> None:
     if (content.server is None) != (content.client is None):
         raise ValueError("keys of one side only")
     for pair in (content.server, content.client):
-        if pair is not None and not _belong(pair):
-            raise ValueError("keys that do not belong together")
-
-
-def _belong(pair: _Pair) -> bool:
-    if len(pair.public) != _KEY_BYTES or len(pair.secret) != _KEY_BYTES:
-        return False
-    try:
-        return bool(zmq.curve_public(pair.secret) == pair.public)
-    except (zmq.ZMQError, ValueError):
-        return False
+        if pair is not None:
+            pair.check()
 
 
 def _owner(path: Path) -> int:
-    """Return which process has an identity; 0 where that is not known."""
+    """Return the pid of an identity's owner; 0 if unknown."""
     try:
         fd = files.open_own(path, os.O_RDONLY)
         try:
@@ -191,4 +197,6 @@ def _owner(path: Path) -> int:
             os.close(fd)
     except (OSError, files.NotOurs, IdentityError):
         return 0
-    return pid if pid > 0 and process_state(pid) != "gone" else 0
+    if pid <= 0 or process_state(pid) == "gone":
+        return 0
+    return pid

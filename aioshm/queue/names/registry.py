@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import re
 import socket
-from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -22,9 +22,11 @@ from aioshm.queue.names import files
 MAX_NAME = 100
 """Characters in a name."""
 
-PATIENCE_S, _PAUSE_S = 0.1, 0.005
-"""For how long a name is waited for that is locked, though nobody listens: its writer is closing, or another process
-looks whether it is stale."""
+PATIENCE_S = 0.1
+"""How long to wait for a name that is locked without a listening writer: the writer is closing, or another process
+checks whether the file is stale."""
+
+_PAUSE_S = 0.005
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+@-]*")
 _SUFFIX = ".queue"
@@ -43,7 +45,7 @@ _decoder = msgspec.json.Decoder(Registration)
 
 
 def check_name(name: object) -> str:
-    """Return a queue's name, checked."""
+    """Check a queue's name."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, not {shown(name)}")
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
@@ -69,12 +71,15 @@ def register(name: str, runtime_dir: str, handle: Handle) -> files.OwnFile:
             while (made := files.create(path, content)) is None:
                 try:
                     made = files.take(path)
-                except FileNotFoundError:  # its writer has let go of it
+                except FileNotFoundError:  # the writer has just released the name
                     continue
                 if made is None:
                     owner = _owner(path)
-                    if (owner is not None and _listens(owner.lifeline)) or monotonic() >= patient_until:
-                        raise NameTaken(name, 0 if owner is None else owner.pid, str(path))
+                    if owner is not None and _listens(owner.lifeline):
+                        raise NameTaken(name, owner.pid, str(path))
+                    if monotonic() >= patient_until:
+                        pid = 0 if owner is None else owner.pid
+                        raise NameTaken(name, pid, str(path))
                     sleep(_PAUSE_S)
                     continue
                 try:
@@ -96,14 +101,14 @@ def register(name: str, runtime_dir: str, handle: Handle) -> files.OwnFile:
 
 
 class NamedWriters:
-    """The writers of one name, one after the other."""
+    """Finds the present writer of a name."""
 
     def __init__(self, name: str, runtime_dir: str) -> None:
         self._name = name
         self._path = _path(name, runtime_dir)
         self._latest: Registration | None = None
-        self._past: Registration | None = None  # of the writer that is gone
-        self._looked_at: tuple[int, int] | None = None  # the file that is known to be its
+        self._past: Registration | None = None  # of the latest writer that is gone
+        self._looked_at: tuple[int, int] | None = None  # inode and time of the file of that writer
         with naming_limits(f"a reader of the name {name!r}"):
             secure_directory(self._path.parent)
 
@@ -173,23 +178,15 @@ def _read(path: Path) -> Registration:
 
 def _sweep(own: Path) -> None:
     """Remove names and drafts of killed processes."""
-    files.sweep(own.parent)
-    with suppress(OSError):
-        for found in os.listdir(own.parent):
-            path = own.parent / found
-            if path == own or not found.endswith(_SUFFIX):
-                continue
-            owner = _owner(path)
-            if owner is None or f"{owner.name}{_SUFFIX}" != found or _listens(owner.lifeline):
-                continue  # in use, or nothing of ours
-            with suppress(OSError, files.NotOurs):
-                stale = files.take(path)
-                if stale is not None:
-                    stale.release(remove=True)
+    files.sweep(own.parent, files.drafts())
+    for path in own.parent.glob(f"*{_SUFFIX}"):
+        owner = None if path == own else _owner(path)
+        if owner is not None and f"{owner.name}{_SUFFIX}" == path.name and not _listens(owner.lifeline):
+            files.sweep(own.parent, glob.escape(path.name))
 
 
 def _owner(path: Path) -> Registration | None:
-    """Return the present or latest owner of a name; None where unreadable."""
+    """Return the registration in a file; None if unreadable."""
     try:
         return _read(path)
     except (OSError, files.NotOurs, msgspec.MsgspecError, ValueError, RecursionError):
@@ -204,7 +201,7 @@ def _listens(lifeline: str) -> bool:
         probe.setblocking(False)
         try:
             probe.connect(sockaddr(lifeline))
-        except BlockingIOError:  # too many others do so
+        except BlockingIOError:  # the backlog is full
             return True
         except (OSError, ValueError):
             return False
