@@ -273,7 +273,7 @@ def test_strangers_do_no_harm(lifeline: Any, base: Path) -> None:
 
 def test_a_probe_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(same_node, "PROBE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(same_node._Door, "_serve", lambda *_: None)
+    monkeypatch.setattr(same_node._Probe, "_serve", lambda *_: None)
     assert everywhere(meet(2)) == [[True, False]] * 2
 
 

@@ -1,7 +1,6 @@
 """Queues between the processes of a process group.
 
-Only handles travel over the group, once. The group's collectives block, so they run in a thread,
-and the event loop continues.
+Only handles travel over the group, once. The group's collectives block, so they run in a thread.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from aioshm.codec import Codec
@@ -19,7 +17,7 @@ from aioshm.process.background import in_thread
 from aioshm.queue.ends.factory import ReaderArguments, checked_ranks, create_reader, create_writer
 from aioshm.queue.ends.reader import Reader
 from aioshm.queue.ends.writer import Writer
-from aioshm.queue.groups.process_group import ObjectGroup, as_group, check_rank, gather, tell
+from aioshm.queue.groups.process_group import ObjectGroup, as_group, broadcast, check_rank, gather
 from aioshm.queue.groups.same_node import probe
 from aioshm.queue.handle import Handle
 
@@ -30,7 +28,7 @@ T = TypeVar("T")
 
 
 class GroupCall:
-    """One rank's part in making queues. Its private methods block, and run in a thread."""
+    """One rank's part in creating queues; the private methods block, and run in a thread."""
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class GroupCall:
         return self._group.rank
 
     async def _run(self, make: Callable[[], T]) -> T:
-        """Run ``make`` in a thread, after the earlier calls with the same group; close its end if nobody wants it."""
+        """Run ``make`` in a thread, after earlier calls with the same group; close the end after a cancellation."""
         turn = _Turn(self._pg)
 
         def work() -> T:
@@ -74,20 +72,20 @@ class GroupCall:
             self._cancelled.set()
             raise
         except RuntimeError:
-            turn.end()  # if there was no thread to be had
+            turn.end()  # no thread could be started
             raise
 
     async def one_writer(
         self, writer_rank: int, external: Handle | str | bytes | None, *, wait: bool
     ) -> Writer | Reader:
-        """Make this rank's end of a queue with one writer; ``wait`` until it is ready."""
+        """Create this rank's end of a queue with one writer; ``wait``: until ready."""
         end = await self._run(lambda: self._make_one_writer(writer_rank, external))
         if wait:
             await _become_ready(end)
         return end
 
     async def one_reader(self, reader_rank: int, *, wait: bool) -> tuple[Writer, list[Handle]]:
-        """Make this rank's queue to one reader; ``wait`` until ready, except at that reader."""
+        """Create this rank's queue to one reader; ``wait``: until ready, except at the reader."""
         end, handles = await self._run(lambda: self._make_one_reader(reader_rank))
         if wait and self._group.rank != reader_rank:
             await _become_ready(end)
@@ -104,18 +102,14 @@ class GroupCall:
         checked = gather(group, check)
         _check_same("writer_rank", [rank for rank, _ in checked])
         if checked[writer_rank][1]:
-            text = tell(group, writer_rank, lambda: _json_of(external))
+            text = broadcast(group, writer_rank, lambda: _json_of(external))
         else:
             near = probe(group, writer_rank, self._options)
             others = [rank for rank in range(group.world_size) if rank != writer_rank]
-            text = tell(
-                group,
-                writer_rank,
-                lambda: self._write(
-                    [rank for rank in others if near[rank]], [rank for rank in others if not near[rank]], writer_rank
-                ),
-            )
-        gather(group, lambda: self._read(text))  # nobody goes on before all have their end
+            local = [rank for rank in others if near[rank]]
+            remote = [rank for rank in others if not near[rank]]
+            text = broadcast(group, writer_rank, lambda: self._write(local, remote, writer_rank))
+        gather(group, lambda: self._read(text))  # every rank waits for all ends
         assert self._end is not None
         return self._end
 
@@ -128,11 +122,19 @@ class GroupCall:
 
         _check_same("reader_rank", gather(group, check))
         near = probe(group, reader_rank, self._options)[group.rank]
-        texts = gather(group, lambda: self._write([0] if near else [], [] if near else [0]))
+        local: list[int] = []
+        remote: list[int] = []
+        if near:
+            local.append(0)
+        else:
+            remote.append(0)
+        texts = gather(group, lambda: self._write(local, remote))
         assert isinstance(self._end, Writer)
-        return self._end, [Handle.from_json(text) for text in texts] if group.rank == reader_rank else []
+        if group.rank != reader_rank:
+            return self._end, []
+        return self._end, [Handle.from_json(text) for text in texts]
 
-    # Steps, whose errors all ranks are told
+    # Steps
 
     def _check(self) -> None:
         if self._cancelled.is_set():
@@ -155,27 +157,27 @@ class GroupCall:
 
     def _read(self, handle: str) -> None:
         self._check()
-        if self._end is None:  # the writer has its end
-            codec = None if isinstance(self._codec, str) else self._codec
-            self._end = create_reader(
-                handle, ReaderArguments(self._group.rank, codec, self._options, None, self._message)
-            )
+        if self._end is None:  # not at the writer
+            codec = None
+            if not isinstance(self._codec, str):
+                codec = self._codec
+            arguments = ReaderArguments(self._group.rank, codec, self._options, None, self._message)
+            self._end = create_reader(handle, arguments)
 
     def _close(self) -> None:
-        """Close the queue, if it was made; no loop has used it, so this is quick."""
+        """Close an end that no loop has used."""
         if self._end is not None:
-            with suppress(StopIteration):  # without a loop, for which there may be no descriptor left
-                self._end.state.aclose().send(None)
+            self._end.state.discard()
 
 
 class _Turn:
-    """A call's place among the calls with the same group, whose collectives must not mix."""
+    """A call's turn among the calls with the same group, whose collectives must not mix."""
 
-    _last: ClassVar[dict[int, threading.Event]] = {}  # by the group's id: set when the last call is over
+    _last: ClassVar[dict[int, threading.Event]] = {}  # by the group's id: set at the end of the latest call
     _lock: ClassVar = threading.Lock()
 
     def __init__(self, pg: object) -> None:
-        self._pg = pg  # kept, so that no other group gets its id
+        self._pg = pg  # keeps the id in use
         self._over = threading.Event()
         with self._lock:
             self._before = self._last.get(id(pg))

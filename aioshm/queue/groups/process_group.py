@@ -1,7 +1,6 @@
-"""The collectives of a process group, and the two steps that make queues.
+"""The collectives of a process group, and steps whose errors reach all ranks.
 
-Ranks are always the group's own, 0 to ``world_size`` - 1, never the global ones of
-``torch.distributed``.
+Ranks are the group's own, 0 to ``world_size`` - 1, not the global ranks of ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -21,21 +20,20 @@ T = TypeVar("T")
 
 @runtime_checkable
 class ObjectGroup(Protocol):
-    """A process group as queues need it: `StatelessProcessGroup`, or a class of the caller's own.
+    """The interface of process groups: `StatelessProcessGroup`, or a class of the caller's own.
 
-    Every rank makes the same calls in the same order. They block, and are made in a thread other than the event
-    loop's.
+    Every rank makes the same calls in the same order. Queues make the blocking calls in a thread.
 
     Attributes:
         rank: This process' rank in the group.
-        world_size: How many ranks there are.
+        world_size: The number of ranks.
     """
 
     rank: int
     world_size: int
 
     def broadcast_obj(self, obj: Any, src: int) -> Any:
-        """Return rank ``src``'s object at every rank; the others' are ignored."""
+        """Return rank ``src``'s object at every rank, and ignore the objects of the other ranks."""
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks, by rank, at every rank."""
@@ -47,7 +45,7 @@ class _TorchGroup:
     def __init__(self, pg: ProcessGroup) -> None:
         import torch.distributed as dist
 
-        # Raises ValueError itself for a group that was destroyed.
+        # Raises ValueError for a destroyed group.
         backends = dist.get_backend_config(pg)
         if "cpu" not in {backend.partition(":")[0] for backend in str(backends).split(",")}:
             raise ValueError(
@@ -65,7 +63,7 @@ class _TorchGroup:
         import torch.distributed as dist
 
         objects = [obj]
-        source = dist.get_global_rank(self._pg, src)  # what torch counts sources by, also in a subgroup
+        source = dist.get_global_rank(self._pg, src)  # torch takes global ranks, also in a subgroup
         self._collective(
             lambda: dist.broadcast_object_list(objects, source, group=self._pg, device=torch.device("cpu"))
         )
@@ -81,7 +79,7 @@ class _TorchGroup:
     def _collective(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except RuntimeError as error:  # all that gloo raises
+        except RuntimeError as error:  # from gloo
             text = str(error)
             if "timed out" in text.lower() or "timeout" in text.lower():
                 raise TimeoutError(f"a collective of the process group timed out: {text}") from error
@@ -89,14 +87,15 @@ class _TorchGroup:
 
 
 def as_group(pg: ProcessGroup | ObjectGroup) -> ObjectGroup:
-    """Return the collectives of a process group of any accepted kind, or raise."""
-    # Nobody can have one of torch's groups without having imported torch, and this must not.
+    """Return the collectives of a process group, or raise."""
+    # A process that has a group of torch has imported torch. Do not import it here.
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available():
         if isinstance(pg, dist.ProcessGroup):
             return _TorchGroup(pg)
-        if type(pg) is type(dist.GroupMember.NON_GROUP_MEMBER) and pg == dist.GroupMember.NON_GROUP_MEMBER:
-            raise _not_a_member()  # an int, which is what new_group() returns there
+        outside = dist.GroupMember.NON_GROUP_MEMBER
+        if type(pg) is type(outside) and pg == outside:
+            raise _not_a_member()  # an int, which new_group() returns at ranks outside of the group
     if not isinstance(pg, ObjectGroup):
         raise TypeError(
             "pg must be a torch.distributed.ProcessGroup, a StatelessProcessGroup or an object with rank, world_size, "
@@ -108,7 +107,7 @@ def as_group(pg: ProcessGroup | ObjectGroup) -> ObjectGroup:
 
 
 def check_rank(name: str, rank: object, world_size: int) -> int:
-    """Return ``rank`` if the group has it; errors name the argument and the value."""
+    """Check a rank of the group; errors name the argument and the value."""
     checked = check_int(name, rank, minimum=0)
     if checked >= world_size:
         raise ValueError(f"{name} must be below the group's world size ({world_size}), not {shown(rank)}")
@@ -127,8 +126,8 @@ def gather(group: ObjectGroup, step: Callable[[], T]) -> list[T]:
     return [value for value, _ in everybody]
 
 
-def tell(group: ObjectGroup, source: int, step: Callable[[], T]) -> T:
-    """Run a step at one rank; return its result at every rank, or raise at all ranks."""
+def broadcast(group: ObjectGroup, source: int, step: Callable[[], T]) -> T:
+    """Run a step at one rank; return the result at every rank, or raise at all ranks."""
     if group.rank != source:
         value, failure = group.broadcast_obj(None, source)
         if failure is not None:
@@ -150,7 +149,9 @@ def _attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _text(error: Exception | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
+    if error is None:
+        return None
+    return f"{type(error).__name__}: {error}"
 
 
 def _not_a_member() -> ValueError:

@@ -1,4 +1,4 @@
-"""Finding out which ranks of a process group share memory, by sharing some."""
+"""The test which ranks of a process group share memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aioshm.config import Options
 from aioshm.errors import LimitReached, SharedMemoryError
 from aioshm.lifeline.sockets import new_address, peer_credentials, receive, remove, sockaddr
 from aioshm.process.limits import check_descriptors, naming_limits, out_of_descriptors, start_thread
-from aioshm.queue.groups.process_group import ObjectGroup, as_group, check_rank, gather, tell
+from aioshm.queue.groups.process_group import ObjectGroup, as_group, broadcast, check_rank, gather
 from aioshm.ring.segment import Segment
 
 if TYPE_CHECKING:
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 PROBE_TIMEOUT_S = 20.0
-"""How long a rank waits for the segment: only a machine that is overloaded takes more than an instant."""
+"""How long a rank waits for the segment, which takes an instant unless the machine is overloaded."""
 
-_WHAT = "finding out who shares memory"
+_WHAT = "the test for shared memory"
 _PAUSE_S = 0.01  # after a failed accept
 _SECRET_BYTES = 32
 _MARK_BYTES = 16
-_HERE = b"+"  # comes with the descriptor, if there is one
+_HERE = b"+"  # with the descriptor, if the segment has no name
 
 
 def in_the_same_node_as(
     pg: ProcessGroup | ObjectGroup, source_rank: int = 0, *, options: Options | None = None
 ) -> list[bool]:
-    """Return, by rank, which processes share memory with one of them.
+    """Return, by rank, which processes share memory with the process of one rank.
 
-    A collective that blocks: every rank calls it and gets the same list. Where a process runs, and what its host is
-    called, is not asked: rank ``source_rank`` makes a small segment as a queue would, the others fetch it as a queue's
-    readers would and each write something into it, and the source looks whether that has arrived.
+    A collective that blocks: every rank calls it and gets the same list. Host names do not matter: rank ``source_rank``
+    creates a small segment like a queue's, the other ranks map it like a queue's readers and write to it, and the
+    source checks what has arrived.
 
     Args:
         pg: A ``torch.distributed.ProcessGroup`` with a backend for the CPU such as gloo, a `StatelessProcessGroup`, or
             an object with ``rank``, ``world_size``, ``broadcast_obj`` and ``all_gather_obj``.
-        source_rank: Whose memory it is about, by its rank in the group.
-        options: Of the queue that is to be made; only the source's count. None takes its environment.
+        source_rank: The rank in the group of the process to compare with.
+        options: The options of the future queue; only the source's count. None: from the source's environment.
 
     Raises:
         SharedMemoryError: The source cannot make a segment or a socket.
-        OutOfDescriptors, OutOfThreads: This process cannot take part.
+        OutOfDescriptors, OutOfThreads: A limit of this process is reached.
         HandleError: The same, at the other ranks.
         ValueError, TypeError: An argument is out of range, or ``pg`` is no process group of this process.
     """
@@ -67,32 +67,36 @@ def in_the_same_node_as(
 def probe(group: ObjectGroup, source: int, options: Options | None) -> list[bool]:
     """Run `in_the_same_node_as` with checked arguments."""
     with ExitStack() as stack:
-        # Entered at the source only, and left there whatever becomes of the collectives.
-        doors: list[_Door] = []
+        probes: list[_Probe] = []  # at the source only
 
-        def open_door() -> _Invitation:
-            door = _Door(Options.from_env() if options is None else options, group.world_size)
-            doors.append(stack.enter_context(door))
-            return door.invitation
+        def open_probe() -> _Invitation:
+            probe = _Probe(Options.from_env() if options is None else options, group.world_size)
+            probes.append(stack.enter_context(probe))
+            return probe.invitation
 
-        invitation = tell(group, source, open_door)
-        marks: list[bytes | None] = gather(group, lambda: None if doors else _leave_mark(invitation, group.rank))
-        return tell(
-            group, source, lambda: [rank == source or doors[0].has(rank, mark) for rank, mark in enumerate(marks)]
-        )
+        def leave_mark() -> bytes | None:
+            return None if probes else _leave_mark(invitation, group.rank)
+
+        invitation = broadcast(group, source, open_probe)
+        marks: list[bytes | None] = gather(group, leave_mark)
+
+        def check_marks() -> list[bool]:
+            return [rank == source or probes[0].has(rank, mark) for rank, mark in enumerate(marks)]
+
+        return broadcast(group, source, check_marks)
 
 
 class _Invitation(NamedTuple):
     """The source's message to the other ranks."""
 
     address: str
-    secret: bytes  # what is found in the memory, if it is the same
+    secret: bytes  # the first bytes of the segment
     segment: str | None
     size: int
 
 
-class _Door:
-    """The source's segment with a secret, and a thread that hands its descriptor to this user's processes."""
+class _Probe:
+    """The source's segment with a secret, and a thread that passes its descriptor to processes of this user."""
 
     def __init__(self, options: Options, world_size: int) -> None:
         secret = secrets.token_bytes(_SECRET_BYTES)
@@ -118,21 +122,23 @@ class _Door:
         self.invitation = _Invitation(self._address, secret, self._segment.name, self._segment.size)
 
     def has(self, rank: int, mark: bytes | None) -> bool:
-        """Return whether a rank has left this mark in the memory, as it says."""
-        return mark is not None and hmac.compare_digest(self._segment.view[_place_of(rank)], mark)
+        """Return whether the segment has a rank's mark."""
+        return mark is not None and hmac.compare_digest(self._segment.view[_slice_of(rank)], mark)
 
     def _serve(self) -> None:
-        fds = [self._segment.fd] if self._segment.name is None else []
+        fds = []
+        if self._segment.name is None:
+            fds.append(self._segment.fd)
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         poll.register(self._stopped, select.POLLIN)
         while self._stopped.fileno() not in [fd for fd, _ in poll.poll()]:
             try:
                 sock, _ = self._sock.accept()
-            except OSError:  # it has gone again, or there are no descriptors just now
+            except OSError:  # the peer has closed the connection, or no descriptor is free
                 time.sleep(_PAUSE_S)
                 continue
-            with sock, suppress(OSError):  # nothing is read, so nobody can keep this waiting
+            with sock, suppress(OSError):  # never reads, so no peer can block this
                 if peer_credentials(sock)[1] == os.geteuid():
                     socket.send_fds(sock, [_HERE], fds)
 
@@ -146,7 +152,7 @@ class _Door:
 
 
 def _leave_mark(invitation: _Invitation, rank: int) -> bytes | None:
-    """Return the mark that this rank left in the source's memory, or None if out of reach."""
+    """Write a mark to the source's segment; return the mark, or None if the segment is out of reach."""
     try:
         with naming_limits(_WHAT):
             fd = _fetch(invitation.address)
@@ -161,11 +167,11 @@ def _leave_mark(invitation: _Invitation, rank: int) -> bytes | None:
             if not hmac.compare_digest(segment.view[:_SECRET_BYTES], invitation.secret):
                 return None
             mark = secrets.token_bytes(_MARK_BYTES)
-            segment.view[_place_of(rank)] = mark
+            segment.view[_slice_of(rank)] = mark
             return mark
-    except LimitReached:  # a queue over the network would need more
+    except LimitReached:  # a queue over the network needs even more
         raise
-    except Exception as error:  # whatever it is, a queue would not get through either
+    except Exception as error:  # a queue's reader would fail, too
         logger.debug("rank %d shares no memory with %s: %s", rank, invitation.address, error)
         return None
 
@@ -187,6 +193,6 @@ def _fetch(address: str) -> int | None:
     return fds[0] if fds else None
 
 
-def _place_of(rank: int) -> slice:
+def _slice_of(rank: int) -> slice:
     start = _SECRET_BYTES + rank * _MARK_BYTES
     return slice(start, start + _MARK_BYTES)
