@@ -1,11 +1,11 @@
-"""Processes that exit with the one that starts them, from their first instruction on.
+"""Processes that exit with their starter, from their first instruction on.
 
 `Child` is a process of ``multiprocessing``'s spawn method, started in another way (docs/explanation/platform-notes.md):
 
-* it calls `die_with_parent` before it imports the main module, and its standard error can be a pipe from the beginning;
-* it leads a process group, of which the rest is killed when it exits, and ignores SIGINT unless the target handles it;
-* on Linux its sentinel is a pidfd, which is readable exactly when the process has exited;
-* starting it never waits for it: the pickled target and arguments are in an anonymous file that it inherits.
+* the process calls `die_with_parent` before it imports the main module, and its standard error can be a pipe;
+* the process leads a process group, which is killed when it exits, and ignores SIGINT unless the target handles it;
+* on Linux the sentinel is a pidfd, which is readable exactly when the process has exited;
+* the start never waits for the process: the pickled target and arguments are in an anonymous file that it inherits.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import IO, Any
 from aioshm.process import parent
 
 STATUS_UNKNOWN = 255
-"""The exit code of a process that another part of the program has waited for, as asyncio has it."""
+"""The exit code of a process whose code another part of the program has taken; the same as asyncio's."""
 
 _EXIT_PRIORITY = 0
-"""When Python ends: below the managers', which stop their processes; not below 0: before multiprocessing joins them."""
+"""When Python ends: after the managers stop their processes (10), before multiprocessing joins all (below 0)."""
 
 _HAVE_WAITID = hasattr(os, "waitid")  # macOS: from Python 3.13 on
 
 
 class Child(SpawnProcess):
-    """One process; ``stderr`` becomes its standard error, None shares that of this process."""
+    """One process; ``stderr`` becomes its standard error, None: the standard error of this process."""
 
     def __init__(
         self,
@@ -58,24 +58,24 @@ class Child(SpawnProcess):
         return process_obj._launched
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...], dict[str, Any]]:
-        # In the new process it is an ordinary one: nothing of this package has to be imported for it.
+        # The new process sees an ordinary SpawnProcess, and does not have to import this package.
         state = {name: value for name, value in vars(self).items() if name not in {"_stderr", "_launched"}}
         return object.__new__, (SpawnProcess,), state
 
     @property
     def sentinel(self) -> int:
         if self._launched is None or self._launched.released:
-            raise ValueError(f"{self.name} has no sentinel: it was not started, or has exited and been released")
+            raise ValueError(f"{self.name} has no sentinel: the process was not started, or was released")
         return super().sentinel
 
     def release(self) -> None:
-        """Give its descriptors back, if it has exited; its exit code stays. Idempotent."""
+        """Close the descriptors of an exited process; the exit code stays. Idempotent."""
         if self._launched is not None and self._launched.poll() is not None:
             self._launched.close()
 
 
 class _Popen(popen_spawn_posix.Popen):
-    """The start of a process, by means of ``subprocess``."""
+    """Starts a process by ``subprocess``."""
 
     returncode: int | None
 
@@ -94,7 +94,7 @@ class _Popen(popen_spawn_posix.Popen):
         self.duplicate_for_child(tracker)
         with ExitStack() as theirs, ExitStack() as ours, ExitStack() as undo:
             message = self._store(process_obj, theirs.enter_context(_anonymous_file()))
-            orders, orders_in = _pipe(theirs, ours)  # its other end is what the new process holds of this one's life
+            orders, orders_in = _pipe(theirs, ours)  # the new process detects the end of this process by this pipe
             ended_in, ended = _pipe(ours, theirs)
             self.duplicate_for_child(orders)
             self.duplicate_for_child(ended)
@@ -111,12 +111,12 @@ class _Popen(popen_spawn_posix.Popen):
             self.pid = self._process.pid
             theirs.close()
             self.sentinel = self._exact_sentinel(ours, ended_in)
-            # This does not block: an empty pipe takes PIPE_BUF bytes at once (pipe(7)), and the message has fewer.
-            with suppress(BrokenPipeError):  # if it has ended before it has read that, its exit code says why
+            # This does not block: an empty pipe takes PIPE_BUF bytes (pipe(7)), and the message has fewer.
+            with suppress(BrokenPipeError):  # the process has exited already
                 os.write(orders_in, message)
             self.finalizer = util.Finalize(self, _release, (self._process, ours.pop_all()), exitpriority=_EXIT_PRIORITY)
             undo.pop_all()
-            if util.is_exiting():  # in a daemon thread, maybe too late for the end of Python to find the finalizer
+            if util.is_exiting():  # a daemon thread may come too late for Python to run the finalizer
                 self.finalizer()
 
     def _kill(self) -> None:
@@ -151,40 +151,41 @@ class _Popen(popen_spawn_posix.Popen):
         return self.finalizer is None or not self.finalizer.still_active()
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Return the exit code, or None while there is none; with a ``flag`` of 0, wait for it."""
+        """Return the exit code, or None while the process runs; with a ``flag`` of 0, wait for the exit."""
         if self.returncode is None:
             if _HAVE_WAITID:
-                self._look(flag)
+                self._reap(flag)
+            elif flag:
+                self.returncode = self._process.poll()
             else:
-                self.returncode = self._process.poll() if flag else self._process.wait()
+                self.returncode = self._process.wait()
         return self.returncode
 
-    def _look(self, flag: int) -> None:
+    def _reap(self, flag: int) -> None:
+        known = True
         try:
-            known = True
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | flag) is None:
                 return
-        except ChildProcessError:  # another part of the program has waited for it, as far as this thread can tell
+        except ChildProcessError:  # another thread, or another part of the program, has reaped the process
             known = False
         with self._reaping:
-            if self.returncode is None:
-                if known:
-                    self._end_group()
-                code = self._process.wait()
-                self.returncode = code if known else STATUS_UNKNOWN
-
-    def _end_group(self) -> None:
-        # The number cannot belong to others yet: nobody has waited for the process that it is the number of.
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except OSError:
-            pass
+            if self.returncode is not None:
+                return
+            if known:
+                # The pid still belongs to this process, which is not reaped yet.
+                with suppress(OSError):
+                    os.killpg(self.pid, signal.SIGKILL)
+                self.returncode = self._process.wait()
+            else:
+                self._process.wait()
+                self.returncode = STATUS_UNKNOWN
 
 
 @contextmanager
 def _sigint_blocked(wanted: bool) -> Iterator[None]:
-    """Block SIGINT in this thread: it is handled on leaving the block, if no other thread takes it."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if wanted else ())
+    """Block SIGINT in this thread, if wanted, until the end of the block."""
+    blocked = {signal.SIGINT} if wanted else set()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         yield
     finally:
@@ -192,7 +193,7 @@ def _sigint_blocked(wanted: bool) -> Iterator[None]:
 
 
 def _release(process: subprocess.Popen[bytes], ours: ExitStack) -> None:
-    # When Python ends, multiprocessing waits for this process without a timeout, whoever has forgotten to stop it.
+    # When Python ends, multiprocessing waits without a timeout for processes that nobody has stopped.
     if util.is_exiting() and process.returncode is None:
         with suppress(OSError):
             os.kill(process.pid, signal.SIGKILL)
@@ -203,14 +204,15 @@ class _Call:
     """Unpickles to the result of a call of the standard library."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self._function, self._args = function, args
+        self._function = function
+        self._args = args
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self._function, self._args
 
 
 def _stored(fd: int, offset: int, *, close: bool) -> _Call:
-    """Return an object that becomes the one that is pickled at ``offset`` of an inherited file."""
+    """Return an object that unpickles to the object at ``offset`` of an inherited file."""
     file = _Call(os.fdopen, fd, "rb", -1, None, None, None, close)
     seek = _Call(operator.methodcaller("seek", offset), file)
     load = _Call(pickle.load, file)
@@ -231,12 +233,12 @@ def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
 
 
 def _command(name: str, **handles: int) -> list[str]:
-    """Return the command line of ``multiprocessing``, with `boot` of ``parent.py`` before everything else.
+    """Return the command line of ``multiprocessing``, preceded by a call of `parent.boot`.
 
     The name of the process comes last, for ``ps`` and ``aioshm who``.
     """
     command = list(multiprocessing.spawn.get_command_line(**handles))
-    if "-c" in command:  # else the program is frozen, and the target has to see to it
+    if "-c" in command:  # else the program is frozen, and the target has to call `die_with_parent`
         load = (
             "from importlib.util import module_from_spec, spec_from_file_location; "
             f"spec = spec_from_file_location('aioshm_parent', {parent.__file__!r}); "

@@ -30,7 +30,7 @@ _log = logging.getLogger("aioshm.engine")
 
 
 class Job(NamedTuple):
-    """The work of one process; ``attributes`` are set on ``multiprocessing.current_process()`` there."""
+    """The work of one process; ``attributes`` are set on its ``multiprocessing.current_process()``."""
 
     name: str
     args: Sequence[Any] = ()
@@ -47,12 +47,12 @@ class ProcessManager(Closing, AsyncClosing):
     Args:
         target: What each process runs; importable in it, without side effects.
         jobs: One for each process.
-        shutdown_timeout: Seconds that all together may take to exit when asked to, before they are killed.
-        capture_stderr: Whether to keep the last lines of each standard error for `last_lines`. They still appear on the
-            standard error of this process, through a pipe.
+        shutdown_timeout: Seconds that all together may take to exit after SIGTERM, before they are killed.
+        capture_stderr: Whether to keep the last lines of each standard error for `last_lines`. The output still
+            appears on the standard error of this process, through a pipe.
 
     Attributes:
-        processes: The processes, in the order of the jobs; their exit codes stay known when this is closed.
+        processes: The processes, in the order of the jobs; their exit codes stay known after `close`.
 
     Raises:
         OutOfDescriptors, OutOfThreads: A limit of this process; processes that were started have been killed.
@@ -73,12 +73,12 @@ class ProcessManager(Closing, AsyncClosing):
         self._starting = threading.Lock()  # processes may be started in threads
         self._pid = os.getpid()
         self._shutdown_timeout = shutdown_timeout
-        what = type(self).__name__
         self._relay: StderrRelay | None = None
         if capture_stderr:
-            with naming_limits(what):
+            with naming_limits(type(self).__name__):
                 self._relay = StderrRelay()
-        self._closed = self._closing = False
+        self._closed = False
+        self._closing = False
         self._forgotten = util.Finalize(
             self,
             _end_forgotten,
@@ -86,7 +86,7 @@ class ProcessManager(Closing, AsyncClosing):
             exitpriority=_EXIT_PRIORITY,
         )
         try:
-            with naming_limits(what):
+            with naming_limits(type(self).__name__):
                 for job in jobs:
                     self.processes.append(self._start(job))
         except BaseException:
@@ -110,23 +110,23 @@ class ProcessManager(Closing, AsyncClosing):
         Raises:
             OutOfDescriptors, OutOfThreads: A limit of this process.
             RoleError: The manager is closed.
-            ValueError: There is a process of that name.
+            ValueError: Another process has that name.
             Exception: The process could not be started.
         """
         with self._starting:
             self._check_open()
             if any(process.name == job.name for process in self.processes):
-                raise ValueError(f"job must have a name of its own, not {job.name!r}")
+                raise ValueError(f"job.name must be new, and {job.name!r} is the name of a process")
             with naming_limits(type(self).__name__):
                 self.processes.append(self._start(job))
             return self.processes[-1]
 
     def start_again(self, name: str, job: Job | None = None) -> Child:
-        """Start a new process in the place of one that has exited, and return it; as `start_more` does.
+        """Replace a process that has exited by a new one, and return it; see `start_more`.
 
         Args:
-            name: The name of that process.
-            job: Its work; None: that of the process before.
+            name: The name of the process.
+            job: The work of the new process; None: the work of the process before.
 
         Raises:
             RoleError: The manager is closed, or the process still runs.
@@ -134,30 +134,30 @@ class ProcessManager(Closing, AsyncClosing):
         """
         with self._starting:
             self._check_open()
-            place = self._place(name)
-            former = self.processes[place]
+            index = self._index(name)
+            former = self.processes[index]
             if former.exitcode is None:
-                raise RoleError(f"{name} (pid {former.pid}) still runs, and can be started again when it has exited")
+                raise RoleError(f"{name} (pid {former.pid}) still runs: start it again after its exit")
             with naming_limits(type(self).__name__):
-                self.processes[place] = self._start(job or self._jobs[name])
+                self.processes[index] = self._start(job or self._jobs[name])
             former.release()
-            return self.processes[place]
+            return self.processes[index]
 
     async def stop(self, name: str) -> None:
-        """Stop a process, see `ashutdown`, and remove it; cancelling this kills it.
+        """Stop a process, see `ashutdown`, and remove it; cancelling this kills the process.
 
         Raises:
             ValueError: There is no such process.
         """
-        process = self.processes[self._place(name)]
+        process = self.processes[self._index(name)]
         try:
             await ashutdown([process], self._shutdown_timeout)
         finally:
             if process in self.processes and process.exitcode is not None:
-                self._let_go(process)
+                self._remove(process)
 
     def discard(self, process: Child) -> None:
-        """Remove a process that has exited, if it is one of these.
+        """Remove a process that has exited, if this manager has it.
 
         Raises:
             RoleError: The process still runs.
@@ -165,38 +165,40 @@ class ProcessManager(Closing, AsyncClosing):
         if process in self.processes:
             if process.exitcode is None:
                 raise RoleError(f"{process.name} (pid {process.pid}) still runs: stop it first")
-            self._let_go(process)
+            self._remove(process)
 
-    def _let_go(self, process: Child) -> None:
+    def _remove(self, process: Child) -> None:
         self.processes.remove(process)
         del self._jobs[process.name]
         if self._relay is not None:
             self._relay.forget(process.name)
         process.release()
 
-    def _place(self, name: str) -> int:
-        for place, process in enumerate(self.processes):
+    def _index(self, name: str) -> int:
+        for index, process in enumerate(self.processes):
             if process.name == name:
-                return place
-        raise ValueError(f"name must be that of one of the processes, not {name!r}")
+                return index
+        raise ValueError(f"name must be the name of a process, not {name!r}")
 
     def _check_open(self) -> None:
         if self._closed or self._closing:
-            raise RoleError(f"this {type(self).__name__} is closed, and starts no process any more")
+            raise RoleError(f"this {type(self).__name__} is closed, and starts no more processes")
 
     def sentinels(self) -> list[int]:
-        """Return a descriptor for each process, readable when it has exited; none when this is closed.
+        """Return a descriptor for each process, readable after its exit; an empty list after `close`.
 
         A loop has one callback for each descriptor: duplicate them to wait beside `join_first`.
         """
-        return [] if self._closed else [process.sentinel for process in self.processes]
+        if self._closed:
+            return []
+        return [process.sentinel for process in self.processes]
 
     def finished_procs(self) -> dict[str, int]:
         """Return the exit codes of the processes that have exited, by name; ``-n`` for one killed by signal ``n``."""
         return {process.name: code for process in self.processes if (code := process.exitcode) is not None}
 
     async def join_first(self) -> dict[str, int]:
-        """Wait until a process has exited; return what `finished_procs` does then.
+        """Wait until a process has exited; return `finished_procs`.
 
         Returns immediately without processes, or when the manager is closed. Cancelling this changes nothing.
         """
@@ -214,9 +216,11 @@ class ProcessManager(Closing, AsyncClosing):
         Raises:
             ValueError: There is no such process.
         """
-        self._place(name)
+        self._index(name)
         check_int("count", count, minimum=1)
-        return [] if self._relay is None else self._relay.last_lines(name, count)
+        if self._relay is None:
+            return []
+        return self._relay.last_lines(name, count)
 
     def close(self) -> None:
         """Stop the processes, see `shutdown`. Idempotent; blocks."""
@@ -230,7 +234,7 @@ class ProcessManager(Closing, AsyncClosing):
             self._release()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Do what `close` does; under vLLM's name.
+        """Close the manager; vLLM's name for `close`.
 
         Args:
             timeout: Seconds until the processes are killed; None: ``shutdown_timeout``.
@@ -252,7 +256,7 @@ class ProcessManager(Closing, AsyncClosing):
             self._release()
 
     def _begin_to_close(self) -> None:
-        with self._starting:  # what is being started in a thread is stopped, too
+        with self._starting:  # wait for processes that another thread starts now, and stop them
             self._closing = True
 
     def _release(self) -> None:
@@ -264,12 +268,15 @@ class ProcessManager(Closing, AsyncClosing):
             process.release()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {', '.join(process.name for process in self.processes) or 'no processes'}>"
+        names = ", ".join(process.name for process in self.processes)
+        return f"<{type(self).__name__} of {names or 'no processes'}>"
 
 
 def _end_forgotten(kind: str, processes: list[Child], relay: StderrRelay | None, shutdown_timeout: float) -> None:
-    # While Python ends there is time to ask; the garbage collector may have come at any time, in the loop's thread.
-    shutdown(processes, shutdown_timeout if util.is_exiting() else 0)
+    if util.is_exiting():
+        shutdown(processes, shutdown_timeout)
+    else:  # the garbage collector may run in the loop's thread
+        shutdown(processes, 0)
     if relay is not None:
         relay.close()
     for process in processes:

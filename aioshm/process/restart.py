@@ -1,4 +1,4 @@
-"""How often, and how soon, a process that has died is started again."""
+"""How often, and how soon, a dead process is restarted."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from typing import Literal, TypeAlias
 
 from aioshm.arguments import check_int, check_seconds
 
-MAX_RESTARTS, WITHIN_S = 5, 60.0
-BACKOFF_S, BACKOFF_MAX_S = 0.1, 10.0
+MAX_RESTARTS = 5
+WITHIN_S = 60.0
+BACKOFF_S = 0.1
+BACKOFF_MAX_S = 10.0
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
-_SHOWN_CAUSES = 8  # of a crash loop's deaths, the latest ones, in the text of an error
+_SHOWN_CAUSES = 8  # the latest deaths of a crash loop, in the text of an error
+_MAX_DOUBLINGS = 64  # a policy of a million restarts would overflow a float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
     """The restart policy of a supervisor.
 
-    The first restart comes at once. Another one within ``within_s`` comes after ``backoff_s``, the next after twice as
-    long, and so on up to ``backoff_max_s``. One more than ``max_restarts`` of them within ``within_s`` is a crash loop:
-    then the process stays dead, and all that the supervisor has fails as if there were no policy.
+    The first restart comes immediately. The next restart within ``within_s`` comes after ``backoff_s``, and each
+    further restart after twice the delay before, up to ``backoff_max_s``. More than ``max_restarts`` restarts within
+    ``within_s`` are a crash loop: then the process stays dead, and the whole launch or group fails as without a policy.
 
     Attributes:
         max_restarts: Restarts of one process within ``within_s``; 0: none.
@@ -34,7 +37,7 @@ class Restart:
         backoff_max_s: Seconds before any restart, at most.
 
     Raises:
-        TypeError, ValueError: A value makes no sense; the text names it.
+        TypeError, ValueError: A value is invalid; the text names it.
     """
 
     max_restarts: int = MAX_RESTARTS
@@ -56,12 +59,12 @@ class RankInfo:
     """An engine of a supervisor, a worker of a group, or an API server.
 
     Attributes:
-        rank: Its rank.
-        pid: The process id of its process, or of its last one; None before the first.
+        rank: The rank.
+        pid: The process id of its current process, or of the last process; None before the first.
         state: ``"running"``; ``"waiting"`` for its restart, see `Restart`; ``"starting"`` until it is ready;
-            ``"stopping"``, since there are to be fewer; or, of an API server, ``"exited"`` for good.
-        restarts: How often it was started again.
-        cause: How it has died the last time; empty if it never has.
+            ``"stopping"``, after a request for fewer; or, of an API server, ``"exited"`` for good.
+        restarts: The number of restarts.
+        cause: The cause of the last death; empty before the first death.
     """
 
     rank: int
@@ -76,45 +79,45 @@ class RestartHistory:
 
     def __init__(self, policy: Restart) -> None:
         self._policy = policy
-        self._recent: deque[tuple[float, str]] = deque()  # when it died, and the cause
+        self._recent: deque[tuple[float, str]] = deque()  # time and cause of each death
         self.restarts: int = 0  # in all
 
     def died(self, now: float, cause: str) -> float | None:
         """Note a death; return the seconds to wait before the restart, or None for a crash loop."""
-        policy, recent = self._policy, self._recent
-        while recent and now - recent[0][0] > policy.within_s:
-            recent.popleft()
-        recent.append((now, cause))
-        before = len(recent) - 1
+        policy = self._policy
+        while self._recent and now - self._recent[0][0] > policy.within_s:
+            self._recent.popleft()
+        before = len(self._recent)
+        self._recent.append((now, cause))
         if before >= policy.max_restarts:
             return None
         self.restarts += 1
         if not before:
             return 0.0
-        # Not 2 ** (before - 1) first: a policy of a million restarts would overflow a float.
-        doublings = min(before - 1, 64)
+        doublings = min(before - 1, _MAX_DOUBLINGS)
         return min(policy.backoff_s * 2.0**doublings, policy.backoff_max_s)
 
     @property
     def number(self) -> str:
-        """Which restart comes next, of those that the policy allows."""
+        """The number of the next restart, and how many the policy allows."""
         return f"{len(self._recent)} of {self._policy.max_restarts}"
 
     @property
     def story(self) -> str:
         """The deaths that count now, for the text of an error."""
-        causes = [cause for _, cause in self._recent]
-        shown = "; ".join(causes[-_SHOWN_CAUSES:])
-        more = f"{len(causes) - _SHOWN_CAUSES} earlier deaths; " if len(causes) > _SHOWN_CAUSES else ""
         policy = self._policy
+        shown = [cause for _, cause in self._recent][-_SHOWN_CAUSES:]
+        earlier = len(self._recent) - len(shown)
+        if earlier:
+            shown.insert(0, f"{earlier} earlier deaths")
         return (
-            f"{len(causes)} deaths within {policy.within_s:g} s, and Restart(max_restarts={policy.max_restarts}) "
-            f"allows no further restart: {more}{shown}"
+            f"{len(self._recent)} deaths within {policy.within_s:g} s, and Restart(max_restarts={policy.max_restarts}) "
+            f"allows no further restart: {'; '.join(shown)}"
         )
 
 
 class Life:
-    """The processes of one rank, one after the other; see `RankInfo`. With ``pid`` the first one runs already."""
+    """The processes of one rank, one after the other; see `RankInfo`. With ``pid`` the first process runs already."""
 
     def __init__(
         self,
@@ -128,12 +131,12 @@ class Life:
         self.state: ProcessPhase = "starting" if pid is None else "running"
         self.pid: int | None = pid
         self.cause: str = ""
-        self.task: asyncio.Task[None] | None = None  # starts the next one
+        self.task: asyncio.Task[None] | None = None  # starts the next process
         self._on_change = on_change
 
     @property
     def info(self) -> RankInfo:
-        """Its state for users."""
+        """The state for users."""
         return RankInfo(self.rank, self.pid, self.state, self.history.restarts, self.cause)
 
     def enter(self, state: ProcessPhase) -> None:
@@ -163,12 +166,12 @@ async def bring_back(
 
     Args:
         history: The deaths of the process.
-        cause: How it died; empty to start it for the first time.
-        start: Starts the process; returns the cause if that failed and no process is left, or an empty string.
+        cause: The cause of its death; empty to start it for the first time.
+        start: Starts the process; returns the cause if the start failed and no process is left, or an empty string.
         on_wait: Called with the cause of a death, before the wait for the restart.
 
     Returns:
-        Whether it runs; False for a crash loop, whose causes the history has.
+        Whether the process runs; False for a crash loop.
     """
     loop = asyncio.get_running_loop()
     while True:

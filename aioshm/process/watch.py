@@ -1,4 +1,4 @@
-"""The exits of processes, noticed by an event loop: without a thread, and without polling where the system tells."""
+"""Exits of processes, noticed by an event loop without a thread, and process states as the system reports them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ from typing import Any, Protocol, runtime_checkable
 
 from aioshm.closing import Closing
 
-_PF_EXITING = 0x4  # linux/sched.h
-
 SUSPECT_STATES = frozenset({"stopped", "tracing-stop", "zombie", "dead", "gone", "disk-sleep"})
 """States in which a process does nothing for its queue."""
+
+_PF_EXITING = 0x4  # linux/sched.h
+_FIRST_RECHECK_S = 0.001
+_LAST_RECHECK_S = 0.25
+_CODE_WITHIN_S = 1.0
+"""How long the exit code of an exited process may take; after that, another part of the program has taken the code."""
+_RECHECK_FOR_S = 2.0
+"""How long to poll a manager after one of its descriptors became readable: the exit may be known already."""
+_SHOWN_CHARACTERS = 500
 
 
 def process_state(pid: int) -> str:
@@ -26,14 +33,14 @@ def process_state(pid: int) -> str:
     if pid <= 0:
         return "not visible from here"
     try:
-        import psutil  # costs 12 ms: whoever holds nothing up does without
-    except (ImportError, OSError):  # without a descriptor to read it
+        import psutil  # takes 12 ms, and only a report of a delay needs it
+    except (ImportError, OSError):  # OSError: no descriptor to read it
         return "not visible from here"
     try:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
         return "gone"
-    except (psutil.Error, OSError):  # the latter without /proc, or without a descriptor to read it
+    except (psutil.Error, OSError):  # OSError: no /proc, or no descriptor to read it
         return "not visible from here"
 
 
@@ -46,50 +53,45 @@ def is_dying(pid: int) -> bool:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return False
-    pending = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
-    state, flags, threads = fields[0], int(fields[6]), int(fields[17])
+    state = fields[0]
+    flags = int(fields[6])
+    threads = int(fields[17])
     if state in "ZX" and threads <= 1:
-        return False  # it has: whatever is open still is another process'
+        return False  # the process has closed its files: other processes hold those that are still open
+    pending = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
     return bool(flags & _PF_EXITING) or any(signals >> (signal.SIGKILL - 1) & 1 for signals in pending)
-
-
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.25
-_CODE_WITHIN_S = 1.0
-"""How long the exit code of a process that has exited may take; after that, another part of the program has it."""
-_SHOWN_CHARACTERS = 500
-_LOOK_FOR_S = 2.0
-"""How long a manager is asked after one of its descriptors became readable, which may tell what is known already."""
 
 
 class WatchedProcess(Protocol):
     """A process that can be watched, such as those of ``multiprocessing``.
 
     A process that may be on another host has an attribute ``host``, its address. Its process id means nothing here, and
-    its exit code may never be known. Its sentinel is readable exactly when it has exited; negative: it was closed then.
+    its exit code may never be known. Its sentinel is readable exactly when the process has exited, and negative after
+    the descriptor was closed.
     """
 
     @property
     def name(self) -> str:
-        """Its name, for people."""
+        """The name of the process, for people."""
 
     @property
     def pid(self) -> int | None:
-        """Its process id."""
+        """The process id."""
 
     @property
     def exitcode(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while the process runs."""
 
     @property
     def sentinel(self) -> Any:
-        """A descriptor that is readable once it has exited."""
+        """A descriptor that is readable once the process has exited."""
 
 
 @runtime_checkable
 class WatchedManager(Protocol):
     """The starter of the local engines.
 
-    Optional members are used where they exist: ``processes``; ``aclose()`` or
+    Optional members are used where they exist: ``processes``; ``actors``, processes with a ``host``; ``aclose()`` or
     ``close()``, which stop all processes; ``last_lines(name)``, the last lines of a process's stderr.
     """
 
@@ -102,26 +104,40 @@ class WatchedManager(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """The exit of a process; the code is minus the signal that killed it, or None where it is not known."""
+    """The exit of a process.
+
+    Attributes:
+        name: The name of the process.
+        pid: The process id, if known.
+        exitcode: The exit code; ``-n`` if signal ``n`` killed the process; None if the code is not known.
+        managed: Whether a watched manager started the process.
+        host: The address of the process's host, which may be another host; empty: this host.
+        last_line: The last line of the process's stderr, if the manager knows it and the code is not 0.
+    """
 
     name: str
     pid: int | None
     exitcode: int | None
-    managed: bool = False  # by a watched manager
-    host: str = ""  # its address, if it may be another one than this
-    last_line: str = ""  # of its stderr, where the manager knows that and the code is not 0
+    managed: bool = False
+    host: str = ""
+    last_line: str = ""
 
     def describe(self, phase: str = "", *, who: str = "") -> str:
         """Return a sentence about the exit of ``who`` (by default the name) in this phase."""
-        known = [f"pid {self.pid}{f' on {self.host}' if self.host else ''}"] if self.pid is not None else []
+        known = []
+        if self.pid is not None:
+            known.append(f"pid {self.pid} on {self.host}" if self.host else f"pid {self.pid}")
         if phase:
             known.append(phase)
-        who = who or self.name
-        text = f"{who} ({', '.join(known)}) {self._manner()}" if known else f"{who} {self._manner()}"
+        text = who or self.name
+        if known:
+            text += f" ({', '.join(known)})"
+        text += f" {self._manner()}"
         if not self.last_line:
             return text
-        killed = self.exitcode is not None and self.exitcode < 0  # by others, maybe, of whom its stderr says nothing
-        return f"{text}; last line of its stderr: {self.last_line}" if killed else f"{text}: {self.last_line}"
+        if self.exitcode is not None and self.exitcode < 0:  # the stderr may have nothing to do with the signal
+            return f"{text}; last line of its stderr: {self.last_line}"
+        return f"{text}: {self.last_line}"
 
     def _manner(self) -> str:
         if self.exitcode is None:
@@ -150,19 +166,21 @@ class ProcessWatch(Closing):
         self._loop = asyncio.get_running_loop()
         self._owner_pid = os.getpid()
         self._on_exit = on_exit
-        self._running: dict[WatchedProcess, bool] = {}  # and whether it is a manager's
-        self._gone: weakref.WeakSet[WatchedProcess] = weakref.WeakSet()  # exited, and may be added again
-        self._managers: list[WatchedManager] = []  # without ``processes``
+        self._running: dict[WatchedProcess, bool] = {}  # value: whether a manager started the process
+        self._gone: weakref.WeakSet[WatchedProcess] = weakref.WeakSet()  # exited; may be added again
+        self._managers: list[WatchedManager] = []  # without ``processes`` or ``actors``
         self._last_lines: list[Callable[[str], Sequence[str]]] = []  # of the managers
         self._descriptors: set[int] = set()
-        # Processes whose exit code is to be asked for again, and when they count as exited without one.
+        # Processes that have exited without an exit code so far, and until when to wait for the code.
         self._due: dict[WatchedProcess, float] = {}
         self._exits: list[ProcessExit] = []
-        self._named: set[str] = set()
-        self._announced = self._taken = 0
+        self._named: set[str] = set()  # names of exited processes of `_managers`
+        self._announced = 0  # exits before the last call of `on_exit`
+        self._taken = 0
         self._waiter: asyncio.Future[None] | None = None
-        self._next_look: asyncio.Handle | None = None
-        self._delay, self._look_until = _FIRST_LOOK_S, 0.0
+        self._recheck: asyncio.Handle | None = None
+        self._delay = _FIRST_RECHECK_S
+        self._recheck_until = 0.0
         self._closed = False
         try:
             if manager is not None:
@@ -173,26 +191,27 @@ class ProcessWatch(Closing):
             raise
 
     def add(self, processes: Iterable[WatchedProcess], *, managed: bool = False) -> None:
-        """Watch more processes; raise ValueError if one was not started."""
+        """Watch more processes; raise ValueError if a process was not started."""
         for process in processes:
             if process not in self._running and process not in self._gone:
                 if process.exitcode is None:
                     self._watch_process(process)
                 self._running[process] = managed
-        self._look_again(0.0)
+        self._check_after(0.0)
 
     def add_manager(self, manager: WatchedManager) -> None:
-        """Watch the processes of a manager; raise ValueError if one was not started."""
+        """Watch the processes of a manager; raise ValueError if a process was not started."""
         last_lines = getattr(manager, "last_lines", None)
         if last_lines is not None and last_lines not in self._last_lines:
             self._last_lines.append(last_lines)
-        if hasattr(manager, "processes"):
-            self.add(manager.processes, managed=True)
-            return
+        for processes in ("processes", "actors"):
+            if hasattr(manager, processes):
+                self.add(getattr(manager, processes), managed=True)
+                return
         self._managers.append(manager)
         for sentinel in manager.sentinels():
             self._watch(os.dup(_fileno(sentinel)), None, 0.0)
-        self._look_again(0.0)
+        self._check_after(0.0)
 
     @property
     def running(self) -> bool:
@@ -204,30 +223,33 @@ class ProcessWatch(Closing):
         now = self._loop.time()
         for process in [*self._running]:
             code = process.exitcode
-            if code is not None or now >= self._due.get(process, math.inf):
-                managed = self._running.pop(process)
-                self._gone.add(process)
-                self._due.pop(process, None)
-                line = self._last_line(process.name) if managed and code != 0 else ""
-                host = getattr(process, "host", "")
-                self._exits.append(ProcessExit(process.name, process.pid, code, managed, host, line))
+            if code is None and now < self._due.get(process, math.inf):
+                continue
+            managed = self._running.pop(process)
+            self._gone.add(process)
+            self._due.pop(process, None)
+            line = self._last_line(process.name, code) if managed else ""
+            host = getattr(process, "host", "")
+            self._exits.append(ProcessExit(process.name, process.pid, code, managed, host, line))
         for manager in self._managers:
             for name, code in manager.finished_procs().items():
                 if name not in self._named:
                     self._named.add(name)
-                    line = self._last_line(name) if code != 0 else ""
+                    line = self._last_line(name, code)
                     self._exits.append(ProcessExit(name, None, code, managed=True, last_line=line))
         return self._exits.copy()
 
     def take(self) -> list[ProcessExit]:
-        """Return the exits since the last call, and forget them: for watches of one replacement after the other."""
+        """Return the exits since the last call, and forget them."""
         self.exited()
-        new, self._exits = self._exits[self._taken :], []
-        self._announced = self._taken = 0
+        new = self._exits[self._taken :]
+        self._exits = []
+        self._announced = 0
+        self._taken = 0
         return new
 
     async def next(self, deadline: float | None = None) -> list[ProcessExit]:
-        """Return the exits since the last call; wait for one while any process runs, until the deadline.
+        """Return the exits since the last call; wait for an exit while any process runs, until the deadline.
 
         Cancelling this loses nothing. One task at a time may wait.
         """
@@ -240,11 +262,12 @@ class ProcessWatch(Closing):
                 self._waiter = None
                 if timer is not None:
                     timer.cancel()
-        new, self._taken = self._exits[self._taken :], len(self._exits)
+        new = self._exits[self._taken :]
+        self._taken = len(self._exits)
         return new
 
     async def all_exited(self, deadline: float | None = None) -> bool:
-        """Wait until all processes have exited, or the deadline has passed; return whether they have."""
+        """Wait until all processes have exited, or the deadline has passed; return whether all have exited."""
         while self.running and (deadline is None or self._loop.time() < deadline):
             await self.next(deadline)
         return not self.running
@@ -254,14 +277,16 @@ class ProcessWatch(Closing):
         self._closed = True
         if self._owner_pid != os.getpid():
             return
-        if self._next_look is not None:
-            self._next_look.cancel()
+        if self._recheck is not None:
+            self._recheck.cancel()
         for descriptor in [*self._descriptors]:
             self._forget(descriptor)
 
-    def _last_line(self, name: str) -> str:
+    def _last_line(self, name: str, code: int | None) -> str:
+        if code == 0:
+            return ""
         for last_lines in self._last_lines:
-            with suppress(Exception):  # whatever a user's manager raises: an exit is reported all the same
+            with suppress(Exception):  # an error of a user's manager does not hide the exit
                 line = next((line for line in reversed(last_lines(name)) if line.strip()), "")
                 return line.strip()[:_SHOWN_CHARACTERS]
         return ""
@@ -270,19 +295,19 @@ class ProcessWatch(Closing):
         if hasattr(process, "host"):
             try:
                 self._watch(os.dup(_fileno(process.sentinel)), process, 0.0)
-            except OSError:  # it was given back: this has exited
+            except OSError:  # the sentinel was closed: the process has exited
                 self._due[process] = self._loop.time()
             return
-        # Not in the interpreter on macOS, not allowed in some sandboxes; and it may have exited this moment.
+        # macOS has no pidfd, some sandboxes forbid the call, and the process may have exited just now.
         if hasattr(os, "pidfd_open") and process.pid is not None:
             with suppress(OSError):
                 self._watch(os.pidfd_open(process.pid), process, _CODE_WITHIN_S)
                 return
         sentinel = _fileno(process.sentinel)
         try:
-            # The pipe that multiprocessing makes may be closed by a process that lives on.
+            # The pipe of multiprocessing may be closed by a process that continues to run.
             self._watch(os.dup(sentinel), process, math.inf)
-        except OSError:  # there is no descriptor left
+        except OSError:  # no descriptor is left
             self._due[process] = math.inf
 
     def _watch(self, descriptor: int, process: WatchedProcess | None, code_within_s: float) -> None:
@@ -301,32 +326,32 @@ class ProcessWatch(Closing):
         self._forget(descriptor)
         now = self._loop.time()
         if process is None:
-            self._look_until = now + _LOOK_FOR_S
+            self._recheck_until = now + _RECHECK_FOR_S
         elif process in self._running:
             self._due[process] = now + code_within_s
-        self._delay = _FIRST_LOOK_S
-        self._look()
+        self._delay = _FIRST_RECHECK_S
+        self._check()
 
-    def _look(self) -> None:
-        """Announce new exits; look again where a descriptor is readable a moment before there is an exit code."""
+    def _check(self) -> None:
+        """Announce new exits; check again if a descriptor is readable a moment before there is an exit code."""
         if self._closed:
             return
         if len(self.exited()) > self._announced:
             self._announced = len(self._exits)
-            self._look_until = 0.0
+            self._recheck_until = 0.0
             self._wake()
             if self._on_exit is not None:
                 self._on_exit()
-        if self._due or self._loop.time() < self._look_until:
-            self._look_again(self._delay)
-            self._delay = min(2 * self._delay, _LAST_LOOK_S)
+        if self._due or self._loop.time() < self._recheck_until:
+            self._check_after(self._delay)
+            self._delay = min(2 * self._delay, _LAST_RECHECK_S)
 
-    def _look_again(self, delay: float) -> None:
+    def _check_after(self, delay: float) -> None:
         if self._closed:
             return
-        if self._next_look is not None:
-            self._next_look.cancel()
-        self._next_look = self._loop.call_later(delay, self._look)
+        if self._recheck is not None:
+            self._recheck.cancel()
+        self._recheck = self._loop.call_later(delay, self._check)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

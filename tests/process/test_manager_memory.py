@@ -24,7 +24,7 @@ async def test_processes_that_are_discarded_leave_nothing() -> None:
                     await asyncio.sleep(0.01)
             assert manager.last_lines(process.name) == [f"I was {number}"]
             manager.discard(process)
-            with pytest.raises(ValueError, match="name must be that of one of the processes"):
+            with pytest.raises(ValueError, match="name must be the name of a process"):
                 manager.last_lines(process.name)
             assert [*manager._jobs] == ["first"]
             assert manager._relay is not None

@@ -133,7 +133,7 @@ def _depend(lost: list[str], ends: Connection) -> None:
     [
         ("fork", []),
         ("fork", ["_ask_the_kernel"]),
-        ("fork", ["_ask_the_kernel", "_end_of"]),
+        ("fork", ["_ask_the_kernel", "_pidfd_of"]),
         ("spawn", ["_started_by_main_thread"]),
         ("forkserver", []),
     ],
@@ -182,7 +182,7 @@ def test_program_that_did_not_stop_its_processes_ends_and_kills_them(
 def test_a_parent_that_nothing_tells_of_is_looked_at() -> None:
     program = (
         "import os, sys, time; from aioshm.process import parent; "
-        "parent._ask_the_kernel = parent._end_of = lambda _: []; "
+        "parent._ask_the_kernel = parent._pidfd_of = lambda _: []; "
         "parent.die_with_parent(); print(os.getpid(), flush=True); time.sleep(100)"
     )
     with started_between(program) as (between, pid):

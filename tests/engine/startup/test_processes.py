@@ -189,7 +189,7 @@ class TestNoEngines:
             assert (manager.processes, manager.sentinels(), manager.finished_procs()) == ([], [], {})
             assert await manager.join_first() == {}
             assert repr(manager) == "<CoreEngineProcManager of no processes>"
-            with pytest.raises(ValueError, match="name must be that of one of the processes"):
+            with pytest.raises(ValueError, match="name must be the name of a process"):
                 manager.last_lines("EngineCore_0")
         manager.close()
         with CoreEngineProcManager(targets.stay, 0, capture_stderr=False):
@@ -365,7 +365,7 @@ class TestStandardError:
 
     def test_bad_questions(self) -> None:
         with CoreEngineProcManager(targets.stay, 1) as manager:
-            with pytest.raises(ValueError, match="name must be that of one of the processes, not 'EngineCore_7'"):
+            with pytest.raises(ValueError, match="name must be the name of a process, not 'EngineCore_7'"):
                 manager.last_lines("EngineCore_7")
             with pytest.raises(ValueError, match="count must be at least 1"):
                 manager.last_lines("EngineCore_0", 0)
