@@ -36,11 +36,12 @@ from aioshm.zeromq.sockets import Socket
 
 COMPLAINT_S = 10.0
 REMINDER_S = 60.0
-"""How often it is said that engines are still waited for."""
+"""How often the log says that engines have not subscribed yet."""
 
-# An XPUB socket drops what is more. What front ends miss is published again, but what engines miss is not.
-_FRONT_END_HWM, _ENGINE_HWM = 1_000, 100_000
-_OVERSIZED = 16 << 20  # ZeroMQ hangs up on who sends that, without a word; less is refused by name
+# An XPUB socket drops messages above these. Counts are published again, but messages to engines are not.
+_FRONT_END_HWM = 1_000
+_ENGINE_HWM = 100_000
+_OVERSIZED = 16 << 20  # ZeroMQ closes the connection at such a frame; smaller messages are refused with a log line
 
 _Message: TypeAlias = "tuple[zmq.Frame, list[bytes]]"
 _Handle: TypeAlias = Callable[[list[bytes], zmq.Frame], None]
@@ -54,14 +55,6 @@ class CoordinatorAddresses(NamedTuple):
     stats_publish: str  # where front ends subscribe
     engine_input: str  # where engines subscribe
     engine_output: str  # where engines report to
-
-
-class _Sockets(NamedTuple):
-    """The sockets of a coordinator."""
-
-    front_ends: Socket  # XPUB
-    engines: Socket  # XPUB
-    reports: Socket  # PULL
 
 
 class Coordination(Closing):
@@ -80,28 +73,26 @@ class Coordination(Closing):
         self._waves = waves
         self._limiter = LogLimiter(COMPLAINT_S)
         self._sources: list[tuple[Socket, Callable[[], _Message], Callable[[_Message], None]]] = []
-        self._moved = False  # something came, or was sent, in this turn of the loop
+        self._moved = False  # whether a message was received or sent in this run of `_read_all`
         self._reminding = loop.call_later(REMINDER_S, self._remind)
         self._publishing: asyncio.TimerHandle | None = None
-        self._due = 0.0
         own = None if keys is None else keys.coordinator
         self._protection = Protection(keys, own, range(waves.n_engines), secure=secure, more=True)
         for rank, incarnation in (valid or {}).items():
             self._protection.void(rank, incarnation)
         self._bound = BoundSockets(self._protection)
         try:
-            front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish, _FRONT_END_HWM, FRONT_ENDS)
-            engines, engine_input = self._bind(zmq.XPUB, addresses.engine_input, _ENGINE_HWM)
-            reports, engine_output = self._bind(zmq.PULL, addresses.engine_output, _ENGINE_HWM)
+            self._front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish, _FRONT_END_HWM, FRONT_ENDS)
+            self._engines, engine_input = self._bind(zmq.XPUB, addresses.engine_input, _ENGINE_HWM)
+            self._reports, engine_output = self._bind(zmq.PULL, addresses.engine_output, _ENGINE_HWM)
         except BaseException:
             self.close()
             raise
         self.addresses: CoordinatorAddresses = CoordinatorAddresses(stats_publish, engine_input, engine_output)
-        self._sockets = _Sockets(front_ends, engines, reports)
-        self._pump = self._read(engines, self._from_engine)
+        self.pump: Pump = self._read(self._engines, self._from_engine)
 
     def end(self) -> None:
-        """Set `over`."""
+        """End the coordination without an error."""
         if not self.over.done():
             self.over.set_result(None)
 
@@ -116,7 +107,7 @@ class Coordination(Closing):
         max_bytes = MAX_STRANGE_BYTES if over_tcp([address]) else _OVERSIZED
         socket = self._bound.open(kind, address, hwm=hwm, max_bytes=max_bytes, domain=domain)
         if kind == zmq.XPUB:
-            socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # each subscription, not only the first, and each end of one
+            socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # reports every subscription and its end, not only the first
         if over_tcp([address]):
             self._bound.watch(socket)
         return socket, self._bound.bind(socket, address)
@@ -130,14 +121,14 @@ class Coordination(Closing):
                 self._limiter.warn(logger, "dropped a message: %s", error)
 
         self._sources.append((socket, partial(with_sender, socket), take))
-        return self._bound.add(Pump(asyncio.get_running_loop(), socket, self._look))
+        return self._bound.add(Pump(asyncio.get_running_loop(), socket, self._read_all))
 
     # Receiving
 
-    def _look(self) -> bool:
-        """Read a burst of messages; return whether to come back.
+    def _read_all(self) -> bool:
+        """Read a burst of messages; return whether to run again.
 
-        Sending may clear the sign that there is something to read, so this ends only after a turn without either.
+        Sending may clear the sign that there is something to read, so reading ends only after a run without either.
         """
         if self.over.done():
             return False
@@ -146,7 +137,7 @@ class Coordination(Closing):
             more = [drain(socket, receive, take) for socket, receive, take in self._sources]
             if self._waves.ready:
                 self._publish()
-        except Exception as error:  # engines would wait in vain: better to end, which is noticed
+        except Exception as error:  # engines would wait for ever: the end of this process is noticed
             self.over.set_exception(error)
             return False
         return self._moved or any(more)
@@ -155,7 +146,7 @@ class Coordination(Closing):
         if frames == [SUBSCRIBE_TO_ALL]:
             was_ready = self._waves.ready
             if self._waves.subscribe(self._rank_of(sender)):
-                self._sockets.engines.send(COORDINATOR_READY, zmq.NOBLOCK)
+                self._engines.send(COORDINATOR_READY, zmq.NOBLOCK)
             if self._waves.ready and not was_ready:
                 self._begin()
         elif frames == [UNSUBSCRIBED]:
@@ -167,8 +158,8 @@ class Coordination(Closing):
         """Read reports and front ends from now on: before, an answer would not have reached all engines."""
         logger.debug("all engines have subscribed")
         self._reminding.cancel()
-        self._read(self._sockets.front_ends, self._from_front_end)
-        self._read(self._sockets.reports, self._from_report)
+        self._read(self._front_ends, self._from_front_end)
+        self._read(self._reports, self._from_report)
 
     def _from_front_end(self, frames: list[bytes], _sender: zmq.Frame) -> None:
         if frames == [SUBSCRIBE_TO_ALL]:
@@ -176,8 +167,7 @@ class Coordination(Closing):
         elif frames != [UNSUBSCRIBED]:
             message = decode_from_front_end(frames)
             if isinstance(message, int):
-                logger.info("%d engines from now on, after %d", message, self._waves.n_engines)
-                self._waves.scale(message, asyncio.get_running_loop().time())
+                self._scale(message)
             else:
                 self._start(self._waves.wake(message.exclude, message.wave))
 
@@ -189,7 +179,7 @@ class Coordination(Closing):
             raise ValueError(f"engine {rank} speaks for engine {engine}")
         if report.wave_complete is not None:
             if self._waves.complete(engine, report.wave_complete):
-                self._tell(self._waves.state())
+                self._publish_now(self._waves.state())
         elif report.start_wave is not None:
             self._start(self._waves.start(engine, report.start_wave))
         if report.scheduler_stats is not None:
@@ -205,79 +195,79 @@ class Coordination(Closing):
             raise ValueError(f"the keys of engine {user.partition('.')[0]} are void: that incarnation is dead")
         return rank
 
-    # Notices
-
-    def told(self, notice: Notice) -> None:
+    def notice(self, notice: Notice) -> None:
         """Handle a notice of the launching process."""
-        now = asyncio.get_running_loop().time()
         if notice.engines is not None and notice.engines != self._waves.n_engines:
-            logger.info("%d engines from now on, after %d", notice.engines, self._waves.n_engines)
-            self._waves.scale(notice.engines, now)
+            self._scale(notice.engines)
         if notice.dead is not None:
             self._protection.void(notice.dead, notice.incarnation)
-            self._waves.forget(notice.dead, now)
-        self._pump.run()
+            self._waves.forget(notice.dead, asyncio.get_running_loop().time())
+        self.pump.run()
+
+    def _scale(self, n_engines: int) -> None:
+        logger.info("%d engines from now on, after %d", n_engines, self._waves.n_engines)
+        self._waves.scale(n_engines, asyncio.get_running_loop().time())
 
     # Publishing
 
     def _start(self, start: StartWave | None) -> None:
         if start is not None:
-            self._sockets.engines.send_multipart(encode_start(start), zmq.NOBLOCK)
-            self._tell(self._waves.state())
+            self._engines.send_multipart(encode_start(start), zmq.NOBLOCK)
+            self._publish_now(self._waves.state())
 
-    def _tell(self, published: Published) -> None:
-        self._sockets.front_ends.send(encode(published), zmq.NOBLOCK)
+    def _publish_now(self, published: Published) -> None:
+        self._front_ends.send(encode(published), zmq.NOBLOCK)
 
     def _publish(self) -> None:
         """Publish counts if they are due, and schedule the next publication."""
-        now = asyncio.get_running_loop().time()
-        if self._waves.due() <= now:
-            self._tell(self._waves.publish(now))
+        loop = asyncio.get_running_loop()
+        if self._waves.due() <= loop.time():
+            self._publish_now(self._waves.publish(loop.time()))
             self._moved = True
         due = self._waves.due()
-        if self._publishing is None or due != self._due:
+        if self._publishing is None or due != self._publishing.when():
             if self._publishing is not None:
                 self._publishing.cancel()
-            self._due = due
-            self._publishing = asyncio.get_running_loop().call_at(due, self._is_time)
+            self._publishing = loop.call_at(due, self._publish_later)
 
-    def _is_time(self) -> None:
+    def _publish_later(self) -> None:
         self._publishing = None
-        self._pump.run()
-
-    # Reports
+        self.pump.run()
 
     def _remind(self) -> None:
         logger.warning("waiting for engines to subscribe: %d of %d have", self._waves.subscribed, self._waves.n_engines)
         self._reminding = asyncio.get_running_loop().call_later(REMINDER_S, self._remind)
 
 
-def run_coordinator(told: Connection, notices: socket.socket, *begin: Any) -> None:
-    """Run the coordinator until SIGTERM or SIGINT; ``begin`` are the arguments of `Coordination`."""
-    asyncio.run(_run(told, notices, *begin))
+def run_coordinator(bound: Connection, notices: socket.socket, *arguments: Any) -> None:
+    """Run the coordinator until SIGTERM or SIGINT, with the arguments of `Coordination`.
+
+    Sends the bound addresses to ``bound``, and receives notices.
+    """
+    asyncio.run(_run(bound, notices, *arguments))
 
 
-async def _run(told: Connection, notices: socket.socket, *begin: Any) -> None:
+async def _run(bound: Connection, notices: socket.socket, *arguments: Any) -> None:
     loop = asyncio.get_running_loop()
     notices.setblocking(False)
     try:
-        coordination = Coordination(*begin)
+        coordination = Coordination(*arguments)
     except OSError as error:
         raise SystemExit(f"{error}") from None
 
-    def notice() -> None:
+    def receive_notice() -> None:
         with suppress(BlockingIOError):
             if payload := notices.recv(NOTICE_BYTES):
-                coordination.told(decode_notice(payload))
-            else:  # its owner is gone, and this process soon
+                coordination.notice(decode_notice(payload))
+            else:  # the launching process is gone, so this process will soon be killed
                 loop.remove_reader(notices)
 
     with notices, coordination:
-        loop.add_reader(notices, notice)
+        loop.add_reader(notices, receive_notice)
         try:
             loop.add_signal_handler(signal.SIGTERM, coordination.end)
-            with told:
-                told.send(tuple(coordination.addresses))
+            with bound:
+                bound.send(tuple(coordination.addresses))
             await coordination.over
         finally:
             loop.remove_reader(notices)

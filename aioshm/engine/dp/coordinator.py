@@ -106,7 +106,7 @@ class DPCoordinator(ProcessManager):
         self._bound = wanted
         super().__init__(run_coordinator, (), shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
         try:
-            self._told = self._launch(lambda job: self.start_more(job))
+            self._reported = self._launch(self.start_more)
             if wait:
                 self.wait_until_bound()
         except BaseException:
@@ -120,8 +120,8 @@ class DPCoordinator(ProcessManager):
         Raises:
             EngineStartupError: The process exited, or was not bound in time.
         """
-        with self._told:
-            self._bound = self._await_addresses(self._told, self._timeout)
+        with self._reported:
+            self._bound = self._await_addresses()
         self._addresses = CoordinatorAddresses(*map(connectable, self._bound))
 
     @classmethod
@@ -159,7 +159,7 @@ class DPCoordinator(ProcessManager):
     def void_keys(self, rank: int, incarnation: int) -> None:
         """Note the death of an engine: its load is void, and so are the keys before this incarnation."""
         self._valid[rank] = incarnation
-        self._tell(Notice(dead=rank, incarnation=incarnation))
+        self._notify(Notice(dead=rank, incarnation=incarnation))
 
     def scale(self, n_engines: int) -> None:
         """Change the number of engines: the lowest ranks stay.
@@ -168,16 +168,16 @@ class DPCoordinator(ProcessManager):
             TypeError, ValueError: The number is invalid.
         """
         self._waves.scale(_checked(n_engines), 0.0)
-        self._tell(Notice(engines=n_engines))
+        self._notify(Notice(engines=n_engines))
 
-    def _tell(self, notice: Notice) -> None:
+    def _notify(self, notice: Notice) -> None:
         if self._notices is not None:
             try:
                 self._notices.send(encode(notice))
-            except BlockingIOError:  # it is stuck, with a hundred unread notices; its replacement gets the whole state
+            except BlockingIOError:  # stuck, with a hundred unread notices; its replacement gets the whole state
                 self.proc.kill()
             except OSError:
-                pass  # it has exited: the same
+                pass  # it has exited, and its replacement gets the whole state
 
     def run_again(self, n_engines: int | None = None) -> None:
         """Restart the exited process at the same addresses, where engines and front ends reconnect.
@@ -193,46 +193,45 @@ class DPCoordinator(ProcessManager):
         """
         if n_engines is not None:
             self._waves.scale(_checked(n_engines), 0.0)
-        self._told = self._launch(lambda job: self.start_again(NAME, job))
+        self._reported = self._launch(lambda job: self.start_again(NAME, job))
         self.wait_until_bound()
 
     def _launch(self, start: Callable[[Job], Child]) -> Connection:
         """Start the coordinator's process; return the pipe on which the process reports its addresses."""
         with ExitStack() as stack:
             with naming_limits(NAME):
-                told, tells = map(stack.enter_context, multiprocessing.Pipe(duplex=False))
-                notices, noticed = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+                reported, reporting = map(stack.enter_context, multiprocessing.Pipe(duplex=False))
+                notices, received = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
             notices.setblocking(False)
-            former = self._notices
+            if self._notices is not None:
+                self._notices.close()
             self._notices = notices
-            if former is not None:
-                former.close()
-            with tells, noticed:
-                given = (tells, noticed, self._waves, self._bound, self._given_keys, self._secure, self._valid.copy())
-                start(Job(NAME, given))
+            with reporting, received:
+                state = (self._waves, self._bound, self._given_keys, self._secure, self._valid.copy())
+                start(Job(NAME, (reporting, received, *state)))
             stack.pop_all()
-            return told
+            return reported
 
-    def _await_addresses(self, told: Connection, timeout: float) -> CoordinatorAddresses:
+    def _await_addresses(self) -> CoordinatorAddresses:
         try:
-            if told.poll(timeout):
-                return CoordinatorAddresses(*told.recv())
+            if self._reported.poll(self._timeout):
+                return CoordinatorAddresses(*self._reported.recv())
         except EOFError:
             self.proc.join(_EXIT_S)
         found = ProcessExit(self.proc.name, self.proc.pid, self.proc.exitcode)
         if found.exitcode is None:
-            raise EngineStartupError(f"{found.name} (pid {found.pid}) was not bound after {timeout:g} s")
-        lines = "\n".join(f"  {line}" for line in self.last_lines(NAME))
+            raise EngineStartupError(f"{found.name} (pid {found.pid}) was not bound after {self._timeout:g} s")
         text = f"{found.describe()} before it was bound"
-        raise EngineStartupError(
-            f"{text}\nlast lines of its stderr:\n{lines}" if lines else text, failed={found.name: found.exitcode}
-        )
+        lines = self.last_lines(NAME)
+        if lines:
+            text = "\n  ".join([f"{text}\nlast lines of its stderr:", *lines])
+        raise EngineStartupError(text, failed={found.name: found.exitcode})
 
     def _release(self) -> None:
         super()._release()
         if self._notices is not None:
             self._notices.close()
-        for address in self._bound:  # a killed process leaves its socket files, maybe without a report of its addresses
+        for address in self._bound:  # a killed process leaves its socket files
             BoundFile(address).remove()
 
 
