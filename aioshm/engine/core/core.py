@@ -94,15 +94,10 @@ class EngineCore:
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
         options = options or Options.from_env()
-        missing = [f"{name}()" for name in _NEEDED if not callable(getattr(engine, name, None))]
-        if missing or isinstance(engine, type):
-            lacks = f", which has no {', no '.join(missing)}" if missing else ""
-            raise TypeError(f"engine must be an object with {', '.join(_NEEDED)}, not {shown(engine)}{lacks}")
-        for name in _NEVER_ASYNC:
-            check_plain(name, getattr(engine, name, None))
+        _check_engine(engine)
         self._settings = SocketSettings(
             index=index,
-            keys=keys if secure and options.secure else False,
+            keys=(secure and options.secure) and keys,
             max_bytes=options.max_message_bytes,
             silence_s=options.remote_timeout,
             max_pending_bytes=check_int("max_pending_bytes", max_pending_bytes, minimum=1),
@@ -120,7 +115,9 @@ class EngineCore:
         self._owners: dict[str, _Owner] = {}  # by open request
         self._calls = Calls(engine, self)
         self._counts: Any = None
-        self._lockstep = Lockstep(index) if hasattr(engine, "has_unfinished_dp") else None
+        self._lockstep: Lockstep | None = None
+        if hasattr(engine, "has_unfinished_dp"):
+            self._lockstep = Lockstep(index)
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
     async def initialize(self, metadata: EngineHandshakeMetadata, awaiting: Callable[[], object]) -> dict[str, Any]:
@@ -131,14 +128,17 @@ class EngineCore:
             result = await result
         fields = dict(result or {})
         stats_address = metadata.addresses.frontend_stats_publish_address
-        if stats_address is not None:  # front ends beside engines of another host learn it in this way
+        if stats_address is not None:  # for front ends of the engine's host, if that is not the coordinator's
             fields.setdefault("dp_stats_address", stats_address)
         return fields
 
     async def connect(self, addresses: EngineZmqAddresses, fields: dict[str, Any]) -> None:
         """Connect to the front ends, and register there with the fields of READY."""
         self._sockets = CoreSockets(addresses, self._put, self._settings)
-        await self._sockets.register(_encode_plain(fields) if fields else b"")
+        payload = b""
+        if fields:
+            payload = _encode_plain(fields)
+        await self._sockets.register(payload)
 
     async def run(self) -> None:
         """Serve until cancelled, or until a step fails."""
@@ -178,7 +178,7 @@ class EngineCore:
         self._arrived.set()
 
     async def _wait(self, seconds: float | None) -> None:
-        """Wait for a message, for so many seconds at most."""
+        """Wait for a message until the timeout."""
         if not self._messages:
             self._arrived.clear()
             with suppress(TimeoutError):
@@ -224,8 +224,8 @@ class EngineCore:
             else:
                 raise CodecError(f"a message of type {bytes(kind[:8])!r}")
         except CodecError as error:
-            who = "the coordinator" if client == COORDINATOR else f"client {client}"
-            self._limiter.warn(logger, "engine %d ignores a message from %s: %s", self.index, who, error)
+            sender = "the coordinator" if client == COORDINATOR else f"client {client}"
+            self._limiter.warn(logger, "engine %d ignores a message from %s: %s", self.index, sender, error)
 
     async def _add(self, client: int, payload: list[Frame]) -> None:
         sender = _Owner(client, pop_mark(payload))
@@ -249,13 +249,17 @@ class EngineCore:
             logger.debug("engine %d has refused request %r", self.index, request_id, exc_info=True)
             if owner is not None:
                 await self._drop([request_id])
-            text = str(error) if isinstance(error, AioshmError) else f"{type(error).__name__}: {error}"
+            text = str(error)
+            if not isinstance(error, AioshmError):
+                text = f"{type(error).__name__}: {text}"
             self._refuse(sender, request_id, text)
             return
         self._owners[request_id] = sender
         if self._lockstep is not None:
             wave = getattr(request, "current_wave", 0)
-            self._report_wave(start=self._lockstep.add(wave if isinstance(wave, int) else 0))
+            if not isinstance(wave, int):
+                wave = 0
+            self._report_wave(start=self._lockstep.add(wave))
 
     async def _abort(self, client: int, payload: list[Frame]) -> None:
         ids = self._codec.decode(payload)
@@ -325,9 +329,11 @@ class EngineCore:
         """Send the outputs that can be encoded; the requests of the others fail."""
         for output, generation in zip(batch.outputs, batch.generations, strict=True):
             request_id = request_id_of(output)
-            ends = {request_id} if request_id in batch.finished and is_finished(output) else set()
+            single = _Batch([output], [generation], set())
+            if is_finished(output):
+                single.finished.add(request_id)
             try:
-                self._send_batch(client, _Batch([output], [generation], ends), marked=bool(generation))
+                self._send_batch(client, single, marked=bool(generation))
             except CodecError as error:
                 if request_id not in batch.finished:
                     await self._drop([request_id])
@@ -353,14 +359,14 @@ class EngineCore:
         """Report the load to the coordinator, if it has changed."""
         if self._sockets is None or not self._sockets.coordinated:
             return
-        counts = getattr(self._engine, "request_counts", None)
-        waiting, running = (0, len(self._owners)) if counts is None else counts()
-        usage = getattr(self._engine, "kv_cache_usage", None)
-        used = 0.0 if usage is None else usage()
-        found = waiting, running, int(_USAGE_STEPS * used)
-        if found != self._counts:
-            self._counts = found
-            stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=used)
+        stats = SchedulerStats(num_running_reqs=len(self._owners))
+        if hasattr(self._engine, "request_counts"):
+            stats.num_waiting_reqs, stats.num_running_reqs = self._engine.request_counts()
+        if hasattr(self._engine, "kv_cache_usage"):
+            stats.kv_cache_usage = self._engine.kv_cache_usage()
+        counts = (stats.num_waiting_reqs, stats.num_running_reqs, int(_USAGE_STEPS * stats.kv_cache_usage))
+        if counts != self._counts:
+            self._counts = counts
             if self._lockstep is not None:
                 stats.step_counter = self._lockstep.step
                 stats.current_wave = self._lockstep.wave
@@ -372,7 +378,20 @@ class EngineCore:
 
 
 async def _awaited(result: Any) -> Any:
-    return await result if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        return await result
+    return result
+
+
+def _check_engine(engine: Any) -> None:
+    missing = [f"{name}()" for name in _NEEDED if not callable(getattr(engine, name, None))]
+    text = f"engine must be an object with {', '.join(_NEEDED)}, not {shown(engine)}"
+    if missing:
+        raise TypeError(f"{text}, which has no {', no '.join(missing)}")
+    if isinstance(engine, type):
+        raise TypeError(text)
+    for name in _NEVER_ASYNC:
+        check_plain(name, getattr(engine, name, None))
 
 
 class Call(NamedTuple):
@@ -417,8 +436,8 @@ class Calls:
             task.cancel()
 
     def _method(self, name: str) -> Callable[..., Any]:
-        found = None if name.startswith("_") or name in _NOT_TO_BE_CALLED else getattr(self._engine, name, None)
-        if not callable(found):
+        found = getattr(self._engine, name, None)
+        if not callable(found) or name.startswith("_") or name in _NOT_TO_BE_CALLED:
             raise AttributeError(f"the engine has no method {name!r} that may be called")
         method: Callable[..., Any] = found
         return method

@@ -29,12 +29,12 @@ LINGER_MS = 2000
 """How long the last messages may take to leave; no time at all unless a front end is gone or stuck."""
 
 COORDINATOR = -1
-"""Stands for the coordinator in place of a client's index."""
-
-logger: logging.Logger = logging.getLogger("aioshm.engine")
+"""The coordinator, in place of a client's index."""
 
 MAX_PENDING_BYTES = 128 << 20
-"""Bytes of outputs that may wait for one front end of this host."""
+"""The limit of waiting outputs for each front end on this host."""
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _UNBOUNDED = 0
 _LOCAL_HWM = 8  # messages of any size that ZeroMQ holds for a front end of this host; the rest is counted in bytes
@@ -73,7 +73,9 @@ class _Output:
             except zmq.Again:
                 pass
         copies = [bytes(frame) for frame in frames]  # the engine may change its arrays in the next step
-        size = sum(map(len, copies)) if counts else 0
+        size = 0
+        if counts:
+            size = sum(map(len, copies))
         self.pending.append((size, copies))
         self.pending_bytes += size
         if self._pump is None:
@@ -209,7 +211,7 @@ class CoreSockets:
         poller = zmq.Poller()
         while waiting := [output for output in outputs if output.pending]:
             for output in outputs:
-                poller.register(output.socket, zmq.POLLOUT if output in waiting else 0)
+                poller.register(output.socket, zmq.POLLOUT * (output in waiting))
             if not poller.poll(max(0, int((deadline - time.monotonic()) * 1000))):
                 break
             for output in waiting:
@@ -242,8 +244,10 @@ class CoreSockets:
         curve: CurveKeys | None = None
         if credentials is not None:
             curve = credentials.to_coordinator() if to_coordinator else credentials.to_front_end()
-        # Over TCP heartbeats find out that a front end is stopped, and a slow network is no reason to drop one.
-        hwm = _LOCAL_HWM if kind == zmq.PUSH and not to_coordinator and not over_tcp([address]) else _UNBOUNDED
+        hwm = _UNBOUNDED
+        # Over TCP heartbeats detect a stopped front end, and a slow network is no reason to drop a front end.
+        if kind == zmq.PUSH and not to_coordinator and not over_tcp([address]):
+            hwm = _LOCAL_HWM
         socket = self._sockets.add(
             open_socket(
                 self._sockets.context,
@@ -253,12 +257,13 @@ class CoreSockets:
                 hwm=hwm,
                 curve=curve,
                 silence_s=settings.silence_s,
-                heartbeats=kind == zmq.DEALER,  # the end of its connection is the end of the client
+                heartbeats=kind == zmq.DEALER,  # a client is gone when the connection of its DEALER ends
             )
         )
         limit_frames(socket, settings.max_bytes)
         if kind == zmq.DEALER:
-            socket.setsockopt(zmq.ROUTING_ID, identity(settings.index) if credentials is None else credentials.name)
+            name = identity(settings.index) if credentials is None else credentials.name
+            socket.setsockopt(zmq.ROUTING_ID, name)
         else:
             attach(socket, address, bind=False)
         return socket

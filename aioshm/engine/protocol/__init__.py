@@ -1,1 +1,1 @@
-"""What front ends, engines and the coordinator say to each other, and what they decide. No I/O."""
+"""The messages between front ends, engines and the coordinator, and the decisions about them. No I/O."""

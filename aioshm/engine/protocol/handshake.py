@@ -39,12 +39,13 @@ from aioshm.engine.protocol.messages import decode_single
 from aioshm.errors import HandshakeError
 
 MAX_PAYLOAD_BYTES = 1 << 20
-"""Of an engine's message, which is some hundred bytes."""
+"""The limit of an engine's message, which has a few hundred bytes."""
 MAX_INIT_BYTES = 16 << 20
-"""Of the answer, which has two addresses for each client."""
+"""The limit of the answer, which has two addresses for each client."""
 
 _OWN_FIELDS = frozenset({"status", "local", "headless", "process", "again"})
 _NEXT = {CoreEngineState.NEW: "HELLO", CoreEngineState.CONNECTED: "READY", CoreEngineState.READY: "nothing more"}
+_PLACES = {True: "local", False: "remote"}
 _SHOWN_RANKS = 16
 _SHOWN_CHARACTERS = 200
 
@@ -113,7 +114,9 @@ class FrontEndHandshake:
         self.addresses: EngineZmqAddresses = addresses
         self._parallel = parallel_settings(parallel_config)
         self._expected_hash = config_hash
-        self._remote_headless = not balanced_outside(parallel_config) if remote_headless is None else remote_headless
+        if remote_headless is None:
+            remote_headless = not balanced_outside(parallel_config)
+        self._remote_headless = remote_headless
         try:
             self._init()
         except (TypeError, ValueError, OverflowError) as error:
@@ -127,8 +130,9 @@ class FrontEndHandshake:
     @property
     def num_gpu_blocks(self) -> int | None:
         """The total of the ready engines; None if no engine reports a number."""
-        said = [ready["num_gpu_blocks"] for ready in self.ready.values() if ready.get("num_gpu_blocks") is not None]
-        return sum(said) if said else None
+        numbers = [ready.get("num_gpu_blocks") for ready in self.ready.values()]
+        known = [number for number in numbers if number is not None]
+        return sum(known) if known else None
 
     @property
     def parallel_config_hash(self) -> Any:
@@ -181,9 +185,14 @@ class FrontEndHandshake:
             self._note_process(engine, message)
             return [identity, self._inits[engine.index]]
         if message.status != _NEXT[state] or other:
-            again = message.status == "HELLO" or state is CoreEngineState.READY
-            found = f"{message.status} came{' again' if again else ''}{' from another process' if other else ''}"
-            hint = "; have two engines the same rank?" if message.status == "HELLO" or other else ""
+            found = f"{message.status} came"
+            hint = ""
+            if message.status == "HELLO" or state is CoreEngineState.READY:
+                found += " again"
+            if other:
+                found += " from another process"
+            if message.status == "HELLO" or other:
+                hint = "; have two engines the same rank?"
             raise _refused(engine.index, state, found, _NEXT[state], hint)
         if message.status == "HELLO":
             init = self._inits[engine.index] = self._init()
@@ -236,7 +245,7 @@ class FrontEndHandshake:
             message = msgspec.convert(fields, _FromEngine)
         except ValueError as error:
             raise _refused(engine.index, engine.state, _cut(str(error)), expected) from None
-        for name in ("process", "again"):  # no words of the engine itself
+        for name in ("process", "again"):  # of the protocol, not of the user's engine
             fields.pop(name, None)
         return fields, message
 
@@ -246,15 +255,16 @@ class FrontEndHandshake:
 
     def _check_place(self, engine: CoreEngine, message: _FromEngine) -> None:
         if message.local != engine.local:
-            found = _place(message.local)
-            expected = f"a {_place(engine.local)} one"
+            found = _PLACES[message.local]
+            expected = f"a {_PLACES[engine.local]} one"
         elif engine.local or message.headless in (None, self._remote_headless):
             return
-        else:
-            found = "headless" if message.headless else "not headless"
+        elif self._remote_headless:
+            found = "not headless"
             expected = "remote engines to be headless"
-            if not self._remote_headless:
-                expected = "remote engines not to be headless with hybrid or external load balancing"
+        else:
+            found = "headless"
+            expected = "remote engines not to be headless with hybrid or external load balancing"
         raise _refused(engine.index, engine.state, f"its {message.status} says that it is {found}", expected)
 
     def _check_hash(self, engine: CoreEngine, message: _FromEngine) -> None:
@@ -264,14 +274,10 @@ class FrontEndHandshake:
         if found is None:
             return
         if expected is None:
-            for index, ready in self.ready.items():
-                if ready.get("parallel_config_hash") is not None:
-                    expected = ready["parallel_config_hash"]
-                    source = f"that of engine {index}"
-                    break
-            else:
-                return
-        if found != expected:
+            expected = self.parallel_config_hash
+            others = (index for index, ready in self.ready.items() if ready.get("parallel_config_hash") is not None)
+            source = f"that of engine {next(others, None)}"
+        if expected is not None and found != expected:
             raise _refused(
                 engine.index,
                 engine.state,
@@ -281,8 +287,8 @@ class FrontEndHandshake:
             )
 
     def _first(self, name: str) -> Any:
-        said = (ready.get(name) for ready in self.ready.values())
-        return next((value for value in said if value is not None), None)
+        values = (ready.get(name) for ready in self.ready.values())
+        return next((value for value in values if value is not None), None)
 
     def _init(self) -> bytes:
         init: dict[str, Any] = {"addresses": self.addresses, "parallel_config": self._parallel}
@@ -292,15 +298,16 @@ class FrontEndHandshake:
 
     def _unknown(self, sender: bytes) -> HandshakeError:
         ranks = sorted(self.engines)
-        shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) or "none"
-        expected = f"one of engines {shown}{', ...' if len(ranks) > _SHOWN_RANKS else ''}"
-        engine = int.from_bytes(sender, "little") if len(sender) == IDENTITY_BYTES else None
-        who = f"engine {engine}" if engine is not None else "no engine's identity"
-        return HandshakeError(
-            f"{who} (identity {sender[:16].hex()}): a message from an unknown sender, expected {expected}",
-            engine=engine,
-            expected=expected,
-        )
+        expected = f"one of engines {', '.join(map(str, ranks[:_SHOWN_RANKS])) or 'none'}"
+        if len(ranks) > _SHOWN_RANKS:
+            expected += ", ..."
+        engine: int | None = None
+        name = "no engine's identity"
+        if len(sender) == IDENTITY_BYTES:
+            engine = int.from_bytes(sender, "little")
+            name = f"engine {engine}"
+        text = f"{name} (identity {sender[:16].hex()}): a message from an unknown sender, expected {expected}"
+        return HandshakeError(text, engine=engine, expected=expected)
 
 
 class EngineHandshake:
@@ -404,10 +411,6 @@ class EngineHandshake:
 def _refused(index: int, state: CoreEngineState, found: str, expected: str, hint: str = "") -> HandshakeError:
     text = f"engine {index} in state {state.name}: {found}, expected {expected}{hint}"
     return HandshakeError(text, engine=index, state=state.name, expected=expected)
-
-
-def _place(local: bool) -> str:
-    return "local" if local else "remote"
 
 
 def _cut(text: str) -> str:

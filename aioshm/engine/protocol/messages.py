@@ -1,4 +1,4 @@
-"""What front ends and engines send each other once they have shaken hands. No I/O.
+"""The messages between front ends and engines after the handshake. No I/O.
 
 To an engine, ROUTER to DEALER: the engine's identity, a type byte, the payload's frames (see payloads.py)
 
@@ -31,10 +31,10 @@ from aioshm.errors import CodecError
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 COORDINATOR_READY = b"READY"
 SUBSCRIBE_TO_ALL = b"\x01"
-"""What an XSUB socket sends to get everything."""
+"""An XSUB socket sends this to subscribe to everything."""
 
 FINISH_REASON = 5
-"""Where vLLM's outputs, which are arrays, say why they are the last ones; the first is the request's id."""
+"""The index of the finish reason in vLLM's outputs, which are arrays; index 0 has the request id."""
 
 NO_GENERATION = 0
 """The generation of requests that were submitted without one."""
@@ -48,7 +48,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class EngineCoreRequestType(Enum):
-    """The type byte of what an engine is sent."""
+    """The type byte of a message to an engine."""
 
     ADD = b"\x00"
     ABORT = b"\x01"
@@ -183,7 +183,9 @@ def refusal_of(last: Any) -> str | None:
     else:
         reason = getattr(last, "finish_reason", None)
         text = getattr(last, "error", None)
-    return text if reason == "error" and isinstance(text, str) else None
+    if reason == "error" and isinstance(text, str):
+        return text
+    return None
 
 
 class Unreadable(NamedTuple):

@@ -22,18 +22,18 @@ from aioshm.errors import CodecError, MessageTooLarge
 Frame: TypeAlias = "bytes | memoryview"
 
 INLINE_BYTES = 256
-"""From this size on, an array's memory is a frame of its own, while there are fewer than `MAX_FRAMES`."""
+"""Larger arrays have a frame of their own, while there are fewer than `MAX_FRAMES`."""
 
 MAX_FRAMES = 1 << 16
 MAX_DIMENSIONS = 64
-"""Of an array, as in NumPy."""
+"""The limit of NumPy arrays."""
 
 MAX_STRANGE_FRAMES = 1 << 12
 MAX_STRANGE_OBJECTS = 50_000
-"""What the MessagePack of a payload may hold that may be a stranger's: decoding so many takes some milliseconds."""
+"""The limits of payloads from peers without keys: decoding that many objects takes a few milliseconds."""
 
 _RAW_VIEW = 3
-# What dtype.str can be without Python objects and fields: more would let a sender choose what np.dtype() does.
+# dtype.str without Python objects and fields: other strings would let a sender choose what np.dtype() does.
 _PLAIN_DTYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\w{1,20}\])?")
 
 
@@ -62,7 +62,7 @@ class PayloadEncoder:
         return frames
 
     def _stand_in(self, obj: Any) -> Any:
-        """Convert objects that msgspec does not know."""
+        """Convert an object that msgspec does not know."""
         if is_loaded("numpy"):
             import numpy as np
 
@@ -76,7 +76,9 @@ class PayloadEncoder:
             if isinstance(obj, torch.Tensor):
                 from aioshm.codec.tensors import array_of
 
-                found = array_of(obj if obj.is_cpu or obj.is_meta else obj.detach().cpu())
+                if not obj.is_cpu and not obj.is_meta:
+                    obj = obj.detach().cpu()
+                found = array_of(obj)
                 if found is not None:
                     return self._describe(*found, inline=False)
         if isinstance(obj, slice):
@@ -150,7 +152,7 @@ class PayloadDecoder:
                 payload[key] = self._revived(item)
         elif kind is tuple:
             return tuple(self._revived(item) for item in payload)
-        elif isinstance(payload, msgspec.Struct):  # whose fields may be of no type
+        elif isinstance(payload, msgspec.Struct):  # untyped fields may have arrays
             for name in payload.__struct_fields__:
                 value = getattr(payload, name)
                 revived = self._revived(value)
@@ -180,7 +182,7 @@ class PayloadDecoder:
         if isinstance(where, _Raw):
             memory: Any = bytearray(where.memory)
         elif 0 < where < len(self._frames):
-            if where in self._taken:  # a few bytes would stand for as many copies as there are references
+            if where in self._taken:  # a few bytes must not make the receiver copy a frame many times
                 raise CodecError(f"two arrays have the same memory, frame {where}")
             memory = memoryview(self._frames[where])
         else:

@@ -1,4 +1,4 @@
-"""The coordinator's knowledge of data-parallel engines, and when it sends messages. No I/O.
+"""The coordinator's state: the load of data-parallel engines, their waves, and the next publication. No I/O.
 
 Engines in lockstep are running together or paused together. A wave lies between two pauses; waves are numbered from 0
 on. The engine of rank 0 reports the end of a wave. An engine that gets a request while all are paused reports that it
@@ -15,13 +15,13 @@ from typing import NamedTuple, TypeAlias
 from aioshm.engine.protocol.messages import SchedulerStats, StartWave
 
 INTERVAL_S = 0.1
-"""How far apart counts are published at least."""
+"""The shortest time between two publications of counts."""
 QUIET_INTERVAL_S = 5.0
-"""How far apart they are published when nothing changes."""
+"""The time between two publications of unchanged counts."""
 STEP_S = 0.05
-"""How long to wait for the counts that the other engines have of the same step."""
+"""How long to wait for the other engines' counts of the same step."""
 MAX_WAVES_AHEAD = 1 << 10
-"""No engine is so many waves ahead of the coordinator: who says so would leave no wave to be started."""
+"""The limit of waves ahead of the coordinator's: a report with a huge wave would make all later waves stale."""
 
 Counts: TypeAlias = "list[int | float]"
 
@@ -44,14 +44,14 @@ class Waves:
         self._kv_cache_usage = kv_cache_usage
         self._loads = [SchedulerStats()] * n_engines
         self._most = n_engines  # the largest number of engines so far
-        self.subscribed: int = 0  # engines that are
-        self._known: set[int] = set()  # engines that have subscribed at some time
-        self.ready: bool = False  # all engines have subscribed at some time: before, nothing would reach them
-        self._step = (-1, -1)  # the newest that counts have come from
-        # The loads when that one began, if they are to be published yet.
+        self.subscribed: int = 0  # the number of engines with a subscription
+        self._known: set[int] = set()  # the ranks of engines that have subscribed at some time
+        self.ready: bool = False  # all engines have subscribed at some time: before, a message would not reach them
+        self._step = (-1, -1)  # the newest step with counts: wave, number
+        # The loads when the newest step began, unless they were published.
         self._of_last_step: list[SchedulerStats] | None = None
         self._published_at: float | None = None
-        self._changed_at: float | None = None  # the first change that was not published
+        self._changed_at: float | None = None  # of the first unpublished change
         self._heard_at = 0.0
 
     @property
@@ -135,17 +135,19 @@ class Waves:
         if not self._lockstep or self.running:
             return None
         self.running = True
-        return StartWave(self.wave, exclude if wave >= self.wave else None)
+        if wave < self.wave:
+            exclude = None
+        return StartWave(self.wave, exclude)
 
     def _check(self, index: int) -> None:
-        # A new engine, which has subscribed, may get a request before this is told that there are more engines. The
-        # last reports of an engine that was taken out may come after this is told that there are fewer.
+        # A new engine may report before the larger number of engines is known, and a removed engine after the smaller
+        # number is known.
         if index >= max(self._most, self.subscribed):
             raise ValueError(f"there is no engine {index}: there are {len(self._loads)}")
 
     def _check_wave(self, index: int, wave: int) -> None:
         if wave > self.wave + MAX_WAVES_AHEAD:
-            raise ValueError(f"engine {index} speaks of wave {wave}, and the current one is {self.wave}")
+            raise ValueError(f"engine {index} speaks of wave {wave}, and the current wave is {self.wave}")
 
     # Publications
 
@@ -161,7 +163,7 @@ class Waves:
             return self._published_at + QUIET_INTERVAL_S
         due = self._published_at + INTERVAL_S
         if self._lockstep and self._of_last_step is None:
-            # Unless they never stop coming.
+            # A quiet moment, but not for ever.
             due = max(due, min(self._heard_at + STEP_S, self._changed_at + INTERVAL_S))
         return due
 
@@ -171,7 +173,7 @@ class Waves:
         if self._of_last_step is not None:
             loads = self._of_last_step
             self._of_last_step = None
-            self._changed_at = now  # the newer ones are still to come
+            self._changed_at = now  # the loads of the newest step are not published yet
         else:
             loads = self._loads
             self._changed_at = None
@@ -198,7 +200,7 @@ class Lockstep:
     def __init__(self, index: int) -> None:
         self.wave: int = 0  # the current wave, or the next one while engines are paused
         self.running: bool = False
-        self.step: int = 0  # steps of this wave so far
+        self.step: int = 0  # the number of steps in this wave
         self._index = index
 
     def add(self, request_wave: int) -> int | None:
@@ -220,8 +222,9 @@ class Lockstep:
         self.step += 1
         if unfinished:
             return None
-        complete = self.wave
         self.running = False
         self.step = 0
         self.wave += 1
-        return complete if self._index == 0 else None
+        if self._index == 0:
+            return self.wave - 1
+        return None
