@@ -1,21 +1,20 @@
-"""The calls in flight: sent to one worker or to all, then answered, cancelled, or failed if a worker dies."""
+"""The table of calls in flight: sent to one worker or to all, then answered, cancelled, or failed if a worker dies."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from aioshm.engine.workers.channel import Channel
 from aioshm.engine.workers.messages import (
     CALL,
     CANCEL,
     CREDIT,
     FAILURE,
     ITEM,
-    LEAVE,
     STREAM,
+    Channel,
     Message,
     Request,
     Undecodable,
@@ -29,6 +28,7 @@ from aioshm.errors import (
     QueueClosed,
     QueueEmpty,
     QueueFull,
+    RequestAborted,
     SharedMemoryError,
 )
 from aioshm.queue import MessageQueue, merge
@@ -37,10 +37,15 @@ if TYPE_CHECKING:
     from aioshm.engine.workers.session import Session
 
 
-class Calls:
-    """The table of calls in flight: sends calls, and delivers their answers.
+DRAIN_POLL_S = 0.01
+"""How often `CallTable.drain` checks whether the last calls are done."""
+
+
+class CallTable:
+    """Sends calls, and delivers their answers.
 
     Attributes:
+        broadcasts: The queue of calls of all workers.
         channels: The queues of the present workers, by rank.
         absent: The ranks that wait for a replacement.
         lock: Held by the call of all workers that is in progress.
@@ -48,8 +53,7 @@ class Calls:
 
     def __init__(self, session: Session, broadcasts: MessageQueue) -> None:
         self._session = session
-        self._broadcasts = broadcasts
-        self._exit = session.exit
+        self.broadcasts = broadcasts
         self.schedule: Schedule = Schedule()
         self.channels: dict[int, Channel] = {}
         self.absent: set[int] = set()
@@ -61,7 +65,6 @@ class Calls:
         self._last_broadcast = 0
         self._answers = merge({}, errors="yield")
         self._reading: asyncio.Task[None] | None = None
-        self._draining: dict[asyncio.Event, list[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def sent_to(self, rank: int) -> list[Call]:
@@ -73,29 +76,27 @@ class Calls:
     async def admit(self) -> None:
         """Wait until the first workers have attached to the queue of calls of all workers."""
         with suppress(AioshmError):  # a worker has died: the watch on its process reports that
-            await self._broadcasts.wait_until_ready()
+            await self.broadcasts.wait_until_ready()
 
     async def call_all(self, call: Call, request: Request, timeout: float | None) -> list[Any]:
-        """Call all workers once earlier calls of all are answered; return the results by rank."""
-        n_workers = 0
+        """Call all workers after earlier calls of all are answered; return the results by rank."""
         try:
-            async with self._within(timeout, call, self._waits_for_all), self.lock:
+            async with self._within(timeout, call), self.lock:
                 await self.all_present()
-                n_workers = self._session.n_workers
-                await self._send_to_all(call, request)
+                ranks = range(self._session.n_workers)
+                await self._broadcast(call, request, ranks)
                 await self._wait(call)
         finally:
             call.done = True  # later answers are dropped
         call.check()
-        return [call.results.get(rank) for rank in range(n_workers)]
+        return [call.results.get(rank) for rank in ranks]
 
-    async def _send_to_all(self, call: Call, request: Request) -> None:
-        ranks = range(self._session.n_workers)
+    async def _broadcast(self, call: Call, request: Request, ranks: Iterable[int]) -> None:
         self._register(call, ranks)
         self.schedule.broadcast_begins(ranks)
         after = {rank: channel.n_requests for rank, channel in self.channels.items() if channel.n_requests}
         try:
-            await self._broadcasts.enqueue((CALL, call.number, 0, (*request[:-1], after)))
+            await self.broadcasts.enqueue((CALL, call.number, 0, (*request[:-1], after)))
         except BaseException as error:  # no worker has seen it
             self._calls.pop(call.number, None)
             for rank in call.missing:
@@ -106,39 +107,27 @@ class Calls:
         call.sent = True
         self._last_broadcast = call.number
 
-    async def leave(self, ranks: Iterable[int]) -> None:
-        """Ask workers to exit."""
-        await self._broadcasts.enqueue((LEAVE, 0, 0, frozenset(ranks)))
-
     async def all_present(self) -> None:
-        """Wait until no worker is absent."""
         await self._all_present.wait()
-        self._exit.check()
-
-    def _waits_for_all(self, call: Call) -> str:
-        if call.missing:
-            return f"no answer from {self._session.processes.describe(sorted(call.missing))}"
-        if self.absent:
-            return "waits for the successors of workers that have died"
-        return "waits for the calls before it"
+        self._session.check()
 
     # Calls of one worker
 
     async def call(self, call: Call, request: Request, timeout: float | None) -> Any:
         """Call one worker, and return the result."""
         try:
-            async with self._within(timeout, call, self._waits_for_one):
+            async with self._within(timeout, call):
                 await self._send(call, CALL, request)
                 await self._wait(call)
         finally:
-            self.abandon_call(call)
+            self.abandon(call)
         call.check()
         return next(iter(call.results.values()))
 
     async def next_item(self, call: Call, request: Request, timeout: float | None) -> Any:
         """Start the stream unless that was done, and return its next item; raise StopAsyncIteration at the end."""
         if not (call.sent and call.ready.is_set()):
-            async with self._within(timeout, call, self._waits_for_one):
+            async with self._within(timeout, call):
                 if not call.sent:
                     await self._send(call, STREAM, request)
                 await self._wait(call)
@@ -157,7 +146,7 @@ class Calls:
     async def _send(self, call: Call, kind: int, request: Request) -> None:
         """Send a call once the schedule assigns a worker; repeat with the replacement if that worker dies."""
         while True:
-            self._exit.check()
+            self._session.check()
             await self._get_turn(call)
             if not self.schedule.holds(call):  # the assigned worker has died meanwhile
                 continue
@@ -175,7 +164,7 @@ class Calls:
                     await self._wait(call)
                 continue
             except BaseException:  # its queue has had no room in time
-                self.abandon_call(call)
+                self.abandon(call)
                 raise
             call.sent = True
             return
@@ -186,9 +175,9 @@ class Calls:
             self.schedule.ask(call)
         await self._wait(call)
         call.check()
-        self._exit.check()
+        self._session.check()
 
-    def abandon_call(self, call: Call) -> None:
+    def abandon(self, call: Call) -> None:
         """Abandon a call whose caller has stopped waiting; cancel the call if it was sent."""
         if call.sent:
             if not call.done:
@@ -199,10 +188,9 @@ class Calls:
         self._calls.pop(call.number, None)
         if call.order:
             self.schedule.withdraw(call)
-        self._check_drained()
 
     def _post(self, call: Call, kind: int, value: Any = None) -> None:
-        channel = None if call.rank is None else self.channels.get(call.rank)
+        channel = self.channels.get(-1 if call.rank is None else call.rank)
         if channel is None or call.number not in self._calls:
             return
         message = (kind, call.number, 0, value)
@@ -210,17 +198,10 @@ class Calls:
             try:
                 channel.requests.enqueue_nowait(message)
             except QueueFull:  # of calls that the worker has not read
-                self._spawn(channel.post_late(message))
-
-    def _waits_for_one(self, call: Call) -> str:
-        rank = call.rank
-        describe = self._session.processes.describe
-        if rank is None:
-            return f"no idle worker: {describe(sorted(self.channels)) or 'all are being restarted'}"
-        return f"{'no answer from' if rank in self.channels else 'no successor of'} {describe([rank])}"
+                self._spawn(channel.post(message))
 
     @asynccontextmanager
-    async def _within(self, timeout: float | None, call: Call, waits_for: Callable[[Call], str]) -> AsyncIterator[None]:
+    async def _within(self, timeout: float | None, call: Call) -> AsyncIterator[None]:
         if timeout is None:
             yield
             return
@@ -230,10 +211,25 @@ class Calls:
         except TimeoutError:
             if not scope.expired():
                 raise
-            absent = "" if call.sent else self._session.describe_absent()
-            raise TimeoutError(
-                f"{call.method}: {waits_for(call)} within {timeout} s{f': {absent}' if absent else ''}"
-            ) from None
+            text = f"{call.method}: {self._missing_of(call)} within {timeout} s"
+            if self._session.replacer is not None and not call.sent:
+                text = ": ".join(filter(None, (text, self._session.replacer.describe_absent())))
+            raise TimeoutError(text) from None
+
+    def _missing_of(self, call: Call) -> str:
+        """Describe what a call waits for."""
+        describe = self._session.processes.describe
+        if call.of_all:
+            if call.missing:
+                return f"no answer from {describe(sorted(call.missing))}"
+            if self.absent:
+                return "waits for the successors of workers that have died"
+            return "waits for the calls before it"
+        if call.rank is None:
+            return f"no idle worker: {describe(sorted(self.channels)) or 'all are being restarted'}"
+        if call.rank in self.channels:
+            return f"no answer from {describe([call.rank])}"
+        return f"no successor of {describe([call.rank])}"
 
     def _register(self, call: Call, ranks: Iterable[int]) -> None:
         self._number += 1
@@ -312,11 +308,10 @@ class Calls:
         call.missing.discard(rank)
         if not call.missing:
             del self._calls[call.number]
-        if call.slot is None:
+        if call.of_all:
             self.schedule.broadcast_ends(rank)
         else:
             self.schedule.answered(call)
-        self._check_drained()
 
     # Workers come and go
 
@@ -328,13 +323,11 @@ class Calls:
         self.schedule.arrived(rank)
 
     def mark_absent(self, ranks: Iterable[int]) -> None:
-        """Make calls of all workers wait until these ranks are present again."""
         self.absent.update(ranks)
         if self.absent:
             self._all_present.clear()
 
     def mark_present(self, ranks: Iterable[int]) -> None:
-        """Stop making calls of all workers wait for these ranks."""
         self.absent.difference_update(ranks)
         if not self.absent:
             self._all_present.set()
@@ -350,17 +343,16 @@ class Calls:
             self._spawn(channel.aclose())
         self.schedule.gone(rank)
         for call in [*self._calls.values()]:
-            of_all = call.slot is None  # fails even if this worker has answered: other workers may wait for it
-            if not of_all and rank not in call.missing:
+            # A call of all fails even if this worker has answered: other workers may wait for it.
+            if not call.of_all and rank not in call.missing:
                 continue
             call.missing.discard(rank)
             if not call.missing:
                 del self._calls[call.number]
-            if call.sent or of_all:
+            if call.sent or call.of_all:
                 call.fail(failure)
             else:  # not sent yet: `_send` asks for a worker again
                 call.notify()
-        self._check_drained()
 
     def forget(self, rank: int, failure: Callable[[], AioshmError]) -> None:
         """Remove a worker for good, and fail the calls that wait for it."""
@@ -368,31 +360,17 @@ class Calls:
         for call in self.schedule.forget(rank):
             call.fail(failure)
 
-    async def drain(self, ranks: Iterable[int]) -> None:
+    async def drain(self, ranks: range) -> None:
         """Send these workers no more calls for any idle worker, and wait until their present calls are done."""
-        leaving = [*ranks]
-        for rank in leaving:
+        for rank in ranks:
             self.schedule.set_leaving(rank)
-        drained = asyncio.Event()
-        self._draining[drained] = leaving
-        try:
-            self._check_drained()
-            await drained.wait()
-        finally:
-            del self._draining[drained]
-        self._exit.check()
-
-    def _check_drained(self) -> None:
-        for drained, ranks in self._draining.items():
-            if self.schedule.done(ranks):
-                drained.set()
+        while not self.schedule.done(ranks):
+            await asyncio.sleep(DRAIN_POLL_S)
+            self._session.check()
 
     def end(self, failure: Callable[[], AioshmError]) -> None:
-        """Fail all calls."""
         for call in [*self.schedule.waiting(), *self._calls.values()]:
             call.fail(failure)
-        for drained in self._draining:
-            drained.set()
         self._all_present.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -401,7 +379,7 @@ class Calls:
         task.add_done_callback(self._tasks.discard)
 
     async def aclose(self) -> None:
-        """Close all queues, which makes the workers end their calls and exit. Idempotent."""
+        """Close all queues; the workers end their calls and exit. Idempotent."""
         channels = self.channels
         self.channels = {}
         for channel in channels.values():
@@ -411,4 +389,76 @@ class Calls:
             while self._tasks:
                 await asyncio.wait(self._tasks)
         finally:
-            await self._broadcasts.aclose()
+            await self.broadcasts.aclose()
+
+
+class WorkerStream(AsyncIterator[Any]):
+    """The items of a worker's generator, see `WorkerGroup.stream`.
+
+    After a timeout the next item may be waited for again. Leaving the stream closes the generator: leaving the loop,
+    dropping the stream, `aclose`, or a cancellation. Iterating further raises `RequestAborted`.
+    """
+
+    def __init__(
+        self,
+        calls: CallTable,
+        call: Call,
+        request: Request,
+        timeout: float | None,
+        metering: AbstractContextManager[Any],
+    ) -> None:
+        self._calls = calls
+        self._call = call
+        self._request = request
+        self._timeout = timeout
+        self._metering = metering
+        self._count_item: Callable[[], None] | None = None  # None: before the beginning, and after the end
+        self._loop = asyncio.get_running_loop()
+        self._left = False
+        self._waiting = False
+
+    async def __anext__(self) -> Any:
+        call = self._call
+        if self._waiting:
+            raise RuntimeError(f"{call.method}: another task waits for an item of this stream")
+        if self._left:
+            raise self._aborted()
+        if self._count_item is None and not call.done:
+            self._count_item = self._metering.__enter__()
+        self._waiting = True
+        try:
+            item = await self._calls.next_item(call, self._request, self._timeout)
+        except TimeoutError:
+            raise
+        except BaseException as error:
+            self._end(None if isinstance(error, StopAsyncIteration) else error)
+            if self._left and not isinstance(error, asyncio.CancelledError):
+                raise self._aborted() from None
+            self._left = isinstance(error, asyncio.CancelledError)
+            raise
+        finally:
+            self._waiting = False
+        if self._count_item is not None:
+            self._count_item()
+        return item
+
+    def _aborted(self) -> RequestAborted:
+        call = self._call
+        text = f"{call.method}: the stream was left before its last item"
+        return RequestAborted(text, engine=call.rank, request_id=call.method)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._calls.abandon(self._call)
+        if self._count_item is not None:
+            self._count_item = None
+            self._metering.__exit__(None if error is None else type(error), error, None)
+
+    async def aclose(self) -> None:
+        """Close the generator unless it is finished. Idempotent."""
+        self._left = self._left or not self._call.done or bool(self._call.items)
+        self._end(GeneratorExit())
+        self._call.notify()
+
+    def __del__(self) -> None:
+        if self._count_item is not None and asyncio._get_running_loop() is self._loop:
+            self._end(GeneratorExit())

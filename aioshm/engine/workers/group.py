@@ -11,11 +11,11 @@ from aioshm.arguments import check_int, check_plain, check_seconds, check_timeou
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.stats import StreamMeter, WorkerGroupStats, meter_of, metered
+from aioshm.engine.workers.calls import WorkerStream
 from aioshm.engine.workers.messages import Request, method_name
 from aioshm.engine.workers.processes import Settings
 from aioshm.engine.workers.schedule import Call
-from aioshm.engine.workers.session import GroupExit, Session
-from aioshm.engine.workers.stream import WorkerStream
+from aioshm.engine.workers.session import Session
 from aioshm.engine.workers.worker import LoopFactory
 from aioshm.errors import AioshmError, EndClosed, QueueClosed, RoleError
 from aioshm.process.limits import naming_limits
@@ -119,21 +119,22 @@ class WorkerGroup(AsyncClosing):
             standbys=standbys,
             max_workers=n_workers if max_workers is None else check_int("max_workers", max_workers, minimum=n_workers),
         )
-        self._exit = GroupExit()
+        self._session = Session(self._settings)
         self._streams = StreamMeter()
-        self._session: Session | None = None
         self._closed = False
         self._pid = os.getpid()
 
     @property
     def n_workers(self) -> int:
         """How many workers there are."""
-        return self._settings.n_workers if self._session is None else self._session.n_workers
+        return self._session.n_workers
 
     @property
     def pids(self) -> list[int]:
         """The workers' process ids, by rank; none before they are started."""
-        return [] if self._session is None else self._session.processes.pids
+        if not self._session.is_open:
+            return []
+        return self._session.processes.pids
 
     # Calls
 
@@ -176,8 +177,10 @@ class WorkerGroup(AsyncClosing):
             self._check_rank("unique_reply_rank", unique_reply_rank)
         check_timeout("timeout", timeout)
         request = Request(method, _arguments(args), _keywords(kwargs), reply_rank=unique_reply_rank)
-        results = await self._entered().calls.call_all(Call(name), request, timeout)
-        return results if unique_reply_rank is None else results[unique_reply_rank]
+        results = await self._entered().calls.call_all(Call(name, of_all=True), request, timeout)
+        if unique_reply_rank is None:
+            return results
+        return results[unique_reply_rank]
 
     async def broadcast(
         self, method: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -287,14 +290,14 @@ class WorkerGroup(AsyncClosing):
         return await self._entered().calls.call(call, Request(method, args, kwargs), timeout)
 
     def _check_rank(self, name: str, rank: int) -> None:
-        most = self._settings.n_workers if self._session is None else self._session.callable
+        most = self._session.callable
         if check_int(name, rank, minimum=0) >= most:
             raise ValueError(f"{name} must be below {most}, not {rank}")
 
     def _entered(self) -> Session:
         if self._closed:
-            self._exit.check()
-        if self._session is None:
+            self._session.check()
+        if not self._session.is_open:
             raise RoleError("the group was not entered: use `async with`")
         return self._session
 
@@ -303,14 +306,16 @@ class WorkerGroup(AsyncClosing):
     @property
     def workers(self) -> tuple[RankInfo, ...]:
         """The workers, by rank; none before they are started, or without ``restart``."""
-        replacer = None if self._session is None else self._session.replacer
-        return () if replacer is None else replacer.workers
+        if self._session.replacer is None:
+            return ()
+        return self._session.replacer.workers
 
     @property
     def standbys(self) -> int:
         """How many standbys can take a rank immediately."""
-        replacer = None if self._session is None else self._session.replacer
-        return 0 if replacer is None else replacer.standbys
+        if self._session.replacer is None:
+            return 0
+        return self._session.replacer.standbys
 
     def stats(self) -> WorkerGroupStats:
         """Return the counters of the group; from any thread."""
@@ -347,10 +352,10 @@ class WorkerGroup(AsyncClosing):
         most = self._settings.max_workers
         if n_workers > most:
             raise ValueError(f"n_workers must be at most max_workers, which is {most}, not {n_workers}")
-        session = self._session
-        if session is None or session.replacer is None:
-            raise RoleError("a group can be scaled that has restart=Restart(...), and was entered")
-        await session.scale(n_workers, session.replacer)
+        replacer = self._session.replacer
+        if replacer is None:
+            raise RoleError("a group can be scaled if it has restart=Restart(...), and was entered")
+        await self._session.scale(n_workers, replacer)
 
     async def join_first(self) -> AioshmError | None:
         """Wait until a worker has exited, also while there are no calls; return the error of later calls.
@@ -358,19 +363,21 @@ class WorkerGroup(AsyncClosing):
         With ``restart`` this waits for a crash loop. Returns None if the group was closed. Cancelling this changes
         nothing.
         """
-        await self._exit.ended.wait()
-        assert self._exit.failure is not None
-        error: AioshmError = self._exit.failure()
-        return None if isinstance(error, QueueClosed) else error
+        await self._session.ended.wait()
+        assert self._session.failure is not None
+        error: AioshmError = self._session.failure()
+        if isinstance(error, QueueClosed):
+            return None
+        return error
 
     # Starting and closing
 
     async def __aenter__(self) -> Self:
-        if self._session is not None or self._closed:
+        if self._session.is_open or self._closed:
             raise RoleError("a group can be entered only once")
         try:
             with naming_limits(f"{self!r}"):
-                self._session = Session(self._settings, self._exit)
+                self._session.open()
                 await self._session.start()
         except BaseException:
             await self._stop(0)
@@ -386,20 +393,22 @@ class WorkerGroup(AsyncClosing):
         if self._pid != os.getpid():  # a forked child's copy: the workers are the parent's
             self._closed = True
         if not self._closed:
-            await self._stop(0 if self._exit.failure is not None else self._settings.shutdown_timeout)
+            patience = self._settings.shutdown_timeout
+            if self._session.failure is not None:
+                patience = 0
+            await self._stop(patience)
 
     async def _stop(self, patience: float) -> None:
         self._closed = True
         closed = functools.partial(EndClosed, "the group of workers was closed")
-        if self._session is None:
-            self._exit.end(closed)
-            return
-        self._session.processes.forget()
+        if self._session.is_open:
+            self._session.processes.forget()
         self._session.end(closed)
-        await self._session.stop(patience)
+        if self._session.is_open:
+            await self._session.stop(patience)
 
     def __repr__(self) -> str:
-        return f"<WorkerGroup of {self.n_workers} {self._settings.name} processes{', closed' if self._closed else ''}>"
+        return f"<WorkerGroup of {self.n_workers} {self._settings.name} processes{', closed' * self._closed}>"
 
 
 def _arguments(args: object) -> tuple[Any, ...]:

@@ -1,35 +1,44 @@
-"""The messages between a group and its workers: pickled tuples with three leading ints."""
+"""The messages between a group and its workers, pickled tuples with three leading ints; and their connections."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import pickle
+import socket
+import struct
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from pickletools import genops
 from typing import Any, NamedTuple, TypeAlias
 
 from aioshm.codec import PickleCodec, cannot_decode
-from aioshm.errors import CodecError, RemoteFailure
+from aioshm.errors import AioshmError, CodecError, QueueFull, RemoteFailure
+from aioshm.queue import MessageQueue
 
 MAX_TEXT = 1 << 14
 """Characters of an exception's text, and of its traceback's end, that are sent."""
 
+_LENGTH = struct.Struct("!Q")
 _HERE = os.path.dirname(__file__)
 _INTS = frozenset({"BININT", "BININT1", "BININT2", "LONG1"})
 
 # To the worker
-CALL, STREAM, CANCEL, CREDIT, LEAVE = range(5)
+CALL, STREAM, CANCEL, CREDIT = range(4)
 # From the worker
-RESULT, FAILURE, ITEM = range(5, 8)
+RESULT, FAILURE, ITEM = range(4, 7)
 
 Message: TypeAlias = tuple[int, int, int, Any]
 """A kind, the number of a call, ``after``, and a value: a plain tuple, which pickle handles fastest.
 
-A call or stream is answered by one result or failure, after any number of items. With a call of one worker, ``after``
-is the number of the last call of all workers that was sent before. The value is the fields of a `Request`, a result, an
-item, a `RemoteFailure`, the number of further items wanted (CREDIT), or the ranks that are to exit (LEAVE); an
-`Undecodable` where it could not be decoded.
+A worker answers a call or stream by one result or failure, after any number of items. In a call of one worker,
+``after`` is the number of the last call of all workers that was sent before. The value is the fields of a `Request`, a
+result, an item, a `RemoteFailure`, or the number of further items wanted (CREDIT); an `Undecodable` if the value cannot
+be decoded.
 """
 
 
@@ -55,14 +64,12 @@ class MessageCodec(PickleCodec):
 
     @staticmethod
     def loads(data: bytes) -> Any:
-        """Decode a message without buffers."""
         try:
             return PickleCodec.loads(data)
         except Exception as error:
             return _without_value(data, cannot_decode(error))
 
     def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
-        """Decode a message."""
         try:
             return super().decode(main, buffers)
         except CodecError as error:
@@ -88,7 +95,7 @@ def method_name(method: object) -> str:
 def failure_of(error: BaseException) -> RemoteFailure:
     """Describe an exception, without the frames of this package that lead to the method."""
     kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     trace = error.__traceback__
     while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == _HERE:
         trace = trace.tb_next
@@ -96,5 +103,82 @@ def failure_of(error: BaseException) -> RemoteFailure:
     try:
         text = str(error)
     except Exception as broken:
-        text = f"its text cannot be told: {type(broken).__name__}"
+        text = f"the text is not available: {type(broken).__name__}"
     return RemoteFailure(name, text[:MAX_TEXT], "".join(lines)[-MAX_TEXT:])
+
+
+class ControlSocket:
+    """Sends and receives pickled messages of any size over a stream socket, without blocking the loop.
+
+    Every method raises EOFError or OSError if the peer has exited, or if either end is closed. A cancelled call may
+    leave a part of a message behind: close the socket then.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._forgotten = weakref.finalize(self, sock.close)  # no second warning: an unclosed group gives one
+
+    async def send(self, message: object) -> None:
+        await self.send_pickled(pickle.dumps(message))
+
+    async def send_pickled(self, message: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._socket, _LENGTH.pack(len(message)))
+        await loop.sock_sendall(self._socket, message)
+
+    async def receive(self) -> Any:
+        return pickle.loads(await self.receive_pickled())
+
+    async def receive_pickled(self) -> bytearray:
+        """Receive a message without unpickling it."""
+        (length,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
+        return await self._receive(length)
+
+    async def _receive(self, n_bytes: int) -> bytearray:
+        received = bytearray(n_bytes)
+        missing = memoryview(received)
+        while missing:
+            n_received = await asyncio.get_running_loop().sock_recv_into(self._socket, missing)
+            if not n_received:
+                raise EOFError("the peer has closed its end")
+            missing = missing[n_received:]
+        return received
+
+    def close(self) -> None:
+        """Close the socket, on its loop or where no loop runs. Tasks that wait for it need cancelling. Idempotent."""
+        if self._socket.fileno() >= 0:
+            loop = asyncio._get_running_loop()
+            if loop is not None:
+                loop.remove_reader(self._socket)
+                loop.remove_writer(self._socket)
+            self._forgotten()
+
+
+@dataclass(slots=True)
+class Channel:
+    """The two queues of one worker process: for calls of this worker only, and for all of its answers."""
+
+    requests: MessageQueue
+    replies: MessageQueue
+    after: int  # the last call of all workers that was sent before this worker was ready
+    n_requests: int = 0  # calls sent over this channel
+
+    async def send(self, message: Message) -> None:
+        """Send a call; raises PeerDied or QueueClosed if the worker is gone and has not received the call."""
+        try:
+            self.requests.enqueue_nowait(message)  # no await if there is room: keeps the order with broadcasts
+        except QueueFull:
+            await self.requests.enqueue(message)
+        self.n_requests += 1
+
+    async def post(self, message: Message) -> None:
+        """Send a message that is no call, unless the worker is gone."""
+        with suppress(AioshmError):
+            await self.requests.enqueue(message)
+
+    async def aclose(self) -> None:
+        try:
+            await self.requests.aclose()
+        finally:
+            await self.replies.aclose()

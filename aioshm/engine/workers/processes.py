@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aioshm.config import Options
-from aioshm.engine.workers.channel import ControlSocket
+from aioshm.engine.workers.messages import ControlSocket
 from aioshm.engine.workers.worker import LoopFactory, run_worker
 from aioshm.errors import WorkerDied
 from aioshm.lifeline.sockets import sweep_leftovers
@@ -66,6 +66,12 @@ class WorkerProcess:
             self._handle = str(await self.control.receive())
         return self._handle
 
+    def exit(self) -> ProcessExit:
+        """Return the exit of the process, without a code if it still runs."""
+        if self.exited.done():
+            return self.exited.result()
+        return ProcessExit(self.name, self.pid, None)
+
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"
 
@@ -95,7 +101,6 @@ class WorkerProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the workers, by rank."""
         return [worker.pid for _, worker in sorted(self.workers.items())]
 
     async def start_workers(self, n_workers: int) -> None:
@@ -158,32 +163,30 @@ class WorkerProcesses:
                 del self._processes[worker.name]
             await self._manager.stop(worker.name)
 
-    def death(self, rank: int = 0) -> Callable[[], WorkerDied]:
-        """Return the factory of the error for all workers that have exited; ``rank`` is named if none has yet."""
-        exits = {
-            each.rank: each.exited.result()
-            for each in self._processes.values()
-            if each.rank is not None and each.exited.done()
-        }
-        if not exits:
-            worker = self.workers[rank]
-            exits = {rank: ProcessExit(worker.name, worker.pid, None)}
-        return self._error(exits, "")
+    def death(self, rank: int | None = None, story: str = "") -> Callable[[], WorkerDied]:
+        """Return the factory of the error for a worker that has exited, cannot be started, or hangs in its exit.
 
-    def death_of(self, rank: int, story: str = "") -> Callable[[], WorkerDied]:
-        """Return the factory of the error for a worker that has exited, or could never be started."""
-        if rank not in self.workers:
+        Args:
+            rank: The worker; None: all workers that have exited, of which there is one at least.
+            story: Added to the text.
+        """
+        exited = sorted(rank for rank, each in self.workers.items() if each.exited.done())
+        if rank is None:
+            rank = exited[0]
+            exits = [self.workers[each] for each in exited]
+        elif rank in self.workers:
+            exits = [self.workers[rank]]
+        else:
             return functools.partial(WorkerDied, rank, f"{self._settings.name}_{rank}", None, None, story)
-        return self._error({rank: self.workers[rank].exited.result()}, story)
-
-    def _error(self, exits: dict[int, ProcessExit], story: str) -> Callable[[], WorkerDied]:
-        rank, first = min(exits.items())
-        text = ", ".join(exits[each].describe() for each in sorted(exits))
+        found = [each.exit() for each in exits]
+        text = ", ".join(each.describe() for each in found)
+        if story:
+            text += f"; {story}"
+        first = found[0]
         tail = []
         with suppress(ValueError):  # it was discarded, and no other process could be started
             tail = self._manager.last_lines(first.name)
-        more = f"{text}; {story}" if story else text
-        return functools.partial(WorkerDied, rank, first.name, first.pid, first.exitcode, more, tail)
+        return functools.partial(WorkerDied, rank, first.name, first.pid, first.exitcode, text, tail)
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Name workers, with the kernel's state of those that cannot run."""
@@ -194,7 +197,10 @@ class WorkerProcesses:
                 continue
             worker = self.workers[rank]
             state = process_state(worker.pid)
-            texts.append(f"{worker.name} (pid {worker.pid}{f', {state}' if state in SUSPECT_STATES else ''})")
+            text = f"{worker.name} (pid {worker.pid})"
+            if state in SUSPECT_STATES:
+                text = f"{worker.name} (pid {worker.pid}, {state})"
+            texts.append(text)
         return ", ".join(texts)
 
     def forget(self) -> None:

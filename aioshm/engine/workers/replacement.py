@@ -76,8 +76,12 @@ class Replacer:
         texts = []
         for info in self.workers:
             if info.state != "running":
-                who = f"{info.cause}, and its successor" if info.cause else f"worker {info.rank}"
-                texts.append(f"{who} is {info.state}{f' (pid {info.pid})' if info.state == 'starting' else ''}")
+                text = f"worker {info.rank} is {info.state}"
+                if info.cause:
+                    text = f"{info.cause}, and its successor is {info.state}"
+                if info.state == "starting":
+                    text += f" (pid {info.pid})"
+                texts.append(text)
         return "; ".join(texts)
 
     # A process for a rank
@@ -88,13 +92,16 @@ class Replacer:
 
     async def _bring_back(self, life: Life, cause: str) -> None:
         if not await life.bring_back(cause, lambda: self._start(life)):
-            self._session.end(self._processes.death_of(life.rank, f"a crash loop: {life.history.story}"))
+            self._session.end(self._processes.death(life.rank, f"a crash loop: {life.history.story}"))
 
     async def _start(self, life: Life) -> str:
         """Create the worker in a standby, or else in a new process; return the cause if that failed, else ""."""
         rank = life.rank
         try:
-            process = self._standbys.pop(0) if self._standbys else await self._processes.start(rank)
+            if self._standbys:
+                process = self._standbys.pop(0)
+            else:
+                process = await self._processes.start(rank)
         except Exception as error:
             return f"worker {rank} could not be started: {error}"
         life.pid = process.pid
@@ -120,8 +127,8 @@ class Replacer:
 
     async def _prepare(self, process: WorkerProcess, work: Coroutine[Any, Any, str], what: str) -> str:
         """Run a step of a new process; return the cause if it failed, after the exit of the process, else ""."""
-        cause = ""
         within_s = self._ready_timeout
+        cause = ""
         try:
             async with asyncio.timeout(within_s):
                 cause = await work

@@ -12,53 +12,54 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from aioshm.errors import AioshmError, RemoteFailure, WorkerError
 
 
+@dataclass(slots=True, eq=False)
 class Call:
-    """A call of one worker, of any, or of all, until its caller has the result."""
+    """A call of one worker, of any, or of all, until its caller has the result.
 
-    __slots__ = (
-        "done",
-        "errors",
-        "failure",
-        "items",
-        "method",
-        "missing",
-        "number",
-        "order",
-        "ready",
-        "results",
-        "sent",
-        "slot",
-        "stream",
-        "taken",
-        "wanted",
-    )
+    Attributes:
+        method: The name of the method, for error texts.
+        wanted: The worker's rank; None: any, or all.
+        of_all: Whether all workers are called.
+        order: Position in the queue of calls, from 1 on; 0: not queued.
+        slot: The worker that the call may be sent to.
+        number: Identifies the call in messages.
+        missing: The ranks that have not answered yet.
+        items: Items of a stream that the caller has not taken.
+        taken: Items taken since the worker last got credit for more.
+        failure: Creates the error, if the call failed outside of the method.
+        done: Whether the caller has nothing more to wait for.
+        ready: Set when the caller has to check the call.
+    """
 
-    def __init__(self, method: str, wanted: int | None = None, *, stream: bool = False) -> None:
-        self.method: str = method  # the name of the method, for error texts
-        self.wanted: int | None = wanted  # the worker's rank; None: any, or all
-        self.stream: bool = stream
-        self.order: int = 0  # lower for calls that were queued earlier
-        self.slot: WorkerSlot | None = None  # the worker that the call may be sent to
-        self.number: int = 0  # identifies the call in messages
-        self.sent: bool = False
-        self.missing: set[int] = set()  # the ranks that have not answered yet
-        self.results: dict[int, Any] = {}
-        self.errors: dict[int, RemoteFailure] = {}
-        self.items: deque[Any] = deque()  # items of a stream that the caller has not taken
-        self.taken: int = 0  # items taken since the worker last got credit for more
-        self.failure: Callable[[], AioshmError] | None = None  # set if the call failed outside of the method
-        self.done: bool = False  # whether the caller has nothing more to wait for
-        self.ready: asyncio.Event = asyncio.Event()  # set when the caller has to look at the call
+    method: str
+    wanted: int | None = None
+    stream: bool = False
+    of_all: bool = False
+    order: int = 0
+    slot: WorkerSlot | None = None
+    number: int = 0
+    sent: bool = False
+    missing: set[int] = field(default_factory=set)
+    results: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, RemoteFailure] = field(default_factory=dict)
+    items: deque[Any] = field(default_factory=deque)
+    taken: int = 0
+    failure: Callable[[], AioshmError] | None = None
+    done: bool = False
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def rank(self) -> int | None:
         """The rank of the worker that has the call, or will get the call."""
-        return self.wanted if self.slot is None else self.slot.rank
+        if self.slot is None:
+            return self.wanted
+        return self.slot.rank
 
     @property
     def queued(self) -> bool:
@@ -66,11 +67,9 @@ class Call:
         return self.order > 0 and self.slot is None
 
     def notify(self) -> None:
-        """Wake the caller."""
         self.ready.set()
 
     def finish(self) -> None:
-        """Mark the call as done, and wake the caller."""
         self.done = True
         self.notify()
 
@@ -88,19 +87,17 @@ class Call:
             raise WorkerError(self.method, dict(sorted(self.errors.items())))
 
 
+@dataclass(slots=True, eq=False)
 class WorkerSlot:
     """The calls of one worker process; a replacement process gets a new slot."""
 
-    __slots__ = ("calls", "idle_since", "leaving", "present", "queue", "rank", "streams")
-
-    def __init__(self, rank: int) -> None:
-        self.rank: int = rank
-        self.present: bool = False
-        self.leaving: bool = False
-        self.calls: int = 0
-        self.streams: int = 0
-        self.idle_since: int = 0
-        self.queue: deque[Call] = deque()
+    rank: int
+    present: bool = False
+    leaving: bool = False
+    calls: int = 0
+    streams: int = 0
+    idle_since: int = 0
+    queue: deque[Call] = field(default_factory=deque)
 
     @property
     def idle(self) -> bool:
@@ -136,14 +133,15 @@ class Schedule:
             self.answered(call)
             call.slot = None
             return
-        queue = self._any if call.wanted is None else self._slot(call.wanted).queue
+        queue = self._any
+        if call.wanted is not None:
+            queue = self._slot(call.wanted).queue
         if call in queue:
             queue.remove(call)
         for slot in self._slots.values():  # other calls may have waited behind this call
             self._serve(slot)
 
     def answered(self, call: Call) -> None:
-        """Note that a worker has finished a call."""
         slot = call.slot
         assert slot is not None
         if call.stream:
@@ -162,18 +160,15 @@ class Schedule:
         return slot is not None and self._slots.get(slot.rank) is slot
 
     def broadcast_begins(self, ranks: Iterable[int]) -> None:
-        """Note that a call of all workers goes to these workers."""
         for rank in ranks:
             self._slot(rank).calls += 1
 
     def broadcast_ends(self, rank: int) -> None:
-        """Note that a worker has finished a call of all workers."""
         slot = self._slot(rank)
         slot.calls -= 1
         self._free(slot)
 
     def arrived(self, rank: int) -> None:
-        """Note that a new worker of this rank is ready."""
         slot = self._slot(rank)
         slot.present = True
         slot.leaving = False
@@ -185,7 +180,8 @@ class Schedule:
         former.present = False
         slot = self._slots[rank] = WorkerSlot(rank)
         slot.leaving = former.leaving
-        slot.queue, former.queue = former.queue, slot.queue
+        slot.queue = former.queue
+        former.queue = deque()
 
     def set_leaving(self, rank: int, *, leaving: bool = True) -> None:
         """Stop giving a worker calls of any worker; ``leaving=False``: start again."""
@@ -196,8 +192,7 @@ class Schedule:
 
     def forget(self, rank: int) -> list[Call]:
         """Remove a worker for good; return the calls that have waited for it."""
-        slot = self._slots.pop(rank, None)
-        return [] if slot is None else list(slot.queue)
+        return list(self._slots.pop(rank, WorkerSlot(rank)).queue)
 
     def done(self, ranks: Iterable[int]) -> bool:
         """Return whether these workers have neither calls in flight nor queued calls."""

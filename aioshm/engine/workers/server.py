@@ -21,7 +21,6 @@ from aioshm.engine.workers.messages import (
     CREDIT,
     FAILURE,
     ITEM,
-    LEAVE,
     RESULT,
     STREAM,
     Message,
@@ -39,7 +38,6 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 Items: TypeAlias = Iterator[Any] | AsyncIterator[Any]
 
-
 BROADCASTS, REQUESTS = range(2)
 
 
@@ -54,7 +52,6 @@ class CallOrder:
         self._cancelled: set[int] = set()
 
     def add(self, source: int, message: Message) -> None:
-        """Add a call of all workers, or of this worker."""
         self._queued[source].append(message)
 
     def cancel(self, number: int) -> bool:
@@ -84,7 +81,9 @@ class CallOrder:
     def _sent_before(self, broadcast: Message) -> int:
         """Return how many requests of this worker the driver sent before a broadcast."""
         value = broadcast[3]
-        return 0 if isinstance(value, Undecodable) else Request(*value).after.get(self._rank, 0)
+        if isinstance(value, Undecodable):
+            return 0
+        return Request(*value).after.get(self._rank, 0)
 
 
 class _Stream:
@@ -126,37 +125,30 @@ class CallServer:
         self._busy = False  # whether a task runs the queued calls
         self._running: asyncio.Task[None] | None = None  # awaits the result of a method, and continues with the queue
         self._awaited: int | None = None  # the call whose method is awaited
-        self._main: asyncio.Task[Any] | None = None
-        self._failure: Exception | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopping = False
 
     async def run(self) -> None:
-        """Serve until the driver closes its queues, dies, or ends this worker."""
-        self._main = asyncio.current_task()
-        reading = self._spawn(self._read(REQUESTS, self._requests))
+        """Serve until the driver closes a queue, or dies."""
+        self._spawn(self._read(BROADCASTS, self._broadcasts))
+        self._spawn(self._read(REQUESTS, self._requests))
         try:
-            await self._read(BROADCASTS, self._broadcasts)
-        except asyncio.CancelledError:
-            if self._failure is None:
-                raise
-            raise self._failure from None
+            await self._end
         finally:
-            await self._stop(reading)
+            self._stopping = True
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _read(self, source: int, queue: MessageQueue) -> None:
-        with suppress(QueueClosed, PeerDied):  # the driver is gone
-            while True:
-                message: Message = await queue.dequeue(indefinite=True)
-                if message[0] == LEAVE:
-                    if self._rank in message[3]:
-                        return
-                    continue
-                self._take(source, message)
-                # The next requests may cancel a call that would begin here.
-                with suppress(QueueEmpty):
-                    while source == REQUESTS:
-                        self._take(source, queue.dequeue_nowait())
-                await self._run_queued()
+        while True:
+            self._take(source, await queue.dequeue(indefinite=True))
+            # The next requests may cancel a call that would begin here.
+            with suppress(QueueEmpty):
+                while source == REQUESTS:
+                    self._take(source, queue.dequeue_nowait())
+            await self._run_queued()
 
     def _take(self, source: int, message: Message) -> None:
         kind, number, _, value = message
@@ -269,30 +261,24 @@ class CallServer:
         except AioshmError as error:  # it cannot be encoded, is too large, or there is no memory for it
             await self._replies.enqueue((FAILURE, call, 0, failure_of(error)))
 
-    # Tasks
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(self._ended)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """End the worker if one of its own tasks has failed: its calls would never be answered."""
-        if task.cancelled() or self._stopping:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        """End the server if one of its own tasks has failed: its calls would never be answered."""
+        self._tasks.discard(task)
+        if task.cancelled():
             return
-        error = task.exception()  # a SystemExit leaves the loop by itself
-        if isinstance(error, Exception) and not isinstance(error, (PeerDied, QueueClosed)) and self._main is not None:
-            self._failure = error
-            self._main.cancel()
-
-    async def _stop(self, reading: asyncio.Task[None]) -> None:
-        self._stopping = True
-        tasks = [reading, *(stream.task for stream in self._streams.values())]
-        if self._running is not None:
-            tasks.append(self._running)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        error = task.exception()
+        if self._end.done():
+            return
+        if isinstance(error, (PeerDied, QueueClosed)):  # the driver is gone, or dismisses this worker
+            self._end.set_result(None)
+        elif isinstance(error, Exception):  # a SystemExit leaves the loop by itself
+            self._end.set_exception(error)
 
 
 def _items_of(result: Any) -> Items:
@@ -300,11 +286,11 @@ def _items_of(result: Any) -> Items:
         return cast(AsyncIterator[Any], aiter(result))
     if hasattr(result, "__iter__"):
         return cast(Iterator[Any], iter(result))
-    raise TypeError(f"what is streamed must be a generator, or iterable otherwise, not {type(result).__qualname__}")
+    raise TypeError(f"the result of a streamed method must be iterable, not {type(result).__qualname__}")
 
 
 async def _close(items: Items) -> None:
-    close = getattr(items, "aclose" if isinstance(items, AsyncIterator) else "close", None)
+    close = getattr(items, "aclose", None) or getattr(items, "close", None)
     if callable(close):
         closing = close()
         if inspect.isawaitable(closing):

@@ -6,13 +6,12 @@ import asyncio
 import logging
 import pickle
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import AsyncExitStack
-from typing import Any, NoReturn
+from contextlib import AsyncExitStack, suppress
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from aioshm.engine.workers.calls import Calls
-from aioshm.engine.workers.channel import Requests
+from aioshm.engine.workers.calls import CallTable
 from aioshm.engine.workers.messages import MessageCodec, method_name
 from aioshm.engine.workers.processes import Settings, WorkerProcess, WorkerProcesses
 from aioshm.engine.workers.replacement import Replacer
@@ -21,66 +20,64 @@ from aioshm.process.background import completed, in_thread
 from aioshm.process.restart import RankInfo
 from aioshm.queue import MessageQueue
 
+T = TypeVar("T")
+
 CODE_WITHIN_S = 1.0
 """How long a worker with a closed queue may take to exit. After that it is killed, or reported without exit code."""
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
-class GroupExit:
-    """The end of a group: ``failure`` creates the error of every later call, and ``ended`` is set."""
+class Session:
+    """A group while it runs; on its loop.
 
-    def __init__(self) -> None:
+    Attributes:
+        n_workers: The number of workers.
+        callable: The number of workers that can be called alone: without those that leave.
+        failure: Creates the error of every later call; None until the group ends.
+        ended: Set when the group ends.
+        is_open: Whether the processes and the calls exist.
+        replacer: Replaces dead workers; None without ``restart``, and before the workers are created.
+    """
+
+    processes: WorkerProcesses
+    calls: CallTable
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.n_workers: int = settings.n_workers
+        self.callable: int = settings.n_workers
         self.failure: Callable[[], AioshmError] | None = None
         self.ended: asyncio.Event = asyncio.Event()
-
-    def end(self, failure: Callable[[], AioshmError]) -> bool:
-        """Note why the group has ended; return whether it had not ended before."""
-        if self.failure is not None:
-            return False
-        self.failure = failure
-        self.ended.set()
-        return True
+        self.is_open: bool = False
+        self.replacer: Replacer | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watchers: set[asyncio.Queue[RankInfo | None]] = set()
+        self._own_options = msgspec.structs.replace(
+            settings.options, on_reader_death="raise", max_readers=None, slow_reader="block", prefault_bytes=0
+        )
+        self._pickled = b""  # the call that creates a worker
 
     def check(self) -> None:
         """Raise the error if the group has ended."""
         if self.failure is not None:
             raise self.failure()
 
-
-class Session:
-    """The parts of a running group; on its loop.
-
-    Attributes:
-        n_workers: The number of workers.
-        callable: How many of them can be called alone: those that do not leave.
-        replacer: Replaces dead workers; None without ``restart``, and before the workers are created.
-    """
-
-    def __init__(self, settings: Settings, group_exit: GroupExit) -> None:
-        self._settings = settings
-        self.exit = group_exit
-        self.n_workers: int = settings.n_workers
-        self.callable: int = settings.n_workers
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._watchers: set[asyncio.Queue[RankInfo | None]] = set()
-        self._own_options = msgspec.structs.replace(
-            settings.options, on_reader_death="raise", max_readers=None, slow_reader="block", prefault_bytes=0
-        )
+    def open(self) -> None:
+        """Create the queue of calls of all workers; processes are started later."""
+        settings = self._settings
         options = settings.options
         if settings.restart is not None:
             options = msgspec.structs.replace(options, on_reader_death="evict", max_readers=settings.max_workers)
         n_workers = settings.n_workers
         broadcasts = MessageQueue(n_workers, n_workers, None, *settings.sizes, codec=MessageCodec(), options=options)
-        self._broadcasts = broadcasts.export_handle()
         try:
-            self.processes: WorkerProcesses = WorkerProcesses(settings, self)
+            self.processes = WorkerProcesses(settings, self)
         except BaseException:
             broadcasts.end.state.discard()
             raise
-        self.calls: Calls = Calls(self, broadcasts)
-        self._pickled = b""  # the call that creates a worker
-        self.replacer: Replacer | None = None
+        self.calls = CallTable(self, broadcasts)
+        self.is_open = True
 
     async def start(self) -> None:
         """Start the processes, and wait until every worker is created."""
@@ -99,30 +96,35 @@ class Session:
             if not scope.expired():
                 raise
             late = self.processes.describe(self.processes.late(self.n_workers))
-            raise TimeoutError(
-                f"the start of the workers: no answer from {late} within {settings.ready_timeout} s"
-            ) from None
+            text = f"the start of the workers: no answer from {late} within {settings.ready_timeout} s"
+            raise TimeoutError(text) from None
         if settings.restart is None:
             self._pickled = b""
         else:
             self.replacer = Replacer(self, settings, settings.restart)
 
     async def _create_all(self) -> None:
-        async def started(rank: int, step: Coroutine[Any, Any, Any]) -> Any:
-            try:
-                return await step
-            except AioshmError:  # some are an OSError, too
-                raise
-            except (EOFError, OSError):
-                await self.lost(rank)
-
+        self.spawn(self._admit(), "aioshm-admits-workers")
         workers = self.processes.workers
-        results = await _all(started(rank, self.construct(worker)) for rank, worker in workers.items())
+        results = await _all(self._step(rank, self.construct(worker)) for rank, worker in workers.items())
         failures = {rank: failure for rank, failure in zip(workers, results, strict=True) if failure is not None}
         if failures:
             raise WorkerError(method_name(self._settings.worker), failures)
-        connecting = [started(rank, self.connect(rank, worker)) for rank, worker in workers.items()]
-        await _all((self.calls.admit(), *connecting))
+        await _all(self._step(rank, self.connect(rank, worker)) for rank, worker in workers.items())
+
+    async def _step(self, rank: int, step: Coroutine[Any, Any, T]) -> T:
+        """Run a step of a start; if the process has exited, raise its exit."""
+        try:
+            return await step
+        except AioshmError:  # some are an OSError, too
+            raise
+        except (EOFError, OSError):
+            await self.lost(rank)
+
+    async def _admit(self) -> None:
+        """Let the first workers attach to the queue of calls of all workers."""
+        with suppress(AioshmError):  # a worker has died: the watch on its process reports that
+            await self.calls.broadcasts.wait_until_ready()
 
     async def construct(self, worker: WorkerProcess) -> RemoteFailure | None:
         """Create the object in a process that has a rank; return the exception of its constructor.
@@ -148,7 +150,7 @@ class Session:
         async with AsyncExitStack() as unused:
             requests = MessageQueue(1, 1, None, *self._settings.sizes, codec=MessageCodec(), options=options)
             unused.push_async_callback(requests.aclose)
-            await worker.control.send(Requests(self._broadcasts, requests.export_handle()))
+            await worker.control.send((self.calls.broadcasts.export_handle(), requests.export_handle()))
             replies = MessageQueue.create_from_handle(await worker.handle(), 0, codec=MessageCodec(), options=options)
             unused.push_async_callback(replies.aclose)
             admitting = asyncio.create_task(requests.wait_until_ready())
@@ -168,10 +170,10 @@ class Session:
     async def membership(self) -> AsyncIterator[RankInfo]:
         """Yield the changes of the workers from now on, until the group ends."""
         changes: asyncio.Queue[RankInfo | None] = asyncio.Queue()
-        if self.exit.failure is None:
+        if self.failure is None:
             self._watchers.add(changes)
         try:
-            while self.exit.failure is None and (change := await changes.get()) is not None:
+            while self.failure is None and (change := await changes.get()) is not None:
                 yield change
         finally:
             self._watchers.discard(changes)
@@ -190,7 +192,7 @@ class Session:
             rank = worker.rank
             if rank is not None and rank not in self.calls.absent and rank < self.n_workers:
                 self.calls.mark_absent([rank])
-                self.calls.died(rank, self.processes.death_of(rank))
+                self.calls.died(rank, self.processes.death(rank))
             self.replacer.died(worker)
 
     def queue_ended(self, rank: int) -> None:
@@ -200,7 +202,7 @@ class Session:
             asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_exited, rank, worker)
 
     def _check_exited(self, rank: int, worker: WorkerProcess) -> None:
-        if worker.exited.done() or self.exit.failure is not None or rank not in self.processes.workers:
+        if worker.exited.done() or self.failure is not None or rank not in self.processes.workers:
             return
         if self.replacer is None:
             self.end(self.processes.death(rank))
@@ -210,9 +212,9 @@ class Session:
     async def lost(self, rank: int) -> NoReturn:
         """Raise the exit of a worker whose socket or queue has ended. For groups that do not replace workers."""
         self.queue_ended(rank)
-        await self.exit.ended.wait()
-        assert self.exit.failure is not None
-        raise self.exit.failure()
+        await self.ended.wait()
+        assert self.failure is not None
+        raise self.failure()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run a task of the group until it closes; a failure ends the group."""
@@ -227,10 +229,6 @@ class Session:
             text = f"{task.get_name()} has failed: {type(error).__name__}: {error}"
             logger.error("%s", text, exc_info=error)
             self.end(lambda: AioshmError(text))
-
-    def describe_absent(self) -> str:
-        """Name the workers that have died and have no replacement yet."""
-        return "" if self.replacer is None else self.replacer.describe_absent()
 
     async def scale(self, n_workers: int, replacer: Replacer) -> None:
         """Change the number of workers, in turn with the calls of all."""
@@ -262,30 +260,27 @@ class Session:
         self.n_workers = n_workers
         for rank in leaving:
             replacer.remove(rank)  # from here on their deaths do not matter
-        dismissal = asyncio.create_task(self._dismiss(leaving), name="aioshm-dismisses-workers")
+            calls.forget(rank, lambda: EndClosed("the group of workers was made smaller"))
+        calls.mark_present(leaving)
+        # The workers exit because their queues were closed.
+        stopping = asyncio.create_task(_all(self.processes.stop_worker(rank) for rank in leaving))
         try:
-            await asyncio.shield(dismissal)
+            await asyncio.shield(stopping)
         except asyncio.CancelledError:  # too late to keep them; but if the group ends, they are stopped with it
-            if self.exit.failure is not None:
-                dismissal.cancel()
-            await completed(dismissal)
+            if self.failure is not None:
+                stopping.cancel()
+            await completed(stopping)
             raise
-
-    async def _dismiss(self, leaving: range) -> None:
-        try:
-            await self.calls.leave(leaving)
-            await asyncio.gather(*(self.processes.stop_worker(rank) for rank in leaving))
-        finally:
-            for rank in leaving:
-                self.calls.forget(rank, lambda: EndClosed("the group of workers was made smaller"))
-            self.calls.mark_present(leaving)
 
     # The end
 
     def end(self, failure: Callable[[], AioshmError]) -> None:
         """Fail every call from now on, also waiting ones; only the first failure counts."""
-        if self.exit.end(failure):
-            self.calls.end(failure)
+        if self.failure is None:
+            self.failure = failure
+            self.ended.set()
+            if self.is_open:
+                self.calls.end(failure)
             self.worker_changed(None)
 
     async def stop(self, patience: float) -> None:

@@ -13,8 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from aioshm.config import Options
-from aioshm.engine.workers.channel import ControlSocket, Requests
-from aioshm.engine.workers.messages import MessageCodec, Request, failure_of
+from aioshm.engine.workers.messages import ControlSocket, MessageCodec, Request, failure_of
 from aioshm.engine.workers.server import CallServer
 from aioshm.errors import HandleError, PeerDied, QueueClosed, RemoteFailure
 from aioshm.process.stopping import TERMINATED, Termination
@@ -33,8 +32,8 @@ def run_worker(
     """Work until the driver closes its queues, or dies.
 
     When everything is imported, the process sends the handle of its queue of answers. It receives its rank and the
-    pickled constructor call, and sends the constructor's `RemoteFailure`, or None. It receives the `Requests`, and
-    reports with a last message that it has attached to its queues.
+    pickled constructor call, and sends the constructor's `RemoteFailure`, or None. It receives the handles of the
+    queues with the calls of all workers and of this worker, and reports with a last message that it has attached.
 
     Args:
         driver: Connects to the driver.
@@ -87,11 +86,11 @@ async def _serve(driver: ControlSocket, sizes: tuple[int, int], options: Options
 
 
 async def _serve_calls(driver: ControlSocket, worker: Worker, rank: int, replies: MessageQueue) -> None:
-    handles: Requests = await driver.receive()  # does not come if the object could not be created
+    of_all, of_one = await driver.receive()  # does not come if the object could not be created
     codec = MessageCodec()
     async with (
-        MessageQueue.create_from_handle(handles.of_all, rank, codec=codec) as broadcasts,
-        MessageQueue.create_from_handle(handles.of_one, 0, codec=codec) as requests,
+        MessageQueue.create_from_handle(of_all, rank, codec=codec) as broadcasts,
+        MessageQueue.create_from_handle(of_one, 0, codec=codec) as requests,
     ):
         for queue in (broadcasts, requests, replies):
             await queue.wait_until_ready()
@@ -128,8 +127,9 @@ class Worker:
             constructor, args, kwargs = pickle.loads(construction)
             if takes_rank(constructor):
                 kwargs = {**kwargs, "rank": rank}
-            made = constructor(*args, **kwargs)
-            self._object = await made if inspect.isawaitable(made) else made
+            self._object = constructor(*args, **kwargs)
+            if inspect.isawaitable(self._object):
+                self._object = await self._object
         except (Exception, asyncio.CancelledError) as error:
             return failure_of(error)
         self._termination.arm()  # until now there was nothing to close: the signal itself ended the process

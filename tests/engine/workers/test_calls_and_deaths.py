@@ -232,23 +232,20 @@ async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
         await until(lambda: not any(calls_of(group, rank) for rank in range(3)))
 
 
-async def test_a_death_while_workers_are_told_to_go_is_one_like_any_other() -> None:
+async def test_death_of_another_worker_while_workers_leave_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async with group_of(3) as group:
         session = group._session
-        assert session is not None
-        pids, send = group.pids, session.calls._broadcasts.enqueue
-        killed = asyncio.Event()
+        pids = group.pids
+        stop_worker = session.processes.stop_worker
 
-        async def die_first(step: Any) -> None:
-            session.calls._broadcasts.enqueue = send  # type: ignore[method-assign]
-            os.kill(pids[0], signal.SIGKILL)
+        async def die_first(rank: int) -> None:
+            if rank == 1:
+                os.kill(pids[0], signal.SIGKILL)
             await until(lambda: session.calls.absent == {0})
-            killed.set()
-            await send(step)
+            await stop_worker(rank)
 
-        session.calls._broadcasts.enqueue = die_first  # type: ignore[method-assign]
+        monkeypatch.setattr(session.processes, "stop_worker", die_first)
         await group.scale(1)
-        assert killed.is_set()
         assert (group.n_workers, len(group.workers), len(group.pids)) == (1, 1, 1)
         assert all(gone(pid) for pid in pids[1:]), "those that were to go have gone"
         assert await group.collective_rpc("add", (5,), timeout=60) == [5]

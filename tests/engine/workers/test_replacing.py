@@ -20,8 +20,7 @@ from support import until
 
 from aioshm import Options, QueueClosed, RoleError, WorkerDied
 from aioshm.engine import RankInfo, Restart, WorkerGroup
-from aioshm.engine.workers.channel import ControlSocket
-from aioshm.engine.workers.messages import MAX_TEXT
+from aioshm.engine.workers.messages import MAX_TEXT, ControlSocket
 
 pytestmark = pytest.mark.slow_on_uvloop
 

@@ -254,7 +254,7 @@ async def test_an_exception_comes_behind_the_items_before_it() -> None:
                     items.append(item)
             assert items == [0, 1, 2, 3, 4]
             assert "in fail\n" in caught.value.errors[0].traceback
-        with pytest.raises(WorkerError, match="must be a generator, or iterable otherwise, not int"):
+        with pytest.raises(WorkerError, match="the result of a streamed method must be iterable, not int"):
             await anext(group.stream(0, "add"))
         with pytest.raises(WorkerError, match="AttributeError"):
             await anext(group.stream(0, "nothing_of_the_kind"))
