@@ -180,7 +180,7 @@ class StderrRelay:
     def _forward(self) -> None:
         with self._lock:
             if self._dropped_bytes:
-                note = b"\n[aioshm: dropped %d bytes of standard error: nobody reads it]\n" % self._dropped_bytes
+                note = b"\n[aioshm: left out %d bytes of standard error: nobody reads it]\n" % self._dropped_bytes
                 self._waiting.appendleft(note)
                 self._waiting_bytes += len(note)
                 self._dropped_bytes = 0
