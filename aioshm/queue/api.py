@@ -1,9 +1,9 @@
-"""The queue as its users see it: one class for either end; the work is done by the end that it holds."""
+"""The async API: one class for writers and readers, which forwards to its `Writer` or `Reader`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
@@ -12,7 +12,7 @@ from aioshm.codec import Codec, S, T
 from aioshm.config import Options
 from aioshm.errors import AioshmError, QueueClosed
 from aioshm.process.limits import naming_limits
-from aioshm.queue.base import Naming, QueueBase, Reading
+from aioshm.queue.base import AnyHandle, CodedNaming, CodedReading, Naming, QueueBase, Reading
 from aioshm.queue.ends.leasing import Leases
 from aioshm.queue.ends.lending import Message
 from aioshm.queue.ends.reader import Reader
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class MessageQueue(QueueBase[T], AsyncClosing):
-    """A queue from one writer to many readers, of messages of one type, or of any.
+    """A queue from one writer to many readers.
 
-    ``MessageQueue(...)`` makes the writer's end, `create_from_handle` or `attach` a reader's. An end may be made before
-    any event loop runs; it belongs to the loop, thread and process that first await it.
+    ``MessageQueue(...)`` creates the writer; `create_from_handle` and `attach` create readers. An end may be created
+    before any event loop runs. It belongs to the loop, thread and process that first await it.
     """
 
     def _hold(self, end: Writer | Reader) -> None:
@@ -46,36 +46,25 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         if end.calls is not None and getattr(type(self), name) is getattr(MessageQueue, name):
             vars(self)[name] = getattr(end.calls, name)
 
-    if TYPE_CHECKING:  # the type of the messages is that of ``type``, or of the codec
+    # The type of the messages is that of ``type``, or of the codec. To type checkers, a union is no `type`, but Any.
+    if TYPE_CHECKING:
 
         @overload
         @classmethod
         def create_from_handle(
-            cls,
-            handle: Handle | str | bytes,
-            rank: int | None = None,
-            *,
-            codec: str | Codec | None = None,
-            type: type[S],
-            **reader: Unpack[Reading],
+            cls, handle: AnyHandle, rank: int | None = None, *, type: type[S], **reader: Unpack[CodedReading]
         ) -> MessageQueue[S]: ...
 
         @overload
         @classmethod
         def create_from_handle(
-            cls, handle: Handle | str | bytes, rank: int | None = None, *, codec: Codec[S], **reader: Unpack[Reading]
+            cls, handle: AnyHandle, rank: int | None = None, *, codec: Codec[S], **reader: Unpack[Reading]
         ) -> MessageQueue[S]: ...
 
         @overload
         @classmethod
         def create_from_handle(
-            cls,
-            handle: Handle | str | bytes,
-            rank: int | None = None,
-            *,
-            codec: str | Codec | None = None,
-            type: Any = None,  # also for a union, which is no `type` to type checkers
-            **reader: Unpack[Reading],
+            cls, handle: AnyHandle, rank: int | None = None, *, type: Any = None, **reader: Unpack[CodedReading]
         ) -> Self: ...
 
         @classmethod
@@ -84,13 +73,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         @overload
         @classmethod
         def attach(
-            cls,
-            name: str,
-            rank: int | None = None,
-            *,
-            codec: str | Codec | None = None,
-            type: type[S],
-            **reader: Unpack[Naming],
+            cls, name: str, rank: int | None = None, *, type: type[S], **reader: Unpack[CodedNaming]
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -102,13 +85,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         @overload
         @classmethod
         def attach(
-            cls,
-            name: str,
-            rank: int | None = None,
-            *,
-            codec: str | Codec | None = None,
-            type: Any = None,  # also for a union, which is no `type` to type checkers
-            **reader: Unpack[Naming],
+            cls, name: str, rank: int | None = None, *, type: Any = None, **reader: Unpack[CodedNaming]
         ) -> Self: ...
 
         @classmethod
@@ -121,7 +98,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         max_chunk_bytes: int,
         max_chunks: int,
         writer_rank: int = 0,
-        external_writer_handle: Handle | str | bytes | None = None,
+        external_writer_handle: AnyHandle | None = None,
         blocking: bool = True,
         *,
         options: Options | None = None,
@@ -522,10 +499,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     # Iterating, closing
 
     def __aiter__(self) -> AsyncIterator[T]:
-        reader = self._reader
-        if reader is None or vars(self).get("dequeue") != reader.calls.dequeue:
-            return self  # `__anext__` calls the `dequeue` of a subclass, or of an observer
-        return _Messages(reader)
+        return _Messages(self)
 
     async def __anext__(self) -> T:
         try:
@@ -534,9 +508,9 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             raise StopAsyncIteration from None
 
     async def __aenter__(self) -> Self:
-        """Enter the block that closes this end; a reader begins to attach, so that a writer in the same task meets it.
+        """Enter the block that closes this end. A reader starts to attach, so that a writer in the same task finds it.
 
-        Whatever forbids that, the first call that needs it raises.
+        If attaching fails, the first call that needs it raises the error.
         """
         if self._reader is not None:
             with suppress(AioshmError):
@@ -548,8 +522,8 @@ class MessageQueue(QueueBase[T], AsyncClosing):
 
         Readers can still read everything that the writer has sent. If ``on_reader_death="hold"`` holds messages for a
         dead reader's replacement, this waits up to ``options.linger_s`` for it, and then logs what is lost. Cancelling
-        this ends that wait, not the closing. Any loop and thread of the process may await this; if the owning loop is
-        stopped but not closed, its pending calls keep the memory mapped until it runs again.
+        this ends that wait, not the closing. Once the owning loop has ended, any loop may await this; if the owning
+        loop is stopped but not closed, its pending calls keep the memory mapped until it runs again.
         """
         await self.end.state.aclose()
 
@@ -560,26 +534,14 @@ class MessageQueue(QueueBase[T], AsyncClosing):
 Calls.docs = MessageQueue.enqueue.__doc__ or "", MessageQueue.dequeue.__doc__ or ""  # for `help` on an instance
 
 
-class _Messages(Calls):
-    """An iteration over messages, until the queue is closed. Ending the iteration does not close the queue."""
+class _Messages(AsyncIterator[T]):
+    """An iteration over messages. Ending the iteration does not close the queue."""
 
-    def __init__(self, reader: Reader) -> None:
-        super().__init__(self._slow_path)
-        self._reader = reader
+    def __init__(self, queue: MessageQueue[T]) -> None:
+        self._queue = queue
 
-    def __aiter__(self) -> Self:
-        return self
-
-    def __anext__(self) -> Coroutine[Any, Any, Any]:
-        return self.dequeue()
-
-    async def _slow_path(self, *args: Any) -> Any:
-        try:
-            return await self._reader.dequeue(*args)
-        except QueueClosed:
-            raise StopAsyncIteration from None
-        finally:
-            self.core = self._reader.calls.core
+    async def __anext__(self) -> T:
+        return await self._queue.__anext__()
 
     async def aclose(self) -> None:
         """End the iteration."""

@@ -1,11 +1,11 @@
-"""Both APIs of a queue: how they are made, and the calls that do not wait."""
+"""The common part of both APIs of a queue: constructors, and calls that do not wait."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, Generic, NoReturn, Self, TypedDict, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeAlias, TypedDict, TypeVar
 
 from aioshm.codec import Codec, T
 from aioshm.config import Options, SlowReader
@@ -23,11 +23,14 @@ MAX_CHUNK_BYTES = 24 * 1024 * 1024
 MAX_CHUNKS = 10
 
 ATTACH_TIMEOUT_S = 30.0
-"""How long a reader waits for a writer of a name where nothing else is said."""
+"""How long a reader waits for a writer of a name by default."""
+
+
+AnyHandle: TypeAlias = Handle | str | bytes
 
 
 class Reading(TypedDict, total=False):
-    """For type checkers: a reader's arguments that say nothing about the type of its messages."""
+    """For type checkers: arguments of `QueueBase.create_from_handle`."""
 
     options: Options | None
     slow_reader: SlowReader | None
@@ -35,14 +38,26 @@ class Reading(TypedDict, total=False):
     history: int
 
 
+class CodedReading(Reading, total=False):
+    """`Reading` with a codec whose type of message is not known."""
+
+    codec: str | Codec | None
+
+
 class Naming(Reading, total=False):
-    """The same of `QueueBase.attach`."""
+    """For type checkers: arguments of `QueueBase.attach`."""
 
     timeout: float | None
 
 
+class CodedNaming(Naming, total=False):
+    """`Naming` with a codec whose type of message is not known."""
+
+    codec: str | Codec | None
+
+
 class QueueBase(Generic[T]):
-    """The parts that the awaited and the blocking API share.
+    """The common part of the awaited and the blocking API.
 
     Attributes:
         end: The end that does the work; for this package.
@@ -65,7 +80,7 @@ class QueueBase(Generic[T]):
         name: str | None = None,
         identity: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Make the writer's end.
+        """Create the writer.
 
         Args:
             n_reader: Number of readers; each receives every message. 0: messages are sent to nobody.
@@ -108,7 +123,7 @@ class QueueBase(Generic[T]):
     @classmethod
     def create_from_handle(
         cls,
-        handle: Handle | str | bytes,
+        handle: AnyHandle,
         rank: int | None = None,
         *,
         codec: str | Codec | None = None,
@@ -201,7 +216,7 @@ class QueueBase(Generic[T]):
 
     @classmethod
     def around(cls, end: Writer | Reader) -> Self:
-        """Make the queue of an end that no loop has used; for this package."""
+        """Create the queue of an unused end; for this package."""
         queue = cls.__new__(cls)
         queue._hold(end)
         return queue
@@ -209,8 +224,12 @@ class QueueBase(Generic[T]):
     def _hold(self, end: Writer | Reader) -> None:
         """Become the queue of this end."""
         self.end = end
-        self._writer = end if isinstance(end, Writer) else None
-        self._reader = end if isinstance(end, Reader) else None
+        self._writer: Writer | None = None
+        self._reader: Reader | None = None
+        if isinstance(end, Writer):
+            self._writer = end
+        else:
+            self._reader = end
 
     def _writer_of(self, call: str) -> Writer:
         return self._writer or self._wrong_end(call, "writer")
@@ -219,34 +238,37 @@ class QueueBase(Generic[T]):
         return self._reader or self._wrong_end(call, "reader")
 
     def _wrong_end(self, call: str, end: str) -> NoReturn:
-        side = "reader" if self._writer is None else "writer"
+        side = "writer"
+        if self._writer is None:
+            side = "reader"
         raise RoleError(f"{call}() belongs to the queue's {end}; this is a {side}: {self.end!r}")
 
     def export_handle(self) -> Handle:
-        """Return what readers need in order to attach: picklable, and JSON by its ``to_json``."""
+        """Return the handle with which readers attach. It can be pickled; ``to_json`` returns JSON text."""
         return self._writer_of("export_handle").export_handle()
 
     def stats(self) -> QueueStats:
-        """Return what this end has done so far. Works at any time, also after closing."""
+        """Return the statistics of this end. May be called at any time, also after closing."""
         return self.end.state.stats()
 
     @property
     def last_trace_context(self) -> TraceContext | None:
-        """The context of the span in which the message was sent that this reader received last, or has leased.
+        """The trace context of the message that this reader received last, or has leased.
 
-        None: no span was current there, the context was damaged (`stats` counts these), or nothing was received. Only
-        where the writer has ``Options(trace_context=True)``. Read it before anybody else receives from this end: right
-        after `dequeue`, in a loop's body, or in a lease's block. For messages from ``merge()``, read it on the queue
-        that the message came from.
+        None if no span was current when the message was sent, the context was damaged (`stats` counts these), or no
+        message was received. Needs a writer with ``Options(trace_context=True)``. Read this right after `dequeue`, in a
+        loop's body, or in a lease's block, before another task receives from this end. For messages from ``merge()``,
+        read this on the queue that the message came from.
         """
-        contexts = self.trace_contexts(1)
-        return contexts[0] if contexts else None
+        for context in self.trace_contexts(1):
+            return context
+        return None
 
     def trace_contexts(self, count: int) -> list[TraceContext | None]:
         """Return the trace contexts of the last messages that this end's calls have returned, in their order.
 
         Args:
-            count: Of how many, such as of those that `dequeue_many` has returned. Up to 1024 are kept.
+            count: Number of messages, such as the length of a batch of `dequeue_many`. At most 1024 are kept.
         """
         return self._reader_of("trace_contexts").trace_contexts(count)
 
@@ -255,7 +277,7 @@ class QueueBase(Generic[T]):
 
 
 def documented_as(awaited: type[QueueBase]) -> Callable[[type[Q]], type[Q]]:
-    """Return a class decorator that gives calls without a docstring that of the awaited call of their name."""
+    """Return a class decorator that copies missing docstrings from the awaited calls of the same name."""
 
     def document(blocking: type[Q]) -> type[Q]:
         for name, call in vars(blocking).items():

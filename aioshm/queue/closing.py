@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from aioshm.closing import warn_not_closed
@@ -15,9 +14,6 @@ from aioshm.queue.stats import QueueStats
 
 if TYPE_CHECKING:
     from aioshm.queue.state import EndState
-
-LOOP_POLL_S = 0.05
-"""How often closing from another thread checks whether the owning loop still runs."""
 
 
 class Closable(ABC):
@@ -80,19 +76,19 @@ class ClosingOrder:
         if self._inherited:  # the loop and the peers belong to the parent
             self.begun = True
             return
-        loop = self._state.loop
-        if loop is None or loop is asyncio.get_running_loop() or not loop.is_running():
-            await self._close_here()
-        else:
-            await self._close_there(loop)
-
-    async def _close_here(self) -> None:
         state = self._state
-        if state.loop is not None and state.loop.is_closed():
-            state.lock.calls = 0  # the calls that waited there never continue
+        loop = state.loop
+        here = loop is not None and loop is asyncio.get_running_loop()
+        if loop is not None and not here:
+            if loop.is_running():
+                if not self.dismantled:
+                    state.check_here()
+                return
+            if loop.is_closed():
+                state.lock.calls = 0  # the calls that waited there never continue
         try:
             self._begin()
-            if not self._announced and self._end.lingers() and state.loop is asyncio.get_running_loop():
+            if here and not self._announced and self._end.lingers():
                 await self._end.linger()
             if state.lock.calls:
                 await asyncio.sleep(0)  # the waiting calls raise while the ring is still mapped
@@ -100,40 +96,6 @@ class ClosingOrder:
             self._announce()
             self.dismantle_unless_used()
         await self._end.finish()
-
-    async def _close_there(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close on the owning loop, which another thread runs; close here if that loop ends first."""
-        done: Future[None] = Future()
-        finishing: list[asyncio.Task[None]] = []
-
-        def close() -> None:
-            try:
-                self._begin()
-                lingers = not self._announced and self._end.lingers()
-                if not lingers:
-                    self._announce()
-                    self.dismantle_unless_used()
-                # Usually closing is complete here. The loop could end before it runs a task.
-                if not lingers and self._end.finished():
-                    done.set_result(None)
-                else:
-                    finishing.append(loop.create_task(self._close_here()))
-                    finishing[0].add_done_callback(lambda _: done.set_result(None))
-            except Exception as error:
-                done.set_exception(error)
-
-        try:
-            loop.call_soon_threadsafe(close)
-        except RuntimeError:  # the loop was closed meanwhile
-            await self._close_here()
-            return
-        waiting = asyncio.wrap_future(done)
-        while not done.done() and loop.is_running():
-            await asyncio.wait({waiting}, timeout=LOOP_POLL_S)
-        if done.done():
-            done.result()
-        else:
-            await self._close_here()
 
     def discard(self) -> None:
         """Close an unused end, outside of any loop."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 Answers: TypeAlias = Literal["always", "by a thread", "unknown"]
-"""Whether a writer answers that its event loop runs: always, also while the program hangs, or perhaps never."""
+"""When a writer answers inquiries: if its loop runs, by a background thread even if the program hangs, or unknown."""
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -35,7 +35,7 @@ def host_id() -> str:
             os.close(fd)
     except OSError as error:
         if is_out_of_descriptors(error):
-            raise out_of_descriptors("what says on which host this is", error.errno) from None
+            raise out_of_descriptors("the host's boot id", error.errno) from None
         return platform.node()
 
 
@@ -90,7 +90,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         connect_ip: The writer's ``connect_ip``.
         remote: Addresses and credentials of remote readers; None: all readers are local.
         options: The writer's options, which hold for its readers, too.
-        answers: When the writer answers whether its event loop runs.
+        answers: When the writer answers inquiries whether its event loop runs.
         name: The queue's name, if it has one.
     """
 
@@ -151,7 +151,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         """Refuse a handle of another version.
 
         Raises:
-            HandleError: It is one.
+            HandleError: The version differs.
         """
         if self.version != VERSION:
             raise HandleError(f"the handle has layout version {self.version}, this aioshm reads {VERSION}")
@@ -180,14 +180,16 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
 
 def refuse_to_pickle(queue: object, *, writes: bool) -> NoReturn:
     """Raise `TypeError` that names the handle as the thing to pass."""
-    handle = "its export_handle()" if writes else "the handle that it was made from"
+    handle = "the handle that it was made from"
+    if writes:
+        handle = "its export_handle()"
     raise TypeError(
         f"{queue!r} belongs to this process and cannot be pickled or copied: "
         f"pass on {handle}, and call MessageQueue.create_from_handle(handle, rank) there"
     )
 
 
-# Made once: msgspec 0.22 was seen to crash where several threads made the first one for a type at the same time.
+# Created once: msgspec 0.22 has crashed when several threads created the first decoder of a type at the same time.
 _decoder = msgspec.json.Decoder(Handle)
 
 

@@ -1,4 +1,4 @@
-"""The readers of a queue as its writer knows them, and the changes among them."""
+"""The readers of a queue, as the writer knows them, and changes of the readers."""
 
 from __future__ import annotations
 

@@ -20,23 +20,24 @@ from aioshm.wait.limits import seconds
 
 
 class SourceBlock(Protocol):
-    """The next message, while a block has it."""
+    """The next message, while a block owns it."""
 
     def open(self) -> Any:
         """Return the block's value."""
 
     def close(self, *, undo: bool) -> None:
-        """Finish with it, also if `open` has raised; ``undo``: leave it where it is."""
+        """Finish with the message, even if `open` has raised; ``undo``: leave the message in place."""
 
 
 class TakenMessage:
-    """A message that was received when the block began: its end releases nothing."""
+    """A message that was received before the block began; leaving the block releases nothing."""
 
     def __init__(self, obj: Any) -> None:
         self._obj = obj
 
     def open(self) -> Any:
-        obj, self._obj = self._obj, None
+        obj = self._obj
+        self._obj = None
         return obj
 
     def close(self, *, undo: bool) -> None: ...
@@ -67,12 +68,12 @@ class NoRing:
         return self._runs is None or (get_ident() == self._thread and bool(self._runs()))
 
     def belong(self, runs: Callable[[], object] | None, /) -> None:
-        """Belong to this thread, while ``runs()`` is true; None: to whichever uses it."""
+        """Admit only this thread, while ``runs()`` is true; None: admit any thread."""
         self._thread = get_ident()
         self._runs = runs
 
     def share(self, _turn: Any, /) -> None:
-        """Belong to any thread."""
+        """Admit any thread."""
         self.belong(None)
 
     def spin(self, _budget_ns: int, /) -> bool:
@@ -86,38 +87,38 @@ def nothing() -> Any:
 
 
 class Source(Closable):
-    """A source of messages, which has none unless a subclass does.
+    """A source of a reader's messages; this base never has any.
 
-    Its end uses it on the end's loop, for one task at a time, and closes it.
+    The reader uses its source on the reader's loop, in one task at a time, and closes the source.
     """
 
     ring: RingReader | None = None
-    # Receives the next message; set once there can be one.
+    # Receives the next message; set when the source is attached.
     receive: Callable[[], Any]
 
     @property
     def gone(self) -> Callable[[], AioshmError] | None:
-        """Once the writer is gone: makes the error that comes when everything it published has been read."""
+        """Once the writer is gone: creates the error to raise after its last message."""
         return None
 
     # Attaching
 
     @abstractmethod
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to attach, unless that was done; nothing waits for it."""
+        """Start to attach in the background. Idempotent."""
 
     @abstractmethod
     def too_late(self) -> Exception:
-        """Return the error of a wait for peers that has lasted too long."""
+        """Return the error of a wait for peers that timed out."""
 
     # Receiving
 
     def has_message(self) -> bool:
-        """Return whether a message is there, be it only in part; cheap, without side effects."""
+        """Return whether a message, or a part of one, has arrived; cheap, without side effects."""
         return False
 
     def poll(self) -> bool:
-        """Return whether a message is there, be it only in part; poll sockets, too."""
+        """Return whether a message, or a part of one, has arrived; also poll sockets."""
         return False
 
     def take(self) -> Any:
@@ -133,34 +134,34 @@ class Source(Closable):
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Finish with the rest of the latest block, before anything else is read."""
+        """Finish with the latest block before the next message is read."""
 
     def quick(self) -> Callable[[], Any]:
-        """Return `receive`, if possible without polling sockets; called on a ready end."""
+        """Return `receive`, or a variant without polling sockets; the reader must be ready."""
         return self.receive
 
     def lost(self) -> AioshmError:
-        """Return the error if the writer is gone and the rest of the next message has not arrived."""
+        """Return the error if the writer is gone and the next message arrived only in part."""
         raise NotImplementedError
 
     def traces(self, _most: int, /) -> list[bytes]:
-        """Return the trace contexts of the messages that were taken last, as `ReaderCore.traces`."""
+        """Return the trace contexts of the latest messages, as `ReaderCore.traces`."""
         return []
 
     # The other ends
 
     @property
     def writer_pid(self) -> int:
-        """The writer's process as it sees itself, 0 while that is not known."""
+        """The writer's process id as the writer sees it; 0: unknown."""
         return 0
 
     @property
     def progress(self) -> int:
-        """How many messages were finished with."""
+        """Number of messages that the reader has finished with."""
         return 0
 
     def ask_writer(self) -> bool:
-        """Ask whether the writer's event loop runs; return whether there is an answer to be waited for."""
+        """Ask whether the writer's event loop runs; return whether an answer may come."""
         return False
 
     @abstractmethod
@@ -169,15 +170,15 @@ class Source(Closable):
 
     @property
     def doorbell(self) -> Doorbell | None:
-        """The eventfd that the writer writes to, where there is one."""
+        """The eventfd that the writer writes to; None: it sends bytes over the lifeline."""
         return None
 
     def other_ends(self) -> list[int]:
-        """Return the pids of ends that share CPUs with this one, 0 where unknown."""
+        """Return the pids of ends that share CPUs with this end; 0: unknown."""
         return []
 
     def wake_writer(self) -> None:
-        """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""
+        """Wake a parked writer that can continue; call it again after an interruption."""
 
     # Closing
 
@@ -187,10 +188,13 @@ class Source(Closable):
 
 def findings(who: str, state: str, silent_s: float | None, answers: Answers) -> tuple[int, str]:
     """Return log level and text about a writer; ``silent_s``: None if no answer is due."""
-    is_ = f" is {state}" if state else ""
+    is_ = ""
+    also = ""
+    if state:
+        is_ = f" is {state}"
+        also = f" is {state} and"
     if state in SUSPECT_STATES:
         return logging.WARNING, f"{who}{is_}"
-    also = f"{is_} and" if state else ""
     if silent_s is None and answers == "by a thread":
         text = "answers by a thread of its own: whether the program that uses the queue hangs is not known here"
         return logging.WARNING, f"{who}{also} {text}"
@@ -198,5 +202,7 @@ def findings(who: str, state: str, silent_s: float | None, answers: Answers) -> 
         return logging.INFO, f"{who}{also} answers: its event loop runs, and there is nothing to read"
     if answers != "unknown":
         text = f"its event loop has not answered for {seconds(silent_s)}: it is blocked, or busy without a pause"
-        return logging.WARNING, f"{who}{is_}, but {text}" if state else f"{who}: {text}"
+        if state:
+            return logging.WARNING, f"{who}{is_}, but {text}"
+        return logging.WARNING, f"{who}: {text}"
     return logging.WARNING, f"{who}{also} has not answered whether its event loop runs; older releases never do"

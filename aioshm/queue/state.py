@@ -84,7 +84,7 @@ class CallLock:
             raise
 
     def acquire_free(self) -> None:
-        """Acquire a lock that nobody holds or waits for."""
+        """Acquire a free lock."""
         assert not self._taken
         self.calls += 1
         self._taken = True
@@ -137,7 +137,8 @@ class EndState:
         self.refusal: Callable[[], AioshmError] | None = None
         # Admits one call at a time.
         self.lock: CallLock = CallLock()
-        self._yielding = 0  # calls that let the other tasks run before they enter
+        # Calls that yield to other tasks before they enter.
+        self._yielding = 0
         self._hurried = False
         self._gives_way: Callable[[], bool] = bool  # False, until there is a ring
         self.poller: Poller | ThreadPoller | None = None
@@ -217,16 +218,17 @@ class EndState:
             raise self.refusal()
         if self.loop is None:
             raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
-        self._check_here()
+        self.check_here()
 
     def check_owner(self) -> None:
-        """Raise if another loop or thread owns the end, or it was closed; its other errors do not matter."""
+        """Raise if another loop or thread owns the end, or it was closed; ignore other errors of the end."""
         if self.closed:
             self.check_refusal()
         if self.loop is not None:
-            self._check_here()
+            self.check_here()
 
-    def _check_here(self) -> None:
+    def check_here(self) -> None:
+        """Raise if another loop or thread owns the end."""
         if get_ident() != self._thread and not self.blocks:
             raise RoleError(
                 f"{self!r} belongs to another thread than {current_thread().name}: have its loop do this, with "
@@ -408,7 +410,7 @@ class EndState:
             self.interrupt()
 
     def accept_again(self, refusal: Callable[[], AioshmError]) -> None:
-        """Make calls no longer raise this error, if they raise it now."""
+        """End the effect of `refuse` with this error."""
         if self.refusal is refusal:
             self.refusal = None
             self.reopen()
@@ -469,4 +471,6 @@ class EndState:
 
 def _this_task() -> object:
     task = asyncio.current_task()
-    return None if task is None else weakref.ref(task)  # a lease may end when its task is collected
+    if task is None:
+        return None
+    return weakref.ref(task)  # not the task: a lease may end when its task is collected

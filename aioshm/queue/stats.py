@@ -8,14 +8,14 @@ from aioshm.queue.membership import ReaderInfo
 from aioshm.ring.header import Latency
 
 RATE_S = 1.0
-"""Rates are those since an earlier call of `stats` that is at least so many seconds ago."""
+"""Rates cover the time since an earlier call of `stats`, at least this many seconds ago."""
 
 
 class ReaderStats(ReaderInfo, frozen=True, kw_only=True):
-    """A reader as in `ReaderInfo`, and how it reads.
+    """`ReaderInfo`, and statistics of the reader.
 
     Attributes:
-        bytes: Bytes in the bodies of the messages that it has finished with; None for a remote reader.
+        bytes: Bytes in the bodies of the messages that the reader has finished with; None for a remote reader.
         latency: Times from publishing a message until the reader took it; None for a remote reader.
     """
 
@@ -25,36 +25,43 @@ class ReaderStats(ReaderInfo, frozen=True, kw_only=True):
     @property
     def latency_p50_s(self) -> float | None:
         """The median of the latency, in seconds; None if nothing was counted."""
-        return None if self.latency is None else self.latency.quantile(0.5)
+        return self._latency_s(0.5)
 
     @property
     def latency_p99_s(self) -> float | None:
         """The 99th percentile of the latency, in seconds; None if nothing was counted."""
-        return None if self.latency is None else self.latency.quantile(0.99)
+        return self._latency_s(0.99)
+
+    def _latency_s(self, quantile: float) -> float | None:
+        if self.latency is None:
+            return None
+        return self.latency.quantile(quantile)
 
 
 class Rates:
-    """Messages and bytes per second, between calls that are far enough apart. No clock."""
+    """Messages and bytes per second between calls of `since`; takes the time as an argument."""
 
     def __init__(self, now: float) -> None:
+        # Time, messages and bytes.
         self._before = self._latest = (now, 0, 0)
         self._begun = False
 
     def begin(self, now: float, messages: int) -> None:
-        """Count from here, once: a newcomer's first message has this number."""
+        """Start counting at this message number; only the first call counts."""
         if not self._begun:
             self._begun = True
             self._before = self._latest = (now, messages, 0)
 
     def since(self, now: float, messages: int, nbytes: int) -> tuple[float, float]:
-        """Return both rates, given how many there were up to now."""
+        """Return both rates, given the total messages and bytes."""
         if now - self._latest[0] >= RATE_S:
-            self._before, self._latest = self._latest, (now, messages, nbytes)
+            self._before = self._latest
+            self._latest = (now, messages, nbytes)
         began, messages_then, bytes_then = self._before
-        took = now - began
-        if took <= 0:
+        elapsed_s = now - began
+        if elapsed_s <= 0:
             return 0.0, 0.0
-        return max(0, messages - messages_then) / took, max(0, nbytes - bytes_then) / took
+        return max(0, messages - messages_then) / elapsed_s, max(0, nbytes - bytes_then) / elapsed_s
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,12 +74,12 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         ready: Whether `wait_until_ready` has succeeded.
         messages: Messages sent or received.
         bytes: Bytes in their encoded bodies.
-        messages_per_s: Messages per second since an earlier call of ``stats()`` at least a second ago; at first since
-            this end was made, or attached.
+        messages_per_s: Messages per second since an earlier call of ``stats()`` at least a second ago; at first, since
+            this end was created, or attached.
         bytes_per_s: Bytes per second, likewise.
         overflows: Number of messages that did not fit a chunk.
-        copied_bytes: Bytes that this end has copied into messages, or out of leased ones; loans and leases in place
-            copy none. The copies that `dequeue` returns do not count, nor do leases of small messages.
+        copied_bytes: Bytes that this end has copied into messages, or out of leased messages. Loans and leases in place
+            copy nothing. Copies returned by `dequeue`, and leases of small messages, do not count.
         backlog: Messages that this end (a writer: the slowest reader) has not finished with.
         max_chunks: Chunks of ``max_chunk_bytes`` in the ring.
         slots: Messages that the ring holds.
@@ -80,16 +87,16 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         per_reader: A writer's readers one by one, as in `MessageQueue.readers`.
         latency: Times from publishing a message until this reader took it; None for a writer and a remote reader.
         kept: Messages that a writer keeps because a remote reader has not acknowledged them yet.
-        kept_bytes: Their size.
-        resent: Messages sent again to remote readers, or received twice by this one.
-        reconnects: Times that a remote reader has lost a connection and got it back.
+        kept_bytes: Bytes of the kept messages.
+        resent: Messages sent again to remote readers, or received twice by this reader.
+        reconnects: Times that a remote reader has lost and restored a connection.
         restarts: Times that a reader has raised `QueueRestarted`.
         garbled_traces: Messages that a reader got with a damaged trace context (`Options.trace_context`).
-        spins: Times this end has spun, each for some microseconds.
-        spin_hits: Spins that ended with a message, or with room.
-        spin_s: Seconds spent spinning.
-        naps: Short sleeps on a timer, in which the other end does not wake this one.
-        parks: Times this end went to sleep.
+        spins: Busy-waits of this end, each for some microseconds.
+        spin_hits: Busy-waits that ended with a message, or with room.
+        spin_s: Seconds spent in busy-waits.
+        naps: Short sleeps on a timer, from which peers do not wake this end.
+        parks: Sleeps from which a peer wakes this end.
     """
 
     queue: str

@@ -1,8 +1,8 @@
-"""Trace contexts that travel with messages, as W3C's ``traceparent`` has them.
+"""Trace contexts of messages, as in W3C's ``traceparent`` header.
 
-With ``Options(trace_context=True)`` each message takes along the context of the OpenTelemetry span that is current
-where it is sent, so that its reader can link to it what it does with it. In a slot, and in what goes to remote readers,
-it takes 26 bytes (`layout.TRACE`). A reader needs no OpenTelemetry: `TraceContext.traceparent` is text.
+With ``Options(trace_context=True)`` the writer sends the context of the current OpenTelemetry span with each message,
+and the reader can link its own spans to the sender's. A context takes 26 bytes (`layout.TRACE`) in a slot, and in a
+frame to remote readers. Readers need no OpenTelemetry: `TraceContext.traceparent` is text.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Link, SpanContext
 
 NO_TRACE = bytes(TRACE_BYTES)
-"""What travels where no span is current."""
+"""The packed context of a message that was sent without a current span."""
 
 SAMPLED = 1
-"""In the flags: whoever sent the message may have recorded its span."""
+"""Flag: the sender may have recorded the span."""
 
 # https://www.w3.org/TR/trace-context/#traceparent-header: later versions may have more behind a further dash.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
@@ -36,9 +36,9 @@ class TraceContext(msgspec.Struct, frozen=True):
     """The context of the span in which a message was sent.
 
     Attributes:
-        trace_id: Of the whole trace: 32 hexadecimal digits, not all of them 0.
-        span_id: Of the span: 16 hexadecimal digits, not all of them 0.
-        flags: W3C's; bit 0 says that the sender may have recorded the span.
+        trace_id: Id of the trace: 32 hexadecimal digits, not all 0.
+        span_id: Id of the span: 16 hexadecimal digits, not all 0.
+        flags: W3C's trace flags. Bit 0: the sender may have recorded the span.
     """
 
     trace_id: str
@@ -47,10 +47,10 @@ class TraceContext(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_traceparent(cls, text: str) -> TraceContext:
-        """Return what the value of a ``traceparent`` header says.
+        """Parse the value of a ``traceparent`` header.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The text is no ``traceparent``.
         """
         match = _TRACEPARENT.fullmatch(text)
         if match is not None:
@@ -70,38 +70,40 @@ class TraceContext(msgspec.Struct, frozen=True):
         return bool(self.flags & SAMPLED)
 
     def span_context(self) -> SpanContext:
-        """Return it as OpenTelemetry's, of a remote span."""
+        """Return the OpenTelemetry context of this remote span."""
         trace = _opentelemetry()
         flags = trace.TraceFlags(self.flags)
         found: SpanContext = trace.SpanContext(int(self.trace_id, 16), int(self.span_id, 16), True, flags)
         return found
 
     def link(self) -> Link:
-        """Return a link to it, for the span of a consumer that has a parent of its own, or of a batch."""
+        """Return a link to the span, for a consumer span with another parent, or for a batch."""
         link: Link = _opentelemetry().Link(self.span_context())
         return link
 
     def context(self) -> Context:
-        """Return an OpenTelemetry context in which it is the current span: the parent of what is started in it."""
+        """Return an OpenTelemetry context in which this span is current, and so the parent of new spans."""
         trace = _opentelemetry()
         context: Context = trace.set_span_in_context(trace.NonRecordingSpan(self.span_context()))
         return context
 
 
 def unpack_trace(packed: bytes) -> TraceContext | None:
-    """Return the trace context that a core, or a source, has found well-formed; None where it was zeros."""
-    is_there, flags, trace_id, span_id = TRACE.unpack(packed)
-    return TraceContext(trace_id.hex(), span_id.hex(), flags) if is_there else None
+    """Unpack a well-formed trace context; None if the context is all zeros."""
+    present, flags, trace_id, span_id = TRACE.unpack(packed)
+    if not present:
+        return None
+    return TraceContext(trace_id.hex(), span_id.hex(), flags)
 
 
 def is_trace(packed: bytes) -> bool:
-    """Return whether this is a trace context; zeros are none."""
-    is_there, _, trace_id, span_id = TRACE.unpack(packed)
-    return is_there == 1 and any(trace_id) and any(span_id)
+    """Return whether the bytes are a well-formed trace context; all zeros are not."""
+    present, _, trace_id, span_id = TRACE.unpack(packed)
+    return present == 1 and any(trace_id) and any(span_id)
 
 
 def current_trace() -> Callable[[], bytes]:
-    """Return a function that returns the current span's context, packed."""
+    """Return a function that packs the current span's context."""
     get_current_span = _opentelemetry().get_current_span
     pack = TRACE.pack
 

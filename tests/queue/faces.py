@@ -76,6 +76,21 @@ def reading(read: Callable[[blocking.MessageQueue], Any], **arguments: Any) -> I
             thread._thread.join(20)
 
 
+@contextmanager
+def pair(*, remote: bool = False, **arguments: Any) -> Iterator[tuple[blocking.MessageQueue, blocking.MessageQueue]]:
+    """Give a writer and its reader, both ready, to the block; ``arguments`` as of `make_writer`."""
+    if remote:
+        options = Options(remote_window=2)
+        writer = blocking.MessageQueue(1, 0, connect_ip="127.0.0.1", options=options, max_chunk_bytes=4096)
+    else:
+        writer = make_writer(**arguments)
+    with writer, blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+        ready = Thread(writer.wait_until_ready, 20)
+        reader.wait_until_ready(20)
+        ready.result()
+        yield writer, reader
+
+
 class Child:
     """A running ``blocking_child.py``."""
 

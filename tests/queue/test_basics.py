@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,16 +94,42 @@ async def test_what_was_received_never_changes_again() -> None:
             assert torch.equal(tensor, torch.full((5000,), number, dtype=torch.int32))
 
 
+async def one(reader: MessageQueue, **limits: Any) -> list[Any]:
+    return [await reader.dequeue(**limits)]
+
+
+async def many(reader: MessageQueue, **limits: Any) -> list[Any]:
+    return await reader.dequeue_many(3, **limits)
+
+
+@EITHER_PLACE
+@pytest.mark.parametrize("receive", [one, many])
+async def test_ways_out_of_waiting(receive: Callable[..., Any], n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote) as (writer, (reader,)):
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match="message 0 did not come"):
+            await receive(reader, timeout=0.05)
+        assert 0.05 <= time.monotonic() - began < 5
+        with pytest.raises(TimeoutError):
+            await receive(reader, timeout=0)
+        cancel = asyncio.Event()
+        waiting = asyncio.ensure_future(receive(reader, cancel=cancel))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        cancel.set()
+        with pytest.raises(QueueCancelled):
+            await waiting
+        with pytest.raises(QueueCancelled):
+            await receive(reader, cancel=cancel)
+        await writer.enqueue("there", 0)
+        await until(lambda: reader.stats().backlog == 1)
+        assert await receive(reader, timeout=0, cancel=cancel) == ["there"]
+
+
 async def test_timeout_and_nowait() -> None:
     async with attached() as (writer, (reader,)):
         with pytest.raises(QueueEmpty):
             reader.dequeue_nowait()
-        began = time.monotonic()
-        with pytest.raises(TimeoutError):
-            await reader.dequeue(0.05)
-        assert 0.05 <= time.monotonic() - began < 5
-        with pytest.raises(TimeoutError):
-            await reader.dequeue(0)
         for number in range(4):
             writer.enqueue_nowait(number)
         with pytest.raises(QueueFull, match="rank 0"):
@@ -117,21 +146,6 @@ async def test_nowait_receives_overflow_at_once() -> None:
         writer.enqueue_nowait(b"x" * 100_000)
         assert reader.dequeue_nowait() == b"x" * 100_000
         assert reader.stats().overflows == 1
-
-
-async def test_cancel_event() -> None:
-    async with attached() as (writer, (reader,)):
-        cancel = asyncio.Event()
-        waiting = asyncio.ensure_future(reader.dequeue(cancel=cancel))
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        cancel.set()
-        with pytest.raises(QueueCancelled):
-            await waiting
-        with pytest.raises(QueueCancelled):
-            await reader.dequeue(cancel=cancel)
-        await writer.enqueue("there")
-        assert await reader.dequeue(cancel=cancel) == "there"
 
 
 async def test_iteration_ends_when_the_writer_closes() -> None:
@@ -259,50 +273,48 @@ async def test_too_large_a_message(n_local: int, n_remote: int) -> None:
             assert len(await reader.dequeue(5)) == 100_000
 
 
+WRITING: list[Callable[[MessageQueue], Any]] = [
+    lambda end: end.enqueue(1),
+    lambda end: end.enqueue_many([1]),
+    lambda end: end.enqueue_nowait(1),
+]
+READING: list[Callable[[MessageQueue], Any]] = [
+    lambda end: end.dequeue(),
+    lambda end: end.dequeue_many(1),
+    lambda end: end.dequeue_nowait(),
+]
+
+
+async def outcome(call: Callable[[MessageQueue], Any], end: MessageQueue) -> None:
+    result = call(end)
+    if inspect.isawaitable(result):
+        await result
+
+
 @EITHER_PLACE
 async def test_wrong_end(n_local: int, n_remote: int) -> None:
     async with ready_ends(n_local, n_remote) as (writer, (reader,)):
-        with pytest.raises(RoleError, match="writer"):
-            await reader.enqueue(1)
-        with pytest.raises(RoleError, match="writer"):
-            reader.enqueue_nowait(1)
-        with pytest.raises(RoleError, match="writer"):
-            reader.acquire_write()
-        with pytest.raises(RoleError, match="writer"):
-            reader.export_handle()
-        with pytest.raises(RoleError, match="reader"):
-            await writer.dequeue()
-        with pytest.raises(RoleError, match="reader"):
-            writer.dequeue_nowait()
-        with pytest.raises(RoleError, match="reader"):
-            writer.acquire_read()
-        with pytest.raises(RoleError, match="reader"):
-            writer.lease()
+        for call in (*WRITING, lambda end: end.acquire_write(), lambda end: end.export_handle()):
+            with pytest.raises(RoleError, match="belongs to the queue's writer"):
+                await outcome(call, reader)
+        for call in (*READING, lambda end: end.acquire_read(), lambda end: end.lease()):
+            with pytest.raises(RoleError, match="belongs to the queue's reader"):
+                await outcome(call, writer)
 
 
 @EITHER_PLACE
 async def test_another_thread(n_local: int, n_remote: int) -> None:
     async with ready_ends(n_local, n_remote) as (writer, (reader,)):
-        errors = await asyncio.to_thread(_from_another_thread, writer, reader)
-        assert [type(error) for error in errors] == [RoleError] * 4
+        await writer.enqueue("kept")
+        for calls, end in ((WRITING, writer), (READING, reader)):
+            for call in calls:
+                with pytest.raises(RoleError, match="belongs to another thread"):
+                    await asyncio.to_thread(asyncio.run, outcome(call, end))
+        assert await reader.dequeue_many(5, 5) == ["kept"]
 
 
-def _from_another_thread(writer: MessageQueue, reader: MessageQueue) -> list[Exception]:
-    errors: list[Exception] = []
-    for call in (lambda: writer.enqueue_nowait(1), reader.dequeue_nowait):
-        try:
-            call()
-        except Exception as error:
-            errors.append(error)
-    for coroutine in (writer.enqueue(1), reader.dequeue()):
-        try:
-            asyncio.run(coroutine)
-        except Exception as error:
-            errors.append(error)
-    return errors
-
-
-async def test_sending_implies_waiting_until_ready() -> None:
+@pytest.mark.parametrize("receive", [one, many])
+async def test_sending_implies_waiting_until_ready(receive: Callable[..., Any]) -> None:
     writer = MessageQueue(1, 1, max_chunk_bytes=4096)
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     async with writer, reader:
@@ -310,8 +322,8 @@ async def test_sending_implies_waiting_until_ready() -> None:
             writer.enqueue_nowait(1)
         with pytest.raises(RoleError, match="wait_until_ready"):
             reader.dequeue_nowait()
-        _, received = await asyncio.gather(writer.enqueue("hello", 5), reader.dequeue(5))
-        assert received == "hello"
+        _, received = await asyncio.gather(writer.enqueue_many(["hello"], 5), receive(reader, timeout=5))
+        assert received == ["hello"]
 
 
 @EITHER_PLACE

@@ -3,98 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
 from pairs import attached
 from slots import slot_of
-from support import bystander, cancelled_after, examples
+from support import bystander
 
-from aioshm import CodecError, CorruptSlot, MessageQueue, QueueCancelled, QueueClosed, RoleError
+from aioshm import CodecError, CorruptSlot, QueueClosed
 from aioshm.queue.state import YIELD_AFTER_MESSAGES
 from aioshm.ring.layout import SLOT_HEADER_BYTES
-
-OVERFLOW = 6000
-
-
-def _message(batch: int, part: int, size: int) -> tuple[int, int, int, bytes]:
-    return batch, part, size, bytes([batch % 251]) * (OVERFLOW if batch % 19 == 3 and part == 1 else batch % 30)
-
-
-@pytest.mark.slow_on_uvloop
-async def test_random_cancellations_of_enqueue_many() -> None:
-    rng = random.Random(1)
-    async with attached(2, chunks=6) as (writer, readers):
-        logs: list[list[tuple[int, int, int]]] = [[], []]
-
-        async def receive(reader: MessageQueue, log: list[tuple[int, int, int]], seed: int) -> None:
-            rng = random.Random(seed)
-            with suppress(QueueClosed):
-                while True:
-                    for batch, part, size, payload in await reader.dequeue_many(rng.randrange(1, 8)):
-                        assert (batch, part, size, payload) == _message(batch, part, size)
-                        log.append((batch, part, size))
-                    if rng.random() < 0.3:
-                        await asyncio.sleep(0)
-
-        receiving = [
-            asyncio.ensure_future(receive(reader, log, seed))
-            for seed, (reader, log) in enumerate(zip(readers, logs, strict=True))
-        ]
-        certain = []
-        cancellations = number = 0
-        while cancellations < examples(10_000):
-            size = rng.randrange(1, 7)
-            task = asyncio.ensure_future(writer.enqueue_many([_message(number, part, size) for part in range(size)]))
-            for _ in range(rng.randrange(4)):
-                await asyncio.sleep(0)
-            task.cancel()
-            try:
-                await task
-                certain.append(number)
-            except asyncio.CancelledError:
-                cancellations += 1
-            number += 1
-        await writer.aclose()
-        await asyncio.gather(*receiving)
-        assert logs[0] == logs[1], "every reader got the same messages"
-        log, batches = logs[0], []
-        while log:
-            batch, _, size = log[0]
-            assert log[:size] == [(batch, part, size) for part in range(size)], "a part of a batch came"
-            batches.append(batch)
-            del log[:size]
-        assert batches == sorted(set(batches)), "none came twice or out of order"
-        assert set(certain) <= set(batches), "what was sent for certain arrived"
-        assert len(batches) - len(certain) < cancellations, "some were cancelled in time"
-
-
-@pytest.mark.slow_on_uvloop
-async def test_random_cancellations_of_dequeue_many() -> None:
-    rng = random.Random(2)
-    async with attached(1, chunks=6) as (writer, (reader,)):
-        cancellations = sent = 0
-        received: list[Any] = []
-
-        while cancellations < examples(10_000):
-            sending = None
-            if rng.random() < 0.5:
-                batch = [_message(number, 1, 1) for number in range(sent, sent + rng.randrange(1, 7))]
-                sent += len(batch)
-                sending = asyncio.ensure_future(writer.enqueue_many(batch))
-            batch = await cancelled_after(reader.dequeue_many(rng.randrange(1, 8)), rng.randrange(8)) or []
-            cancellations += not batch
-            received += batch
-            if sending is not None:
-                while not sending.done() and len(received) < sent:
-                    received += await reader.dequeue_many(3, 10)
-                await sending
-        while len(received) < sent:
-            received += await reader.dequeue_many(100, 10)
-        assert received == [_message(number, 1, 1) for number in range(sent)]
 
 
 async def test_a_batch_larger_than_the_ring_stops_after_whole_parts() -> None:
@@ -113,37 +32,6 @@ async def test_a_batch_larger_than_the_ring_stops_after_whole_parts() -> None:
             await task
         assert await reader.dequeue_many(99, 5) == [4, 5, 6, 7]
         assert writer.stats().messages == 8
-
-
-async def test_ways_out_of_waiting_for_a_batch() -> None:
-    async with attached() as (writer, (reader,)):
-        with pytest.raises(TimeoutError, match="message 0 did not come"):
-            await reader.dequeue_many(3, 0.02)
-        with pytest.raises(TimeoutError):
-            await reader.dequeue_many(3, 0)
-        cancel = asyncio.Event()
-        waiting = asyncio.ensure_future(reader.dequeue_many(3, cancel=cancel))
-        await asyncio.sleep(0)
-        cancel.set()
-        with pytest.raises(QueueCancelled):
-            await waiting
-        await writer.enqueue_many(["there", "too"])
-        assert await reader.dequeue_many(3, 0, cancel) == ["there", "too"]
-
-
-@pytest.mark.parametrize(
-    ("most", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), ("x", TypeError), (1.5, TypeError)]
-)
-async def test_bad_limits_are_named(most: Any, error: type[Exception]) -> None:
-    async with attached() as (writer, (reader,)):
-        with pytest.raises(ValueError, match="timeout"):
-            await reader.dequeue_many(1, -1)
-        await writer.enqueue("kept")
-        with pytest.raises(error, match=r"max_items must be .* not"):
-            await reader.dequeue_many(most)
-        with pytest.raises(TypeError, match="timeout"):
-            await writer.enqueue_many([1], "1")  # type: ignore[arg-type]
-        assert await reader.dequeue_many(2**70, 5) == ["kept"]
 
 
 def _break_header(slot: memoryview) -> None:
@@ -213,34 +101,6 @@ async def test_closing_ends_the_waiting_calls() -> None:
         await reader.aclose()
         with pytest.raises(QueueClosed, match="every reader has left"):
             await sending
-
-
-async def test_wrong_ends_threads_and_loops() -> None:
-    async with attached() as (writer, (reader,)):
-        with pytest.raises(RoleError, match=r"enqueue_many\(\) belongs to the queue's writer"):
-            await reader.enqueue_many([1])
-        with pytest.raises(RoleError, match=r"dequeue_many\(\) belongs to the queue's reader"):
-            await writer.dequeue_many(1)
-        await writer.enqueue("kept")
-
-        async def elsewhere() -> list[str]:
-            errors = []
-            for call in (reader.dequeue_many(1), writer.enqueue_many([1])):
-                with pytest.raises(RoleError, match="belongs to another thread") as caught:
-                    await call
-                errors.append(str(caught.value))
-            return errors
-
-        assert len(await asyncio.to_thread(asyncio.run, elsewhere())) == 2
-        assert await reader.dequeue_many(5, 5) == ["kept"]
-
-
-async def test_sending_a_batch_implies_waiting_until_ready() -> None:
-    writer = MessageQueue(1, 1, max_chunk_bytes=4096)
-    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
-    async with writer, reader:
-        _, received = await asyncio.gather(writer.enqueue_many(["a", "b"], 5), reader.dequeue_many(5, 5))
-        assert received == ["a", "b"]
 
 
 async def test_a_stream_of_batches_starves_no_other_task() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faces import Thread, make_writer, reading
+from faces import Thread, make_writer, pair, reading
 
 from aioshm import (
     CodecError,
@@ -132,10 +132,7 @@ def test_a_lease_that_was_looked_up_before_the_end_was_ready() -> None:
 
 
 def test_a_lease_shows_first_what_an_interrupted_call_has_received() -> None:
-    with make_writer() as writer, blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-        thread = Thread(reader.wait_until_ready, 20)
-        writer.wait_until_ready(20)
-        thread.result()
+    with pair() as (writer, reader):
         writer.enqueue_many([2, 3])
         made = reader.lease()
         reader.held.undelivered.append(1)  # as a call does that a handler interrupts

@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from faces import Thread, make_writer
-
-from aioshm import blocking
+from faces import pair
 
 SIGNAL = signal.SIGUSR1
 
@@ -85,21 +83,10 @@ def interrupter() -> Iterator[Interrupter]:
         signal.signal(SIGNAL, before)
 
 
-@contextmanager
-def ends() -> Iterator[tuple[blocking.MessageQueue, blocking.MessageQueue]]:
-    """Give a writer and its reader, both ready, to the block."""
-    with make_writer(codec="raw", chunks=16) as writer:
-        with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-            waiting = Thread(writer.wait_until_ready, 20)
-            reader.wait_until_ready(20)
-            waiting.result()
-            yield writer, reader
-
-
 @pytest.mark.parametrize("how", ["lease", "acquire_read"])
 def test_a_block_that_reads_loses_nothing(how: str) -> None:
     """Interrupt a block that reads at its first place, at its second one, and so on to its last."""
-    with ends() as (writer, reader), interrupter() as interrupt:
+    with pair(codec="raw", chunks=16) as (writer, reader), interrupter() as interrupt:
         block: Callable[..., Any] = getattr(reader, how)
         sent = received = place = 0
         came = True
@@ -133,7 +120,7 @@ def test_a_block_that_reads_loses_nothing(how: str) -> None:
 
 def test_a_block_that_writes_sends_all_or_nothing() -> None:
     """Interrupt a block that writes at its first place, at its second one, and so on to its last."""
-    with ends() as (writer, reader), interrupter() as interrupt:
+    with pair(codec="raw", chunks=16) as (writer, reader), interrupter() as interrupt:
         place = 0
         came = True
         while came:

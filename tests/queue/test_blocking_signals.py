@@ -7,13 +7,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import psutil
 import pytest
-from faces import Thread, child, make_writer
+from faces import Thread, child, make_writer, pair
 from support import eventually
 
 from aioshm import PeerDied, QueueFull, blocking
@@ -267,21 +265,9 @@ def interrupt(call: Any, end: blocking.MessageQueue, waits: Any) -> float:
         signal.signal(signal.SIGUSR1, before)
 
 
-@contextmanager
-def ready_pair(**arguments: Any) -> Iterator[tuple[blocking.MessageQueue, blocking.MessageQueue]]:
-    with (
-        make_writer(**arguments) as writer,
-        blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader,
-    ):
-        waiting = Thread(writer.wait_until_ready, 20)
-        reader.wait_until_ready(20)
-        waiting.result()
-        yield writer, reader
-
-
 @pytest.mark.parametrize("how", READS)
 def test_exception_of_a_handler_leaves_a_waiting_read_and_the_message_stays(how: str) -> None:
-    with ready_pair() as (writer, reader):
+    with pair() as (writer, reader):
         took_s: list[float] = []
         while len(took_s) < 3 or (min(took_s) >= SOON_S and len(took_s) < TRIES):
             took_s.append(interrupt(READS[how], reader, lambda: reader.held.lock.owner))
@@ -292,7 +278,7 @@ def test_exception_of_a_handler_leaves_a_waiting_read_and_the_message_stays(how:
 
 @pytest.mark.parametrize("how", WRITES)
 def test_exception_of_a_handler_leaves_a_waiting_write_and_nothing_is_sent(how: str) -> None:
-    with ready_pair() as (writer, reader):
+    with pair() as (writer, reader):
         writer.enqueue_many(range(4), 20)
         took_s: list[float] = []
         while not took_s or (min(took_s) >= SOON_S and len(took_s) < TRIES):

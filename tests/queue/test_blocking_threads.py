@@ -7,15 +7,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from faces import Thread, make_writer
+from faces import Thread, make_writer, pair
 from support import eventually
 
-from aioshm import Options, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
+from aioshm import QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
 from aioshm.process.loop_thread import process_lock
 
 WAITS: dict[str, Callable[[Any], Any]] = {
@@ -27,21 +26,6 @@ WAITS: dict[str, Callable[[Any], Any]] = {
     "read": lambda reader: reader.acquire_read().__enter__(),
     "broadcast": lambda reader: reader.broadcast_object(),
 }
-
-
-@contextmanager
-def pair(remote: bool = False, **arguments: Any) -> Iterator[tuple[blocking.MessageQueue, blocking.MessageQueue]]:
-    """Give a writer and its reader, both ready."""
-    if remote:
-        options = Options(**arguments.pop("options", {"remote_window": 2}))
-        writer = blocking.MessageQueue(1, 0, connect_ip="127.0.0.1", options=options, max_chunk_bytes=4096)
-    else:
-        writer = make_writer(**arguments)
-    with writer, blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-        ready = Thread(writer.wait_until_ready, 20)
-        reader.wait_until_ready(20)
-        ready.result()
-        yield writer, reader
 
 
 def fill(writer: blocking.MessageQueue) -> int:
@@ -72,7 +56,7 @@ def test_threads_that_send_at_once(remote: bool) -> None:
             else:
                 writer.enqueue((name, number, payload), 60)
 
-    with pair(remote) as (writer, reader):
+    with pair(remote=remote) as (writer, reader):
         threads = [Thread(send, name) for name in range(3)]
         received: dict[int, list[int]] = {name: [] for name in range(3)}
         for _ in range(3 * count):
@@ -103,7 +87,7 @@ def test_threads_that_receive_at_once() -> None:
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("wait", WAITS)
 def test_closing_ends_what_waits_in_another_thread(wait: str, remote: bool) -> None:
-    with pair(remote) as (_, reader):
+    with pair(remote=remote) as (_, reader):
         waiting = Thread(WAITS[wait], reader)
         until_it_waits(reader)
         reader.close()
@@ -120,7 +104,7 @@ def test_closing_ends_what_waits_to_send(remote: bool) -> None:
         lambda: writer.enqueue_many(["x", "y"]),
         lambda: writer.acquire_write().__enter__(),
     ):
-        with pair(remote) as (writer, reader):
+        with pair(remote=remote) as (writer, reader):
             sent = fill(writer)
             threads = [Thread(wait) for _ in range(3)]
             until_it_waits(writer)

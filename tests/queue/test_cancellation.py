@@ -25,22 +25,26 @@ def _message(number: int) -> tuple[int, bytes]:
 @pytest.mark.parametrize(("n_local", "n_remote", "cancellations"), [(1, 0, 20_000), (0, 1, 2000)])
 async def test_random_cancellations_of_dequeue(n_local: int, n_remote: int, cancellations: int) -> None:
     rng = random.Random(1)
-    async with ready_ends(n_local, n_remote, remote_window=5) as (writer, (reader,)):
+    async with ready_ends(n_local, n_remote, chunks=6, remote_window=6) as (writer, (reader,)):
         cancelled = sent = received = 0
 
         async def send(amount: int) -> None:
             nonlocal sent
-            for _ in range(amount):
-                await writer.enqueue(_message(sent))
-                sent += 1
+            first = sent
+            sent += amount
+            if rng.random() < 0.5:
+                await writer.enqueue_many(map(_message, range(first, sent)))
+            else:
+                for number in range(first, first + amount):
+                    await writer.enqueue(_message(number))
 
         while cancelled < examples(cancellations):
-            sending = asyncio.ensure_future(send(rng.randrange(4))) if rng.random() < 0.5 else None
+            sending = asyncio.ensure_future(send(rng.randrange(7))) if rng.random() < 0.5 else None
             if rng.random() < 0.5:
                 message = await cancelled_after(reader.dequeue(), rng.randrange(8))
                 batch = [] if message is None else [message]
             else:
-                batch = await cancelled_after(reader.dequeue_many(3), rng.randrange(8)) or []
+                batch = await cancelled_after(reader.dequeue_many(rng.randrange(1, 8)), rng.randrange(8)) or []
             if not batch:
                 cancelled += 1
             for message in batch:
@@ -61,13 +65,13 @@ async def test_random_cancellations_of_dequeue(n_local: int, n_remote: int, canc
 @pytest.mark.parametrize(("n_local", "n_remote", "cancellations"), [(2, 0, 10_000), (1, 2, 2000)])
 async def test_random_cancellations_of_enqueue(n_local: int, n_remote: int, cancellations: int) -> None:
     rng = random.Random(2)
-    async with ready_ends(n_local, n_remote, chunks=3, remote_window=3) as (writer, readers):
+    async with ready_ends(n_local, n_remote, chunks=6, remote_window=6) as (writer, readers):
         logs: list[list[int]] = [[] for _ in readers]
         cancelled = number = waited = 0
 
         def full() -> bool:
             stats = writer.stats()
-            return (stats.kept if n_remote else stats.backlog) == 3
+            return (stats.kept if n_remote else stats.backlog) == 6
 
         async def receive(reader: MessageQueue, log: list[int]) -> None:
             async for number, payload in reader:
@@ -79,7 +83,7 @@ async def test_random_cancellations_of_enqueue(n_local: int, n_remote: int, canc
         receiving = [asyncio.ensure_future(receive(r, log)) for r, log in zip(readers, logs, strict=True)]
         batches, certain = [], set()
         while cancelled < examples(cancellations):
-            batch = [number + index for index in range(rng.randrange(1, 4))]
+            batch = [number + index for index in range(rng.randrange(1, 7))]
             if len(batch) == 1:
                 task = asyncio.ensure_future(writer.enqueue(_message(number)))
             else:

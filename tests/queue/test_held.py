@@ -16,8 +16,8 @@ from faces import Thread
 from faces import child as blocking_child
 from nursery import nursery, runs_of
 from pairs import EITHER_PLACE
-from remotes import wide_writer
-from support import eventually, until
+from remotes import becomes, bereaved, joined, ready_ends, received, wide_writer
+from support import cancelled_after, eventually, until
 
 from aioshm import EndClosed, MessageQueue, Options, PeerClosed, QueueFull, ReaderDied, ReaderJoined, blocking
 from aioshm.process.watch import is_dying, process_state
@@ -71,33 +71,46 @@ async def test_killed_under_traffic_and_replaced(kills: int, tmp_path: Path) -> 
     check(lines, killed, sent)
 
 
-async def test_the_writer_waits_and_says_for_whom() -> None:
-    async with wide_writer(2, 0, chunks=4, on_reader_death="hold") as writer:
-        handle = writer.export_handle()
+@EITHER_PLACE
+async def test_the_writer_waits_and_says_for_whom(n_local: int, n_remote: int) -> None:
+    options = {"on_reader_death": "hold", "chunks": 4, "remote_window": 4}
+    async with bereaved(n_local, n_remote, **options) as (writer, patient, pid):
         changes = writer.membership(20)
-        async with MessageQueue.create_from_handle(handle, 0) as patient:
-            async with child("idle", handle.to_json(), "1") as doomed:
-                await writer.wait_until_ready(20)
-                assert {type(await anext(changes)) for _ in range(2)} == {ReaderJoined}
-                doomed.signal(signal.SIGKILL)
-                await doomed.end()
-                assert await anext(changes) == ReaderDied(1, doomed.pid, 0, held=True)
-            for number in range(4):
-                await writer.enqueue(number, 20)
-                assert await patient.dequeue(20) == number
-            held = rf"rank 1 \(pid {doomed.pid} has died; its place is held\)"
-            with pytest.raises(QueueFull, match=held):
-                writer.enqueue_nowait(4)
-            with pytest.raises(TimeoutError, match=held):
-                await writer.enqueue(4, 0.01)
-            (info,) = [info for info in writer.readers if info.rank == 1]
-            assert (info.state, info.pid, info.read, info.lag) == ("held", doomed.pid, 0, 4)
-            waiting = asyncio.ensure_future(writer.enqueue(4))
-            async with MessageQueue.create_from_handle(handle, history=2) as heir:
-                assert [await heir.dequeue(20) for _ in range(4)] == [0, 1, 2, 3], "what it had not taken, all of it"
-                await asyncio.wait_for(waiting, 20)
-                assert await heir.dequeue(20) == await patient.dequeue(20) == 4
-                assert heir.stats().rank == 1
+        for number in range(4):
+            await writer.enqueue(number, 20)
+            assert await patient.dequeue(20) == number
+        await becomes(writer, 1, "held")
+        if n_remote:
+            assert await anext(changes) == ReaderDied(1, pid, 0, held=True)
+        held = rf"rank 1 \(pid {pid} " + ("on .* " if n_remote else "") + r"has died; its place is held\)"
+        with pytest.raises(QueueFull, match=held):
+            writer.enqueue_nowait(4)
+        with pytest.raises(TimeoutError, match=held):
+            await writer.enqueue(4, 0.01)
+        (info,) = [info for info in writer.readers if info.rank == 1]
+        assert (info.state, info.pid, info.read, info.lag) == ("held", pid, 0, 4)
+        waiting = asyncio.ensure_future(writer.enqueue(4))
+        async with MessageQueue.create_from_handle(writer.export_handle(), history=2) as heir:
+            assert await received(heir, 4) == list(range(4)), "what it had not taken, all of it"
+            await asyncio.wait_for(waiting, 20)
+            assert await heir.dequeue(20) == await patient.dequeue(20) == 4
+            assert heir.stats().rank == 1
+            assert await anext(changes) == ReaderJoined(1, os.getpid(), 0)
+
+
+@EITHER_PLACE
+async def test_death_is_reported_as_a_change(n_local: int, n_remote: int) -> None:
+    async with wide_writer(n_local, n_remote, on_reader_death="hold", remote_timeout=1.0, linger_s=0.1) as writer:
+        changes = writer.membership(20)
+        async with child("idle", writer.export_handle().to_json(), "0") as doomed:
+            await writer.enqueue(0, 20)
+            doomed.signal(signal.SIGKILL)
+            await doomed.end()
+        assert await anext(changes) == ReaderJoined(0, doomed.pid, 0)
+        assert await anext(changes) == ReaderDied(0, doomed.pid, 0, held=True)
+        await writer.enqueue(1, 20)
+        async with joined(writer, 0) as heir:
+            assert await received(heir, 2) == [0, 1]
 
 
 @pytest.mark.parametrize("what", ["hold", "lease"])
@@ -114,33 +127,45 @@ async def test_what_it_had_in_hands_comes_again(what: str) -> None:
             assert [(await heir.dequeue(20))[0] for _ in range(2)] == [0, 1]
 
 
-async def test_a_held_place_is_given_up() -> None:
-    async with wide_writer(2, 0, on_reader_death="hold") as writer:
-        handle = writer.export_handle()
-        async with MessageQueue.create_from_handle(handle, 0) as patient:
-            async with child("idle", handle.to_json(), "1") as doomed:
-                await writer.wait_until_ready(20)
-                doomed.signal(signal.SIGKILL)
-                await doomed.end()
-            for number in range(4):
-                await writer.enqueue(number, 20)
-                await patient.dequeue(20)
-            waiting = asyncio.ensure_future(writer.enqueue(4))
-            await asyncio.sleep(0)
-            writer.dismiss(1)
-            await asyncio.wait_for(waiting, 20)
-            assert await patient.dequeue(20) == 4
-            async with MessageQueue.create_from_handle(handle, 1) as newcomer:
-                await newcomer.wait_until_ready(20)
-                await writer.enqueue(5, 20)
-                assert await newcomer.dequeue(20) == 5, "from the present on"
+@EITHER_PLACE
+async def test_a_held_place_is_given_up(n_local: int, n_remote: int) -> None:
+    options = {"on_reader_death": "hold", "chunks": 4, "remote_window": 4}
+    async with bereaved(n_local, n_remote, **options) as (writer, patient, _):
+        for number in range(4):
+            await writer.enqueue(number, 20)
+            assert await patient.dequeue(20) == number
+        waiting = asyncio.ensure_future(writer.enqueue(4))
+        await becomes(writer, 1, "held")
+        assert not waiting.done()
+        writer.dismiss(1)
+        await asyncio.wait_for(waiting, 20)
+        assert await patient.dequeue(20) == 4
+        async with joined(writer, 1) as newcomer:
+            await writer.enqueue(5, 20)
+            assert await newcomer.dequeue(20) == 5, "from the present on"
 
 
-async def test_one_that_leaves_holds_nothing() -> None:
-    async with wide_writer(1, 0, on_reader_death="hold") as writer:
-        async with MessageQueue.create_from_handle(writer.export_handle(), 0):
-            await writer.wait_until_ready(20)
-        await until(lambda: writer.readers[0].state == "left", "goodbye")
+@EITHER_PLACE
+async def test_an_heir_that_goes_before_it_has_anything_leaves_it_held(n_local: int, n_remote: int) -> None:
+    async with bereaved(n_local, n_remote, on_reader_death="hold") as (writer, _, _pid):
+        await writer.enqueue("kept", 20)
+        await becomes(writer, 1, "held")
+        for turns in (0, 1, 2, 3, 5, 8, 13):
+            async with MessageQueue.create_from_handle(writer.export_handle(), 1) as quitter:
+                await cancelled_after(quitter.wait_until_ready(20), turns)
+                if quitter.stats().ready:
+                    assert await quitter.dequeue(20) == "kept"
+                    return
+            await becomes(writer, 1, "held")
+        async with joined(writer, 1) as heir:
+            assert await heir.dequeue(20) == "kept"
+
+
+@EITHER_PLACE
+async def test_one_that_leaves_holds_nothing(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote, on_reader_death="hold") as (writer, (reader,)):
+        await reader.aclose()
+        await becomes(writer, 0, "left")
         with pytest.raises(PeerClosed, match="every reader has left"):
             await writer.enqueue("x", 20)
 
@@ -187,16 +212,6 @@ class TestClosing:
                     await closing
             await asyncio.wait_for(writer.aclose(), 20)
             assert f"no replacement of reader 0 (pid {pid}) has attached: messages 0 to 1 are lost" in caplog.text
-
-    async def test_from_another_thread(self, caplog: pytest.LogCaptureFixture) -> None:
-        async with wide_writer(1, 0, on_reader_death="hold") as writer:
-            handle = writer.export_handle()
-            await self.bereave(writer)
-            closing = asyncio.ensure_future(asyncio.to_thread(asyncio.run, writer.aclose()))
-            await until(lambda: "closing: waiting for a replacement" in caplog.text, "closing")
-            async with MessageQueue.create_from_handle(handle) as heir:
-                assert len([message async for message in heir]) == 2
-            await asyncio.wait_for(closing, 20)
 
     def test_on_the_blocking_face(self, caplog: pytest.LogCaptureFixture) -> None:
         options = Options(on_reader_death="hold")

@@ -75,19 +75,3 @@ async def test_anext_with_default_that_is_cancelled_loses_nothing(kind: str) -> 
             assert waiting.cancelled()
         await writer.enqueue("kept")
         assert await anext(items, END) in ("kept", (0, "kept"))
-
-
-async def test_item_awaited_by_two_tasks_is_an_error_and_loses_nothing() -> None:
-    async with attached() as (writer, [reader]):
-
-        async def receive(item: Any) -> Any:
-            return await item
-
-        item = anext(aiter(reader))
-        waiting = [asyncio.create_task(receive(item)) for _ in range(2)]
-        await asyncio.sleep(0)
-        await writer.enqueue("sent")
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert any(isinstance(result, RuntimeError) for result in results)
-        if "sent" not in results:
-            assert await reader.dequeue(timeout=30) == "sent"

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faces import Thread
+from faces import Thread, pair
 from pairs import attached
 from support import eventually
-from test_blocking_threads import pair
 
 from aioshm import CodecError, QueueClosed, QueueEmpty, QueueFull, RoleError
 from aioshm.codec import PickleCodec

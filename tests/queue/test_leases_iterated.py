@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faces import Thread
+from faces import Thread, pair
 from pairs import attached
 from remotes import ready_ends
 from support import until
-from test_blocking_threads import pair, until_it_waits
+from test_blocking_threads import until_it_waits
 from test_leases_at_once import Fails
 
 from aioshm import CodecError, EndClosed, MessageQueue, QueueClosed, QueueEmpty, RoleError, blocking
@@ -329,7 +329,7 @@ def test_calls_that_block() -> None:
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_blocking_ones_hold_each_until_the_next_is_asked_for(remote: bool) -> None:
-    with pair(remote) as (writer, reader):
+    with pair(remote=remote) as (writer, reader):
         sizes = [10, 5000, 70_000, LARGE, 1 << 20]
         its = reader.leases()
         for turn in range(30):
@@ -351,7 +351,7 @@ def test_blocking_ones_hold_each_until_the_next_is_asked_for(remote: bool) -> No
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_blocking_ones_that_are_left_end_their_lease(remote: bool) -> None:
-    with pair(remote) as (writer, reader):
+    with pair(remote=remote) as (writer, reader):
         for turn in range(20):
             writer.enqueue(np.full(LARGE if turn % 4 > 1 else 10, turn, np.uint8))
             with pytest.raises(OddError) if turn % 2 else nullcontext():

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import platform
 import signal
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 from children import child
 from faces import Thread, make_writer
-from remotes import ready_ends, wide_writer
-from support import until
+from pairs import EITHER_PLACE
+from remotes import becomes, bereaved, joined, ready_ends, received, wide_writer
+from support import cancelled_after, until
 
 from aioshm import (
     ChangesLost,
@@ -95,39 +96,38 @@ async def test_changes_are_told_in_order_whatever_comes_in_between() -> None:
     assert [type(change) for change in told] == [ReaderJoined, ReaderLeft]
 
 
-@asynccontextmanager
-async def joined(writer: MessageQueue, rank: int | None = None, **arguments: Any) -> AsyncIterator[MessageQueue]:
-    """Give a reader that has just come to the block."""
-    async with MessageQueue.create_from_handle(writer.export_handle(), rank, **arguments) as reader:
-        await reader.wait_until_ready(20)
-        yield reader
-
-
-async def left(writer: MessageQueue, rank: int) -> None:
-    await until(lambda: any(info.rank == rank and info.state == "left" for info in writer.readers), "goodbye")
-
-
-async def received(reader: MessageQueue, amount: int) -> list[Any]:
-    return [await reader.dequeue(20) for _ in range(amount)]
-
-
 class TestReplaced:
     """Its first message is the next one that is sent, whatever its predecessor had read."""
 
-    @pytest.mark.parametrize("backing", ["memfd", "named"])
-    async def test_after_it_left(self, backing: Any) -> None:
-        async with ready_ends(2, 0, backing=backing) as (writer, (patient, leaver)):
+    @pytest.mark.parametrize(
+        ("n_local", "n_remote", "options"),
+        [
+            (2, 0, {"backing": "memfd"}),
+            (2, 0, {"backing": "named"}),
+            (0, 2, {}),
+            (0, 2, {"secure": False, "allow_insecure_pickle": True}),
+        ],
+        ids=["memfd", "named", "encrypted", "open"],
+    )
+    async def test_after_it_left(self, n_local: int, n_remote: int, options: dict[str, Any]) -> None:
+        async with ready_ends(n_local, n_remote, **options) as (writer, (patient, leaver)):
+            changes = writer.membership(20)
             await writer.enqueue("before", 20)
             await leaver.aclose()
-            await left(writer, 1)
+            await becomes(writer, 1, "left")
+            taken = []
             for number in range(10):
                 await writer.enqueue(number, 20)
-                await patient.dequeue(20)
+                taken.append(await patient.dequeue(20))
             async with joined(writer, 1) as newcomer:
                 await writer.enqueue("after", 20)
                 assert await newcomer.dequeue(20) == "after"
                 assert newcomer.stats().messages == 12, "numbers are those of all messages"
-                assert await received(patient, 2) == [9, "after"]
+                assert taken + await received(patient, 2) == ["before", *range(10), "after"]
+                assert await anext(changes) == ReaderLeft(1, os.getpid(), 0)
+                assert await anext(changes) == ReaderJoined(1, os.getpid(), 11)
+                info = writer.readers[1]
+                assert (info.rank, info.pid, info.host, info.state) == (1, os.getpid(), platform.node(), "attached")
 
     async def test_after_it_was_killed(self) -> None:
         async with wide_writer(2, 0, on_reader_death="evict") as writer:
@@ -165,7 +165,7 @@ class TestReplaced:
             for reader in (patient, leaver):
                 assert list(map(len, await received(reader, 2))) == [LARGE, 2 * LARGE]
             await leaver.aclose()
-            await left(writer, 1)
+            await becomes(writer, 1, "left")
             async with joined(writer, 1) as newcomer:
                 for size in (LARGE, 3 * LARGE, 2 * LARGE):
                     await writer.enqueue(bytes(size), 20)
@@ -175,7 +175,7 @@ class TestReplaced:
     async def test_by_one_that_is_not_waited_for(self) -> None:
         async with ready_ends(2, 0) as (writer, (patient, leaver)):
             await leaver.aclose()
-            await left(writer, 1)
+            await becomes(writer, 1, "left")
             async with joined(writer, 1, slow_reader="skip") as newcomer:
                 for number in range(10):
                     await writer.enqueue(number, 20)
@@ -189,7 +189,7 @@ class TestReplaced:
     async def test_while_a_slot_is_being_filled(self) -> None:
         async with ready_ends(2, 0, codec="raw") as (writer, (patient, leaver)):
             await leaver.aclose()
-            await left(writer, 1)
+            await becomes(writer, 1, "left")
             async with writer.acquire_write(20, nbytes=1) as room:
                 async with MessageQueue.create_from_handle(writer.export_handle(), 1) as newcomer:
                     await newcomer.wait_until_ready(20)
@@ -198,40 +198,73 @@ class TestReplaced:
                     assert newcomer.stats().messages == 0, "its first message is this one"
             assert bytes(await patient.dequeue(20)) == b"x"
 
-    async def test_its_place_is_its_own(self) -> None:
-        async with ready_ends(1, 0) as (writer, (reader,)):
-            with pytest.raises(HandleError, match=rf"rank 0 is taken by pid {os.getpid()}, which lives"):
+    @EITHER_PLACE
+    async def test_its_place_is_its_own(self, n_local: int, n_remote: int) -> None:
+        async with ready_ends(n_local, n_remote) as (writer, (reader,)):
+            owner = f"by pid {os.getpid()}" + (" on .*" if n_remote else "")
+            with pytest.raises(HandleError, match=f"rank 0 is taken {owner}, which lives"):
                 async with joined(writer, 0):
+                    pass
+            with pytest.raises(NoPlaceVacant, match=f"no place is vacant: rank 0 {owner}"):
+                async with joined(writer):
                     pass
             await writer.enqueue("x", 20)
             assert await reader.dequeue(20) == "x"
 
-    async def test_when_all_had_left(self) -> None:
-        async with ready_ends(1, 0) as (writer, (reader,)):
+    @EITHER_PLACE
+    async def test_when_all_had_left(self, n_local: int, n_remote: int) -> None:
+        async with ready_ends(n_local, n_remote) as (writer, (reader,)):
             await reader.aclose()
-            await left(writer, 0)
+            await becomes(writer, 0, "left")
             with pytest.raises(PeerClosed, match="every reader has left"):
                 await writer.enqueue("nobody's", 20)
             async with joined(writer, 0) as newcomer:
                 await writer.enqueue("x", 20)
                 assert await newcomer.dequeue(20) == "x"
 
-    def test_on_the_blocking_face(self) -> None:
-        with make_writer(1) as writer:
+    @EITHER_PLACE
+    async def test_by_one_that_asks_for_no_rank(self, n_local: int, n_remote: int) -> None:
+        async with ready_ends(3 * n_local, 3 * n_remote) as (writer, (first, second, third)):
+            for rank, leaver in ((2, third), (1, second)):
+                await leaver.aclose()
+                await becomes(writer, rank, "left")
+            async with joined(writer) as newcomer, joined(writer) as another:
+                assert [end.stats().rank for end in (newcomer, another)] == [1, 2]
+                await writer.enqueue("x", 20)
+                assert [await end.dequeue(20) for end in (first, newcomer, another)] == ["x"] * 3
+
+    @EITHER_PLACE
+    async def test_cancelled_at_every_turn(self, n_local: int, n_remote: int) -> None:
+        """One that gives up leaves the place to the next one, wherever it was."""
+        async with ready_ends(n_local, n_remote) as (writer, (reader,)):
+            await reader.aclose()
+            await becomes(writer, 0, "left")
+            for turns in (0, 1, 2, 3, 5, 8, 13, 21, 34):
+                async with MessageQueue.create_from_handle(writer.export_handle(), 0) as quitter:
+                    await cancelled_after(quitter.wait_until_ready(20), turns)
+            async with joined(writer, 0) as newcomer:
+                await writer.enqueue("x", 20)
+                assert await newcomer.dequeue(20) == "x"
+
+    @pytest.mark.parametrize("n_local", [1, 0], ids=["local", "remote"])
+    def test_on_the_blocking_face(self, n_local: int) -> None:
+        with blocking.MessageQueue(1, n_local, connect_ip="127.0.0.1") as writer:
             handle = writer.export_handle()
 
             def read_one() -> Any:
-                with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
+                with blocking.MessageQueue.create_from_handle(handle) as reader:
                     return reader.dequeue(20)
 
             first = Thread(read_one)
             writer.wait_until_ready(20)
+            changes = writer.membership(20)
             writer.enqueue(0, 20)
             assert first.result() == 0
-            changes = writer.membership(20)
+            assert isinstance(next(changes), ReaderLeft)
             second = Thread(read_one)
-            while not isinstance(next(changes), ReaderJoined):
-                pass
+            joining = next(changes)
+            assert isinstance(joining, ReaderJoined)
+            assert joining.first == 1
             writer.enqueue(1, 20)
             assert second.result() == 1
             with pytest.raises(PeerClosed):
@@ -252,25 +285,23 @@ class TestReplaced:
 class TestRaise:
     """The error ends when somebody takes the place, or it is dismissed."""
 
-    @asynccontextmanager
-    async def bereaved(self) -> AsyncIterator[tuple[MessageQueue, MessageQueue]]:
-        async with wide_writer(2, 0) as writer:
-            handle = writer.export_handle()
-            async with MessageQueue.create_from_handle(handle, 0) as patient:
-                async with child("idle", handle.to_json(), "1") as doomed:
-                    await writer.wait_until_ready(20)
-                    doomed.signal(signal.SIGKILL)
-                    await doomed.end()
-                await until(lambda: writer.readers[1].state == "died", "death")
-                for _ in range(2):
-                    with pytest.raises(PeerDied, match=str(doomed.pid)):
-                        await writer.enqueue("x", 20)
-                yield writer, patient
-
-    async def test_a_replacement(self) -> None:
-        async with self.bereaved() as (writer, patient), joined(writer, 1) as newcomer:
-            await writer.enqueue("x", 20)
-            assert await newcomer.dequeue(20) == await patient.dequeue(20) == "x"
+    @EITHER_PLACE
+    @pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "dismissed"])
+    async def test_the_error_ends(self, n_local: int, n_remote: int, replaced: bool) -> None:
+        async with bereaved(n_local, n_remote) as (writer, patient, pid), AsyncExitStack() as stack:
+            await becomes(writer, 1, "died")
+            for _ in range(2):
+                with pytest.raises(PeerDied, match=str(pid)) as caught:
+                    await writer.enqueue("x", 20)
+                assert caught.value.rank == 1
+            readers = [patient]
+            if replaced:
+                readers.append(await stack.enter_async_context(joined(writer, 1)))
+            else:
+                writer.dismiss(1)
+            for number in range(9):
+                await writer.enqueue(number, 20)
+                assert [await reader.dequeue(20) for reader in readers] == [number] * len(readers)
 
     async def test_of_several_each_is_told(self) -> None:
         async with wide_writer(3, 0) as writer:
@@ -295,20 +326,15 @@ class TestRaise:
                 await writer.enqueue("x", 20)
                 assert await patient.dequeue(20) == "x"
 
-    async def test_dismissed(self) -> None:
-        async with self.bereaved() as (writer, patient):
-            writer.dismiss(1)
-            for number in range(9):
-                await writer.enqueue(number, 20)
-                assert await patient.dequeue(20) == number
-
 
 class TestDismiss:
-    async def test_one_that_lives(self) -> None:
-        async with ready_ends(2, 0) as (writer, (patient, idle)):
+    @EITHER_PLACE
+    async def test_one_that_lives(self, n_local: int, n_remote: int) -> None:
+        async with ready_ends(2 * n_local, 2 * n_remote, remote_window=4) as (writer, (patient, idle)):
+            changes = writer.membership(20)
             for number in range(4):
                 await writer.enqueue(number, 20)
-                await patient.dequeue(20)
+                assert await patient.dequeue(20) == number
             waiting = asyncio.ensure_future(writer.enqueue(4))
             await asyncio.sleep(0)
             assert not waiting.done()
@@ -316,10 +342,15 @@ class TestDismiss:
             await asyncio.wait_for(waiting, 20)
             for _ in range(2):
                 with pytest.raises(ReaderEvicted, match="the writer has dismissed this reader"):
-                    await idle.dequeue(20)
-            with pytest.raises(HandleError, match=rf"rank 1 is taken: its reader \(pid {os.getpid()} was evicted\)"):
-                async with joined(writer, 1):
-                    pass
+                    await received(idle, 6 if n_remote else 1)  # a remote reader has received some before
+            left = await anext(changes)
+            assert isinstance(left, ReaderLeft)
+            assert (left.rank, left.evicted) == (1, True)
+            if n_local:
+                evicted = rf"rank 1 is taken: its reader \(pid {os.getpid()} was evicted\)"
+                with pytest.raises(HandleError, match=evicted):
+                    async with joined(writer, 1):
+                        pass
             await idle.aclose()
             async with joined(writer, 1) as newcomer:
                 await writer.enqueue(5, 20)
@@ -338,21 +369,23 @@ class TestDismiss:
             with pytest.raises(ReaderEvicted):
                 await idle.dequeue(20)
 
-    async def test_one_that_never_came(self) -> None:
-        async with wide_writer(2, 0) as writer:
+    @EITHER_PLACE
+    async def test_one_that_never_came(self, n_local: int, n_remote: int) -> None:
+        async with wide_writer(2 * n_local, 2 * n_remote) as writer:
             waiting = asyncio.ensure_future(writer.wait_until_ready(20))
             async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-                await until(lambda: writer.readers[0].state == "attached", "admission")
+                await becomes(writer, 0, "attached")
                 writer.dismiss(1)
                 await waiting
                 for number in range(9):
                     await writer.enqueue(number, 20)
                     assert await reader.dequeue(20) == number
 
-    async def test_nobodys_rank(self) -> None:
-        async with wide_writer(1, 0) as writer:
-            with pytest.raises(ValueError, match=r"rank must be a reader's, one of \(0,\), not 1"):
-                writer.dismiss(1)
+    @pytest.mark.parametrize(("n_remote", "ranks"), [(0, r"\(0,\)"), (1, r"\(0, 1\)")])
+    async def test_nobodys_rank(self, n_remote: int, ranks: str) -> None:
+        async with wide_writer(1, n_remote) as writer:
+            with pytest.raises(ValueError, match=f"rank must be a reader's, one of {ranks}, not 2"):
+                writer.dismiss(2)
         with pytest.raises(Exception, match="this end was closed"):
             writer.dismiss(0)
 
@@ -389,31 +422,34 @@ class TestMaxReaders:
                     await writer.enqueue(1, 20)
                     assert await second.dequeue(20) == await third.dequeue(20) == 1
                     await second.aclose()
-                    await left(writer, 1)
+                    await becomes(writer, 1, "left")
                     async with joined(writer) as again:
                         assert again.stats().rank == 1, "the lowest that is vacant"
                 assert await received(reader, 2) == [0, 1]
 
-    async def test_of_a_queue_that_waits_for_nobody(self) -> None:
-        async with wide_writer(0, 0, max_readers=2) as writer:
+    @pytest.mark.parametrize("far", [False, True], ids=["local", "remote"])
+    async def test_of_a_queue_that_waits_for_nobody(self, far: bool) -> None:
+        async with wide_writer(0, 0, max_readers=2, connect_ip="127.0.0.1") as writer:
             for number in range(9):
                 await writer.enqueue(number, 20)
-            async with joined(writer) as reader:
+            async with joined(writer, far=far) as reader:
                 await writer.enqueue(9, 20)
                 assert await reader.dequeue(20) == 9
-            await left(writer, 0)
+                assert reader.stats().messages == 10
+            await becomes(writer, 0, "left")
             for number in range(9):
                 await writer.enqueue(number, 20)
+            assert writer.stats().kept == 0
 
     async def test_before_all_are_ready(self) -> None:
         async with wide_writer(1, 0, max_readers=2) as writer:
             waiting = asyncio.ensure_future(writer.wait_until_ready(20))
             for _ in range(2):
                 async with MessageQueue.create_from_handle(writer.export_handle(), 1):
-                    await until(lambda: len(writer.readers) > 1 and writer.readers[1].state == "attached", "admission")
-                await left(writer, 1)
+                    await becomes(writer, 1, "attached")
+                await becomes(writer, 1, "left")
             async with MessageQueue.create_from_handle(writer.export_handle(), 1) as extra:
-                await until(lambda: writer.readers[1].state == "attached", "admission")
+                await becomes(writer, 1, "attached")
                 assert not waiting.done(), "the other one is waited for"
                 async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
                     await waiting
@@ -444,16 +480,24 @@ class TestMaxReaders:
 
 
 class TestHistory:
-    @pytest.mark.parametrize(("wanted", "first"), [(0, 6), (1, 5), (3, 3), (100, 2)])
-    async def test_comes_first(self, wanted: int, first: int) -> None:
-        async with ready_ends(1, 0, max_readers=2) as (writer, (reader,)):
-            for number in range(6):
+    @pytest.mark.parametrize(
+        ("n_local", "n_remote", "sent", "wanted", "first"),
+        [(1, 0, 6, wanted, first) for wanted, first in ((0, 6), (1, 5), (3, 3), (100, 2))]
+        + [(0, 1, 9, wanted, first) for wanted, first in ((0, 9), (1, 8), (4, 5), (100, 5))],
+    )
+    async def test_comes_first(self, n_local: int, n_remote: int, sent: int, wanted: int, first: int) -> None:
+        async with ready_ends(n_local, n_remote, max_readers=2, remote_history=4) as (writer, (reader,)):
+            for number in range(sent):
                 await writer.enqueue((number, b"in the slot"), 20)
                 await reader.dequeue(20)
-            async with joined(writer, history=wanted) as newcomer:
-                assert [number for number, _ in await received(newcomer, 6 - first)] == list(range(first, 6))
-                await writer.enqueue((6, b""), 20)
-                assert (await newcomer.dequeue(20))[0] == 6
+            await until(lambda: writer.stats().kept == 0, "all are acknowledged")
+            changes = writer.membership(20)
+            async with joined(writer, far=bool(n_remote), history=wanted) as newcomer:
+                assert await anext(changes) == ReaderJoined(1, os.getpid(), first)
+                numbers = [number for number, _ in await received(newcomer, sent - first)]
+                assert numbers == list(range(first, sent))
+                await writer.enqueue((sent, b""), 20)
+                assert (await newcomer.dequeue(20))[0] == sent
 
     @pytest.mark.parametrize("overflow", ["segments", "zmq"])
     async def test_of_what_does_not_fit_a_chunk(self, overflow: Any) -> None:

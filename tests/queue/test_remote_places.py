@@ -4,104 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
 import pytest
 from children import child
-from faces import Thread
 from proxy import proxied
-from remotes import ready_ends, wide_writer
-from support import cancelled_after, until
+from remotes import REMOTE_TIMEOUT_S, becomes, bereaved, elsewhere, joined, ready_ends, received, state, wide_writer
+from support import until
 
 from aioshm import (
-    Handle,
     HandleError,
     MessageQueue,
     NoPlaceVacant,
     Options,
     PeerClosed,
     PeerDied,
-    QueueFull,
     ReaderDied,
     ReaderEvicted,
     ReaderJoined,
     ReaderLeft,
-    blocking,
 )
 from aioshm.queue.remote import readers, wire
 from aioshm.ring.layout import VERSION
 
 pytestmark = pytest.mark.slow_on_uvloop
 
-TIMEOUT_S = 1.0
-OPEN = {"secure": False, "allow_insecure_pickle": True}
-
-
-@asynccontextmanager
-async def joined(writer: MessageQueue, rank: int | None = None, **arguments: Any) -> AsyncIterator[MessageQueue]:
-    """Give a reader that has just come to the block."""
-    async with MessageQueue.create_from_handle(writer.export_handle(), rank, **arguments) as reader:
-        await reader.wait_until_ready(20)
-        yield reader
-
-
-def state(writer: MessageQueue, rank: int) -> str:
-    return next((str(info.state) for info in writer.readers if info.rank == rank), "absent")
-
-
-async def becomes(writer: MessageQueue, rank: int, wanted: str) -> None:
-    await until(lambda: state(writer, rank) == wanted, wanted)
-
-
-async def received(reader: MessageQueue, amount: int) -> list[Any]:
-    return [await reader.dequeue(20) for _ in range(amount)]
-
-
-def elsewhere(handle: Handle) -> Handle:
-    """Return the handle as one of another host's, so that its readers are remote ones."""
-    return msgspec.structs.replace(handle, host="another one")
-
-
-@asynccontextmanager
-async def bereaved(**options: Any) -> AsyncIterator[tuple[MessageQueue, MessageQueue, int]]:
-    """Give a writer to the block, a reader of it, and the pid of another one, of rank 1, that was killed."""
-    async with wide_writer(0, 2, remote_timeout=TIMEOUT_S, **options) as writer:
-        handle = writer.export_handle()
-        async with MessageQueue.create_from_handle(handle, 0) as patient:
-            async with child("idle", handle.to_json(), "1") as doomed:
-                await writer.wait_until_ready(20)
-                doomed.signal(signal.SIGKILL)
-                await doomed.end()
-            yield writer, patient, doomed.pid
-
 
 class TestReplaced:
-    """Its first message is the next one that is sent, whatever its predecessor had read."""
-
-    @pytest.mark.parametrize("options", [{}, OPEN], ids=["encrypted", "open"])
-    async def test_after_it_left(self, options: dict[str, Any]) -> None:
-        async with ready_ends(0, 2, **options) as (writer, (patient, leaver)):
-            changes = writer.membership(20)
-            await writer.enqueue("before", 20)
-            await leaver.aclose()
-            await becomes(writer, 1, "left")
-            for number in range(10):
-                await writer.enqueue(number, 20)
-            async with joined(writer, 1) as newcomer:
-                await writer.enqueue("after", 20)
-                assert await newcomer.dequeue(20) == "after"
-                assert newcomer.stats().messages == 12, "numbers are those of all messages"
-                assert await received(patient, 12) == ["before", *range(10), "after"]
-                assert await anext(changes) == ReaderLeft(1, os.getpid(), 0)
-                assert await anext(changes) == ReaderJoined(1, os.getpid(), 11)
-                info = writer.readers[1]
-                assert (info.rank, info.pid, info.host, info.state) == (1, os.getpid(), platform.node(), "attached")
-
     async def test_under_traffic(self) -> None:
         """Whenever it comes, it misses nothing that is sent after it was admitted, and has nothing from before."""
         async with ready_ends(0, 2, remote_window=50) as (writer, (patient, reader)):
@@ -134,119 +65,23 @@ class TestReplaced:
             await asyncio.wait_for(draining, 20)
             await closing
 
-    async def test_when_all_had_left(self) -> None:
-        async with ready_ends(0, 1) as (writer, (reader,)):
-            await reader.aclose()
-            await becomes(writer, 0, "left")
-            with pytest.raises(PeerClosed, match="every reader has left"):
-                await writer.enqueue("nobody's", 20)
-            async with joined(writer, 0) as newcomer:
-                await writer.enqueue("x", 20)
-                assert await newcomer.dequeue(20) == "x"
-
-    async def test_where_its_rank_is_its_own(self) -> None:
-        async with ready_ends(0, 1) as (writer, (reader,)):
-            with pytest.raises(HandleError, match=rf"rank 0 is taken by pid {os.getpid()} on .*, which lives"):
-                async with joined(writer, 0):
-                    pass
-            with pytest.raises(NoPlaceVacant, match=rf"no place is vacant: rank 0 by pid {os.getpid()} on "):
-                async with joined(writer):
-                    pass
-            await writer.enqueue("x", 20)
-            assert await reader.dequeue(20) == "x"
-
-    async def test_by_one_that_asks_for_no_rank(self) -> None:
-        async with ready_ends(0, 3) as (writer, (first, second, third)):
-            for rank, leaver in ((2, third), (1, second)):
-                await leaver.aclose()
-                await becomes(writer, rank, "left")
-            async with joined(writer) as newcomer, joined(writer) as another:
-                assert [end.stats().rank for end in (newcomer, another)] == [1, 2]
-                await writer.enqueue("x", 20)
-                assert [await end.dequeue(20) for end in (first, newcomer, another)] == ["x"] * 3
-
-    def test_on_the_blocking_face(self) -> None:
-        with blocking.MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
-            handle = writer.export_handle()
-
-            def read_one() -> Any:
-                with blocking.MessageQueue.create_from_handle(handle) as reader:
-                    return reader.dequeue(20)
-
-            first = Thread(read_one)
-            writer.wait_until_ready(20)
-            changes = writer.membership(20)
-            writer.enqueue(0, 20)
-            assert isinstance(next(changes), ReaderLeft)
-            assert first.result() == 0
-            second = Thread(read_one)
-            joining = next(changes)
-            assert isinstance(joining, ReaderJoined)
-            assert joining.first == 1
-            writer.enqueue(1, 20)
-            self.serve(writer, second)
-            assert second.result() == 1
-            third = Thread(read_one)
-            while not isinstance(next(changes), ReaderJoined):
-                pass
-            writer.dismiss(0)
-            with pytest.raises(ReaderEvicted, match="the writer has dismissed this reader"):
-                third.result()
-
-    @staticmethod
-    def serve(writer: blocking.MessageQueue, thread: Thread) -> None:
-        """Run the writer's loop, which runs in its calls only, as long as a thread does."""
-        while thread.running:
-            with suppress(TimeoutError):
-                next(writer.membership(0.01))
-
-    async def test_cancelled_at_every_turn(self) -> None:
-        """One that gives up leaves the place to the next one, wherever it was."""
-        async with ready_ends(0, 1) as (writer, (reader,)):
-            await reader.aclose()
-            await becomes(writer, 0, "left")
-            for turns in (0, 1, 2, 3, 5, 8, 13, 21, 34):
-                async with MessageQueue.create_from_handle(writer.export_handle(), 0) as quitter:
-                    await cancelled_after(quitter.wait_until_ready(20), turns)
-            async with joined(writer, 0) as newcomer:
-                await writer.enqueue("x", 20)
-                assert await newcomer.dequeue(20) == "x"
-
 
 class TestKilled:
     async def test_its_replacement_may_come_before_its_end_is_noticed(self) -> None:
         """So nobody is told of it."""
-        async with bereaved() as (writer, patient, _):
+        async with bereaved(0, 1) as (writer, patient, _):
             assert state(writer, 1) == "attached"
             async with joined(writer, 1) as newcomer:
                 await writer.enqueue("x", 20)
                 assert await newcomer.dequeue(20) == await patient.dequeue(20) == "x"
 
     async def test_it_may_have_any_place_then(self) -> None:
-        async with bereaved(on_reader_death="evict") as (writer, _, pid):
+        async with bereaved(0, 1, on_reader_death="evict") as (writer, _, pid):
             changes = writer.membership(20)
             async with joined(writer) as newcomer:
                 assert newcomer.stats().rank == 1
                 assert await anext(changes) == ReaderDied(1, pid, 0)
                 assert await anext(changes) == ReaderJoined(1, os.getpid(), 0)
-
-    async def test_the_error_ends_with_a_replacement(self) -> None:
-        async with bereaved() as (writer, patient, pid):
-            await becomes(writer, 1, "died")
-            for _ in range(2):
-                with pytest.raises(PeerDied, match=str(pid)) as caught:
-                    await writer.enqueue("x", 20)
-            assert caught.value.rank == 1
-            async with joined(writer, 1) as newcomer:
-                await writer.enqueue("x", 20)
-                assert await newcomer.dequeue(20) == await patient.dequeue(20) == "x"
-
-    async def test_the_error_ends_where_it_is_dismissed(self) -> None:
-        async with bereaved() as (writer, patient, _):
-            await becomes(writer, 1, "died")
-            writer.dismiss(1)
-            await writer.enqueue("x", 20)
-            assert await patient.dequeue(20) == "x"
 
     async def test_a_newcomer_waits_for_the_answer_of_a_reader_that_is_cut_off(self, monkeypatch: Any) -> None:
         """That lives, and has its place when it is back; the other one is told meanwhile what it waits for."""
@@ -269,7 +104,7 @@ class TestKilled:
                     assert await reader.dequeue(20) == "x"
 
     async def test_one_that_was_replaced_and_comes_back_is_told(self) -> None:
-        async with wide_writer(0, 1, remote_timeout=TIMEOUT_S) as writer:
+        async with wide_writer(0, 1, remote_timeout=REMOTE_TIMEOUT_S) as writer:
             async with proxied(writer.export_handle()) as (handle, data, control):
                 patient = msgspec.structs.replace(handle.options, remote_timeout=60.0)
                 async with MessageQueue.create_from_handle(handle, 0, options=patient) as former:
@@ -285,79 +120,14 @@ class TestKilled:
                         await writer.enqueue("x", 20)
                         assert await newcomer.dequeue(20) == "x"
 
-
-class TestHeld:
-    async def test_the_writer_waits_and_says_for_whom(self) -> None:
-        async with bereaved(on_reader_death="hold", remote_window=4) as (writer, patient, pid):
-            changes = writer.membership(20)
-            for number in range(4):
-                await writer.enqueue(number, 20)
-                assert await patient.dequeue(20) == number
-            await becomes(writer, 1, "held")
-            assert await anext(changes) == ReaderDied(1, pid, 0, held=True)
-            held = rf"rank 1 \(pid {pid} on .* has died; its place is held\)"
-            with pytest.raises(QueueFull, match=held):
-                writer.enqueue_nowait(4)
-            with pytest.raises(TimeoutError, match=held):
-                await writer.enqueue(4, 0.01)
-            (info,) = [info for info in writer.readers if info.rank == 1]
-            assert (info.state, info.pid, info.read, info.lag) == ("held", pid, 0, 4)
-            waiting = asyncio.ensure_future(writer.enqueue(4))
-            async with joined(writer) as heir:
-                assert await received(heir, 5) == list(range(5)), "what it had not taken, all of it"
-                assert heir.stats().rank == 1
-                assert await anext(changes) == ReaderJoined(1, os.getpid(), 0)
-                await waiting
-                assert await patient.dequeue(20) == 4
-
-    async def test_it_is_the_only_reader(self) -> None:
-        async with wide_writer(0, 1, remote_timeout=TIMEOUT_S, on_reader_death="hold") as writer:
-            async with child("idle", writer.export_handle().to_json(), "0") as doomed:
-                await writer.enqueue(0, 20)
-                doomed.signal(signal.SIGKILL)
-                await doomed.end()
-            await becomes(writer, 0, "held")
-            await writer.enqueue(1, 20)
-            async with joined(writer, 0) as heir:
-                assert await received(heir, 2) == [0, 1]
-
-    async def test_it_is_given_up(self) -> None:
-        async with bereaved(on_reader_death="hold", remote_window=2) as (writer, patient, _):
-            for number in range(2):
-                await writer.enqueue(number, 20)
-            waiting = asyncio.ensure_future(writer.enqueue(2))
-            await becomes(writer, 1, "held")
-            writer.dismiss(1)
-            assert await received(patient, 3) == [0, 1, 2]
-            await waiting
-            async with joined(writer, 1) as newcomer:
-                await writer.enqueue(3, 20)
-                assert await newcomer.dequeue(20) == 3, "from the present on"
-
-    async def test_an_heir_that_goes_before_it_has_anything_leaves_it_held(self) -> None:
-        async with bereaved(on_reader_death="hold") as (writer, _, _pid):
-            await writer.enqueue("kept", 20)
-            await becomes(writer, 1, "held")
-            for turns in (0, 1, 2, 3, 5, 8, 13):
-                async with MessageQueue.create_from_handle(writer.export_handle(), 1) as quitter:
-                    await cancelled_after(quitter.wait_until_ready(20), turns)
-                    if quitter.stats().ready:
-                        assert await quitter.dequeue(20) == "kept"
-                        return
-                await becomes(writer, 1, "held")
-            async with joined(writer, 1) as heir:
-                assert await heir.dequeue(20) == "kept"
-
-    async def test_one_that_leaves_holds_nothing(self) -> None:
-        async with ready_ends(0, 1, on_reader_death="hold") as (writer, (reader,)):
-            await reader.aclose()
-            await becomes(writer, 0, "left")
-            with pytest.raises(PeerClosed, match="every reader has left"):
-                await writer.enqueue("x", 20)
-
     @pytest.mark.parametrize("slow", ["skip", "evict"])
     async def test_one_that_is_not_waited_for_is_not_waited_for_dead(self, slow: Any) -> None:
-        options = {"remote_timeout": TIMEOUT_S, "on_reader_death": "hold", "remote_window": 4, "slow_reader": slow}
+        options = {
+            "remote_timeout": REMOTE_TIMEOUT_S,
+            "on_reader_death": "hold",
+            "remote_window": 4,
+            "slow_reader": slow,
+        }
         async with wide_writer(0, 2, **options) as writer:
             handle = writer.export_handle()
             async with MessageQueue.create_from_handle(handle, 0) as patient:
@@ -371,57 +141,7 @@ class TestHeld:
                 await becomes(writer, 1, "died")
 
 
-class TestDismiss:
-    async def test_one_that_lives(self) -> None:
-        async with ready_ends(0, 2, remote_window=4) as (writer, (patient, idle)):
-            changes = writer.membership(20)
-            for number in range(4):
-                await writer.enqueue(number, 20)
-            waiting = asyncio.ensure_future(writer.enqueue(4))
-            assert await received(patient, 4) == list(range(4))
-            writer.dismiss(1)
-            await asyncio.wait_for(waiting, 20)
-            with pytest.raises(ReaderEvicted, match="the writer has dismissed this reader"):
-                await received(idle, 6)
-            left = await anext(changes)
-            assert isinstance(left, ReaderLeft)
-            assert (left.rank, left.evicted) == (1, True)
-            async with joined(writer, 1) as newcomer:
-                await writer.enqueue(5, 20)
-                assert await newcomer.dequeue(20) == 5
-
-    async def test_one_that_never_came(self) -> None:
-        async with wide_writer(0, 2) as writer:
-            waiting = asyncio.ensure_future(writer.wait_until_ready(20))
-            async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-                await becomes(writer, 0, "attached")
-                writer.dismiss(1)
-                await waiting
-                await writer.enqueue("x", 20)
-                assert await reader.dequeue(20) == "x"
-
-    async def test_nobodys_rank(self) -> None:
-        async with wide_writer(1, 1) as writer:
-            with pytest.raises(ValueError, match=r"rank must be a reader's, one of \(0, 1\), not 2"):
-                writer.dismiss(2)
-
-
 class TestMaxReaders:
-    async def test_of_a_queue_that_waits_for_nobody(self) -> None:
-        async with wide_writer(0, 0, max_readers=2, connect_ip="127.0.0.1") as writer:
-            handle = elsewhere(writer.export_handle())
-            for number in range(9):
-                await writer.enqueue(number, 20)
-            async with MessageQueue.create_from_handle(handle) as reader:
-                await reader.wait_until_ready(20)
-                await writer.enqueue(9, 20)
-                assert await reader.dequeue(20) == 9
-                assert reader.stats().messages == 10
-            await becomes(writer, 0, "left")
-            for number in range(9):
-                await writer.enqueue(number, 20)
-            assert writer.stats().kept == 0
-
     async def test_either_kind_of_reader_may_have_them(self) -> None:
         async with wide_writer(1, 1, max_readers=4) as writer:
             handle = writer.export_handle()
@@ -497,21 +217,6 @@ class TestMaxReaders:
 
 
 class TestHistory:
-    @pytest.mark.parametrize(("wanted", "first"), [(0, 9), (1, 8), (4, 5), (100, 5)])
-    async def test_comes_first(self, wanted: int, first: int) -> None:
-        async with ready_ends(0, 1, max_readers=2, remote_history=4) as (writer, (reader,)):
-            for number in range(9):
-                await writer.enqueue(number, 20)
-                assert await reader.dequeue(20) == number
-            await until(lambda: writer.stats().kept == 0, "all are acknowledged")
-            changes = writer.membership(20)
-            handle = elsewhere(writer.export_handle())
-            async with MessageQueue.create_from_handle(handle, history=wanted) as newcomer:
-                await newcomer.wait_until_ready(20)
-                assert await anext(changes) == ReaderJoined(1, os.getpid(), first)
-                await writer.enqueue(9, 20)
-                assert await received(newcomer, 10 - first) == list(range(first, 10))
-
     async def test_is_what_others_have_still_to_read_where_nothing_more_is_kept(self) -> None:
         async with ready_ends(0, 2, remote_window=8) as (writer, (_, leaver)):
             await leaver.aclose()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from children import child
-from faces import Thread, make_writer
+from faces import Thread, make_writer, pair
 from remotes import wide_writer
 from support import until
 
@@ -145,15 +145,11 @@ class TestSkip:
             await closing
 
     def test_in_a_blocking_merge(self) -> None:
-        with make_writer(1, chunks=CHUNKS, slow_reader="skip") as writer:
-            with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-                ready = Thread(reader.wait_until_ready, 20)
-                writer.wait_until_ready(20)
-                ready.result()
-                for number in range(10):
-                    writer.enqueue(number, 20)
-                writer.close()
-                items = list(blocking.merge({7: reader}, errors="yield"))
+        with pair(chunks=CHUNKS, slow_reader="skip") as (writer, reader):
+            for number in range(10):
+                writer.enqueue(number, 20)
+            writer.close()
+            items = list(blocking.merge({7: reader}, errors="yield"))
         assert [rank for rank, _ in items] == [7] * 5
         assert isinstance(items[0][1], MessagesLost)
         assert [number for _, number in items[1:]] == [6, 7, 8, 9]

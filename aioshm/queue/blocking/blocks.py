@@ -7,14 +7,13 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from time import monotonic
 from types import TracebackType
 from typing import Any, Generic, Self
 
 from aioshm.codec import T
 from aioshm.codec.frames import body_of
 from aioshm.errors import QueueClosed
-from aioshm.queue.blocking.end import BlockingEnd, locked
+from aioshm.queue.blocking.end import BlockingEnd, locked, remaining_s
 from aioshm.queue.ends.leasing import ReadBlock
 from aioshm.queue.local.leases import VIEW_BYTES
 from aioshm.ring.cores import ReaderCore
@@ -22,7 +21,7 @@ from aioshm.wait.limits import thread_deadline_after
 
 
 class Block(AbstractContextManager[Any]):
-    """One block. It holds the end's lock until the block is left, or dropped by an exception of a handler.
+    """Holds the end's lock until the block is left, or is garbage-collected after an exception of a signal handler.
 
     The background loop enters and leaves the asynchronous block, so that no signal handler can interrupt halfway.
     """
@@ -50,7 +49,8 @@ class Block(AbstractContextManager[Any]):
                 self._value = None
                 end.drop_block()
         # Keep no reference to the value: the lease would count it as a user of the message.
-        value, self._value = self._value, None
+        value = self._value
+        self._value = None
         if end.taken:
             end.taken[0] = None
         return value
@@ -63,7 +63,8 @@ class Block(AbstractContextManager[Any]):
             return
 
         async def leave() -> None:
-            async_block, end.async_block = end.async_block, None
+            async_block = end.async_block
+            end.async_block = None
             await async_block.__aexit__(exc_type, exc, traceback)
 
         try:
@@ -78,7 +79,7 @@ class Block(AbstractContextManager[Any]):
 
 
 class WriteBlock(Block):
-    """A block of `acquire_write`, or a loan; ``make`` gets the seconds that are left."""
+    """A block of `acquire_write`, or a loan; ``make`` creates the asynchronous block, given the remaining seconds."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class WriteBlock(Block):
 
     def _enter(self, deadline: float | None) -> None:
         async def enter() -> None:
-            async_block = self._make(None if deadline is None else max(0.0, deadline - monotonic()))
+            async_block = self._make(remaining_s(deadline))
             self._value = await async_block.__aenter__()
             self._end.async_block = async_block
 
@@ -130,25 +131,28 @@ class LeaseBlock(Block):
                 del end.undelivered[:1]
                 break
         if end.taken:
-            end.state.lock.calls = 1  # the value that it has while any block is open
+            end.state.lock.calls = 1  # as while an asynchronous block is open
             end.state.core.open = False
-            value = end.taken[0]
-            self._value = value if self._decoded else body_of(end.reader.encode(value))
+            self._value = end.taken[0]
+            if not self._decoded:
+                self._value = body_of(end.reader.encode(self._value))
 
     def _wait_for_small(self, deadline: float | None) -> bool:
         """Wait for a message; take it as `dequeue` does if it is small. Return False if the loop has to lease it."""
         end = self._end
         if not end.wait_for_message(deadline, self._cancel, self._indefinite):
             return False  # the writer is gone
-        core, ring = end.state.core, end.reader.source.ring
+        core = end.state.core
+        ring = end.reader.source.ring
         if not self._decoded or type(core) is not ReaderCore or ring is None:
             return False
         size = locked(lambda: ring.slots.size(ring.slots.begin(core.seq % len(ring.slots))))
         return size < VIEW_BYTES and end.take(1)
 
     async def _enter_on_loop(self, deadline: float | None, cancel: Any) -> None:
-        left = None if deadline is None else max(0.0, deadline - monotonic())
-        async_block = ReadBlock(self._end.reader, left, cancel, self._indefinite, decoded=self._decoded)
+        async_block = ReadBlock(
+            self._end.reader, remaining_s(deadline), cancel, self._indefinite, decoded=self._decoded
+        )
         self._value = await async_block.__aenter__()
         self._end.async_block = async_block
 
@@ -191,6 +195,7 @@ class Leases(Generic[T]):
         self._leasing = True
 
     def _leave(self) -> None:
-        block, self._block = self._block, None
+        block = self._block
+        self._block = None
         if block is not None:
             block.__exit__(None, None, None)

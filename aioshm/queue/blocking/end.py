@@ -1,10 +1,10 @@
-"""A queue end for threads, one call at a time; the asynchronous end in it belongs to the background loop.
+"""An end of a queue for threads, one call at a time. Its asynchronous end belongs to the background loop.
 
-The native core sends and receives in the calling thread. For the next message or slot of a local ring the thread
-itself waits (`ThreadPoller`). Everything else is a coroutine on the background loop, for which the thread waits.
+The native core sends and receives in the calling thread, which also waits for messages and slots of a local ring
+(`ThreadPoller`). Everything else is a coroutine on the background loop, for which the thread waits.
 
-A signal handler may raise out of any call in this module. A change that must be made whole is therefore one call of the
-core, runs in the loop's thread, where no handler runs, or consists of statements without a call between them.
+A signal handler may raise out of any call in this module. An indivisible change is therefore one call of the core, runs
+in the loop's thread, where no handler runs, or consists of statements without a call between them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class BlockingEnd:
-    """One end, its undelivered messages, and the lock that admits one thread at a time."""
+    """An asynchronous end, its undelivered messages, and a lock that admits one thread at a time."""
 
     def __init__(self, end: Writer | Reader) -> None:
         self.end = end
@@ -43,11 +43,11 @@ class BlockingEnd:
         end.state.block()
         if isinstance(end, Writer):
             end.sender.bind(end.state.defer_wakeup)
-        # Messages that were received, but not returned by a call yet; always the same list.
+        # Received messages that no call has returned yet; always the same list.
         self.undelivered: list[Any] = []
         # An error to raise after them.
         self.failure: AioshmError | None = None
-        # The fast path of each call: methods of the native core, once the end is ready.
+        # The fast path: methods of the native core, once the end is ready.
         self.send_if_room: Callable[[Any], Any] = _send_nothing
         self.receive_next: Callable[[list[Any]], Any] = _receive_nothing
         self.pending_wakeups: list[None] = end.state.pending_wakeups
@@ -57,7 +57,7 @@ class BlockingEnd:
         self.block: weakref.ref[Block] | None = None
         self.async_block: Any = None
         self.taken: list[Any] = []
-        # Asynchronous block, its value, and whether the user never saw the value.
+        # Asynchronous block, value, and whether the caller never got the value.
         self.abandoned_blocks: list[tuple[Any, Any, bool]] = []
         self.closed: bool = False
         self._closes_later = False
@@ -79,7 +79,7 @@ class BlockingEnd:
             try:
                 return await call()
             except QueueRestarted as news:
-                self.failure = news  # it is raised once only, and a handler may interrupt this call
+                self.failure = news  # the end raises it once, and a handler may interrupt this call
                 self.receive_next = _receive_nothing
                 raise
             finally:
@@ -97,19 +97,12 @@ class BlockingEnd:
         """Run a coroutine that ``cancel`` stops; the coroutine gets an `asyncio.Event` that follows ``cancel``."""
         if cancel is None:
             return self.run(lambda: call(None))
-        set_by_thread = cancel
 
         async def called() -> T:
             event = asyncio.Event()
-
-            async def watch() -> None:
-                while not set_by_thread.is_set():  # noqa: ASYNC110 - a threading.Event cannot notify a loop
-                    await asyncio.sleep(CANCEL_POLL_S)
+            if cancel.is_set():
                 event.set()
-
-            if set_by_thread.is_set():
-                event.set()
-            watching = asyncio.ensure_future(watch())
+            watching = asyncio.ensure_future(_follow(cancel, event))
             try:
                 return await call(event)
             finally:
@@ -124,13 +117,17 @@ class BlockingEnd:
         if self.state.refusal is not None and self._loop is not None and self._loop.elsewhere:
             self.state.check_refusal()
         self.loop()
-        me, mine = get_ident(), self.lock
+        me = get_ident()
+        mine = self.lock
         if mine.owner == me and self.block is not None and self.block() is None:
             self.drop_block()
         if mine.owner == me:
             self.state.check_refusal()
             raise RoleError(f"{self!r}: called inside of a block that has its slot, and so would wait for itself")
-        while not mine.acquire(me, monotonic() + (0 if busy is not None else 0.1)):
+        patience_s = 0.1
+        if busy is not None:
+            patience_s = 0
+        while not mine.acquire(me, monotonic() + patience_s):
             self.state.check_refusal()
             if busy is not None:
                 raise busy(f"{self!r}: another thread waits here, or is in a block that has a slot")
@@ -153,11 +150,14 @@ class BlockingEnd:
         core: Any = state.core
         if state.ready and not core.open:
             locked(state.reopen)  # the loop's thread could refuse calls at the same moment
-        whole = native_core and state.ready and self.failure is None and _is_whole(self.end)
-        if isinstance(self.end, Writer):
-            self.send_if_room = core.send if whole else _send_nothing
-        else:
-            self.receive_next = core.receive_next if whole else _receive_nothing
+        self.send_if_room = _send_nothing
+        self.receive_next = _receive_nothing
+        if native_core and state.ready and self.failure is None:
+            if isinstance(self.end, Writer):
+                if self.end.network is None:
+                    self.send_if_room = core.send
+            elif type(core) is ReaderCore and not self.end.has_news:
+                self.receive_next = core.receive_next
 
     # Receiving
 
@@ -213,12 +213,13 @@ class BlockingEnd:
 
     def raise_failure(self) -> None:
         """Raise, once, the error that was kept until the messages before it were delivered."""
-        failure, self.failure = self.failure, None
+        failure = self.failure
+        self.failure = None
         if failure is not None:
             raise failure
 
     def wait_for_message(self, deadline: float | None, cancel: Any, indefinite: bool) -> bool:
-        """Wait in this thread for a message of the ring; return False if the writer is gone and a next one awaited."""
+        """Wait in this thread for a message of the ring; return False if a next writer is due."""
         state = self.state
 
         def wait() -> bool:
@@ -235,7 +236,7 @@ class BlockingEnd:
         return locked(wait)
 
     def take(self, most: int) -> bool:
-        """Take up to ``most`` messages in this thread; return False if the core cannot take even one this way."""
+        """Take up to ``most`` messages in this thread; return False if the core cannot take the first."""
         core = self.state.core
         if type(core) is not ReaderCore or not native_core:
             return False
@@ -270,15 +271,15 @@ class BlockingEnd:
             await reader.wait_until_ready(deadline, cancel)
             if reader.source.ring is not None:
                 return  # the thread waits for messages
-        left = None if deadline is None else max(0.0, deadline - monotonic())
+        left_s = remaining_s(deadline)
         if most > 1:
-            self.undelivered += await reader.dequeue_many(most, left, cancel, indefinite)
+            self.undelivered += await reader.dequeue_many(most, left_s, cancel, indefinite)
         else:
-            self.undelivered.append(await reader.dequeue(EMPTY, left, cancel, indefinite))
+            self.undelivered.append(await reader.dequeue(EMPTY, left_s, cancel, indefinite))
 
     @property
     def reader(self) -> Reader:
-        """The end, which must be a reader."""
+        """The end of a reader."""
         assert isinstance(self.end, Reader)
         return self.end
 
@@ -344,7 +345,7 @@ class BlockingEnd:
     # Blocks
 
     def drop_block(self) -> None:
-        """Release this end's lock after the open block; the loop leaves the asynchronous block if it is still open."""
+        """Release this end's lock after a block; the loop leaves the asynchronous block if that is still open."""
         if self.async_block is not None:
             self.abandoned_blocks += [(self.async_block, None, False)]
             self.async_block = None
@@ -358,12 +359,12 @@ class BlockingEnd:
             self.leave_soon()
 
     def block_dropped(self, block: weakref.ref[Block]) -> None:
-        """Release this end's lock after a block that was garbage-collected without being left."""
+        """Release this end's lock after a block was garbage-collected."""
         if self.block is block:
             self.drop_block()
 
     def leave_soon(self) -> None:
-        """Make the loop leave the abandoned blocks; the next call does if the loop has not."""
+        """Make the loop leave abandoned blocks; otherwise the next call does."""
         if self._loop is not None:
             self._loop.post(lambda: _start(self._leave_blocks()))
 
@@ -384,7 +385,9 @@ class BlockingEnd:
         """Close the end from any thread: now, or when the call or block that uses the end is over."""
         if self.closed or (self._loop is not None and self._loop.elsewhere):
             return
-        me, mine, state = get_ident(), self.lock, self.state
+        me = get_ident()
+        mine = self.lock
+        state = self.state
         if process_lock.owner == me:  # a codec or a signal handler calls this inside of another call
             self._closes_later = True
             state.refuse_closed()
@@ -419,9 +422,10 @@ class BlockingEnd:
 
     def forget(self) -> None:
         """Close an end that was garbage-collected; called by ``__del__``, in any thread."""
-        state, loop = self.state, self._loop
+        state = self.state
+        loop = self._loop
         if self.closed or state.closed or state.loop is None or loop is None or loop.elsewhere or loop.ended:
-            return  # an end that was never used gives the warning itself
+            return  # `ClosingOrder` warns of an end that was never used
         try:
             warn_not_closed(state, "use `with`, or call close()")
         finally:
@@ -429,6 +433,19 @@ class BlockingEnd:
 
     def __repr__(self) -> str:
         return f"<blocking {self.end!r}>"
+
+
+def remaining_s(deadline: float | None) -> float | None:
+    """Return the seconds until a deadline; None: no deadline."""
+    if deadline is None:
+        return None
+    return max(0.0, deadline - monotonic())
+
+
+async def _follow(cancel: threading.Event, event: asyncio.Event) -> None:
+    while not cancel.is_set():  # noqa: ASYNC110 - a threading.Event cannot notify a loop
+        await asyncio.sleep(CANCEL_POLL_S)
+    event.set()
 
 
 def locked(function: Callable[[], T]) -> T:
@@ -485,10 +502,3 @@ def _start(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 _tasks: set[asyncio.Future[None]] = set()
-
-
-def _is_whole(end: Writer | Reader) -> bool:
-    """Return whether one call of the core is usually enough to send or receive a message."""
-    if isinstance(end, Writer):
-        return end.network is None
-    return type(end.state.core) is ReaderCore and not end.has_news

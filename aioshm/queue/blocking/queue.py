@@ -16,7 +16,7 @@ from aioshm.config import Options, check_int
 from aioshm.errors import QueueClosed, QueueEmpty, QueueFull
 from aioshm.process.loop_thread import process_lock
 from aioshm.queue import api
-from aioshm.queue.base import Naming, QueueBase, Reading, documented_as
+from aioshm.queue.base import AnyHandle, CodedNaming, CodedReading, Naming, QueueBase, Reading, documented_as
 from aioshm.queue.blocking.blocks import LeaseBlock, Leases, WriteBlock
 from aioshm.queue.blocking.end import BlockingEnd, made
 from aioshm.queue.ends.lending import Message
@@ -66,36 +66,25 @@ class MessageQueue(QueueBase[T], Closing):
         super()._hold(end)
         self.held: BlockingEnd = BlockingEnd(end)
 
-    if TYPE_CHECKING:  # the type of the messages is that of ``type``, or of the codec
+    # The type of the messages is that of ``type``, or of the codec. To type checkers, a union is no `type`, but Any.
+    if TYPE_CHECKING:
 
         @overload
         @classmethod
         def create_from_handle(
-            cls,
-            handle: Handle | str | bytes,
-            rank: int | None = None,
-            *,
-            codec: str | Codec | None = None,
-            type: type[S],
-            **reader: Unpack[Reading],
+            cls, handle: AnyHandle, rank: int | None = None, *, type: type[S], **reader: Unpack[CodedReading]
         ) -> MessageQueue[S]: ...
 
         @overload
         @classmethod
         def create_from_handle(
-            cls, handle: Handle | str | bytes, rank: int | None = None, *, codec: Codec[S], **reader: Unpack[Reading]
+            cls, handle: AnyHandle, rank: int | None = None, *, codec: Codec[S], **reader: Unpack[Reading]
         ) -> MessageQueue[S]: ...
 
         @overload
         @classmethod
         def create_from_handle(
-            cls,
-            handle: Handle | str | bytes,
-            rank: int | None = None,
-            *,
-            codec: str | Codec | None = None,
-            type: Any = None,  # also for a union, which is no `type` to type checkers
-            **reader: Unpack[Reading],
+            cls, handle: AnyHandle, rank: int | None = None, *, type: Any = None, **reader: Unpack[CodedReading]
         ) -> Self: ...
 
         @classmethod
@@ -104,13 +93,7 @@ class MessageQueue(QueueBase[T], Closing):
         @overload
         @classmethod
         def attach(
-            cls,
-            name: str,
-            rank: int | None = None,
-            *,
-            codec: str | Codec | None = None,
-            type: type[S],
-            **reader: Unpack[Naming],
+            cls, name: str, rank: int | None = None, *, type: type[S], **reader: Unpack[CodedNaming]
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -122,13 +105,7 @@ class MessageQueue(QueueBase[T], Closing):
         @overload
         @classmethod
         def attach(
-            cls,
-            name: str,
-            rank: int | None = None,
-            *,
-            codec: str | Codec | None = None,
-            type: Any = None,  # also for a union, which is no `type` to type checkers
-            **reader: Unpack[Naming],
+            cls, name: str, rank: int | None = None, *, type: Any = None, **reader: Unpack[CodedNaming]
         ) -> Self: ...
 
         @classmethod
@@ -141,7 +118,7 @@ class MessageQueue(QueueBase[T], Closing):
         max_chunk_bytes: int,
         max_chunks: int,
         writer_rank: int = 0,
-        external_writer_handle: Handle | str | bytes | None = None,
+        external_writer_handle: AnyHandle | None = None,
         blocking: bool = True,
         *,
         options: Options | None = None,
@@ -186,7 +163,8 @@ class MessageQueue(QueueBase[T], Closing):
     # Attaching
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        held, end = self.held, self.held.end
+        held = self.held
+        end = held.end
         deadline = thread_deadline_after(timeout)
         held.acquire(deadline)
         try:
@@ -211,7 +189,8 @@ class MessageQueue(QueueBase[T], Closing):
             held.send(obj, message, thread_deadline_after(timeout))
 
     def enqueue_many(self, objs: Iterable[T], timeout: float | None = None) -> None:
-        writer, held = self._writer_of("enqueue_many"), self.held
+        writer = self._writer_of("enqueue_many")
+        held = self.held
         deadline = thread_deadline_after(timeout)
         held.acquire(deadline)
         try:
@@ -223,8 +202,9 @@ class MessageQueue(QueueBase[T], Closing):
             held.release()
 
     def enqueue_nowait(self, obj: T) -> None:
-        writer, held = self._writer_of("enqueue_nowait"), self.held
-        message = self.held.send_now(obj)
+        writer = self._writer_of("enqueue_nowait")
+        held = self.held
+        message = held.send_now(obj)
         if message is None:
             return
 
@@ -281,8 +261,8 @@ class MessageQueue(QueueBase[T], Closing):
                     held.settle()
             except BaseException as error:
                 held.interrupted(error)
-        # From a look at this list to the return no call is made: handlers and other threads run in calls only, and what
-        # was taken off the list would be lost.
+        # No call from this check to the return: handlers and other threads run only in calls, and an object that was
+        # removed from the list would be lost.
         if undelivered:
             obj = undelivered[0]
             del undelivered[0]
@@ -319,7 +299,8 @@ class MessageQueue(QueueBase[T], Closing):
             held.receive(deadline, cancel, indefinite, max_items)
 
     def dequeue_nowait(self) -> T:
-        reader, held = self._reader_of("dequeue_nowait"), self.held
+        reader = self._reader_of("dequeue_nowait")
+        held = self.held
         undelivered = held.undelivered
 
         async def receive() -> None:
@@ -371,7 +352,7 @@ class MessageQueue(QueueBase[T], Closing):
         except QueueClosed:
             raise StopIteration from None
 
-    # Telling about itself, closing
+    # Information, closing
 
     def trace_contexts(self, count: int) -> list[TraceContext | None]:
         return self._reader_of("trace_contexts").trace_contexts(count, len(self.held.undelivered))
@@ -379,7 +360,9 @@ class MessageQueue(QueueBase[T], Closing):
     @property
     def readers(self) -> tuple[ReaderInfo, ...]:
         writer = self._writer_of("readers")
-        return () if self.held.state.closed else self.held.loop().do(writer.readers)
+        if self.held.state.closed:
+            return ()
+        return self.held.loop().do(writer.readers)
 
     def membership(self, timeout: float | None = None) -> Iterator[Change]:
         writer = self._writer_of("membership")
@@ -414,12 +397,12 @@ class MessageQueue(QueueBase[T], Closing):
 
 
 class _Changes(Iterator[Change]):
-    """The changes from when this was made on."""
+    """The changes from now on."""
 
     def __init__(self, held: BlockingEnd, changes: Membership) -> None:
         self._held = held
         self._changes = changes
-        self._kept: list[Change] = []  # a call that a signal's handler ends leaves them to the next one
+        self._kept: list[Change] = []  # at most one; an interrupted call leaves it to the next call
 
     def __next__(self) -> Change:
         if not self._kept:
