@@ -11,6 +11,7 @@ import zmq
 
 from aioshm.engine.protocol.control import (
     MAX_MEMBERSHIP_BYTES,
+    Death,
     Membership,
     Progress,
     decode_membership,
@@ -254,11 +255,14 @@ class MembershipListener:
         for rank in set(membership.leaving).intersection(engines.ranks) - engines.leaving:
             engines.begin_to_leave(rank)
         for rank, death in membership.deaths.items():
-            link.explain(rank, death.incarnation, EngineDead(death.text, engine=rank, pid=death.pid))
+            link.explain(rank, death.incarnation, _error_of(death))
         self.version = membership.version
         for name in self.early.keys() & set(engines.names.values()):
             link.registered(self.early.pop(name))
-        failure = membership.failure
-        if failure is not None:
-            link.give_up(EngineDead(failure.text, engine=failure.engine, pid=failure.pid))
+        if membership.failure is not None:
+            link.give_up(_error_of(membership.failure))
         link.settle()
+
+
+def _error_of(death: Death) -> EngineDead:
+    return EngineDead(death.text, engine=death.engine, pid=death.pid)

@@ -6,12 +6,19 @@ The messages of the coordinator are vLLM's, those about the membership aioshm's 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from aioshm.engine.protocol.addresses import MAX_INDEX
-from aioshm.engine.protocol.messages import Count, EngineCoreRequestType, SchedulerStats, StartWave, decode_single
+from aioshm.engine.protocol.messages import (
+    Count,
+    EngineCoreRequestType,
+    Rank,
+    SchedulerStats,
+    StartWave,
+    decode_single,
+)
 
 UNSUBSCRIBED = b"\x00"
 """An XPUB socket receives this at the end of a subscription to everything."""
@@ -27,8 +34,6 @@ MAX_MEMBERSHIP_BYTES = 16 << 20
 _NO_OUTPUTS = b"\x90"
 _NIL = b"\xc0"
 
-_Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
-
 encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
 # To and from the coordinator
@@ -37,7 +42,7 @@ encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 class Report(msgspec.Struct, array_like=True, frozen=True):
     """An engine's message: the envelope `EngineCoreOutputs`, as far as the coordinator reads it."""
 
-    engine_index: _Rank = 0
+    engine_index: Rank = 0
     outputs: msgspec.Raw = msgspec.Raw(_NO_OUTPUTS)
     scheduler_stats: SchedulerStats | None = None
     timestamp: float = 0.0
@@ -45,13 +50,6 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     finished_requests: msgspec.Raw = msgspec.Raw(_NIL)
     wave_complete: Count | None = None
     start_wave: Count | None = None
-
-
-class Wake(msgspec.Struct, array_like=True, frozen=True):
-    """The message of older front ends while engines are paused: the receiver of the request, and its wave."""
-
-    exclude: _Rank | None
-    wave: Count
 
 
 class Notice(msgspec.Struct, array_like=True, frozen=True):
@@ -78,12 +76,12 @@ def decode_report(frames: list[bytes]) -> Report:
     return report
 
 
-def decode_from_front_end(frames: list[bytes]) -> Wake | int:
-    """Decode a front end's message: a new number of engines, or an order to wake engines."""
+def decode_from_front_end(frames: list[bytes]) -> StartWave | int:
+    """Decode a front end's message: a new number of engines, or (older releases) a request to wake paused engines."""
     first, number = decode_single(_front_end, frames, MAX_REPORT_BYTES)
     if first != SCALE:
         try:
-            return msgspec.convert((first, number), Wake)
+            return msgspec.convert((number, first), StartWave)
         except msgspec.MsgspecError as error:
             raise ValueError(f"neither a new number of engines nor a request's wave: {error}") from None
     if not 1 <= number <= MAX_INDEX + 1:
@@ -107,35 +105,28 @@ def encode_start(start: StartWave) -> list[bytes]:
 class Death(msgspec.Struct, array_like=True, frozen=True):
     """The death of an engine that is not back."""
 
-    incarnation: int  # the number of the rank's process, from 0 on
+    text: str
+    engine: int | None  # the rank; None: of no single engine
     pid: int | None
-    text: str
-
-
-class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """Why no engine will come back."""
-
-    text: str
-    engine: int | None = None  # the rank of the engine in a crash loop
-    pid: int | None = None  # the process id of its last process
+    incarnation: int = 0  # the number of the rank's process, from 0 on
 
 
 class Membership(msgspec.Struct, array_like=True, frozen=True):
     """The present engines; each message is complete, and independent of earlier ones."""
 
     version: int  # grows with each change
-    engines: dict[_Rank, int]  # the first incarnations whose keys are not void, by rank
-    leaving: list[_Rank] = []
-    deaths: dict[_Rank, Death] = {}  # by rank
-    failure: Failure | None = None
+    engines: dict[Rank, int]  # the first incarnations whose keys are not void, by rank
+    leaving: list[Rank] = []
+    deaths: dict[Rank, Death] = {}  # by rank
+    failure: Death | None = None  # why no engine will come back
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):
     """The progress of a front end: its first message, sent again after every change."""
 
     version: int = 0  # the version of its membership; 0: none yet
-    missing: list[_Rank] = []  # the ranks of engines that have not registered with it
-    busy: list[_Rank] = []  # the ranks of leaving engines with unfinished requests of this front end
+    missing: list[Rank] = []  # the ranks of engines that have not registered with it
+    busy: list[Rank] = []  # the ranks of leaving engines with unfinished requests of this front end
 
 
 _membership = msgspec.msgpack.Decoder(Membership)

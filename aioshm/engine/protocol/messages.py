@@ -25,6 +25,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from aioshm.arguments import shown
+from aioshm.engine.protocol.addresses import MAX_INDEX
 from aioshm.engine.protocol.payloads import Frame, PayloadDecoder
 from aioshm.errors import CodecError
 
@@ -45,6 +46,7 @@ _MARK_BYTES = len(_MARK) + 8
 Output = TypeVar("Output")
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
 
 
 class EngineCoreRequestType(Enum):
@@ -118,7 +120,7 @@ class StartWave(NamedTuple):
     """The coordinator's order to engines to run, except for the engine that runs already."""
 
     wave: Count
-    exclude: int | None
+    exclude: Rank | None
 
 
 def decode_single(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes], max_bytes: int) -> T:

@@ -96,15 +96,6 @@ class PayloadEncoder:
         return dtype, shape, len(self._aside)
 
 
-class _Raw:
-    """The memory of a small array."""
-
-    __slots__ = ("memory",)
-
-    def __init__(self, memory: bytes) -> None:
-        self.memory = memory
-
-
 class PayloadDecoder:
     """Decodes payloads; for one thread. The caller owns the result, and arrays are writable.
 
@@ -112,7 +103,7 @@ class PayloadDecoder:
     structs, a list is an array if its form and the size of its memory fit.
     """
 
-    def __init__(self, type: Any = None) -> None:  # noqa: A002  # the name that msgspec gives it
+    def __init__(self, type: Any = None) -> None:  # noqa: A002  # msgspec's name
         self._typed = msgspec.msgpack.Decoder(
             Any if type is None else type, ext_hook=self._arrive, dec_hook=self._rebuild_as
         ).decode
@@ -164,7 +155,7 @@ class PayloadDecoder:
         if code != _RAW_VIEW:
             raise ValueError(f"extension type {code} is not supported")
         self._saw_raw = True
-        return _Raw(bytes(data))
+        return Ext(code, bytes(data))
 
     def _rebuild_as(self, wanted: Any, payload: Any) -> Any:
         name = getattr(wanted, "__name__", "")
@@ -177,10 +168,10 @@ class PayloadDecoder:
             raise ValueError(f"no array: dtype {payload[0]!r} and shape {payload[1]!r} do not fit its memory")
         return found
 
-    def _array(self, dtype: str, shape: list[int], where: _Raw | int) -> Any:
+    def _array(self, dtype: str, shape: list[int], where: Ext | int) -> Any:
         """Return the array; None if the list is no array."""
-        if isinstance(where, _Raw):
-            memory: Any = bytearray(where.memory)
+        if isinstance(where, Ext):
+            memory: Any = bytearray(where.data)
         elif 0 < where < len(self._frames):
             if where in self._taken:  # a few bytes must not make the receiver copy a frame many times
                 raise CodecError(f"two arrays have the same memory, frame {where}")
@@ -190,7 +181,7 @@ class PayloadDecoder:
         try:
             make = _numpy_array if _PLAIN_DTYPE.fullmatch(dtype) else _tensor
             found = make(dtype, shape, memory)
-            if found is not None and not isinstance(where, _Raw):
+            if found is not None and not isinstance(where, Ext):
                 self._taken.add(where)
             return found
         except ModuleNotFoundError as error:
@@ -215,7 +206,7 @@ def _looks_like_array(payload: Any) -> bool:
         and type(shape) is list
         and len(shape) <= MAX_DIMENSIONS
         and all(type(length) is int and length >= 0 for length in shape)
-        and (type(where) is int or type(where) is _Raw)
+        and (type(where) is int or type(where) is Ext)
     )
 
 

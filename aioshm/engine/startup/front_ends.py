@@ -12,7 +12,7 @@ import zmq
 
 from aioshm.closing import Closing
 from aioshm.engine.protocol.addresses import identity
-from aioshm.engine.protocol.control import Death, Failure, Membership, Progress, decode_progress, encode
+from aioshm.engine.protocol.control import Death, Membership, Progress, decode_progress, encode
 from aioshm.engine.security.binding import FRONT_ENDS, Protection
 from aioshm.engine.security.bound_sockets import BoundSockets, sender_of, with_sender
 from aioshm.engine.security.keys import EngineKeys
@@ -133,7 +133,7 @@ class FrontEnds(Closing):
     def died(self, error: EngineDead, incarnation: int) -> None:
         """Publish how an engine has died, and which incarnation it was."""
         if error.engine in self._membership.engines:
-            death = Death(incarnation, error.pid, str(error))
+            death = Death(str(error), error.engine, error.pid, incarnation)
             self._publish(deaths={**self._membership.deaths, error.engine: death})
 
     def returned(self, rank: int) -> None:
@@ -143,7 +143,7 @@ class FrontEnds(Closing):
 
     def give_up(self, error: EngineDead) -> None:
         """See `EngineClient.give_up`."""
-        self._publish(failure=Failure(str(error), error.engine, error.pid))
+        self._publish(failure=Death(str(error), error.engine, error.pid))
 
     def _publish(self, **changes: object) -> None:
         self._membership = msgspec.structs.replace(self._membership, version=self._membership.version + 1, **changes)

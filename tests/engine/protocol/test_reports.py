@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from aioshm.engine.protocol.control import (
     MAX_REPORT_BYTES,
-    Wake,
     decode_from_front_end,
     decode_report,
     encode,
@@ -95,7 +94,7 @@ class TestFrontEnds:
 
     @pytest.mark.parametrize("exclude", [None, 0, 3])
     def test_a_request_to_paused_engines(self, exclude: int | None) -> None:
-        assert decode_from_front_end(pack((exclude, 7))) == Wake(exclude, 7)
+        assert decode_from_front_end(pack((exclude, 7))) == StartWave(7, exclude)
 
     @pytest.mark.parametrize(
         "message",
