@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Iterable
 
 from zmq.utils import z85
 
-from aioshm.engine.protocol.addresses import MAX_INDEX, identity
+from aioshm.engine.protocol.addresses import identity
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.zeromq.endpoint import CurveKeys, check_endpoint
 from aioshm.zeromq.hosts import is_loopback
 
-ENGINES, FRONT_ENDS = "engines", "front-ends"
-"""The peers that may connect to a socket: its domain in ZAP (RFC 27)."""
+ENGINES = "engines"
+"""The domain in ZAP (RFC 27) of sockets for engines."""
+
+FRONT_ENDS = "front-ends"
+"""The domain of sockets for front ends."""
 
 FRONT_END = "front end"
 """The user id of front ends; an engine has its rank and incarnation."""
@@ -27,7 +29,8 @@ FRONT_END = "front end"
 AHEAD = 16
 """How many restarts of an engine the owner of a socket may have missed."""
 
-_BATCH = 1024  # a key takes some 40 us
+MORE_RANKS = 1024
+"""Engines below this rank are recognised also where they are not expected, so that an error can name them."""
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -35,7 +38,7 @@ _warned = False
 
 
 class Protection:
-    """Knows the keys that may connect to the sockets of a front end or the coordinator."""
+    """Knows the keys that may connect to the sockets of a front end or the coordinator; thread-safe."""
 
     def __init__(
         self, keys: EngineKeys | None, own: CurveKeys | None, ranks: Iterable[int], *, secure: bool, more: bool = False
@@ -43,11 +46,11 @@ class Protection:
         self._keys = keys
         self.own: CurveKeys | None = own  # the keys of the end that binds
         self.secure: bool = secure  # whether sockets on this host are for this user only
+        self._more = more  # whether unexpected ranks are recognised
         self._lock = threading.RLock()  # the ZAP authenticator recognises keys in its thread
         self._users: dict[tuple[str, bytes], str] = {}
-        self._valid: dict[int, int] = {}  # the first incarnation whose keys are not void
-        self._ahead: deque[tuple[int, int]] = deque()  # ranks and incarnations that may come, without keys yet
-        self._next = 0 if more else MAX_INDEX + 1
+        self._valid: dict[int, int] = {}  # the first incarnation whose keys are not void, by rank
+        self._derived: dict[int, int] = {}  # the last incarnation whose keys were derived, by rank
         if keys is not None:
             self._users[FRONT_ENDS, z85.decode(keys.front_end.public)] = FRONT_END
             for rank in ranks:
@@ -87,7 +90,7 @@ class Protection:
         return self._keys.name(int(rank), int(incarnation))
 
     def recognise(self, domain: str, key: bytes) -> str | None:
-        """Return the user id of a key, if it may connect to sockets of this domain."""
+        """Return the user id of a key, if it may connect to sockets of this domain; see `ZapAuthenticator`."""
         with self._lock:
             user = self._users.get((domain, key))
             if user is None and domain == ENGINES:
@@ -102,9 +105,11 @@ class Protection:
             return user
 
     def rank_of(self, user: str) -> int | None:
-        """Return the rank of a recognised engine; None: its keys are void, or it is no engine."""
+        """Return the rank of a recognised engine; None: void keys, or no engine."""
         rank, _, incarnation = user.partition(".")
-        return int(rank) if incarnation and int(incarnation) >= self._valid.get(int(rank), 0) else None
+        if not incarnation or int(incarnation) < self._valid.get(int(rank), 0):
+            return None
+        return int(rank)
 
     def expect(self, rank: int) -> None:
         """Admit the engine of one more rank."""
@@ -112,36 +117,33 @@ class Protection:
             if self._keys is not None and rank not in self._valid:
                 self._valid[rank] = 0
                 self._admit(rank, 0)
-                self._ahead.extend((rank, incarnation) for incarnation in range(1, 1 + AHEAD))
 
     def void(self, rank: int, incarnation: int) -> None:
         """Refuse the keys of an engine's earlier incarnations."""
         with self._lock:
             if self._keys is None or incarnation <= self._valid.get(rank, 0):
                 return
-            known = self._valid.get(rank, 0) + 1 + AHEAD
             self._valid[rank] = incarnation
             for each, user in list(self._users.items()):
                 if user != FRONT_END and self.rank_of(user) is None:
                     del self._users[each]
             self._admit(rank, incarnation)
-            self._ahead.extend((rank, each) for each in range(max(known, incarnation + 1), incarnation + 1 + AHEAD))
 
     def _look_ahead(self) -> None:
-        """Create more keys of engines that may have been started without notice."""
-        for _ in range(min(_BATCH, len(self._ahead))):
-            rank, incarnation = self._ahead.popleft()
-            if incarnation > self._valid[rank]:
+        """Derive the keys of engines that may have been started without notice; 40 us for each."""
+        for rank, first in self._valid.items():
+            for incarnation in range(max(first, self._derived[rank] + 1), first + AHEAD + 1):
                 self._admit(rank, incarnation)
-        last = min(self._next + _BATCH, MAX_INDEX + 1)
-        for rank in range(self._next, last):
-            if rank not in self._valid:
-                self._admit(rank, 0)
-        self._next = max(self._next, last)
+        if self._more:
+            self._more = False
+            for rank in range(MORE_RANKS):
+                if rank not in self._derived:
+                    self._admit(rank, 0)
 
     def _admit(self, rank: int, incarnation: int) -> None:
         assert self._keys is not None
         self._users[ENGINES, z85.decode(self._keys.of_engine(rank, incarnation).public)] = f"{rank}.{incarnation}"
+        self._derived[rank] = max(incarnation, self._derived.get(rank, 0))
 
 
 def over_tcp(addresses: Iterable[str | None]) -> bool:

@@ -74,7 +74,8 @@ class Connections(Monitor):
 
     def _look(self) -> None:
         _, failed = self.read()
-        if failed and (held_back := self._limiter.admit()) is not None:
+        held_back = self._limiter.admit() if failed else None
+        if held_back is not None:
             more = held_back + len(failed) - 1
             logger.warning("a connection to %s failed (and %d more): %s", failed[-1].endpoint, more, failed[-1].reason)
         for connection in self.take_gone():
@@ -116,7 +117,9 @@ class BoundSockets:
         silence_s: float | None = None,
     ) -> Socket:
         """Create a socket, to be bound later; ``silence_s`` turns heartbeats on, see `open_socket`."""
-        curve = self._protection.own if self._protection.encrypts(address) else None
+        curve = None
+        if self._protection.encrypts(address):
+            curve = self._protection.own
         socket = self.sockets.add(
             open_socket(
                 self.sockets.context,
@@ -218,4 +221,6 @@ def sender_of(frame: zmq.Frame) -> str:
     address = property_of(frame, "Peer-Address") or "an unknown address"
     # For a local socket the address is "localhost:uid:gid:pid" where the system has SO_PEERCRED, see unix(7).
     pid = address.rpartition(":")[2]
-    return f"pid {pid}" if address.startswith("localhost:") and pid.isdigit() else address
+    if address.startswith("localhost:") and pid.isdigit():
+        return f"pid {pid}"
+    return address

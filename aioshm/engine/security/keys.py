@@ -1,8 +1,8 @@
 """The keys of a front end, its coordinator and its engines, for TCP.
 
 All keys are derived from one secret of front ends and the coordinator. An engine has only the keys of its rank: a
-ZeroMQ CURVE key pair (RFC 26), which identifies it, and a secret name for its sockets in place of the rank, which no
-other engine can take. Each process that is started for a rank is an incarnation with keys and a name of its own.
+ZeroMQ CURVE key pair (RFC 26), which identifies the engine, and a secret name for its sockets in place of the rank.
+Each process that is started for a rank is an incarnation with keys and a name of its own.
 """
 
 from __future__ import annotations
@@ -58,11 +58,7 @@ class EngineCredentials:
     incarnation: int = 0
 
     def for_engine(self, rank: int) -> EngineCredentials:
-        """Return this, if it has the keys of that rank.
-
-        Raises:
-            RoleError: It has another engine's keys.
-        """
+        """Return these credentials; raise `RoleError` if they are of an engine with another rank."""
         if rank != self.rank:
             raise RoleError(f"these are the keys of engine {self.rank}, and engine {rank} needs its own")
         return self
@@ -76,13 +72,12 @@ class EngineCredentials:
         return CurveKeys(public=self.public, secret=self.secret, server=self.coordinator)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that only this user can read, for `EngineKeys.load` on the engine's host.
+        """Write a new file that only this user can read, for `EngineKeys.load` on the engine's host.
 
         Raises:
-            FileExistsError: The file exists.
-            OSError: The file cannot be written.
+            FileExistsError, OSError: The file exists, or cannot be written.
         """
-        _write(path, _File(engine=self))
+        _write(path, self)
 
     def __repr__(self) -> str:
         return f"<EngineCredentials of engine {self.rank}>"
@@ -102,7 +97,7 @@ class EngineKeys:
         AIOSHM_ENGINE_KEYS=engine-3.keys python engine.py             # on the engine's host, or
         run_engine_core(engine, address, 3, handshake=HandshakeOptions(keys=EngineKeys.load("engine-3.keys")))
 
-    The holder of one engine's keys can be that engine, and the holder of this can be any engine. A restarted engine
+    A holder of one engine's keys can pose as the engine, and a holder of all keys as any engine. A restarted engine
     gets the keys of its next incarnation. Earlier keys become void then; with an `EngineSupervisor`, as soon as the
     death is known.
 
@@ -138,13 +133,12 @@ class EngineKeys:
         return _read(path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that only this user can read, for front ends on other hosts.
+        """Write a new file that only this user can read, for front ends on other hosts.
 
         Raises:
-            FileExistsError: The file exists.
-            OSError: The file cannot be written.
+            FileExistsError, OSError: The file exists, or cannot be written.
         """
-        _write(path, _File(secret=self.secret))
+        _write(path, self)
 
     @property
     def front_end(self) -> CurveKeys:
@@ -209,21 +203,22 @@ AnyKeys: TypeAlias = EngineKeys | EngineCredentials
 
 def _incarnated(rank: int, incarnation: int) -> bytes:
     check_int("incarnation", incarnation, minimum=0)
-    # Files from before there were incarnations have the keys of incarnation 0.
-    return identity(rank) + (incarnation.to_bytes(_INCARNATION_BYTES, "little") if incarnation else b"")
+    if not incarnation:  # as in files from before there were incarnations
+        return identity(rank)
+    return identity(rank) + incarnation.to_bytes(_INCARNATION_BYTES, "little")
 
 
 _lock = threading.Lock()
-_made: EngineKeys | None = None
+_created: EngineKeys | None = None
 
 
 def keys_for_front_end(given: object = None) -> EngineKeys:
-    """Return the given keys, or else this process's own; they are created if there are none."""
-    global _made
+    """Return the given keys, or else this process's own; create keys if there are none."""
+    global _created
     keys = _checked(given) or own_keys()
     if keys is None:
         with _lock:
-            _made = keys = _made or EngineKeys.generate()
+            _created = keys = _created or EngineKeys.generate()
     if isinstance(keys, EngineCredentials):
         raise RoleError(f"a front end needs all keys, EngineKeys, and has only those of engine {keys.rank}")
     _require_curve()
@@ -231,7 +226,7 @@ def keys_for_front_end(given: object = None) -> EngineKeys:
 
 
 def keys_for_engine(rank: int, given: object = None) -> EngineCredentials:
-    """Return the given keys of an engine, or else those of this process."""
+    """Return the given keys of an engine, or else this process's own."""
     keys = _checked(given) or own_keys()
     if keys is None:
         raise RoleError(
@@ -245,23 +240,24 @@ def keys_for_engine(rank: int, given: object = None) -> EngineCredentials:
 
 def own_keys() -> AnyKeys | None:
     """Return the keys of this process: inherited, created, or from the file in ``AIOSHM_ENGINE_KEYS``."""
-    handed = getattr(multiprocessing.current_process(), _ATTRIBUTE, None)
-    if handed is not None:
-        return _decode(handed)
-    if _made is not None:
-        return _made
+    inherited = getattr(multiprocessing.current_process(), _ATTRIBUTE, None)
+    if inherited is not None:
+        return _decode(inherited)
     path = engine_keys_path()
-    return None if path is None else _read(path)
+    if _created is not None or path is None:
+        return _created
+    return _read(path)
 
 
 def keys_to_hand_over(given: object, rank: int | None = None, incarnation: int = 0) -> AnyKeys | None:
     """Return the keys for a new process: an engine's own, or all for a front end; None without keys."""
     if given is None and (not can_encrypt() or isinstance(own_keys(), EngineCredentials)):
         return None  # the process can run without keys; if not, it raises
-    if rank is not None and isinstance(given, EngineCredentials):
+    if rank is None:
+        return keys_for_front_end(given)
+    if isinstance(given, EngineCredentials):
         return given.for_engine(rank)
-    keys = keys_for_front_end(given)
-    return keys if rank is None else keys.for_engine(rank, incarnation)
+    return keys_for_front_end(given).for_engine(rank, incarnation)
 
 
 def as_attributes(keys: AnyKeys | None) -> dict[str, bytes]:
@@ -294,8 +290,9 @@ class _File(msgspec.Struct, tag="aioshm-engine-keys", omit_defaults=True):
 
 
 def _encode(keys: AnyKeys) -> bytes:
-    file = _File(secret=keys.secret) if isinstance(keys, EngineKeys) else _File(engine=keys)
-    return msgspec.json.encode(file)
+    if isinstance(keys, EngineKeys):
+        return msgspec.json.encode(_File(secret=keys.secret))
+    return msgspec.json.encode(_File(engine=keys))
 
 
 def _decode(text: bytes) -> AnyKeys:
@@ -305,9 +302,9 @@ def _decode(text: bytes) -> AnyKeys:
     return EngineKeys(file.secret or b"")
 
 
-def _write(path: str | os.PathLike[str], file: _File) -> None:
+def _write(path: str | os.PathLike[str], keys: AnyKeys) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE), "wb") as stream:
-        stream.write(msgspec.json.encode(file) + b"\n")
+        stream.write(_encode(keys) + b"\n")
 
 
 def _read(path: str | os.PathLike[str]) -> AnyKeys:

@@ -99,7 +99,7 @@ class TestFiles:
             EngineKeys.load(path)
 
     def test_the_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aioshm.engine.security.keys._made", None)
+        monkeypatch.setattr("aioshm.engine.security.keys._created", None)
         keys = EngineKeys.generate()
         keys.for_engine(2).save(tmp_path / "keys")
         assert own_keys() is None
@@ -159,7 +159,7 @@ class TestHandingOver:
             keys_to_hand_over(EngineKeys.generate().for_engine(1), 2)
 
     async def test_without_any(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aioshm.engine.security.keys._made", None)
+        monkeypatch.setattr("aioshm.engine.security.keys._created", None)
         with pytest.raises(RoleError, match=r"engine 7 has no keys to connect.*EngineKeys\.load.*secure=F"):
             await shake_hands("tcp://127.0.0.1:1", 7, initialize=lambda metadata: None)
 
