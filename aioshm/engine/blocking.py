@@ -75,6 +75,7 @@ class EngineClient(Closing):
         *,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     ) -> None:
+        self._host: LoopThread | None = None
         self._loop_factory = check_plain("loop_factory", loop_factory)
         self._begin(awaited.EngineClient(addresses, engines, options), None)
 

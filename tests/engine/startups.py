@@ -11,7 +11,17 @@ from typing import Any
 
 from fake_process import FakeProcess
 
-from aioshm.engine import EngineHandshakeMetadata, EngineZmqAddresses, HandshakeOptions, shake_hands
+from aioshm.engine import (
+    CoreEngine,
+    EngineHandshakeMetadata,
+    EngineStartupCoordinator,
+    EngineZmqAddresses,
+    HandshakeOptions,
+    StartupOptions,
+    StartupReport,
+    shake_hands,
+    wait_for_engine_startup,
+)
 
 ADDRESSES = ("ipc:///nowhere/in", "ipc:///nowhere/out")
 LOADING = "connected", "nothing"
@@ -91,3 +101,32 @@ async def managed(address: str, *behaviours: tuple[str, str]) -> AsyncIterator[F
         yield manager
     finally:
         manager.release()
+
+
+def starting(
+    place: Any,
+    engines: int | list[CoreEngine] = 1,
+    manager: Any = None,
+    *,
+    where: EngineZmqAddresses | None = None,
+    coordinator: Any = None,
+    **options: Any,
+) -> EngineStartupCoordinator:
+    """Create a startup of these engines, or of so many local ones; ``options`` are those of the startup."""
+    if isinstance(engines, int):
+        engines = [CoreEngine(rank) for rank in range(engines)]
+    return EngineStartupCoordinator(
+        place,
+        engines,
+        where or addresses(),
+        proc_manager=manager,
+        coord_process=coordinator,
+        options=StartupOptions(**options),
+    )
+
+
+async def ready(place: Any, engines: int | list[CoreEngine] = 1, manager: Any = None, **options: Any) -> StartupReport:
+    """Wait in one call until these engines are ready, see `starting`."""
+    if isinstance(engines, int):
+        engines = [CoreEngine(rank) for rank in range(engines)]
+    return await wait_for_engine_startup(place, addresses(), engines, None, proc_manager=manager, **options)

@@ -335,17 +335,6 @@ class TestInsecure:
             joining.cancel()
             await asyncio.wait([joining])
 
-    async def test_dead_ends_one_client(self) -> None:
-        """What can still be done, as SECURITY.md says: engines and other clients go on."""
-        addresses = EngineZmqAddresses([LOOPBACK] * 2, [LOOPBACK] * 2)
-        async with served(Engine(), n_clients=2, addresses=addresses, handshake=LOOPBACK, secure=False) as serving:
-            stream = serving.client.submit(ask("r", None))
-            link = serving.client._link
-            await attack("dead", addresses.inputs[0], addresses.outputs[0], until=lambda _: link.dead)
-            with pytest.raises(EngineDead, match="an engine has said that it ends, and not which one"):
-                await collected(stream)
-            assert len(await collected(serving.clients[1].submit(ask("s", 5)))) == 5
-
     async def test_tokens_without_the_generation_reach_no_request(self) -> None:
         async with over_tcp(False) as (serving, ports):
             stream, other = serving.client.submit(ask("r", None)), serving.client.submit(ask("secret", None))
@@ -355,63 +344,6 @@ class TestInsecure:
             assert serving.client.in_flight == 2
             for each in (stream, other):
                 await each.aclose()
-
-    async def test_tokens_for_an_engine_without_generations_reach_the_request_whose_id_is_known(self) -> None:
-        async with over_tcp(False) as (serving, ports):
-            pending = serving.client._link.pending
-            pending.registered(0, {"vllm_version": "0.33.0"})
-            stream, other = serving.client.submit(ask("r", None)), serving.client.submit(ask("secret", None))
-            assert [(await anext(each))["token"] for each in (stream, other)] == [0, 0]
-            await attack("tokens", *ports, until=lambda _: "r" not in pending.inboxes)
-            assert [output["token"] for output in await collected(stream)] == [666]
-            assert list(pending.inboxes) == ["secret"]
-            assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
-            await other.aclose()
-
-    async def test_a_rank_is_whose_comes_first(self) -> None:
-        addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
-        async with EngineClient(addresses, 1, options=ClientOptions(secure=False)) as client:
-            stranger = asyncio.create_task(
-                attack("rank", *addresses.inputs, *addresses.outputs, until=lambda heard: b"a prompt" in heard)
-            )
-            await client.wait_until_ready(20)
-            stream = client.submit(ask("a prompt"))
-            await stranger
-            with pytest.raises(EngineDead, match=r"engine 0 \(127\.0\.0\.1\) is gone"):  # when it has left
-                async with asyncio.timeout(PATIENCE_S):
-                    await collected(stream)
-
-    async def test_addresses_are_told_to_whom_comes_first(self) -> None:
-        where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
-        async with EngineStartupCoordinator(
-            LOOPBACK, [CoreEngine(0)], where, options=StartupOptions(secure=False)
-        ) as startup:
-            place = startup.handshake_address
-            await attack("hello", place, place, place, until=lambda heard: b"tcp://secret:1" in heard)
-            joining = asyncio.ensure_future(engine(place, 0, secure=False))
-            with pytest.raises(TimeoutError, match="waiting for engines 0"):
-                await startup.wait(1)
-            joining.cancel()
-            await asyncio.wait([joining])
-
-    async def test_subscriptions_count_as_engines(self) -> None:
-        async with await DPCoordinator.start(
-            2, local_engines=False, local_front_ends=False, secure=False
-        ) as coordinator:
-            engines_at, reports_at = coordinator.get_engine_socket_addresses()
-            nowhere = ""
-            await attack(
-                "subscribe", nowhere, nowhere, nowhere, reports_at, engines_at,
-                until=lambda heard: heard.startswith(b"READY"),  # and no engine is there
-            )  # fmt: skip
-
-    async def test_an_endless_message_takes_memory_at_the_output_address(self) -> None:
-        async with over_tcp(False) as (serving, ports):
-            async with Watcher() as watcher:
-                await attack("endless_output", *ports, until=lambda _: watcher.grown > MOST_BYTES)
-            assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
-        assert watcher.grown > MOST_BYTES  # as long as the stranger goes on
-        assert watcher.longest < MOST_S
 
     async def test_a_coordinator(self) -> None:
         async with await DPCoordinator.start(

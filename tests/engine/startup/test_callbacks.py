@@ -12,20 +12,17 @@ from typing import Any
 
 import pytest
 from served_engine import Engine, served, stop, until
-from startups import addresses, engine, tasks
+from startups import engine, starting, tasks
 from supervised import MANY, pids, serve
 
 from aioshm import MsgpackCodec, register_codec
 from aioshm.engine import (
     APIServerProcessManager,
-    CoreEngine,
     CoreEngineActorManager,
     CoreEngineProcManager,
-    EngineStartupCoordinator,
     EngineSupervisor,
     EngineZmqAddresses,
     ProcessManager,
-    StartupOptions,
     WorkerGroup,
     launch_core_engines,
     report_usage_stats,
@@ -45,9 +42,7 @@ def sleep_on(*_arguments: Any) -> None:
 
 @asynccontextmanager
 async def progress(path: str, callback: Callback) -> AsyncIterator[None]:
-    async with EngineStartupCoordinator(
-        path, [CoreEngine(0)], addresses(), options=StartupOptions(on_progress=callback)
-    ) as startup:
+    async with starting(path, on_progress=callback) as startup:
         async with tasks(engine(path, 0)):
             await startup.wait(30)
             yield
@@ -55,7 +50,7 @@ async def progress(path: str, callback: Callback) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def ready_again(path: str, callback: Callback) -> AsyncIterator[None]:
-    async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+    async with starting(path) as startup:
         async with tasks(engine(path, 0)):
             await startup.wait(30)
         startup.stay_open(callback).expect(0)

@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
-from startups import ADDRESSES, GOOD, addresses, engine, managed, ready_with, tasks
+from startups import ADDRESSES, GOOD, addresses, engine, managed, ready, ready_with, starting, tasks
 
 from aioshm.engine import (
     CoreEngine,
     CoreEngineProcManager,
     CoreEngineState,
-    EngineStartupCoordinator,
-    StartupOptions,
     StartupProgress,
     get_engine_client_zmq_addr,
     wait_for_engine_startup,
@@ -50,9 +48,7 @@ class TestSuccess:
             return {"num_gpu_blocks": 7, "parallel_config_hash": "h", "max_model_len": 99}
 
         where = addresses()
-        async with EngineStartupCoordinator(
-            address, engines, where, options=StartupOptions(parallel_config={"data_parallel_size": 4})
-        ) as startup:
+        async with starting(address, engines, where=where, parallel_config={"data_parallel_size": 4}) as startup:
             assert not startup.handshake_address.endswith(":0")
             async with tasks(
                 *(engine(startup.handshake_address, rank, initialize=initialize) for rank in range(3)),
@@ -95,7 +91,7 @@ class TestSuccess:
         assert report.num_gpu_blocks == 2 * (fields.get("num_gpu_blocks") or 0)
 
     async def test_no_engines(self, path: str) -> None:
-        async with EngineStartupCoordinator(path, [], addresses()) as startup:
+        async with starting(path, 0) as startup:
             assert (await startup.wait()).engines == {}
 
     async def test_all_engines_on_other_hosts(self, path: str) -> None:
@@ -103,43 +99,39 @@ class TestSuccess:
         there = CoreEngine(4, local=False)
         async with CoreEngineProcManager(ready_with, 0) as none:
             joining = engine(path, 4, local=False, headless=True)
-            async with tasks(joining), EngineStartupCoordinator(path, [there], addresses(), proc_manager=none) as up:
+            async with tasks(joining), starting(path, [there], none) as up:
                 assert (await up.wait(20)).num_gpu_blocks == 100
         async with CoreEngineProcManager(ready_with, 0) as none:
             with pytest.raises(EngineStartupError, match=r"no progress for 0.05 s \(0 of 1 engines connected"):
-                await wait_for_engine_startup(
-                    path, addresses(), [there], None, proc_manager=none, progress_timeout=0.05
-                )
+                await ready(path, [there], none, progress_timeout=0.05)
 
     async def test_many_in_any_order(self, path: str) -> None:
         engines = [CoreEngine(rank) for rank in range(64)]
         async with tasks(*(engine(path, rank) for rank in reversed(range(64)))):
-            async with EngineStartupCoordinator(path, engines, addresses()) as startup:
+            async with starting(path, engines) as startup:
                 assert (await startup.wait(30)).num_gpu_blocks == 6400
 
     async def test_engines_may_be_there_first(self, path: str) -> None:
         async with tasks(engine(path, 0)):
             await asyncio.sleep(0.1)
-            async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+            async with starting(path) as startup:
                 await startup.wait(20)
 
     async def test_a_wildcard_is_told_as_an_address(self) -> None:
-        async with EngineStartupCoordinator("tcp://*:0", [CoreEngine(0)], addresses()) as startup:
+        async with starting("tcp://*:0") as startup:
             assert startup.handshake_address.startswith(f"tcp://{own_address()}:")
             async with tasks(engine(startup.handshake_address, 0)):
                 await startup.wait(20)
 
     async def test_engines_may_be_started_inside(self) -> None:
-        async with EngineStartupCoordinator(
-            ANY, [CoreEngine(0)], addresses(), options=StartupOptions(secure=False)
-        ) as startup:
+        async with starting(ANY, secure=False) as startup:
             async with managed(startup.handshake_address, GOOD) as manager:
                 startup.proc_manager = manager
                 assert (await startup.wait(20)).num_gpu_blocks == 100
                 assert manager.closes == 0
 
     async def test_strangers_that_speak_no_zeromq_are_nobody(self) -> None:
-        async with EngineStartupCoordinator(ANY, [CoreEngine(0)], addresses()) as startup:
+        async with starting(ANY) as startup:
             host, port = startup.handshake_address.removeprefix("tcp://").split(":")
             with socket.create_connection((host, int(port))) as stranger:
                 stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -148,7 +140,7 @@ class TestSuccess:
 
     @pytest.mark.slow_on_uvloop
     async def test_those_who_connect_and_say_nothing_keep_nobody_out(self, address: str) -> None:
-        async with EngineStartupCoordinator(address, [CoreEngine(0)], addresses()) as startup:
+        async with starting(address) as startup:
             with zmq.Context() as context:
                 silent = [context.socket(zmq.DEALER) for _ in range(4)]
                 for each in silent:
@@ -165,7 +157,7 @@ class TestGivenSocket:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.bind(path)
             async with tasks(engine(path, 0)):
-                report = await wait_for_engine_startup(router, addresses(), [CoreEngine(0)], None)
+                report = await ready(router)
             assert report.num_gpu_blocks == 100
             assert not router.closed
             await still_works(path, router)
@@ -176,7 +168,7 @@ class TestGivenSocket:
             with pytest.raises(zmq.Again):
                 await router.recv(zmq.NOBLOCK)  # from now on it is watched by the loop
             async with tasks(engine(path, 0)):
-                async with EngineStartupCoordinator(router, [CoreEngine(0)], addresses()) as startup:
+                async with starting(router) as startup:
                     assert startup.handshake_address == path
                     await startup.wait(20)
             with zmq.Context() as other, other.socket(zmq.DEALER) as dealer:
@@ -187,7 +179,7 @@ class TestGivenSocket:
     async def test_another_kind_is_refused(self) -> None:
         with zmq.Context() as context, context.socket(zmq.PULL) as pull:
             with pytest.raises(ValueError, match="ROUTER"):
-                async with EngineStartupCoordinator(pull, [], addresses()):
+                async with starting(pull, 0):
                     pass
 
 
@@ -214,9 +206,7 @@ class TestProgress:
             if progress.connected == 2 and progress.moved is not None:
                 go.set()
 
-        async with EngineStartupCoordinator(
-            path, [CoreEngine(0), CoreEngine(1)], addresses(), options=StartupOptions(on_progress=on_progress)
-        ) as startup:
+        async with starting(path, 2, on_progress=on_progress) as startup:
             assert str(startup.progress).startswith("0 of 2 engines connected, 0 ready; waiting for engines 0 (before")
             async with tasks(*(engine(path, rank, initialize=initialize) for rank in range(2))):
                 await startup.wait(20)
@@ -237,9 +227,7 @@ class TestProgress:
         monkeypatch.setattr("aioshm.engine.startup.coordinator.monotonic", lambda: next(clock))
         caplog.set_level(logging.INFO, "aioshm.engine")
         reminded = asyncio.Queue[StartupProgress]()
-        async with EngineStartupCoordinator(
-            path, [CoreEngine(0)], addresses(), options=StartupOptions(on_progress=reminded.put_nowait)
-        ) as startup:
+        async with starting(path, on_progress=reminded.put_nowait) as startup:
             waiting = asyncio.create_task(startup.wait())
             for _ in range(3):
                 assert (await asyncio.wait_for(reminded.get(), 10)).moved is None
@@ -250,14 +238,14 @@ class TestProgress:
 
 class TestWaiting:
     async def test_out_of_time_and_once_more(self, path: str) -> None:
-        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+        async with starting(path) as startup:
             with pytest.raises(TimeoutError, match=r"not ready after 0.05 s: 0 of 1 engines connected"):
                 await startup.wait(0.05)
             async with tasks(engine(path, 0)):
                 await startup.wait(20)
 
     async def test_cancelled_and_once_more(self, path: str) -> None:
-        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+        async with starting(path) as startup:
             waiting = asyncio.create_task(startup.wait())
             await asyncio.sleep(0.02)
             waiting.cancel()
@@ -267,9 +255,7 @@ class TestWaiting:
                 await startup.wait(20)
 
     async def test_by_several(self, path: str) -> None:
-        async with EngineStartupCoordinator(
-            path, [CoreEngine(0)], addresses(), options=StartupOptions(progress_timeout=0.1)
-        ) as startup:
+        async with starting(path, progress_timeout=0.1) as startup:
             outcomes = await asyncio.gather(startup.wait(), startup.wait(), return_exceptions=True)
             assert [type(outcome) for outcome in outcomes] == [EngineStartupError] * 2
             with pytest.raises(EngineStartupError, match=r"no progress for 0\.1 s"):
@@ -286,9 +272,7 @@ class TestWaiting:
             await engine(path, rank, initialize=slowly)
 
         started = time.monotonic()
-        async with EngineStartupCoordinator(
-            path, [CoreEngine(rank) for rank in range(4)], addresses(), options=StartupOptions(progress_timeout=1.0)
-        ) as startup:
+        async with starting(path, 4, progress_timeout=1.0) as startup:
             async with tasks(*(later(rank) for rank in range(4))):
                 await startup.wait(20)
         assert time.monotonic() - started > 1.0
@@ -296,10 +280,10 @@ class TestWaiting:
     async def test_the_default_comes_from_the_environment(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AIOSHM_ENGINE_READY_TIMEOUT_S", "0.05")
         with pytest.raises(EngineStartupError, match=r"no progress for 0\.05 s"):
-            await wait_for_engine_startup(path, addresses(), [CoreEngine(0)], None)
+            await ready(path)
 
     async def test_in_the_wrong_place(self, path: str) -> None:
-        startup = EngineStartupCoordinator(path, [CoreEngine(0)], addresses())
+        startup = starting(path)
         assert startup.handshake_address == path
         with pytest.raises(RoleError, match="inside"):
             await startup.wait()
@@ -333,18 +317,18 @@ class TestWaiting:
         given = {"handshake_address": path, "engines": [], **options}
         place, engines = given.pop("handshake_address"), given.pop("engines")
         with pytest.raises(error, match=text):
-            EngineStartupCoordinator(place, engines, addresses(), options=StartupOptions(**given))
+            starting(place, engines, **given)
 
     async def test_an_address_that_cannot_be_bound(self, path: str) -> None:
-        async with EngineStartupCoordinator(ANY, [], addresses()) as first:
+        async with starting(ANY, 0) as first:
             with pytest.raises(OSError, match=re.escape(first.handshake_address)):
-                async with EngineStartupCoordinator(first.handshake_address, [], addresses()):
+                async with starting(first.handshake_address, 0):
                     pass
 
 
 async def test_a_process_that_was_not_started_is_refused(path: str) -> None:
     process = multiprocessing.get_context("spawn").Process(target=print)
     with pytest.raises(ValueError, match="not started"):
-        async with EngineStartupCoordinator(path, [], addresses(), coord_process=process):
+        async with starting(path, 0, coordinator=process):
             pass
     assert not Path(path.removeprefix("ipc://")).exists()

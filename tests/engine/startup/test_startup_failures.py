@@ -15,9 +15,9 @@ import msgspec
 import pytest
 import zmq
 from fake_process import FakeProcess
-from startups import GOOD, LOADING, FakeManager, addresses, engine, managed, tasks
+from startups import GOOD, LOADING, FakeManager, addresses, engine, managed, ready, starting, tasks
 
-from aioshm.engine import CoreEngine, CoreEngineState, EngineStartupCoordinator, StartupOptions, wait_for_engine_startup
+from aioshm.engine import CoreEngine, CoreEngineState, wait_for_engine_startup
 from aioshm.engine.startup import coordinator as startup_module
 from aioshm.engine.startup import processes as startup_processes
 from aioshm.errors import EngineStartupError, HandshakeError
@@ -34,11 +34,11 @@ class TestFailure:
     async def test_the_address_is_free_again(self, path: str) -> None:
         for _ in range(3):
             with pytest.raises(EngineStartupError):
-                await wait_for_engine_startup(path, addresses(), [CoreEngine(0)], None, progress_timeout=0.02)
+                await ready(path, progress_timeout=0.02)
             assert not Path(path.removeprefix("ipc://")).exists()
 
     async def test_a_refusal_ends_it(self, path: str) -> None:
-        async with EngineStartupCoordinator(path, [CoreEngine(0), CoreEngine(1)], addresses()) as startup:
+        async with starting(path, 2) as startup:
             async with tasks(engine(path, 0, initialize=never), engine(path, 1, local=False, initialize=never)):
                 with pytest.raises(HandshakeError, match=r"^engine startup failed: engine 1 in state NEW: ") as caught:
                     await startup.wait(20)
@@ -46,7 +46,7 @@ class TestFailure:
 
     async def test_one_that_came_before_anybody_waited(self, path: str) -> None:
         async with managed(path, LOADING) as manager:
-            async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+            async with starting(path) as startup:
                 async with tasks(engine(path, 9)):
                     await asyncio.sleep(0.2)
                     startup.proc_manager = manager
@@ -55,7 +55,7 @@ class TestFailure:
                     assert manager.closes == 1
 
     async def test_a_huge_message_of_many_frames(self, path: str) -> None:
-        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+        async with starting(path) as startup:
             with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
                 dealer.setsockopt(zmq.ROUTING_ID, b"\0\0")
                 dealer.connect(path)
@@ -65,7 +65,7 @@ class TestFailure:
 
     async def test_addresses_that_became_something_else(self, path: str) -> None:
         where = addresses()
-        async with EngineStartupCoordinator(path, [CoreEngine(0)], where) as startup:
+        async with starting(path, where=where) as startup:
             where.inputs = [object()]  # type: ignore[list-item]
             async with tasks(engine(path, 0)):
                 with pytest.raises(EngineStartupError, match=r"the addresses cannot be sent to engine 0: .*object"):
@@ -73,9 +73,7 @@ class TestFailure:
 
     async def test_a_second_engine_of_one_rank(self, path: str) -> None:
         heard = asyncio.Event()
-        async with EngineStartupCoordinator(
-            path, [CoreEngine(0), CoreEngine(1)], addresses(), options=StartupOptions(on_progress=lambda _: heard.set())
-        ) as startup:
+        async with starting(path, 2, on_progress=lambda _: heard.set()) as startup:
             async with tasks(engine(path, 0, initialize=never)):
                 await heard.wait()
                 async with tasks(engine(path, 0, initialize=never)):
@@ -85,13 +83,13 @@ class TestFailure:
     @pytest.mark.parametrize("address", ["ipc", "tcp"])
     async def test_it_says_where_a_message_came_from(self, path: str, address: str) -> None:
         place, sender = (path, f"pid {os.getpid()}") if address == "ipc" else ("tcp://127.0.0.1:0", "127.0.0.1")
-        async with EngineStartupCoordinator(place, [CoreEngine(0)], addresses()) as startup:
+        async with starting(place) as startup:
             async with tasks(engine(startup.handshake_address, 5)):
                 with pytest.raises(HandshakeError, match=rf"engine 5 .*; it came from {sender} \("):
                     await startup.wait(20)
 
     async def test_forgetting_it_is_warned_of(self, path: str) -> None:
-        startup = EngineStartupCoordinator(path, [CoreEngine(0)], addresses())
+        startup = starting(path)
         startup.open()
         router = startup._router
         assert router is not None
@@ -116,7 +114,7 @@ class TestProcesses:
         process.close()
 
     async def test_the_coordinators_death(self, path: str, sleeper: Any) -> None:
-        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), coord_process=sleeper) as startup:
+        async with starting(path, coordinator=sleeper) as startup:
             waiting = asyncio.create_task(startup.wait())
             await asyncio.sleep(0.05)
             assert not waiting.done()
@@ -133,19 +131,12 @@ class TestProcesses:
 
     async def test_a_watched_process(self, path: str, sleeper: Any) -> None:
         sleeper.name = "ApiServer_0"
-        startup = EngineStartupCoordinator(
-            path,
-            [CoreEngine(0)],
-            addresses(),
-            options=StartupOptions(watched_processes=[sleeper], progress_timeout=0.05),
-        )
+        startup = starting(path, watched_processes=[sleeper], progress_timeout=0.05)
         async with startup:
             with pytest.raises(EngineStartupError, match="no progress"):
                 await startup.wait()
         assert sleeper.is_alive(), "it belongs to somebody else"
-        async with EngineStartupCoordinator(
-            path, [CoreEngine(0)], addresses(), options=StartupOptions(watched_processes=[sleeper])
-        ) as startup:
+        async with starting(path, watched_processes=[sleeper]) as startup:
             sleeper.terminate()
             with pytest.raises(EngineStartupError, match=r"ApiServer_0 .* was killed by SIGTERM") as caught:
                 await startup.wait(20)
@@ -155,11 +146,11 @@ class TestProcesses:
         async with managed(path, ("before HELLO", "exit 3")) as manager:
             manager.processes[0].said()
             with pytest.raises(EngineStartupError, match="exited with code 3"):
-                await wait_for_engine_startup(path, addresses(), [CoreEngine(0)], None, proc_manager=manager)
+                await ready(path, 1, manager)
 
     async def test_ready_is_not_enough_for_the_dead(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         async with managed(path, ("ready", "exit 0")) as manager:
-            async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), proc_manager=manager) as startup:
+            async with starting(path, 1, manager) as startup:
                 exitcode = FakeProcess.exitcode.fget
                 assert exitcode is not None
 
@@ -185,13 +176,7 @@ class TestProcesses:
     ) -> None:
         connected = asyncio.Event()
         async with managed(path, LOADING) as manager:
-            async with EngineStartupCoordinator(
-                path,
-                [CoreEngine(0)],
-                addresses(),
-                proc_manager=manager,
-                options=StartupOptions(on_progress=lambda _: connected.set()),
-            ) as startup:
+            async with starting(path, 1, manager, on_progress=lambda _: connected.set()) as startup:
                 await connected.wait()
                 manager.processes[0].kill()
                 await startup._settled.wait()
@@ -204,16 +189,14 @@ class TestProcesses:
     async def test_leaving_early_stops_them(self, path: str) -> None:
         async with managed(path, LOADING) as manager:
             with pytest.raises(ZeroDivisionError):
-                async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), proc_manager=manager):
+                async with starting(path, 1, manager):
                     raise ZeroDivisionError
             assert manager.closes == 1
 
     async def test_leaving_after_success_does_not(self, path: str) -> None:
         async with managed(path, GOOD) as manager:
             with pytest.raises(ZeroDivisionError):
-                async with EngineStartupCoordinator(
-                    path, [CoreEngine(0)], addresses(), proc_manager=manager
-                ) as startup:
+                async with starting(path, 1, manager) as startup:
                     await startup.wait()
                     raise ZeroDivisionError
             assert manager.closes == 0
@@ -225,9 +208,7 @@ class TestProcesses:
         async with managed(path, LOADING) as manager:
             manager.aclose = aclose  # type: ignore[method-assign]
             with pytest.raises(EngineStartupError, match="no progress"):
-                await wait_for_engine_startup(
-                    path, addresses(), [CoreEngine(0)], None, proc_manager=manager, progress_timeout=0.05
-                )
+                await ready(path, 1, manager, progress_timeout=0.05)
         assert "while engines were stopped: cannot stop" in caplog.text
 
     async def test_the_least_of_managers(self, path: str) -> None:
@@ -244,7 +225,7 @@ class TestProcesses:
         async with managed(path, ("before HELLO", "exit 3")) as fake:
             manager = Manager(fake)
             with pytest.raises(EngineStartupError, match=r"EngineCore_0 \(before HELLO\) exited with code 3"):
-                await wait_for_engine_startup(path, addresses(), [CoreEngine(0)], None, proc_manager=manager)
+                await ready(path, 1, manager)
             assert manager.closed
 
     async def test_cancelled_while_it_stops_it_stops_all_the_same(self, path: str) -> None:
@@ -257,11 +238,7 @@ class TestProcesses:
 
         async with managed(path, LOADING) as manager:
             manager.aclose = aclose  # type: ignore[method-assign]
-            waiting = asyncio.create_task(
-                wait_for_engine_startup(
-                    path, addresses(), [CoreEngine(0)], None, proc_manager=manager, progress_timeout=0.05
-                )
-            )
+            waiting = asyncio.create_task(ready(path, 1, manager, progress_timeout=0.05))
             await stopping.wait()
             for _ in range(3):
                 waiting.cancel()
@@ -284,9 +261,7 @@ class TestProcesses:
             manager: Any = SimpleNamespace(sentinels=list, finished_procs=dict, aclose=aclose)
             core = CoreEngine(0)
             async with tasks(engine(path, 0)):
-                waiting = asyncio.create_task(
-                    wait_for_engine_startup(path, addresses(), [core], None, proc_manager=manager)
-                )
+                waiting = asyncio.create_task(ready(path, [core], manager))
                 for _ in range(turns):
                     await asyncio.sleep(0.0003)
                 waiting.cancel()

@@ -9,15 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import shaking_engine
-from startups import GOOD, LOADING, FakeManager, addresses, managed
+from startups import GOOD, LOADING, FakeManager, managed, ready, starting
 
 from aioshm.engine import (
     CoreEngine,
     CoreEngineProcManager,
     CoreEngineState,
-    EngineStartupCoordinator,
-    StartupOptions,
-    wait_for_engine_startup,
 )
 from aioshm.errors import EngineStartupError, HandshakeError
 from aioshm.process.watch import process_state
@@ -41,7 +38,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def failure(manager: FakeManager, path: str) -> tuple[EngineStartupError, list[CoreEngine]]:
     expected = engines(len(manager.processes))
     with pytest.raises(EngineStartupError) as caught:
-        await wait_for_engine_startup(path, addresses(), expected, None, proc_manager=manager)
+        await ready(path, expected, manager)
     arrived = time.monotonic()
     assert manager.closes == 1
     assert all(process.exitcode is not None for process in manager.processes), "nothing runs any more"
@@ -87,13 +84,7 @@ async def test_a_process_that_ends(path: str, phase: str, fault: str, code: int,
 async def test_a_message_that_is_refused(path: str, phase: str, fault: str, rank: int, text: str) -> None:
     heard = asyncio.Event()
     async with managed(path, LOADING) as manager:
-        async with EngineStartupCoordinator(
-            path,
-            engines(2),
-            addresses(),
-            proc_manager=manager,
-            options=StartupOptions(on_progress=lambda _: heard.set()),
-        ) as startup:
+        async with starting(path, 2, manager, on_progress=lambda _: heard.set()) as startup:
             await heard.wait()  # else which of two with one rank comes first is anybody's guess
             culprit = manager.start(phase, fault)
             with pytest.raises(HandshakeError, match=text) as caught:
@@ -119,9 +110,7 @@ async def test_hashes_that_differ(path: str) -> None:
 async def test_a_process_that_hangs(path: str, phase: str) -> None:
     async with managed(path, GOOD, (phase, "SIGSTOP")) as manager:
         pid = manager.processes[1].pid
-        async with EngineStartupCoordinator(
-            path, engines(2), addresses(), proc_manager=manager, options=StartupOptions(progress_timeout=0.3)
-        ) as startup:
+        async with starting(path, 2, manager, progress_timeout=0.3) as startup:
             await until(lambda: process_state(pid) == "stopped" and startup.progress.ready == 1)
             began = time.monotonic()
             with pytest.raises(EngineStartupError) as caught:
@@ -139,12 +128,8 @@ async def test_a_process_that_hangs(path: str, phase: str) -> None:
 async def test_all_that_end_at_once_are_named(path: str) -> None:
     async with managed(path, LOADING, LOADING, LOADING) as manager:
         heard = asyncio.Event()
-        async with EngineStartupCoordinator(
-            path,
-            engines(3),
-            addresses(),
-            proc_manager=manager,
-            options=StartupOptions(on_progress=lambda progress: heard.set() if progress.connected == 3 else None),
+        async with starting(
+            path, 3, manager, on_progress=lambda progress: heard.set() if progress.connected == 3 else None
         ) as startup:
             await heard.wait()
             manager.processes[0].kill()
@@ -165,13 +150,7 @@ async def test_all_that_end_at_once_are_named(path: str) -> None:
 )
 async def test_with_the_manager_of_this_library(path: str, fault: str, text: str | None) -> None:
     async with CoreEngineProcManager(shaking_engine.run, 2, args=(path, fault)) as manager:
-        async with EngineStartupCoordinator(
-            path,
-            engines(2),
-            addresses(),
-            proc_manager=manager,
-            options=StartupOptions(progress_timeout=0.3 if fault == "SIGSTOP" else 20.0),
-        ) as startup:
+        async with starting(path, 2, manager, progress_timeout=0.3 if fault == "SIGSTOP" else 20.0) as startup:
             if fault == "SIGSTOP":
                 pid = manager.processes[1].pid or 0
                 await until(lambda: process_state(pid) == "stopped" and startup.progress.ready == 1)
