@@ -29,18 +29,25 @@ class SourceBlock(Protocol):
         """Finish with the message, even if `open` has raised; ``undo``: leave the message in place."""
 
 
-class TakenMessage:
-    """A message that was received before the block began; leaving the block releases nothing."""
+class OpenedMessage:
+    """A message that was opened when the block began.
 
-    def __init__(self, obj: Any) -> None:
-        self._obj = obj
+    ``close``: finishes with the message, or leaves it in place if its argument is true. None: the message was taken.
+    """
+
+    def __init__(self, value: Any, close: Callable[[bool], None] | None = None) -> None:
+        self._value = value
+        self._close = close
+        self.taken: bool = close is None
 
     def open(self) -> Any:
-        obj = self._obj
-        self._obj = None
-        return obj
+        value = self._value
+        self._value = None  # `Leases` would count a second reference as a holder
+        return value
 
-    def close(self, *, undo: bool) -> None: ...
+    def close(self, *, undo: bool) -> None:
+        if self._close is not None:
+            self._close(undo)
 
 
 class NoRing:

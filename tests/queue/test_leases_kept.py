@@ -101,7 +101,7 @@ class Respites:
             self.looks += 1
             self._look(leases)
         else:
-            leases._timer = leases._loop.call_later(0.001, leases._respite_ends)
+            leases._timer = asyncio.get_running_loop().call_later(0.001, leases._respite_ends)
 
     async def go_on(self, reader: MessageQueue) -> None:
         """Wait until the reader waits, and the end of its respite has been looked at a few times."""

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from aioshm.errors import QueueClosed
-from aioshm.queue.source import SourceBlock, TakenMessage
+from aioshm.queue.source import OpenedMessage, SourceBlock
 from aioshm.wait.limits import deadline_after
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
         except BaseException:
             block.close(undo=False)
             raise
-        self.taken = isinstance(block, TakenMessage)
+        self.taken = isinstance(block, OpenedMessage) and block.taken
         self._block = block
         return True
 

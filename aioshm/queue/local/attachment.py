@@ -78,11 +78,6 @@ class Attachment:
             raise
         return cls(lifeline, buffer, ring, overflow)
 
-    @property
-    def segment_fd(self) -> int:
-        """The segment's descriptor, which stays this object's."""
-        return self.buffer.fd
-
     def close(self) -> None:
         """Give everything back. Nothing may use the ring any more."""
         self.overflow.close()

@@ -1,9 +1,9 @@
-"""Messages as a local reader finds them that the writer does not wait for: copied first, then believed."""
+"""Messages of a local reader that the writer does not wait for: copied first, then verified."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.base import own_copy
@@ -11,25 +11,18 @@ from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, placed_end, p
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, MessagesLost, ReaderEvicted
 from aioshm.queue.local.overflow import OverflowReader
+from aioshm.queue.source import OpenedMessage
 from aioshm.queue.state import EndState
 from aioshm.ring import RingReader
 from aioshm.ring.copying import CopyingCore
 from aioshm.ring.cores import SLOW_PATH, ReaderCore
 
-
-class Copied:
-    """A message in memory of the reader's own."""
-
-    def __init__(self, kind: int, how: int, n_buffers: int, size: int, body: memoryview) -> None:
-        self.kind = kind
-        self.how = how
-        self.n_buffers = n_buffers
-        self.size = size
-        self.body = body  # what lay in the slot, the chunk, or the overflow segment
+if TYPE_CHECKING:
+    from aioshm.queue.local.slots import Header
 
 
 class CopyingSlots:
-    """Copies messages out of slots, which the writer may take back at any moment; as `SlotReader`."""
+    """Copies messages out of slots, which the writer may reuse at any moment; has the methods of `SlotReader`."""
 
     def __init__(
         self, state: EndState, ring: RingReader, core: CopyingCore, codec: Codec, overflow: OverflowReader
@@ -40,7 +33,7 @@ class CopyingSlots:
         self._codec = codec
         self._view = view_of(codec)
         self._overflow = overflow
-        self.overflows: int = 0  # how many messages did not fit a chunk
+        self.overflows: int = 0  # messages that did not fit a chunk
         core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), None)
 
     def take(self) -> Any:
@@ -56,14 +49,14 @@ class CopyingSlots:
         copied = self._copy()
         if copied is None:
             return SLOW_PATH
-        self.finished()
-        if copied.kind == RAW:
-            return bytearray(copied.body)
-        main, buffers = split(copied.body, copied.how, copied.n_buffers, copied.size)
-        return self._codec.decode(main, buffers)
+        self._finish()
+        (kind, _, how, n_buffers, _, _, size), body = copied
+        if kind == RAW:
+            return bytearray(body)
+        return self._codec.decode(*split(body, how, n_buffers, size))
 
     def take_many(self, most: int) -> list[Any]:
-        """Return what is there, as `Source.take_many`."""
+        """Return available messages, as `Source.take_many`."""
         try:
             return self._core.take_many(most)
         except Exception as error:
@@ -71,57 +64,62 @@ class CopyingSlots:
                 raise
             raise cannot_decode(error, self._codec.name) from error
 
-    def open_block(self, *, decoded: bool) -> CopiedBlock | None:
-        """Return the next message for a block, as `Source.open_block`: a copy of it."""
+    def open_block(self, *, decoded: bool) -> OpenedMessage | None:
+        """Return a copy of the next message for a block, as `Source.open_block`."""
         copied = self._copy()
         if copied is None:
             return None
-        self._core.copied += len(copied.body)
+        (kind, _, how, n_buffers, _, _, size), body = copied
+        self._core.copied += len(body)
         self._core.note_trace()
-        return CopiedBlock(self, copied, decoded=decoded)
-
-    def seen(self, copied: Copied, *, decoded: bool) -> Any:
-        """Return what a block sees of a message."""
+        value: Any = body
         if not decoded:
-            return (copied.body if copied.n_buffers or copied.how else copied.body[: copied.size]).toreadonly()
-        if copied.kind == RAW:
-            return copied.body
-        main, buffers = split(copied.body, copied.how, copied.n_buffers, copied.size)
-        return self._view(main, buffers)
+            if not (n_buffers or how):
+                value = body[:size]
+            value = value.toreadonly()
+        elif kind != RAW:
+            try:
+                value = self._view(*split(body, how, n_buffers, size))
+            except BaseException:
+                self._finish()
+                raise
+        return OpenedMessage(value, self._end_block)
 
-    def finished(self) -> None:
-        """Go on to the message behind this one."""
+    def settle(self) -> None:
+        """Do nothing: the program owns the copies."""
+
+    def close(self) -> None:
+        """Do nothing: the program owns the copies."""
+
+    def _end_block(self, undo: bool) -> None:
+        if not undo:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Continue with the next message."""
         self._overflow.finished()
         self._state.count_turn()
         self._core.release()
 
-    def settle(self) -> None:
-        """Do nothing: copies may live on."""
-
-    def close(self) -> None:
-        """Do nothing: copies may live on."""
-
-    # Copying
-
-    def _copy(self) -> Copied | None:
-        """Copy the next message, which stays the next one; None if not all of it has arrived.
+    def _copy(self) -> tuple[Header, memoryview] | None:
+        """Copy the next message, which stays the next one; None if its body has yet to arrive.
 
         Raises:
-            MessagesLost: It is lost, and perhaps some behind it; the next call goes on behind those.
-            ReaderEvicted: The writer goes on without this reader.
-            CorruptSlot, CodecError: It is damaged; the next call goes on behind it.
+            MessagesLost: The message is lost, and perhaps later ones; the next call continues behind them.
+            ReaderEvicted: The writer continues without this reader.
+            CorruptSlot, CodecError: The message is damaged; the next call continues behind it.
         """
-        copied: Copied | None = None
+        copied: tuple[Header, memoryview] | None = None
         failure: CorruptSlot | CodecError | None = None
         if self._core.intact():
             try:
                 copied = self._copy_slot()
-            except (CorruptSlot, CodecError) as error:  # of damage, or of what is being overwritten
+            except (CorruptSlot, CodecError) as error:  # damaged, or being overwritten
                 failure = error
             self._core.stage()
             if self._core.intact():
                 if failure is not None:
-                    self.finished()
+                    self._finish()
                     raise failure
                 if copied is not None:
                     self._core.taken(self._core.published_ns)
@@ -133,34 +131,42 @@ class CopyingSlots:
         first, last = self._core.lose()
         raise MessagesLost(first, last, "this reader was too slow, and the writer does not wait for it")
 
-    def _copy_slot(self) -> Copied | None:
-        slot, seq = self._core.slot, self._core.seq
-        kind, code, how, n_buffers, _, self._core.published_ns, size = unpack_header(bytes(slot.header))
+    def _copy_slot(self) -> tuple[Header, memoryview] | None:
+        slot = self._core.slot
+        seq = self._core.seq
+        header: Header = unpack_header(bytes(slot.header))
+        kind, code, how, n_buffers, _, published_ns, size = header
+        self._core.published_ns = published_ns
         if kind == OVERFLOW and self._overflow.has(slot.header, seq):
             body = self._overflow.body(slot.header, seq)
             if body is None:
                 return None
             self.overflows += 1
             with body:
-                return Copied(kind, how, n_buffers, size, memoryview(own_copy(body)))
+                return header, memoryview(own_copy(body))
         if kind not in (INLINE, RAW):
             raise CorruptSlot(seq, seq, f"there is no kind {kind} of message")
         if kind == INLINE and code != self._codec.code:
-            raise CodecError(f"message {seq} has codec {code}, the queue has {self._codec.code} ({self._codec.name!r})")
+            raise wrong_codec(seq, code, self._codec)
         if how:
             nbytes = placed_end(slot.body, n_buffers, size)
         else:
             _, buffers = split_body(slot.body, n_buffers, size)
             nbytes = body_bytes(size, [len(buffer) for buffer in buffers])
         with slot.body[:nbytes] as body:
-            return Copied(kind, how, n_buffers, size, memoryview(own_copy(body)))
+            return header, memoryview(own_copy(body))
+
+
+def wrong_codec(seq: int, code: int, codec: Codec) -> CodecError:
+    """Return the error for a message of another codec than the queue's."""
+    return CodecError(f"message {seq} has codec {code}, the queue has {codec.code} ({codec.name!r})")
 
 
 def eviction(state: EndState, ring: RingReader) -> ReaderEvicted:
-    """Return the error of a reader that the writer goes on without."""
+    """Return the error of a reader that the writer continues without."""
     if not state.dismantled and ring.dismissed():
         return ReaderEvicted(
-            f"{state!r}: the writer has dismissed this reader; close it, and make another one for what comes next"
+            f"{state!r}: the writer has dismissed this reader; close it, and create another reader to continue"
         )
     return ReaderEvicted(
         f"{state!r}: too slow: the writer no longer waits for this reader; more slots (for messages of more than "
@@ -169,23 +175,8 @@ def eviction(state: EndState, ring: RingReader) -> ReaderEvicted:
     )
 
 
-class CopiedBlock:
-    """A copied message, while a block has it."""
-
-    def __init__(self, slots: CopyingSlots, copied: Copied, *, decoded: bool) -> None:
-        self._slots = slots
-        self._copied = copied
-        self._decoded = decoded
-
-    def open(self) -> Any:
-        return self._slots.seen(self._copied, decoded=self._decoded)
-
-    def close(self, *, undo: bool) -> None:
-        if not undo:
-            self._slots.finished()
-
-
 def was_damaged(core: ReaderCore | CopyingCore) -> bool:
     """Return, once, whether the core has finished with the message that it has just failed to decode."""
-    damaged, core.damaged = core.damaged, False
+    damaged = core.damaged
+    core.damaged = False
     return damaged

@@ -1,82 +1,65 @@
-"""Leased chunks of one reader: what a message is seen through, and when its slot goes back to the writer.
+"""Leased chunks of one reader: their windows, and the release of their slots.
 
 When a lease's block ends, the name after ``as`` usually still refers to the message, until the next round of the loop
-binds it anew. Making a copy for it each time would cost more than not leasing at all. So a large message that is still
-held gets a short respite: its slot goes back, with or without a copy, at the end of the next lease, before anything
-else is read, or after `RESPITE_S`, whatever comes first.
+assigns the name anew. A copy for each message would cost more than no lease at all. So the reader retains the slot of a
+large message that is still held: until the end of the next lease, or until anything else is read, or for `RESPITE_S`.
+Then the slot is released, and a view that is still held becomes a private copy.
 
-A loop that waits for the next message in time has no chance to let go of this one. So while a call waits the respite
-goes on, unless the writer waits for room: what is kept is one slot and one chunk at most, so that only messages sent in
-one go that need every chunk can miss it. That is looked at ever less often, for a reader that sleeps is to stay asleep:
-the writer waits no longer for it than this reader had waited for a message, and `LONGEST_RESPITE_S` at most.
+A loop that waits for the next message cannot drop this one. While a call waits, the slot stays retained unless the
+writer needs it. The reader checks that ever less often, so that it can sleep: after as long as it has waited already,
+and after `LONGEST_RESPITE_S` at most.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
-from aioshm.ring.cores import ReaderCore
-from aioshm.ring.layout import Layout
+from aioshm.queue.local.attachment import Attachment, WriterWaker
+from aioshm.queue.state import EndState
 from aioshm.ring.window import Windows
 
 RESPITE_S = 0.010
 LONGEST_RESPITE_S = 0.16
 VIEW_BYTES = 512 * 1024
-"""Smaller messages are leased as a copy: a view, and finding out whether it is still held, takes as long as copying
-that much."""
+"""Smaller messages are leased as a copy, which takes no longer than a view and the check whether the view is held."""
 
 
 class Leases:
-    """Hands out views of chunks, and gives their slots back."""
+    """Views of chunks, and the slot that is retained for the latest view."""
 
-    def __init__(
-        self,
-        fd: int,
-        layout: Layout,
-        core: ReaderCore,
-        loop: asyncio.AbstractEventLoop,
-        writer_waits: Callable[[], object],
-        may_keep: Callable[[], bool],
-    ) -> None:
-        self.windows: Windows = Windows(fd, layout)
-        self._respites = layout.max_chunks > 2
-        self._core = core
-        self._loop = loop
-        self._writer_waits = writer_waits
-        self._may_keep = may_keep
+    def __init__(self, state: EndState, attachment: Attachment, waker: WriterWaker) -> None:
+        layout = attachment.ring.layout
+        self.windows: Windows = Windows(attachment.buffer.fd, layout)
+        self._may_retain = layout.max_chunks > 2
+        self._state = state
+        self._ring = attachment.ring
+        self._core = attachment.ring.core
+        self._waker = waker
         self._retained: tuple[int, int, int] | None = None  # chunk, slot, bytes
         self._retained_at = 0.0
         self._respite_s = RESPITE_S
         self._timer: asyncio.TimerHandle | None = None
 
     def end(self, chunk: int, index: int, nbytes: int) -> None:
-        """Give the next message's slot back, or soon.
+        """Release the next message's slot, or retain it while the program holds a view.
 
         Raises:
-            SharedMemoryError: Views of it are still held and there is no memory for a copy; the slot is kept.
+            SharedMemoryError: A view is held, and there is no memory for a copy; the slot is retained.
         """
         self.settle()
-        if self._respites and self.windows.held(chunk):
+        if self._may_retain and self.windows.held(chunk):
             self._core.skip()
-            self._retained = chunk, index, nbytes
-            self._retained_at = self._loop.time()
-            if self._timer is not None and self._respite_s > RESPITE_S:  # that of one that was waited after
-                self._timer.cancel()
-                self._timer = None
-            self._respite_s = RESPITE_S
-            if self._timer is None:  # one for many leases: a timer for each would take as long as the rest
-                self._timer = self._loop.call_later(RESPITE_S, self._respite_ends)
+            self._retain(chunk, index, nbytes)
             return
         self._free(chunk, nbytes)
         if self._core.release():
-            self._writer_waits()
+            self._waker.slot_is_free()
 
     def settle(self) -> None:
-        """Give back what is still kept.
+        """Release the retained slot.
 
         Raises:
-            SharedMemoryError: As `end`.
+            SharedMemoryError: As for `end`.
         """
         if self._retained is None:
             return
@@ -84,28 +67,49 @@ class Leases:
         self._free(chunk, nbytes)
         self._retained = None
         if self._core.give_back(index):
-            self._writer_waits()
+            self._waker.slot_is_free()
+
+    def _retain(self, chunk: int, index: int, nbytes: int) -> None:
+        loop = self._state.loop
+        assert loop is not None
+        self._retained = chunk, index, nbytes
+        self._retained_at = loop.time()
+        if self._timer is not None and self._respite_s > RESPITE_S:  # prolonged for an earlier message
+            self._timer.cancel()
+            self._timer = None
+        self._respite_s = RESPITE_S
+        if self._timer is None:  # one for many leases: a timer for each would take as long as the rest of the lease
+            self._timer = loop.call_later(RESPITE_S, self._respite_ends)
 
     def _respite_ends(self) -> None:
         self._timer = None
-        if self._retained is None:
+        loop = self._state.loop
+        if self._retained is None or loop is None:
             return
-        left = self._retained_at + self._respite_s - self._loop.time()
-        if left <= 0 and self._may_keep():
+        left = self._retained_at + self._respite_s - loop.time()
+        if left <= 0 and self._is_waiting():
             left = min(self._respite_s, LONGEST_RESPITE_S)
             self._respite_s += left
         if left > 0:
-            self._timer = self._loop.call_later(left, self._respite_ends)
+            self._timer = loop.call_later(left, self._respite_ends)
         else:
             self.settle()
 
+    def _is_waiting(self) -> bool:
+        """Return whether a call waits for a message, and the writer does not wait for the retained slot."""
+        if not self._state.waits:
+            return False
+        # With a message there, the call ends now, and the slot is released at the end of the next block.
+        ring = self._ring
+        return self._core.ready() or not ring.writer_parked[0] or ring.messages_wanted() > 1
+
     def _free(self, chunk: int, nbytes: int) -> None:
-        """Let nothing that is still held show the chunk any more."""
+        """Make sure that no held view shows the chunk."""
         if self.windows.settle(chunk, nbytes):
             self._core.copied += nbytes
 
     def close(self) -> None:
-        """Leave a copy behind under every view that is still held. Idempotent."""
+        """Copy every view that is still held. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
