@@ -1,6 +1,6 @@
 """Codecs: objects to buffers and back, without event loop, sockets and files."""
 
-from aioshm.codec.base import Codec, Encoded, Loads, S, T, Typed, Views, cannot_decode
+from aioshm.codec.base import Codec, Encoded, S, T, cannot_decode
 from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.codec.raw import RawCodec
@@ -9,14 +9,11 @@ from aioshm.codec.registry import get_codec, loads_of, register_codec, typed_cod
 __all__ = [
     "Codec",
     "Encoded",
-    "Loads",
     "MsgpackCodec",
     "PickleCodec",
     "RawCodec",
     "S",
     "T",
-    "Typed",
-    "Views",
     "cannot_decode",
     "get_codec",
     "loads_of",

@@ -30,7 +30,7 @@ class ArrayHead(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True
     """The description of an array (`NUMPY`) or a tensor (`TORCH`), encoded as a MessagePack array."""
 
     library: int
-    dtype: Any  # a name, or the fields of a structured dtype
+    dtype: str
     shape: tuple[Length, ...]
     order: Order
     requires_grad: bool = False

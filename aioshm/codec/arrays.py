@@ -59,15 +59,12 @@ def describe(array: Array) -> tuple[ArrayHead, memoryview]:
     """Return an array's head, and its elements.
 
     Raises:
-        TypeError: The array contains Python objects, or its elements have no size.
+        TypeError: The elements are Python objects, have fields or have no size.
     """
     dtype = array.dtype
-    if dtype.hasobject or not dtype.itemsize:
-        raise TypeError(f"arrays of dtype {dtype} cannot travel")
-    name: Any = dtype.str
-    if dtype.fields is not None:
-        name = dtype.descr
-    return ArrayHead(NUMPY, name, array.shape, order_of(array)), elements(array)
+    if dtype.fields is not None or not _PLAIN_DTYPE.fullmatch(dtype.str) or not dtype.itemsize:
+        raise TypeError(f"arrays of dtype {dtype} cannot be encoded")
+    return ArrayHead(NUMPY, dtype.str, array.shape, order_of(array)), elements(array)
 
 
 def pack(array: Array) -> Encoded | None:
@@ -90,7 +87,7 @@ def _message_head(dtype: np.dtype[Any], shape: tuple[int, ...], order: Order) ->
 
 def rebuild(head: ArrayHead, memory: Any) -> Array:
     """Return an array over memory, without a copy."""
-    return np.ndarray(head.shape, _structured(head.dtype), memory, 0, None, head.order)
+    return np.ndarray(head.shape, _named(head.dtype), memory, 0, None, head.order)
 
 
 @lru_cache(256)
@@ -98,33 +95,6 @@ def _named(name: str) -> np.dtype[Any]:
     if not _PLAIN_DTYPE.fullmatch(name):
         raise ValueError(f"no dtype: {name!r}")
     return np.dtype(name)
-
-
-def _structured(fields: Any) -> np.dtype[Any]:
-    """Return the dtype of a name or a ``dtype.descr``."""
-    if isinstance(fields, str):
-        return _named(fields)
-    if not isinstance(fields, list):
-        raise ValueError(f"no dtype: {fields!r}")
-    names: list[Any] = []
-    formats: list[Any] = []
-    offsets: list[int] = []
-    titles: list[Any] = []
-    end = 0
-    for name, inner, *shape in fields:
-        field = _structured(inner)
-        if shape:
-            field = np.dtype((field, tuple(shape[0])))
-        title = None
-        if isinstance(name, list):
-            title, name = name
-        if name:  # padding has no name
-            names.append(name)
-            formats.append(field)
-            offsets.append(end)
-            titles.append(title)
-        end += field.itemsize
-    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "titles": titles, "itemsize": end})
 
 
 class _Writable:

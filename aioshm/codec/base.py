@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from aioshm.errors import CodecError
 
@@ -41,8 +41,15 @@ class Codec(Protocol[T_co]):
     An instance belongs to one end of one queue and is used by one thread at a time. User code that runs while
     the codec encodes may encode with the same instance.
 
-    These four members are required. `Loads`, `Views` and `Typed` are optional; `loads_of`, `view_of` and `typed_codec`
-    substitute for them.
+    These four members are required. A codec may have three more:
+
+    * ``loads(data: bytes)`` decodes a message without buffers, faster than `decode`. The result may keep ``data``. May
+      raise any error.
+    * ``view(main: memoryview, buffers: Sequence[memoryview])`` decodes in place: arrays, tensors and bytes-like parts
+      refer to the arguments, and are read-only if their types allow that. The caller keeps the memory unchanged while
+      the result is in use.
+    * ``of_type(type)`` returns an equal codec that decodes messages as ``type``, and refuses messages of other types.
+      Raises TypeError if this codec cannot decode the type, ValueError if it already decodes another type.
 
     Attributes:
         name: The name in handles and ``MessageQueue(codec=...)``.
@@ -76,46 +83,6 @@ class Codec(Protocol[T_co]):
 
         Raises:
             CodecError: These bytes cannot be decoded.
-        """
-
-
-@runtime_checkable
-class Loads(Protocol):
-    """A codec with a faster decoder for messages without buffers."""
-
-    @property
-    def loads(self) -> Callable[[bytes], Any]:
-        """Decode a message without buffers, from bytes that the result may keep.
-
-        May raise any error; the caller converts the error into a `CodecError` with `cannot_decode`.
-        """
-
-
-@runtime_checkable
-class Views(Protocol):
-    """A codec that can decode in place, zero-copy."""
-
-    def view(self, main: memoryview, buffers: Sequence[memoryview]) -> Any:
-        """Decode without copying: arrays, tensors and bytes-like parts refer to the given memory.
-
-        They are read-only if their types allow that. The caller passes read-only views of memory that
-        tensors may nevertheless write to, and keeps the memory unchanged while the result is in use.
-
-        Raises:
-            CodecError: These bytes cannot be decoded.
-        """
-
-
-@runtime_checkable
-class Typed(Protocol):
-    """A codec that can check the type of messages while decoding."""
-
-    def of_type(self, type: Any) -> Self:  # noqa: A002  # as everywhere else
-        """Return an equal codec that decodes messages as ``type``, and refuses messages of other types.
-
-        Raises:
-            TypeError: This codec cannot decode the type.
-            ValueError: This codec already decodes another type.
         """
 
 

@@ -12,10 +12,8 @@ extension, but a marker before the head.
 from __future__ import annotations
 
 import builtins
-import dataclasses
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, overload
 
 import msgspec
@@ -40,8 +38,6 @@ from aioshm.errors import CodecError
 _ARRAY = 102
 _HEAD = struct.Struct("<IH")
 _INLINE = 2**32 - 1
-# Parts of a path to a deep object that an error text shows.
-_LABELS_SHOWN = 20
 
 
 class MsgpackCodec(Generic[T]):
@@ -118,18 +114,22 @@ class MsgpackCodec(Generic[T]):
         """Encode an object.
 
         Raises:
-            CodecError: A part of the object cannot be encoded; the text names its type and path.
+            CodecError: A part of the object cannot be encoded; the text names its type.
         """
         pack = packers.get(type(obj))
         if pack is not None and (message := pack(obj)) is not None:
             return message
         try:
             main = self._pack(obj)
-        except Exception as error:
-            raise self._refusal(obj, error) from error
-        except BaseException:
-            self._outgoing.clear()
-            raise
+        except BaseException as error:
+            try:
+                if not isinstance(error, Exception):
+                    raise
+                self._outgoing.clear()
+                check_again(error, self._pack, obj)
+                raise CodecError(f"cannot encode {type(obj).__qualname__}: {error}") from error
+            finally:
+                self._outgoing.clear()
         if not self._outgoing:
             return main
         buffers = tuple(self._outgoing)
@@ -143,9 +143,9 @@ class MsgpackCodec(Generic[T]):
             CodecError: The message is damaged, or not of this codec's type.
         """
         try:
-            return self._decoded(main, buffers)
+            return self._decoded(bytes(main), buffers, False)  # msgspec may return parts of its input
         except Exception as error:
-            check_again(error, self._decoded, main, buffers)
+            check_again(error, self._decoded, bytes(main), buffers, False)
             del main, buffers  # the error must not keep them alive, nor their memory
             raise cannot_decode(error, self.name) from error
 
@@ -160,24 +160,15 @@ class MsgpackCodec(Generic[T]):
             CodecError: The message is damaged, or not of this codec's type.
         """
         try:
-            return self._viewed(main, buffers)
+            return self._decoded(main.toreadonly(), buffers, True)
         except Exception as error:
-            check_again(error, self._viewed, main, buffers)
+            check_again(error, self._decoded, main.toreadonly(), buffers, True)
             del main, buffers
             raise cannot_decode(error, self.name) from error
 
-    def _decoded(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> T:
-        own = bytes(main)  # msgspec may return parts of its input
+    def _decoded(self, main: bytes | memoryview, buffers: Sequence[memoryview], in_place: bool) -> T:
         if not buffers:
-            return self.loads(own)
-        return self._with_buffers(own, buffers, in_place=False)
-
-    def _viewed(self, main: memoryview, buffers: Sequence[memoryview]) -> Any:
-        if not buffers:
-            return self.loads(main.toreadonly())
-        return self._with_buffers(main, buffers, in_place=True)
-
-    def _with_buffers(self, main: bytes | memoryview, buffers: Sequence[memoryview], *, in_place: bool) -> T:
+            return self.loads(main)
         if is_array(main):
             array: T = unpack_message(main, buffers, in_place=in_place)
             if self._type is not None:
@@ -240,88 +231,13 @@ class MsgpackCodec(Generic[T]):
 
     def _call_hook(self, obj: Any) -> Any:
         if self._enc_hook is None:
-            raise TypeError("its type is not supported")
+            raise TypeError(f"objects of type {type(obj).__qualname__} are not supported")
         outer = self._outgoing
         self._outgoing = []  # the hook may encode with this codec
         try:
             return self._enc_hook(obj)
         finally:
             self._outgoing = outer
-
-    def _refusal(self, obj: Any, error: Exception) -> CodecError:
-        """Return an error that names the part of an object that cannot be encoded."""
-        self._outgoing.clear()
-        try:
-            check_again(error, self._pack, obj)
-        finally:
-            self._outgoing.clear()
-        found = None
-        with suppress(Exception):  # properties and hooks may raise; the first error matters
-            found = _find_refused(obj, self._pack)
-        self._outgoing.clear()
-        path, part, reason = found or ("$", obj, str(error))
-        return CodecError(f"cannot encode {type(part).__qualname__} at {path}: {reason}")
-
-
-def _find_refused(obj: Any, encode: Callable[[Any], object]) -> tuple[str, Any, str] | None:
-    """Find the first part that cannot be encoded: path from ``$``, part, reason. Not recursive."""
-    above = {id(obj)}
-    stack: list[tuple[str, Any, Iterator[tuple[str, Any]]]] = [("$", obj, _parts(obj))]
-    has_parts = False
-    while stack:
-        _, part, inside = stack[-1]
-        for label, inner in inside:
-            if id(inner) in above:
-                return _path(stack, label), inner, "it contains itself"
-            above.add(id(inner))
-            stack.append((label, inner, _parts(inner)))
-            has_parts = False
-            break
-        else:
-            # An object with parts is refused only because of one of its parts, or because of its depth.
-            reason = None
-            if not has_parts:
-                reason = _reason(part, encode)
-            if reason is not None:
-                return _path(stack), part, reason
-            stack.pop()
-            above.discard(id(part))
-            has_parts = True
-    return None
-
-
-def _path(stack: list[tuple[str, Any, Any]], last: str = "") -> str:
-    labels = [label for label, _, _ in stack] + [last]
-    if len(labels) > _LABELS_SHOWN:
-        labels[_LABELS_SHOWN // 2 : -_LABELS_SHOWN // 2] = [" ... "]
-    return "".join(labels)
-
-
-def _reason(part: Any, encode: Callable[[Any], object]) -> str | None:
-    try:
-        encode(part)
-    except Exception as error:
-        return str(error) or type(error).__name__
-    return None
-
-
-def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(obj, dict):
-        for key, value in obj.items():
-            yield f"[key {key!r:.50}]", key
-            if isinstance(key, str) and key.isidentifier():
-                yield f".{key}", value
-            else:
-                yield f"[{key!r:.50}]", value
-    elif isinstance(obj, list | tuple | set | frozenset):
-        for index, value in enumerate(obj):
-            yield f"[{index}]", value
-    elif isinstance(obj, msgspec.Struct):
-        for name in obj.__struct_fields__:
-            yield f".{name}", getattr(obj, name, None)
-    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        for field in dataclasses.fields(obj):
-            yield f".{field.name}", getattr(obj, field.name, None)
 
 
 def count_values(data: bytes | memoryview, most: int) -> int:

@@ -41,9 +41,9 @@ class PickleCodec:
             CodecError: Pickle, or code that the message runs, raised an error, which is the cause.
         """
         try:
-            return _decoded(main, buffers)
+            return _decoded(main, buffers, False)
         except Exception as error:
-            check_again(error, _decoded, main, buffers)
+            check_again(error, _decoded, main, buffers, False)
             del main, buffers  # the error must not keep them alive, nor their memory
             raise cannot_decode(error) from error
 
@@ -57,30 +57,20 @@ class PickleCodec:
             CodecError: Pickle, or code that the message runs, raised an error, which is the cause.
         """
         try:
-            return _viewed(main, buffers)
+            return _decoded(main, buffers, True)
         except Exception as error:
-            check_again(error, _viewed, main, buffers)
+            check_again(error, _decoded, main, buffers, True)
             del main, buffers
             raise cannot_decode(error) from error
 
 
-def _decoded(main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+def _decoded(main: bytes | memoryview, buffers: Sequence[Any], in_place: bool) -> Any:
     if not buffers:
         return _loads(main)
     if is_array(main):
-        return unpack_message(main, buffers, in_place=False)
-    return _with_buffers(main, [own_copy(view) for view in buffers])
-
-
-def _viewed(main: memoryview, buffers: Sequence[memoryview]) -> Any:
-    if not buffers:
-        return _loads(main)
-    if is_array(main):
-        return unpack_message(main, buffers, in_place=True)
-    return _with_buffers(main, buffers)
-
-
-def _with_buffers(main: bytes | memoryview, buffers: Sequence[Any]) -> Any:
+        return unpack_message(main, buffers, in_place=in_place)
+    if not in_place:
+        buffers = [own_copy(view) for view in buffers]
     left = iter(buffers)
     obj = _loads(main, buffers=left)
     if next(left, _NONE_LEFT) is not _NONE_LEFT:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NewType, get_origin
 
 from aioshm.arguments import check_plain, shown
-from aioshm.codec.base import Codec, Typed
+from aioshm.codec.base import Codec
 from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.codec.raw import RawCodec
@@ -83,7 +83,7 @@ def name_of_code(code: int) -> str:
 def typed_codec(codec: str | Codec, type: Any) -> Codec:  # noqa: A002  # what MessageQueue calls it
     """Return `get_codec` of ``codec``, for messages of a type; None: for messages of any type.
 
-    A codec that is not `Typed` does not check messages: the type is only a promise to type checkers then.
+    A codec without ``of_type`` does not check messages: the type is only a promise to type checkers then.
 
     Raises:
         TypeError: Not a codec, not a type, or a type that the codec cannot decode.
@@ -94,10 +94,11 @@ def typed_codec(codec: str | Codec, type: Any) -> Codec:  # noqa: A002  # what M
         return own
     if not isinstance(type, (builtins.type, NewType)) and get_origin(type) is None and not hasattr(type, "__value__"):
         raise TypeError(f"type must be the type of the messages or None, not {shown(type)}")
-    if not isinstance(own, Typed):
+    of_type: Callable[[Any], Codec] | None = getattr(own, "of_type", None)
+    if of_type is None:
         return own
     try:
-        return own.of_type(type)
+        return of_type(type)
     except TypeError as error:
         raise TypeError(f"type is {shown(type)}, which the codec {own.name!r} cannot decode: {error}") from error
 

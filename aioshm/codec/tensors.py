@@ -133,7 +133,7 @@ def describe(tensor: torch.Tensor) -> tuple[ArrayHead, memoryview]:
         device = str(tensor.device)
         found = array_of(tensor.detach().cpu())
     if found is None:
-        raise TypeError(f"tensors of {tensor.dtype}, {tensor.layout} on {tensor.device} cannot travel")
+        raise TypeError(f"tensors of {tensor.dtype}, {tensor.layout} on {tensor.device} cannot be encoded")
     name, array = found
     is_parameter = type(tensor) is torch.nn.Parameter
     head = ArrayHead(TORCH, name, array.shape, order_of(array), tensor.requires_grad, is_parameter, device)

@@ -69,51 +69,51 @@ class TestEncodeErrors:
     @pytest.mark.parametrize(
         ("obj", "text"),
         [
-            (print, r"builtin_function_or_method at \$: its type is not supported"),
-            ({"requests": [1, 2, 3, Item(print)]}, r"builtin_function_or_method at \$\.requests\[3\]\.callback: "),
-            (Batch([{"a b": (1j,)}]), r"complex at \$\.requests\[0\]\['a b'\]\[0\]: "),
-            ([2**64], r"int at \$\[0\]: .*2\*\*64"),
-            ([b"x" * LARGE, 2**64], r"int at \$\[1\]: "),
-            ({"a": np.array([None])}, r"ndarray at \$\.a: arrays of dtype object"),
-            ([np.zeros(3, "V0")], r"ndarray at \$\[0\]: arrays of dtype"),
-            ([np.ma.zeros(3)], r"MaskedArray at \$\[0\]: "),
-            ([torch.zeros(3).as_subclass(Subclass)], r"Subclass at \$\[0\]: "),
-            ([torch.zeros(3).to_sparse()], r"Tensor at \$\[0\]: tensors of torch.float32, torch.sparse_coo on cpu"),
-            ([torch.zeros(3, device="meta")], r"Tensor at \$\[0\]: .*meta"),
-            ({3: Text("no")}, r"Text at \$\[3\]: "),
-            ({1j: 1}, r"complex at \$\[key 1j\]: "),
-            (["\ud800"], r"str at \$\[0\]: .*surrogates"),
-            (memoryview(b"x" * LARGE)[::2], r"memoryview at \$: .*contiguous"),
-            (threading.Lock(), r"lock at \$: "),
+            (print, r"builtin_function_or_method: objects of type builtin_function_or_method are not supported"),
+            ({"requests": [1, 2, 3, Item(print)]}, r"dict: objects of type builtin_function_or_method are not"),
+            (Batch([{"a b": (1j,)}]), r"Batch: objects of type complex are not supported"),
+            ([2**64], r"list: .*2\*\*64"),
+            ({"a": np.array([None])}, r"dict: arrays of dtype object cannot be encoded"),
+            ([np.zeros(3, "V0")], r"list: arrays of dtype"),
+            ([np.zeros(3, [("a", "f4")])], r"list: arrays of dtype .*'a'"),
+            ([np.ma.zeros(3)], r"list: objects of type MaskedArray"),
+            ([torch.zeros(3).as_subclass(Subclass)], r"list: objects of type Subclass"),
+            ([torch.zeros(3).to_sparse()], r"list: tensors of torch.float32, torch.sparse_coo on cpu"),
+            ([torch.zeros(3, device="meta")], r"list: .*meta"),
+            ({3: Text("no")}, r"dict: objects of type Text"),
+            ({1j: 1}, r"dict: .*complex"),
+            (["\ud800"], r"list: .*surrogates"),
+            (memoryview(b"x" * LARGE)[::2], r"memoryview: .*contiguous"),
+            (threading.Lock(), r"lock: objects of type lock"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_names_type_and_path(self, obj: Any, text: str) -> None:
-        for codec in (MsgpackCodec(), MSGPACK):
-            with pytest.raises(CodecError, match=f"^cannot encode {text}") as caught:
-                codec.encode(obj)
-            assert caught.value.__cause__ is not None
-            assert codec.encode([1]) == b"\x91\x01"
+    def test_names_the_type(self, obj: Any, text: str) -> None:
+        codec = MsgpackCodec()
+        with pytest.raises(CodecError, match=f"^cannot encode {text}") as caught:
+            codec.encode(obj)
+        assert caught.value.__cause__ is not None
+        assert codec.encode([1]) == b"\x91\x01"
 
-    def test_circles(self) -> None:
+    def test_buffers_before_the_refused_part_are_dropped(self) -> None:
+        codec = MsgpackCodec()
+        with pytest.raises(CodecError, match="complex"):
+            codec.encode([np.zeros(LARGE), 1j])
+        assert len(encode(codec, [np.zeros(LARGE)])[1]) == 1
+
+    def test_circles_and_depth(self) -> None:
         loop: dict[str, Any] = {"a": [1]}
         loop["a"].append({"b": loop})
-        for codec in (MsgpackCodec(), MSGPACK):
-            with pytest.raises(CodecError, match=r"dict at \$\.a\[1\]\.b: it contains itself"):
-                codec.encode(loop)
-
-    def test_too_deep(self) -> None:
+        with pytest.raises(CodecError, match=r"dict: .*recursion"):
+            MSGPACK.encode(loop)
         source = deep(20_000)
-        with pytest.raises(CodecError, match=r"list at .*recursion"):
-            MSGPACK.encode(source)
-        source.append(print)
-        with pytest.raises(CodecError, match=r"builtin_function_or_method at \$\[1\]"):
+        with pytest.raises(CodecError, match=r"list: .*recursion"):
             MSGPACK.encode(source)
         while source:  # one by one: freeing them all at once would recurse too
             source = source[0]
 
-    def test_a_property_that_fails(self) -> None:
-        with pytest.raises(CodecError, match=r"TypeError|cannot encode"):
+    def test_hook_that_fails(self) -> None:
+        with pytest.raises(CodecError, match="division by zero"):
             MsgpackCodec(enc_hook=lambda obj: 1 / 0).encode([object()])
 
 
@@ -214,7 +214,7 @@ class TestDamaged:
 
     @given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 4))
     def test_flipped(self, changes: list[tuple[int, int]], n_buffers: int) -> None:
-        records = np.zeros(3, [("a", "<f4", (2,)), ("b", "M8[s]")])
+        records = np.zeros(3, "M8[s]")
         source = Typed(np.zeros(LARGE), torch.ones(3).bfloat16(), b"x" * LARGE)
         more = [records, torch.nn.Parameter(torch.ones(LARGE))]
         main, _ = encode(MSGPACK, [source, *more] if n_buffers % 2 else source)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from aioshm.codec import Encoded, cannot_decode, get_codec, loads_of, register_codec, registry, view_of
+from aioshm.codec.base import HUGE_PAGE_BYTES, is_loaded, own_copy
 
 
 class Text:
@@ -30,6 +33,13 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
+@pytest.mark.parametrize(("name", "code"), [("pickle", 1), ("raw", 2), ("msgpack", 3)])
+def test_known_name_returns_a_new_codec(name: str, code: int) -> None:
+    codec = get_codec(name)
+    assert (codec.name, codec.code) == (name, code)
+    assert codec is not get_codec(name)
+
+
 def test_registered_codecs_are_known_by_name() -> None:
     register_codec("text", Text)
     register_codec("text", Text)  # again: nothing happens
@@ -38,10 +48,11 @@ def test_registered_codecs_are_known_by_name() -> None:
     assert codec is not get_codec("text")
 
 
-def test_unknown_names() -> None:
+@pytest.mark.parametrize("name", ["other", "", "Pickle"])
+def test_unknown_names(name: str) -> None:
     register_codec("text", Text)
     with pytest.raises(ValueError, match=r"known are msgpack, pickle, raw, text;.*register_codec in every process"):
-        get_codec("other")
+        get_codec(name)
 
 
 def test_instances() -> None:
@@ -123,3 +134,31 @@ def test_cannot_decode() -> None:
     assert str(result) == "cannot unpickle a message: ZeroDivisionError: division by zero"
     assert result.__cause__ is error
     assert str(cannot_decode(error, "text")).startswith("cannot decode a text message: ZeroDivisionError")
+
+
+# Buffers
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1])
+@pytest.mark.parametrize("with_numpy", [True, False])
+def test_own_copy(size: int, with_numpy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy  # noqa: F401
+
+    if not with_numpy:
+        monkeypatch.delitem(sys.modules, "numpy")
+    source = bytearray(b"\x5a" * size)
+    copy = memoryview(own_copy(memoryview(source).toreadonly()))
+    assert (copy.nbytes, copy.format, copy.ndim, copy.readonly) == (size, "B", 1, False)
+    source[:] = b"\xa5" * size
+    assert copy == b"\x5a" * size
+    copy[:] = bytes(size)
+    assert source == b"\xa5" * size
+
+
+def test_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_loaded("sys")
+    assert not is_loaded("no.such.module")
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    assert not is_loaded("blocked")
+    monkeypatch.setitem(sys.modules, "made_by_hand", types.ModuleType("made_by_hand"))
+    assert is_loaded("made_by_hand")

@@ -111,10 +111,6 @@ _any_batch = _batch_decoders(msgspec.Raw)
 _raw_events: msgspec.msgpack.Decoder[list[msgspec.Raw]] = _decoder(list[msgspec.Raw])
 
 
-class _TooManyValuesError(Exception):
-    """A field has more values than its batch has left."""
-
-
 class Decoding:
     """A payload that is decoded event by event, in slices of time."""
 
@@ -167,7 +163,7 @@ class Decoding:
             if kind is BlockStored:
                 self._decode_open_fields(fields, decoders)
             return kind(*fields)
-        except _TooManyValuesError as error:
+        except CodecError as error:
             return UnknownEvent(kind.__name__, _copied(raw), str(error))
         except _BAD_BYTES as error:
             reason = f"malformed: {error}"
@@ -186,7 +182,7 @@ class Decoding:
                 fields[position] = None
                 continue
             if not self._can_afford(raw):
-                raise _TooManyValuesError(f"{name} has too many values")
+                raise CodecError(f"{name} has too many values")
             try:
                 fields[position] = decoder.decode(raw)
             except _BAD_BYTES as error:

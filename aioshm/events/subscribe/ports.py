@@ -68,11 +68,11 @@ class LivePort:
             self._sub.setsockopt(zmq.SUBSCRIBE, topic)
             if bind:  # a socket that connects would not be connected again after a message that is too large
                 limit_frames(self._sub, settings.payload_limit(endpoint))
-            self._monitor = Monitor(self._sub)
+            self.monitor: Monitor = Monitor(self._sub)
             try:
                 self.endpoint: str = attach(self._sub, endpoint, bind=bind)
             except BaseException:
-                self._monitor.close()
+                self.monitor.close()
                 raise
         except BaseException:
             self._sub.close()
@@ -92,17 +92,7 @@ class LivePort:
         """Connected publishers; 1 for inproc, because ZeroMQ reports none within a process."""
         if self.endpoint.startswith("inproc:"):
             return 1
-        return self._monitor.connections
-
-    @property
-    def reconnects(self) -> int:
-        """Connections that broke and came back."""
-        return self._monitor.reconnects
-
-    @property
-    def handshake_failures(self) -> int:
-        """Connections that ended before their handshake."""
-        return self._monitor.handshake_failures
+        return self.monitor.connections
 
     def read_ahead(self) -> bool:
         """Receive messages into the backlog; True if there may be more."""
@@ -172,7 +162,7 @@ class LivePort:
 
     def _read_monitor(self) -> set[int]:
         """Handle events of connections; return the descriptors of connections that ended."""
-        came_back, failed = self._monitor.read()
+        came_back, failed = self.monitor.read()
         if came_back:
             self.backlog.note(RECONNECTED)
         for failure in failed:
@@ -180,11 +170,11 @@ class LivePort:
             if self._encrypted and reason == ENDED:
                 reason += ", or the peer refuses these keys"
             self._limiter.warn(logger, "subscriber %s: %s", self.endpoint, reason)
-        return self._monitor.take_gone()
+        return self.monitor.take_gone()
 
     def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], bool]) -> None:
         """Call ``callback`` if there may be a message or a connection event, again if it returns True."""
-        self._pumps = [Pump(loop, self._sub, callback), Pump(loop, self._monitor.pair, callback)]
+        self._pumps = [Pump(loop, self._sub, callback), Pump(loop, self.monitor.pair, callback)]
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
@@ -192,7 +182,7 @@ class LivePort:
             return
         for pump in self._pumps:
             pump.pause()
-        self._monitor.close()
+        self.monitor.close()
         self._sub.close(linger=0)
         self._file.remove()
 

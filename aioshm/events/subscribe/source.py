@@ -31,8 +31,6 @@ logger: logging.Logger = logging.getLogger("aioshm.events")
 CHECK_MAX_S = 30.0
 _MAX_DOUBLINGS = 16
 _SLICE_S = 0.002
-# Refused batches whose reason is kept for later losses.
-_MAX_REFUSED = 64
 
 _Port: TypeAlias = Literal["live", "replay"]
 
@@ -83,14 +81,14 @@ class _Intake:
         self._endpoint = endpoint
         self._decoder = BatchDecoder(max_bytes=max_payload_bytes)
         self._limiter = LogLimiter(10.0)
-        self._refused: dict[tuple[bytes | None, int], str] = {}  # reasons by topic and number
+        self._last_refusal = ""
 
     def begin(self, port: _Port, frames: wire.Frames) -> KVEventBatch | None:
         """Decode a batch; None if the payload is refused, or if `proceed` has to decode the rest."""
         try:
             found = self._decoder.begin(frames.payload)
         except CodecError as error:
-            self.refuse(port, frames, error)
+            self.refuse(port, error)
             return None
         if isinstance(found, Decoding):
             self.unfinished = port, frames, found
@@ -119,30 +117,20 @@ class _Intake:
             self.unknown_events += decoding.unknown_events
         return batch
 
-    def refuse(self, port: _Port, frames: wire.Frames, error: CodecError) -> None:
-        """Drop a batch, and keep the reason for a later loss of its number."""
-        self.complain(port, error)
-        self._refused[frames.topic, frames.seq] = str(error)
-        if len(self._refused) > _MAX_REFUSED:
-            del self._refused[next(iter(self._refused))]
-
-    def complain(self, port: _Port, error: CodecError) -> None:
+    def refuse(self, port: _Port, error: CodecError) -> None:
         """Count and log a message that cannot be used."""
         self.garbage += 1
+        self._last_refusal = str(error)
         self._limiter.warn(logger, "subscriber %s: a %s message cannot be used: %s", self._endpoint, port, error)
 
     def explain(self, lost: Lost, dropped: int) -> Lost:
-        """Return a loss with a better reason, if a batch was refused, or ``dropped`` messages were dropped."""
-        for (topic, seq), reason in self._refused.items():
-            if lost.first <= seq <= lost.last and topic in (lost.source.topic, None):
-                text = f"batch {seq} came and was refused: {reason}"
-                if lost.first != lost.last:
-                    text += f"; for the other batches: {lost.reason}"
-                return replace(lost, reason=text)
-        if not dropped:
-            return lost
-        text = f"this subscriber decodes too slowly: its backlog was full, and it dropped {dropped} batches so far"
-        return replace(lost, reason=f"{text}; replay: {lost.reason}")
+        """Return a loss with more reasons, if this subscriber refused messages, or ``dropped`` some undecoded."""
+        reason = lost.reason
+        if self.garbage:
+            reason += f"; this subscriber refused {self.garbage} messages so far, the last one: {self._last_refusal}"
+        if dropped:
+            reason += f"; its backlog was full, and it dropped {dropped} batches so far: it decodes too slowly"
+        return replace(lost, reason=reason)
 
 
 class _Schedule:
@@ -246,11 +234,11 @@ class EventSource:
             gaps=tracker.gaps,
             lost=tracker.lost,
             restarts=tracker.restarts,
-            reconnects=self._port.reconnects,
+            reconnects=self._port.monitor.reconnects,
             garbage=self._intake.garbage + tracker.unconfirmed,
             unknown_events=self._intake.unknown_events,
             replay_failures=self._replay.failures,
-            handshake_failures=self._port.handshake_failures,
+            handshake_failures=self._port.monitor.handshake_failures,
             gone=tracker.gone,
             dropped=self._port.backlog.dropped,
         )
@@ -402,7 +390,7 @@ class EventSource:
             try:
                 live = wire.parse_live(frames)
             except CodecError as error:
-                self._intake.complain("live", error)
+                self._intake.refuse("live", error)
             else:
                 self._decode("live", live)
         elif connection is RECONNECTED:
@@ -422,7 +410,7 @@ class EventSource:
         try:
             reply = wire.parse_reply(frames)
         except CodecError as error:
-            self._intake.complain("replay", error)
+            self._intake.refuse("replay", error)
             return True
         if reply is None:
             self._replay.ended()
@@ -445,4 +433,4 @@ class EventSource:
             elif not self._tracker.replayed(message):
                 self._replay.ended()
         except CodecError as error:
-            self._intake.refuse(port, frames, error)
+            self._intake.refuse(port, error)

@@ -1,3 +1,5 @@
+"""Codecs import NumPy and torch only after the program has."""
+
 from __future__ import annotations
 
 import inspect
@@ -13,21 +15,6 @@ from aioshm.codec import get_codec
 def in_new_process(program: str) -> None:
     program = "from __future__ import annotations\n" + inspect.getsource(encode) + program
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=100)
-
-
-class TestGetCodec:
-    @pytest.mark.parametrize(("name", "code"), [("pickle", 1), ("raw", 2), ("msgpack", 3)])
-    def test_known(self, name: str, code: int) -> None:
-        codec = get_codec(name)
-        assert (codec.name, codec.code) == (name, code)
-
-    def test_every_call_gives_a_new_one(self) -> None:
-        assert get_codec("pickle") is not get_codec("pickle")
-
-    @pytest.mark.parametrize("name", ["json", "", "Pickle"])
-    def test_unknown(self, name: str) -> None:
-        with pytest.raises(ValueError, match="known are msgpack, pickle, raw"):
-            get_codec(name)
 
 
 class TestImports:
