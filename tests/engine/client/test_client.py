@@ -17,7 +17,7 @@ from iterating import EACH_WAY, END, Way, by_aclosing
 from served_engine import Engine, ask, collected, here_and_there, served, until
 from typed_messages import Output, Request
 
-from aioshm.engine import ClientOptions, CoreEngine, EngineClient, EngineZmqAddresses, get_engine_client_zmq_addr
+from aioshm.engine import ClientOptions, CoreEngine, EngineClient, EngineZmqAddresses
 from aioshm.errors import (
     CallFailed,
     CodecError,
@@ -46,11 +46,14 @@ class Slow(Engine):
 class TestStreams:
     @pytest.mark.parametrize("is_async", [False, True])
     async def test_outputs_come_in_order_and_end(self, is_async: bool) -> None:
-        async with served(Engine(is_async=is_async)) as serving:
-            outputs = await collected(serving.client.submit(ask("a", 4)))
-            assert [output["token"] for output in outputs] == [0, 1, 2, 3]
-            assert outputs[-1]["finish_reason"] == "length"
+        async with served(Engine(is_async=is_async), output_type=Output) as serving:
+            stream = serving.client.submit(ask("a", 3))
+            assert (stream.request_id, stream.engine) == ("a", 0)
+            await until(lambda: serving.engines[0].seen)  # the request was sent before the first wait
+            assert await collected(stream) == [Output("a", 0), Output("a", 1), Output("a", 2, "length")]
             assert serving.client.in_flight == 0
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
 
     @EACH_WAY
     async def test_stream_taken_by_a_builtin_gives_outputs_and_the_end(self, way: Way) -> None:
@@ -60,22 +63,6 @@ class TestStreams:
             if way is not by_aclosing:  # which has aborted the request
                 assert (await way(stream))["token"] == 1
                 assert await way(stream) == END
-
-    async def test_typed_outputs(self) -> None:
-        async with served(Engine(), output_type=Output) as serving:
-            assert await collected(serving.client.submit(ask("a", 2))) == [
-                Output("a", 0),
-                Output("a", 1, "length"),
-            ]
-
-    async def test_a_request_is_sent_at_once(self) -> None:
-        async with served(Engine()) as serving:
-            stream = serving.client.submit(ask("a", 1))
-            assert (stream.request_id, stream.engine) == ("a", 0)
-            await until(lambda: serving.engines[0].seen)
-            assert len(await collected(stream)) == 1
-            with pytest.raises(StopAsyncIteration):
-                await anext(stream)
 
     async def test_many_at_once(self) -> None:
         async with served(Engine(), Engine()) as serving:
@@ -424,14 +411,11 @@ class TestLife:
                 EngineClient(here_and_there(), engines)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="client_index must be below 1"):
             EngineClient(here_and_there(), 1, options=ClientOptions(client_index=1))
+        with pytest.raises(ValueError, match="client_index must be below 0"):
+            EngineClient(EngineZmqAddresses([path], []), 1)
         with pytest.raises(OSError, match="cannot bind"):
             EngineClient(EngineZmqAddresses([path], ["tcp://256.0.0.1:1"]), 1).open()
         assert not Path(path.removeprefix("ipc://")).exists()
-
-    async def test_no_file_is_left(self, runtime_dir: Path) -> None:
-        async with served(Engine()):
-            assert list(runtime_dir.iterdir())
-        assert list(runtime_dir.iterdir()) == []
 
     async def test_another_thread_is_refused(self) -> None:
         async with served(Engine()) as serving:
@@ -468,15 +452,3 @@ class TestLife:
             with pytest.raises(QueueClosed):
                 await anext(stream)
             await until(lambda: not serving.engines[0].requests)
-
-    async def test_the_engine_is_shut_down(self) -> None:
-        engine = Engine()
-        async with served(engine):
-            pass
-        assert engine.shut_down
-
-
-def test_the_addresses_of_clients_are_checked(runtime_dir: Path) -> None:
-    addresses = EngineZmqAddresses([get_engine_client_zmq_addr(True, "")], [])
-    with pytest.raises(ValueError, match="client_index must be below 0"):
-        EngineClient(addresses, 1)

@@ -313,16 +313,6 @@ class TestCoordinator:
             coordinator.tell_fronts(None, 4, False)
             await until(lambda: serving.client._link.wave == 4)
 
-    async def test_counts_without_an_engine_just_added_are_used(self, caplog: pytest.LogCaptureFixture) -> None:
-        async with coordinated(Engine(), Engine()) as (serving, coordinator):
-            assert await _received(coordinator.fronts) == [b"\x01"]
-            coordinator.tell_fronts([[0, 90]], 3, True)
-            await until(lambda: serving.client._link.wave == 3)
-            for number in range(8):
-                await collected(serving.client.submit(ask(str(number))))
-            assert (len(serving.engines[0].seen), len(serving.engines[1].seen)) == (0, 8)
-            assert not caplog.records
-
     async def test_counts_that_make_no_sense_are_ignored(self, caplog: pytest.LogCaptureFixture) -> None:
         async with coordinated(Engine(), Engine()) as (serving, coordinator):
             await _received(coordinator.fronts)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support import examples
 
 from aioshm.engine.protocol.messages import SchedulerStats, StartWave
-from aioshm.engine.protocol.waves import INTERVAL_S, QUIET_INTERVAL_S, STEP_S, Published, Waves
+from aioshm.engine.protocol.waves import INTERVAL_S, QUIET_INTERVAL_S, STEP_S, Lockstep, Published, Waves
 
 
 def waves(n_engines: int = 2, **options: bool) -> Waves:
@@ -36,62 +36,43 @@ def running(wave: int) -> Waves:
 
 
 class TestSubscriptions:
-    def test_all_engines_must_have_subscribed(self) -> None:
-        made = Waves(3)
-        assert [made.subscribe(), made.subscribe(), made.ready] == [False, False, False]
+    def test_ready_when_all_engines_are_subscribed_at_once(self) -> None:
+        made = Waves(2)
+        made.unsubscribe()  # of no engine: changes nothing
+        assert not made.subscribe()
+        made.unsubscribe()
+        assert not made.subscribe(), "one engine that lost its connection counts once"
+        assert (made.subscribed, made.ready) == (1, False)
         assert made.subscribe()
         assert made.ready
 
-    def test_one_that_lost_its_connection_counts_once(self) -> None:
-        made = Waves(2)
-        made.subscribe()
-        made.unsubscribe()
-        assert not made.subscribe()
-        assert made.subscribed == 1
-
-    def test_one_that_comes_back_is_told_again(self) -> None:
+    def test_engine_that_comes_back_gets_ready_again(self) -> None:
         made = waves()
         made.unsubscribe()
         assert made.ready
-        assert made.subscribe()
-
-    def test_ends_of_nothing_do_no_harm(self) -> None:
-        made = Waves(1)
-        made.unsubscribe()
         assert made.subscribe()
 
 
 class TestWaves:
-    def test_an_engine_starts_the_current_one(self) -> None:
+    def test_start_wakes_the_other_engines_once(self) -> None:
         made = waves()
         assert made.start(1, 0) == StartWave(0, exclude=1)
         assert made.state() == Published(None, 0, True)
+        assert made.start(0, 0) is None
 
-    def test_the_second_to_say_so_says_nothing_new(self) -> None:
+    def test_complete_wave_pauses_engines(self) -> None:
         made = running(0)
-        assert made.start(1, 0) is None
-
-    def test_a_complete_one_pauses_engines(self) -> None:
-        made = running(0)
-        assert made.complete(0, 0)
-        assert made.state() == Published(None, 1, False)
-
-    def test_an_engine_may_be_further(self) -> None:
-        made = running(0)
-        assert made.start(1, 3) == StartWave(3, exclude=1)
+        assert made.start(1, 3) == StartWave(3, exclude=1)  # an engine may be further
         assert made.complete(0, 5)
         assert made.state() == Published(None, 6, False)
 
-    def test_a_stale_start_wakes_nobody(self) -> None:
-        made = running(4)
-        made.complete(0, 4)
-        assert made.start(1, 4) is None  # it was overtaken by the end
-        assert made.state() == Published(None, 5, False)
-
-    def test_a_stale_end_pauses_nobody(self) -> None:
+    def test_stale_reports_change_nothing(self) -> None:
         made = running(4)
         assert not made.complete(0, 3)
         assert made.state() == Published(None, 4, True)
+        made.complete(0, 4)
+        assert made.start(1, 4) is None  # overtaken by the end of the wave
+        assert made.state() == Published(None, 5, False)
 
     def test_without_lockstep_there_are_none(self) -> None:
         made = waves(lockstep=False)
@@ -100,22 +81,12 @@ class TestWaves:
         assert not made.complete(0, 0)
         assert made.state() == Published(None, 0, False)
 
-
-class TestFrontEndsThatWake:
-    def test_all_but_the_one_that_has_the_request(self) -> None:
+    def test_front_end_wakes_paused_engines(self) -> None:
         made = waves()
         assert made.wake(1, 0) == StartWave(0, exclude=1)
-        assert made.running
-
-    def test_running_engines_need_it_not(self) -> None:
-        assert running(0).wake(1, 0) is None
-
-    def test_one_whose_wave_is_stale_wakes_all(self) -> None:
-        made = running(0)
+        assert made.wake(1, 0) is None, "they run"
         made.complete(0, 0)
-        assert made.wake(1, 0) == StartWave(1, exclude=None)
-
-    def test_one_that_is_ahead(self) -> None:
+        assert made.wake(1, 0) == StartWave(1, exclude=None), "a stale wave wakes all"
         assert waves().wake(None, 7) == StartWave(0, exclude=None)
 
 
@@ -139,23 +110,20 @@ class TestUnknownEngines:
 
 
 class TestScaling:
-    def test_up(self) -> None:
+    def test_up_and_down(self) -> None:
         made = waves(1)
-        made.load(0, load(1, 2), 0)
-        made.scale(3, 0)
-        made.load(2, load(3, 4), 0)
-        assert made.n_engines == 3
-        assert made.publish(0).counts == [[1, 2, 0.0], [0, 0, 0.0], [3, 4, 0.0]]
-
-    def test_down(self) -> None:
-        made = waves(3)
-        made.publish(0)
         made.load(0, load(1, 2, step=1), 0)
-        made.load(2, load(3, 4, step=2), 0)
-        made.scale(1, 0)
-        assert made.publish(0).counts == [[1, 2, 0.0]]
+        made.publish(10)
+        made.scale(3, 11)
+        assert made.due() <= 11
+        made.load(2, load(3, 4, step=2), 11)
+        assert made.n_engines == 3
+        made.publish(11)
+        assert made.publish(11).counts == [[1, 2, 0.0], [0, 0, 0.0], [3, 4, 0.0]]
+        made.scale(1, 12)
+        assert made.publish(12).counts == [[1, 2, 0.0]]
 
-    def test_last_reports_of_an_engine_that_was_taken_out_change_nothing(self) -> None:
+    def test_last_reports_of_a_removed_engine_change_nothing(self) -> None:
         made = waves(1)
         made.scale(3, 0)
         made.scale(1, 0)
@@ -164,29 +132,19 @@ class TestScaling:
         with pytest.raises(ValueError, match="there is no engine 3: there are 1"):
             made.load(3, load(3, 4), 0)
 
-    def test_is_published(self) -> None:
-        made = waves(1)
-        made.publish(10)
-        made.scale(2, 11)
-        assert made.due() <= 11
-
 
 class TestPublishing:
-    def test_begins_at_once(self) -> None:
-        assert waves().due() <= 0
-        assert waves().publish(10) == ([[0, 0, 0.0], [0, 0, 0.0]], 0, False)
+    def test_unchanged_counts_are_published_at_once_and_then_rarely(self) -> None:
+        made = waves()
+        assert made.due() <= 0
+        for now in (10, 15):
+            assert made.publish(now) == ([[0, 0, 0.0], [0, 0, 0.0]], 0, False)
+            assert made.due() == now + QUIET_INTERVAL_S
 
     def test_older_front_ends_get_pairs(self) -> None:
         made = waves(1, kv_cache_usage=False)
         made.load(0, load(1, 2, 0.5), 0)
         assert made.publish(0).counts == [[1, 2]]
-
-    def test_goes_on_when_nothing_changes(self) -> None:
-        made = waves()
-        made.publish(10)
-        assert made.due() == 10 + QUIET_INTERVAL_S
-        made.publish(15)
-        assert made.due() == 15 + QUIET_INTERVAL_S
 
     def test_a_change_is_published_once(self) -> None:
         made = waves(lockstep=False)
@@ -243,6 +201,42 @@ class TestPublishing:
         made.load(0, load(1, step=5), 12)
         made.load(1, load(1, step=4), 12)
         assert made.publish(12).counts == [[1, 0, 0.0], [1, 0, 0.0]]
+
+
+class TestLockstep:
+    def test_a_wave(self) -> None:
+        engine = Lockstep(0)
+        assert not engine.running
+        assert engine.add(0) == 0
+        assert engine.running
+        assert engine.add(0) is None
+        assert engine.stepped(unfinished=True) is None
+        assert engine.step == 1
+        assert engine.stepped(unfinished=False) == 0
+        assert (engine.wave, engine.running, engine.step) == (1, False, 0)
+        assert engine.add(0) == 1
+
+    def test_only_the_first_one_reports(self) -> None:
+        engine = Lockstep(1)
+        engine.add(0)
+        assert engine.stepped(unfinished=False) is None
+        assert engine.wave == 1
+
+    def test_being_woken(self) -> None:
+        engine = Lockstep(1)
+        engine.start(StartWave(3, 1))
+        assert not engine.running
+        engine.start(StartWave(3, 0))
+        assert (engine.running, engine.wave) == (True, 3)
+        engine.stepped(unfinished=False)
+        engine.start(StartWave(3, None))
+        assert not engine.running, "that wave is over"
+        engine.start(StartWave(4, None))
+        assert engine.running
+
+    def test_a_request_may_know_of_a_later_wave(self) -> None:
+        engine = Lockstep(1)
+        assert engine.add(5) == 5
 
 
 class Model(RuleBasedStateMachine):

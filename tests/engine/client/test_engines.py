@@ -1,4 +1,4 @@
-"""Which engine gets the next request, and what an engine knows of waves."""
+"""The engine for the next request; and the errors if there is none."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from statistics import mean
 
 import pytest
 
-from aioshm.engine.client.engines import LoadBalancer
-from aioshm.engine.protocol.messages import StartWave
-from aioshm.engine.protocol.waves import Lockstep
+from aioshm.engine.client.engines import Engines, LoadBalancer
+from aioshm.errors import EngineDead
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +45,10 @@ class TestBalance:
     def test_equals_take_turns(self) -> None:
         assert spread(LoadBalancer(range(3)), 7) == [0, 1, 2, 0, 1, 2, 0]
         assert spread(LoadBalancer(range(3), first=4), 4) == [1, 2, 0, 1]
-
-    def test_turns_go_on_when_nothing_is_in_flight(self) -> None:
         balance = LoadBalancer(range(2))
         for turn in range(6):
-            chosen = balance.choose()
-            assert chosen == turn % 2
-            balance.sent(chosen)
-            balance.done(chosen)
+            assert spread(balance, 1) == [turn % 2]
+            balance.done(turn % 2)
 
     def test_the_least_loaded_is_chosen(self) -> None:
         balance = LoadBalancer(range(2))
@@ -62,21 +57,22 @@ class TestBalance:
             balance.done(1)
         assert spread(balance, 4) == [1, 1, 1, 0]
 
-    def test_waiting_requests_weigh_more(self) -> None:
-        balance = LoadBalancer(range(2))
-        balance.update([[1, 0], [0, 3]])
-        assert spread(balance, 3) == [1, 0, 1]
-
-    def test_waiting_requests_weigh_more_the_fuller_the_cache(self) -> None:
-        balance = LoadBalancer(range(2))
-        balance.update([[2, 0, 0.1], [0, 3, 0.1]])
-        assert spread(balance, 1) == [0], "they are about to be taken"
-        balance = LoadBalancer(range(2))
-        balance.update([[2, 0, 0.9], [0, 3, 0.1]])
-        assert spread(balance, 4) == [1] * 4
-        balance = LoadBalancer(range(2))
-        balance.update([[2, 0, 1.0], [2, 0, 0.6]])
-        assert spread(balance, 3) == [1] * 3
+    @pytest.mark.parametrize(
+        ("counts", "chosen"),
+        [
+            pytest.param([[1, 0], [0, 3]], [1, 0, 1], id="waiting requests weigh more"),
+            pytest.param([[2, 0, 0.1], [0, 3, 0.1]], [0], id="but not where the cache has room"),
+            pytest.param([[2, 0, 0.9], [0, 3, 0.1]], [1] * 4, id="and more the fuller the cache"),
+            pytest.param([[2, 0, 1.0], [2, 0, 0.6]], [1] * 3, id="and more in the fuller of two caches"),
+            pytest.param([[0, 0, 0.42], [0, 0, 0.41], [0, 0, 0.43]], [0, 1, 2, 0, 1, 2], id="usage counts in tenths"),
+            pytest.param([[0, 0, 1.0], [0, 3, 0.0]], [0, 1], id="one request before a full cache is as four that run"),
+            pytest.param([[0, 90]], [1, 1, 1], id="an engine that was just added has no counts"),
+        ],
+    )
+    def test_published_counts_decide(self, counts: list[list[float]], chosen: list[int]) -> None:
+        balance = LoadBalancer(range(max(2, len(counts))))
+        balance.update(counts)
+        assert spread(balance, len(chosen)) == chosen
 
     @pytest.mark.parametrize("counts", [[0, 0], [0, 7], [3, 7]])
     def test_of_equal_counts_the_emptier_cache_is_chosen(self, counts: list[float]) -> None:
@@ -84,16 +80,6 @@ class TestBalance:
             balance = LoadBalancer(range(2))
             balance.update([[*counts, 0.8 if rank == fuller else 0.3] for rank in range(2)])
             assert balance.choose() == 1 - fuller
-
-    def test_caches_as_full_as_each_other_take_turns(self) -> None:
-        balance = LoadBalancer(range(3))
-        balance.update([[0, 0, 0.42], [0, 0, 0.41], [0, 0, 0.43]])
-        assert spread(balance, 6) == [0, 1, 2, 0, 1, 2]
-
-    def test_what_is_sent_to_a_full_engine_waits_there(self) -> None:
-        balance = LoadBalancer(range(2))
-        balance.update([[0, 0, 1.0], [0, 3, 0.0]])
-        assert spread(balance, 2) == [0, 1], "one request in front of a full cache is as bad as four that run"
 
     def test_usage_beyond_bounds(self) -> None:
         balance = LoadBalancer(range(2))
@@ -126,37 +112,30 @@ class TestBalance:
         assert mean(widest_gaps(published=True)) <= 7, "of engines chosen at random it is about 10"
 
 
-class TestLockstep:
-    def test_a_wave(self) -> None:
-        engine = Lockstep(0)
-        assert not engine.running
-        assert engine.add(0) == 0
-        assert engine.running
-        assert engine.add(0) is None
-        assert engine.stepped(unfinished=True) is None
-        assert engine.step == 1
-        assert engine.stepped(unfinished=False) == 0
-        assert (engine.wave, engine.running, engine.step) == (1, False, 0)
-        assert engine.add(0) == 1
+def three() -> Engines:
+    return Engines([4, 5, 6])
 
-    def test_only_the_first_one_reports(self) -> None:
-        engine = Lockstep(1)
-        engine.add(0)
-        assert engine.stepped(unfinished=False) is None
-        assert engine.wave == 1
 
-    def test_being_woken(self) -> None:
-        engine = Lockstep(1)
-        engine.start(StartWave(3, 1))
-        assert not engine.running
-        engine.start(StartWave(3, 0))
-        assert (engine.running, engine.wave) == (True, 3)
-        engine.stepped(unfinished=False)
-        engine.start(StartWave(3, None))
-        assert not engine.running, "that wave is over"
-        engine.start(StartWave(4, None))
-        assert engine.running
+def test_engines_that_cannot_be_reached_are_named_before_their_deaths_are_told() -> None:
+    engines = three()
+    engines.begin_to_leave(5)
+    for rank in (4, 6):
+        engines.balance.leave_out(rank)
+    for choose in (lambda: engines.choose(None), engines.in_service):
+        with pytest.raises(EngineDead) as caught:
+            choose()
+        assert str(caught.value) == (
+            "no engine is left: engine 4 cannot be reached; engine 5 is being taken out of service; "
+            "engine 6 cannot be reached"
+        )
+        assert (caught.value.engine, caught.value.pid) == (4, None)
 
-    def test_a_request_may_know_of_a_later_wave(self) -> None:
-        engine = Lockstep(1)
-        assert engine.add(5) == 5
+
+def test_a_death_that_was_told_is_named_with_its_process() -> None:
+    engines = three()
+    for rank in (4, 5):
+        engines.balance.leave_out(rank)
+    engines.go_on_without(6, EngineDead("engine 6 (pid 77) was killed", engine=6, pid=77), lambda *_: None)
+    with pytest.raises(EngineDead, match=r"^engine 6 \(pid 77\) was killed$") as caught:
+        engines.choose(None)
+    assert (caught.value.engine, caught.value.pid) == (6, 77)

@@ -41,20 +41,18 @@ def pack(value: Any) -> list[bytes]:
 
 
 class TestReports:
-    def test_counts(self) -> None:
-        report = decode_report([STATS])
-        assert (report.engine_index, report.wave_complete, report.start_wave) == (1, None, None)
-        assert report.scheduler_stats == SchedulerStats(
-            num_running_reqs=3, num_waiting_reqs=4, step_counter=7, current_wave=2, kv_cache_usage=0.25
-        )
-
-    def test_a_complete_wave(self) -> None:
-        report = decode_report([COMPLETE])
-        assert (report.engine_index, report.scheduler_stats, report.wave_complete) == (0, None, 5)
-
-    def test_a_wave_that_starts(self) -> None:
-        report = decode_report([START])
-        assert (report.engine_index, report.wave_complete, report.start_wave) == (1, None, 6)
+    @pytest.mark.parametrize(
+        ("frame", "report"),
+        [
+            (STATS, (1, SchedulerStats(3, 4, 7, 2, 0.25), None, None)),
+            (COMPLETE, (0, None, 5, None)),
+            (START, (1, None, None, 6)),
+        ],
+        ids=["counts", "complete", "start"],
+    )
+    def test_of_vllm(self, frame: bytes, report: Any) -> None:
+        found = decode_report([frame])
+        assert (found.engine_index, found.scheduler_stats, found.wave_complete, found.start_wave) == report
 
     def test_what_is_left_off_is_empty(self) -> None:
         report = decode_report(pack([3, [], {"num_running_reqs": 1}]))
