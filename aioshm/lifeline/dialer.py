@@ -1,13 +1,13 @@
-"""A reader's side of its lifeline: dial, be admitted, receive the descriptors; then signals, and the writer's death."""
+"""The reader's end of its lifeline: dial, be admitted, receive descriptors; then signals, and the writer's death."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
+from typing import Protocol
 
 from aioshm.errors import HandleError, PeerDied, QueueGone
 from aioshm.lifeline import protocol
@@ -24,7 +24,29 @@ from aioshm.lifeline.sockets import (
 from aioshm.process.limits import naming_limits, out_of_descriptors, shortage
 
 _RETRY_S = 0.01  # while the writer's backlog is full
-_ROOM_PAUSE_S = 0.05  # between looks whether there is room for a descriptor
+_ROOM_PAUSE_S = 0.05  # between checks for room for a descriptor
+
+
+class LifelineOwner(Protocol):
+    """The reader's callbacks. Called on its loop."""
+
+    def on_go(self) -> None:
+        """Note that every reader is ready."""
+
+    def on_wake(self) -> None:
+        """Note a wake-up by the writer."""
+
+    def on_gone(self, said_goodbye: bool) -> None:
+        """Note the end of the connection."""
+
+    def on_descriptor(self, fd: int | None) -> None:
+        """Take over a descriptor; None: the kernel dropped the descriptor."""
+
+    def on_held_back(self) -> None:
+        """Note that a descriptor waits in the socket, since this process has too many."""
+
+    def on_evicted(self) -> None:
+        """Note that the writer continues without this reader."""
 
 
 class Lifeline:
@@ -40,47 +62,45 @@ class Lifeline:
         writer_pid: int,
     ) -> None:
         self._loop = loop
+        self._owner: LifelineOwner
         self._sock = sock
         self._early = early
         self.welcome = welcome
-        # The pid in this process' pid namespace; 0 where invisible.
+        # The pid in this process's pid namespace; 0: not visible.
         self.writer_pid = writer_pid
         self.said_goodbye: bool = False
-        self._asked: float | None = None  # since when an answer is owed
-        self._asking = False  # whether the question is on its way
+        self._asked: float | None = None  # time of the first question without an answer
+        self._asking = False  # whether a question is on its way
         self._held_back: asyncio.TimerHandle | None = None
+        self._segment_fd: int | None = None
+        self._doorbell: Doorbell | None = None
+        self._writer_doorbell: Doorbell | None = None
         fds = list(fds)
-        self._segment_fd = fds.pop(0) if welcome.segment else None
-        self._doorbell = Doorbell(fds.pop(0)) if welcome.bells else None
-        self._writer_doorbell = Doorbell(fds.pop(0)) if welcome.bells else None
+        if welcome.segment:
+            self._segment_fd = fds.pop(0)
+        if welcome.bells:
+            self._doorbell = Doorbell(fds.pop(0))
+            self._writer_doorbell = Doorbell(fds.pop(0))
 
-    def start(
-        self,
-        on_go: Callable[[], None],
-        on_wake: Callable[[], None],
-        on_gone: Callable[[bool], None],
-        on_descriptor: Callable[[int | None], None],
-        on_held_back: Callable[[], None],
-        on_evicted: Callable[[], None],
-    ) -> None:
-        """Start reporting; ``on_descriptor`` owns a descriptor, ``on_gone(True)``: after a goodbye."""
-        self._on_go, self._on_wake, self._on_gone, self._on_descriptor = on_go, on_wake, on_gone, on_descriptor
-        self._on_held_back, self._on_evicted = on_held_back, on_evicted
+    def start(self, owner: LifelineOwner) -> None:
+        """Start to report events to the owner."""
+        self._owner = owner
         self._loop.add_reader(self._sock.fileno(), self._readable)
         if self._doorbell is not None:
-            self._doorbell.watch(self._loop, on_wake)
+            self._doorbell.watch(self._loop, owner.on_wake)
         if self._early:
             self._signals(self._early)
 
     @property
     def doorbell(self) -> Doorbell | None:
-        """The eventfd that the writer writes to; None where it sends a byte over the lifeline."""
+        """The eventfd that the writer writes to; None: the writer sends a byte over the lifeline."""
         return self._doorbell
 
     def take_segment(self) -> int:
-        """Return the segment's descriptor, which is the caller's from here on."""
-        fd, self._segment_fd = self._segment_fd, None
+        """Return the segment's descriptor; the caller owns it from here on."""
+        fd = self._segment_fd
         assert fd is not None
+        self._segment_fd = None
         return fd
 
     def prove(self) -> None:
@@ -88,7 +108,7 @@ class Lifeline:
         self._send(PROVEN)
 
     def has_closed(self) -> bool:
-        """Return whether the writer has said goodbye; asked before `start`."""
+        """Return whether the writer has said goodbye; call this before `start`."""
         data = b""
         with suppress(OSError):
             data = self._sock.recv(protocol.MAX_GREETING_BYTES, socket.MSG_PEEK)
@@ -102,27 +122,29 @@ class Lifeline:
             self._send(WAKE)
 
     def ask(self) -> None:
-        """Ask whether the writer's event loop runs, unless it owes that answer already."""
+        """Ask whether the writer's event loop runs, unless a question is on its way already."""
         if self._asked is None:
             self._asked = monotonic()
         if not self._asking:
-            self._asking = True  # before it is sent: the loop may have the answer before a waiting thread goes on
+            self._asking = True  # before sending: the loop may read the answer before a waiting thread continues
             sent = False
             try:
                 sent = self._send(PING)
             finally:
-                if not sent:  # a socket that is full is one that nobody reads
+                if not sent:  # a full socket: the writer does not read it
                     self._asking = False
 
     @property
     def silent_s(self) -> float | None:
-        """For how many seconds the writer owes an answer; None: it owes none."""
+        """Seconds since the first question without an answer; None: no question is open."""
         asked = self._asked
-        return None if asked is None else monotonic() - asked
+        if asked is None:
+            return None
+        return monotonic() - asked
 
     @property
     def holds_back(self) -> bool:
-        """True while a descriptor, and every signal behind it, waits in the socket for room."""
+        """Whether a descriptor, and every signal behind it, waits in the socket for room."""
         return self._held_back is not None
 
     def close(self) -> None:
@@ -137,7 +159,7 @@ class Lifeline:
             self._writer_doorbell.close()
 
     def detach_after_fork(self) -> None:
-        """Close the socket and nothing else: a forked child's copy would hide this process' death."""
+        """Close the socket and nothing else: a forked child's copy would hide the death of this process."""
         if self._sock.fileno() >= 0:
             os.close(self._sock.detach())
 
@@ -157,7 +179,7 @@ class Lifeline:
         try:
             self._sock.send(signal)
         except OSError:
-            return False  # the writer is gone, and its end of file says so
+            return False  # the writer is gone: the end of file follows
         return True
 
     def look(self) -> None:
@@ -175,11 +197,13 @@ class Lifeline:
             except BlockingIOError:
                 return
             except OSError:
-                data, fds, without_room = b"", [], False
+                data = b""
+                fds = []
+                without_room = False
             for fd in fds:
-                self._on_descriptor(fd)
-            for _ in range(data.count(OVERFLOW) - len(fds)):  # each comes together with its byte, or not at all
-                self._on_descriptor(None)
+                self._owner.on_descriptor(fd)
+            for _ in range(data.count(OVERFLOW) - len(fds)):  # the kernel dropped these descriptors
+                self._owner.on_descriptor(None)
             if data:
                 self._signals(data)
             if without_room:
@@ -187,27 +211,28 @@ class Lifeline:
                 return
             if not data:
                 self._hang_up(goodbye=False)
-                self._on_gone(self.said_goodbye)
+                self._owner.on_gone(self.said_goodbye)
 
     def _hold_back(self) -> None:
-        """Read on when there is room for the next descriptor: the socket stays readable, and nobody tells of room."""
+        """Read again after a pause: nothing notifies of room for a descriptor, and the socket stays readable."""
         self._loop.remove_reader(self._sock.fileno())
         self._held_back = self._loop.call_later(_ROOM_PAUSE_S, self._readable)
-        if has_hung_up(self._sock):  # its end of file is behind the descriptor
-            self._on_gone(self.said_goodbye)
-        self._on_held_back()
+        if has_hung_up(self._sock):  # the end of file is behind the descriptor
+            self._owner.on_gone(self.said_goodbye)
+        self._owner.on_held_back()
 
     def _signals(self, data: bytes) -> None:
         if GO in data:
-            self._on_go()
+            self._owner.on_go()
         if EVICTED in data:
-            self._on_evicted()
+            self._owner.on_evicted()
         if PONG in data:
-            self._asked, self._asking = None, False
+            self._asked = None
+            self._asking = False
         if BYE in data:
             self.said_goodbye = True
         if WAKE in data:
-            self._on_wake()
+            self._owner.on_wake()
 
 
 def dial(address: str, hello: Hello) -> socket.socket | None:
@@ -223,7 +248,7 @@ def dial(address: str, hello: Hello) -> socket.socket | None:
         try:
             sock.send(protocol.pack(hello))
         except BrokenPipeError:
-            if not _has_answered(sock):  # it may refuse every reader
+            if not _has_answered(sock):  # else the writer has sent a refusal
                 raise
     except BlockingIOError:
         sock.close()
@@ -239,11 +264,11 @@ def dial(address: str, hello: Hello) -> socket.socket | None:
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Send a goodbye and close a dialed socket; the writer stops waiting for the reader."""
+    """Send a goodbye and close a dialed socket, so that the writer stops waiting for the reader."""
     try:
         sock.send(BYE)
     except OSError:
-        pass  # the writer is gone, or has hung up itself
+        pass  # the writer is gone, or has hung up
     sock.close()
 
 
@@ -271,10 +296,12 @@ async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Life
             except BlockingIOError:
                 continue
             except ConnectionResetError:
-                data, new_fds, cut = b"", [], False
+                data = b""
+                new_fds = []
+                cut = False
             fds += new_fds
             received += data
-            if cut:  # those for which the table of open files has no room do not come
+            if cut:  # the kernel dropped descriptors: this process has too many
                 raise out_of_descriptors(f"a reader of the queue at {address}")
             if not data:
                 raise PeerDied(-1, pid, "writer", "while this reader was attaching")

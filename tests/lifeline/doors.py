@@ -101,14 +101,25 @@ class Reader:
         self.lifeline = lifeline
         self.heard: list[str] = []
         self.passed: list[int | None] = []
-        lifeline.start(
-            lambda: self.heard.append("go"),
-            lambda: self.heard.append("wake"),
-            lambda said_goodbye: self.heard.append("closed" if said_goodbye else "died"),
-            self.passed.append,
-            lambda: self.heard.append("held back"),
-            lambda: self.heard.append("evicted"),
-        )
+        lifeline.start(self)
+
+    def on_go(self) -> None:
+        self.heard.append("go")
+
+    def on_wake(self) -> None:
+        self.heard.append("wake")
+
+    def on_gone(self, said_goodbye: bool) -> None:
+        self.heard.append("closed" if said_goodbye else "died")
+
+    def on_descriptor(self, fd: int | None) -> None:
+        self.passed.append(fd)
+
+    def on_held_back(self) -> None:
+        self.heard.append("held back")
+
+    def on_evicted(self) -> None:
+        self.heard.append("evicted")
 
     @classmethod
     async def admitted(cls, address: str, rank: int = 0) -> Reader:

@@ -9,7 +9,7 @@
  *     marker          pack_marker; readers.py LocalReaders.put
  *     look            PassedSegments.body, arrived                 dialer.py Lifeline._readable
  *     view, drop      PassedSegments.view, finished; PassedSegment.view, unlock (viewed: the lock)
- *     wait            source.py RingSource._on_descriptor, lost
+ *     wait            source.py RingSource.on_descriptor, lost
  *
  * Properties: a body is whole and that of its message, also for as long as the program views it; what a dead writer has published can be read, unless the reader left
  * its socket full; nobody waits for ever.

@@ -116,17 +116,10 @@ class RingSource(Source):
         self.poll = ring.ready
         self.ring = ring
         self.receive = ring.core.receive
-        lifeline.start(
-            self._on_go,
-            state.wake,
-            self._on_writer_gone,
-            self._on_descriptor,
-            state.interrupt,
-            self._on_evicted,
-        )
+        lifeline.start(self)
         lifeline.prove()
         if lifeline.welcome.going:
-            self._on_go()
+            self.on_go()
 
     def _attached(self, attaching: asyncio.Task[None]) -> None:
         if attaching.cancelled():
@@ -150,7 +143,8 @@ class RingSource(Source):
 
     # Callbacks of the lifeline
 
-    def _on_go(self) -> None:
+    def on_go(self) -> None:
+        """Note that every reader is ready."""
         state = self._state
         if state.poller is None:
             state.new_poller(self._ring, self.other_ends(), self._lifeline.doorbell)
@@ -158,7 +152,16 @@ class RingSource(Source):
         state.reopen()
         state.interrupt()
 
-    def _on_writer_gone(self, said_goodbye: bool) -> None:
+    def on_wake(self) -> None:
+        """Note a wake-up by the writer."""
+        self._state.wake()
+
+    def on_held_back(self) -> None:
+        """Note that a descriptor waits in the socket, since this process has too many."""
+        self._state.interrupt()
+
+    def on_gone(self, said_goodbye: bool) -> None:
+        """Note the end of the connection."""
         assert self.attachment is not None
         self.attachment.overflow.after_last(functools.partial(self._writer_gone, said_goodbye))
 
@@ -172,12 +175,14 @@ class RingSource(Source):
             self.gone = functools.partial(PeerDied, -1, self._lifeline.welcome.pid, "writer", f"queue {state.name}")
         state.interrupt()
 
-    def _on_descriptor(self, fd: int | None) -> None:
+    def on_descriptor(self, fd: int | None) -> None:
+        """Take over the descriptor of an overflow segment."""
         assert self.attachment is not None
         self.attachment.overflow.arrived(fd)
         self._state.interrupt()  # where wake-ups are bytes on the same socket, this one may have left no room for them
 
-    def _on_evicted(self) -> None:
+    def on_evicted(self) -> None:
+        """Note that the writer continues without this reader."""
         self._state.refuse(functools.partial(eviction, self._state, self._ring))
         with suppress(SharedMemoryError):  # there is no memory for a copy
             self.settle()  # now: the writer does not wait for a retained slot any more

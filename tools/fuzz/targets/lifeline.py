@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from aioshm.errors import HandleError, NoPlaceVacant, PeerClosed
@@ -40,9 +41,9 @@ def _greeting(body: bytes) -> None:
 
 
 _KNOWN = {
-    protocol.GO: "_on_go",
-    protocol.EVICTED: "_on_evicted",
-    protocol.WAKE: "_on_wake",
+    protocol.GO: "on_go",
+    protocol.EVICTED: "on_evicted",
+    protocol.WAKE: "on_wake",
 }
 
 
@@ -50,9 +51,10 @@ def signals(data: bytes) -> None:
     """Take signals as a reader does; those that are not known do nothing."""
     told: set[str] = set()
     lifeline: Any = object.__new__(Lifeline)  # its sockets have no part in this
+    owner = lifeline._owner = SimpleNamespace()
     lifeline._asked, lifeline._asking, lifeline.said_goodbye = 1.0, True, False
     for name in _KNOWN.values():
-        setattr(lifeline, name, lambda name=name: told.add(name))
+        setattr(owner, name, lambda name=name: told.add(name))
     for at in range(0, len(data), 3):
         lifeline._signals(data[at : at + 3])
     assert told == {name for signal, name in _KNOWN.items() if signal in data}
