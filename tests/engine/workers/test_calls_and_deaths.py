@@ -197,7 +197,7 @@ async def test_scaling_outlives_deaths_of_those_that_stay_and_of_those_that_go(t
 @pytest.mark.slow
 async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
     async with group_of(3, standbys=1) as group:
-        stopping, good, bad = False, [0, 0, 0], [0, 0, 0]
+        stopping, good, bad = False, [0] * 4, [0] * 4
 
         async def load(which: int, number: int) -> None:
             while not stopping:
@@ -207,6 +207,8 @@ async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
                         assert await group.call(number % 3, "slowly", 0.001, number, timeout=60) == number
                     elif which == 1:
                         assert await group.call_any("slowly", 0.001, number, timeout=60) == number
+                    elif which == 2:
+                        assert await group.broadcast("slowly", 0.001, number, timeout=60) == [number] * 3
                     else:
                         items = [item async for item in group.stream(number % 3, "count_slowly", 5, 0.001, timeout=60)]
                         assert items == [0, 1, 2, 3, 4]
@@ -215,7 +217,7 @@ async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
                     assert "was killed by SIGKILL" in str(error)  # noqa: PT017
                     bad[which] += 1
 
-        tasks = [asyncio.create_task(load(number % 3, number)) for number in range(9)]
+        tasks = [asyncio.create_task(load(number % 4, number)) for number in range(12)]
         until_s = time.monotonic() + 6
         number = 0
         while time.monotonic() < until_s or min(good) < 20 or min(bad) < 3:

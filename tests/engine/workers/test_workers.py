@@ -104,22 +104,30 @@ class TestErrors:
             assert await group.collective_rpc("add", (1,)) == [1, 2]
 
     @pytest.mark.parametrize(
-        ("arguments", "error"),
+        ("method", "arguments", "options", "error", "name"),
         [
-            ({"method": ""}, TypeError),
-            ({"method": 3}, TypeError),
-            ({"args": "ab"}, TypeError),
-            ({"kwargs": [1]}, TypeError),
-            ({"timeout": -1}, ValueError),
-            ({"timeout": "1"}, TypeError),
-            ({"unique_reply_rank": 2}, ValueError),
-            ({"unique_reply_rank": True}, TypeError),
+            ("collective_rpc", ("",), {}, TypeError, "method"),
+            ("collective_rpc", (3,), {}, TypeError, "method"),
+            ("collective_rpc", ("add", "ab"), {}, TypeError, "args"),
+            ("collective_rpc", ("add", (), [1]), {}, TypeError, "kwargs"),
+            ("collective_rpc", ("add",), {"timeout": -1}, ValueError, "timeout"),
+            ("collective_rpc", ("add",), {"timeout": "1"}, TypeError, "timeout"),
+            ("collective_rpc", ("add",), {"unique_reply_rank": 2}, ValueError, "unique_reply_rank"),
+            ("collective_rpc", ("add",), {"unique_reply_rank": True}, TypeError, "unique_reply_rank"),
+            ("call", (2, "add"), {}, ValueError, "rank"),
+            ("call", (-1, "add"), {}, ValueError, "rank"),
+            ("call", ("0", "add"), {}, TypeError, "rank"),
+            ("call", (0, ""), {}, TypeError, "method"),
+            ("call", (0, 3), {}, TypeError, "method"),
+            ("call", (0, "add"), {"timeout": -1}, ValueError, "timeout"),
+            ("call", (0, "add"), {"timeout": "1"}, TypeError, "timeout"),
         ],
     )
-    async def test_bad_arguments_of_a_call_are_named(self, arguments: dict[str, Any], error: type[Exception]) -> None:
-        ((name, _),) = arguments.items()
-        with pytest.raises(error, match=name):
-            await group_of().collective_rpc(**({"method": "add"} | arguments))
+    async def test_bad_arguments_of_a_call_are_named(
+        self, method: str, arguments: Any, options: Any, error: type[Exception], name: str
+    ) -> None:
+        with pytest.raises(error, match=f"{name} must be"):
+            await getattr(group_of(), method)(*arguments, **options)
 
     @pytest.mark.parametrize(
         ("arguments", "error"),
@@ -252,16 +260,6 @@ class TestTime:
             assert await group.collective_rpc("history") == [[(2,)]] * 2
             with pytest.raises(asyncio.CancelledError):
                 await second
-
-    async def test_cancelled_at_any_moment_the_next_call_gets_its_own_answers(self) -> None:
-        async with group_of() as group:
-            for number in range(60):
-                call = asyncio.create_task(group.collective_rpc("add", (number,)))
-                for _ in range(number % 12):
-                    await asyncio.sleep(0)
-                call.cancel()
-                assert await group.collective_rpc("add", (1000 + number,)) == [1000 + number, 1001 + number]
-                await asyncio.gather(call, return_exceptions=True)
 
 
 class TestStarting:
@@ -399,13 +397,20 @@ class TestClosing:
             await closing
         assert (tmp_path / "0").read_text() == "closed"
 
-    async def test_before_it_is_entered(self) -> None:
-        group = group_of()
-        with pytest.raises(RoleError, match="async with"):
-            await group.collective_rpc("add")
+    async def test_group_before_entering_and_after_closing_refuses_calls_and_streams(self) -> None:
+        group = group_of(worker=targets.Streaming)
+        calls = (
+            lambda: group.collective_rpc("add"),
+            lambda: group.call_any("add"),
+            lambda: anext(group.stream(None, "count")),
+        )
+        for call in calls:
+            with pytest.raises(RoleError, match="async with"):
+                await call()
         await group.aclose()
-        with pytest.raises(QueueClosed):
-            await group.collective_rpc("add")
+        for call in calls:
+            with pytest.raises(QueueClosed):
+                await call()
 
     async def test_ends_the_calls_that_wait_and_the_workers_that_do_not_end(self) -> None:
         group = await group_of(shutdown_timeout=0.2).__aenter__()
