@@ -50,7 +50,8 @@ class CommandFailed(Exception):
 
 def interrupted(signum: int) -> CommandFailed:
     """Return the error of a command that a signal interrupted."""
-    return CommandFailed("interrupted" if signum == signal.SIGINT else "terminated", 128 + signum)
+    text = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[signal.Signals(signum)]
+    return CommandFailed(text, 128 + signum)
 
 
 def print_json(report: dict[str, Any]) -> None:
@@ -62,7 +63,10 @@ def make_app(command: str | None = None) -> typer.Typer:
     """Return the application with all sub-commands, or only one: imports take longer than most commands."""
     app = typer.Typer()
     app.callback(invoke_without_command=True)(_root)
-    for name in [command] if command in _COMMANDS else _COMMANDS:
+    names = list(_COMMANDS)
+    if command is not None and command in _COMMANDS:
+        names = [command]
+    for name in names:
         found = getattr(import_module(_COMMANDS[name]), name)
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
@@ -96,7 +100,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
-    command = get_command(make_app(args[0] if args else None))
+    command = get_command(make_app(*args[:1]))
     try:
         code = command.main(list(args), prog_name="aioshm", standalone_mode=False)
     except _UsageError as error:
@@ -106,7 +110,7 @@ def _run(args: Sequence[str]) -> int:
         code = _INTERRUPTED
     if code == _INTERRUPTED:
         raise KeyboardInterrupt  # typer swallows it, and each version returns something else
-    return code if isinstance(code, int) else 0
+    return int(code or 0)
 
 
 def _fail(failure: CommandFailed) -> int:

@@ -1,4 +1,4 @@
-"""``aioshm doctor``: checks this machine, advises, and lists shared memory that was left behind."""
+"""``aioshm doctor``: checks this machine, advises, and lists leftover shared memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def doctor(
     clean: Annotated[bool, typer.Option("--clean", help="Remove the segments that no process holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Check this machine for aioshm, and list shared memory that was left behind."""
+    """Check this machine for aioshm, and list leftover shared memory."""
     wake_up_ns = measure_wake_up(timers=20)
     findings = [*examine(), _waiting(wake_up_ns, os.getloadavg()[0])]
     left = [_orphan(name, remove=clean) for name in orphans()]
@@ -124,7 +124,7 @@ def _native(name: str, runs: bool, price: str) -> Finding:
         return Finding(name, "good", "runs")
     if not native_wanted():
         return Finding(name, "note", "switched off", f"AIOSHM_NATIVE=0: {price}")
-    # pip reuses the wheel that it built without a compiler, unless its cache entry is removed.
+    # pip reuses its wheel without the native core until its cache entry is removed.
     again = "pip cache remove aioshm; AIOSHM_NATIVE=1 pip install --force-reinstall --no-deps aioshm"
     return Finding(name, "note", "not built", f"{price}: install a C compiler, then: {again}")
 
@@ -155,7 +155,9 @@ def _waiting(wake_up_ns: int, load: float) -> Finding:
 
 
 def _us(ns: float) -> str:
-    return f"{ns / 1000:.1f} us" if ns < 10_000 else f"{ns / 1000:.0f} us"
+    if ns < 10_000:
+        return f"{ns / 1000:.1f} us"
+    return f"{ns / 1000:.0f} us"
 
 
 def _tried(
@@ -199,7 +201,7 @@ def _named_memory() -> Finding:
             "no ring with backing='named' can be made: remove files there (aioshm doctor --clean), or mount it with "
             "more (nr_inodes); backing='memfd' does not need it",
         )
-    # A process that truncates a segment of this user ends all processes of its queue with SIGBUS.
+    # Truncating a segment ends all processes of its queue with SIGBUS.
     return Finding(name, "good", f"{found}, for backing='named': not sealed against being truncated, as a memfd is")
 
 
@@ -242,8 +244,10 @@ def _show_orphans(console: Console, left: list[dict[str, Any]]) -> None:
     if not left:
         console.print("no shared memory was left behind")
     for orphan in left:
-        state = "removed" if orphan["removed"] else "left behind"
-        path, size = _SHM_DIR / orphan["name"], orphan["bytes"] / _MIB
-        console.print(f"{state}: {path} ({size:,.1f} MiB), which no process has open")
+        state = "left behind"
+        if orphan["removed"]:
+            state = "removed"
+        size = f"{orphan['bytes'] / _MIB:,.1f} MiB"
+        console.print(f"{state}: {_SHM_DIR / orphan['name']} ({size}), which no process has open")
     if not all(orphan["removed"] for orphan in left):
         console.print("remove with: aioshm doctor --clean")

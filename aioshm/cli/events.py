@@ -43,11 +43,13 @@ FromStart = Annotated[
     bool, typer.Option("--from-start", help="Begin with batch 0, by replay, instead of with the next one.")
 ]
 Count = Annotated[int | None, typer.Option(min=1, help="Stop after so many batches.")]
-Duration = Annotated[float | None, typer.Option(min=0.0, help="Stop after so many seconds.")]
+Duration = Annotated[float, typer.Option(min=0.0, show_default=False, help="Stop after so many seconds.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 _PATIENCE_S = 1.0
 """Seconds after which the command reports endpoints without a publisher."""
+
+_RECEIVE_S = 3600.0
 
 _WIRES: dict[Encoding, Wire] = {"map": "vllm-0.24+", "array": "vllm-0.9"}
 _NOBODY = "no publisher speaks here yet; waiting for one"
@@ -64,7 +66,7 @@ def tail(
     kind: Annotated[list[str] | None, typer.Option("--type", help="Only events of these types.")] = None,
     from_start: FromStart = False,
     count: Count = None,
-    duration: Duration = None,
+    duration: Duration = math.inf,
     as_json: AsJson = False,
 ) -> None:
     """Print events as they happen; gaps and restarts too."""
@@ -95,10 +97,10 @@ def record(
     topic: Topic = "",
     from_start: FromStart = False,
     count: Count = None,
-    duration: Duration = None,
+    duration: Duration = math.inf,
     as_json: AsJson = False,
 ) -> None:
-    """Write batches to a file, as they were on the wire; Ctrl-C ends it."""
+    """Write batches to a file, as on the wire, until Ctrl-C."""
 
     async def run() -> None:
         written = gaps = 0
@@ -142,7 +144,7 @@ def replay(
     encoding: Annotated[str | None, typer.Option(help="array or map, where it is not that of the wire.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Publish a recording again, with new numbers, in the rhythm in which it was received."""
+    """Publish a recording again, with new numbers, in the rhythm of the recording."""
 
     async def run() -> None:
         decoder = BatchDecoder()
@@ -190,14 +192,14 @@ def stats(
     topic: Topic = "",
     from_start: FromStart = False,
     interval: Annotated[float, typer.Option(min=0.05, help="Seconds between reports.")] = 1.0,
-    duration: Duration = None,
+    duration: Duration = math.inf,
     as_json: AsJson = False,
 ) -> None:
     """Report rates, gaps and lag of every publisher, again and again."""
 
     async def run() -> None:
         meters: dict[str, EventMeter] = {}
-        end = time.monotonic() + (math.inf if duration is None else duration)
+        end = time.monotonic() + duration
         async with _subscriber(endpoints, replay, topic, from_start) as subscriber:
             while (seconds := min(interval, end - time.monotonic())) > 0:
                 async for item in _deliveries(subscriber, seconds):
@@ -236,14 +238,14 @@ def _subscriber(endpoints: list[str], replays: list[str] | None, topic: str, fro
     return EventSubscriber(endpoints, replays or None, topic, start=None if from_start else "live")
 
 
-async def _deliveries(subscriber: EventSubscriber, duration: float | None) -> AsyncIterator[Delivery]:
+async def _deliveries(subscriber: EventSubscriber, duration: float) -> AsyncIterator[Delivery]:
     """Yield deliveries for ``duration`` seconds."""
-    end = None if duration is None else time.monotonic() + duration
-    while end is None or time.monotonic() < end:
+    end = time.monotonic() + duration
+    while (left := end - time.monotonic()) > 0:
         try:
-            yield await subscriber.receive(None if end is None else max(0.0, end - time.monotonic()))
+            yield await subscriber.receive(min(left, _RECEIVE_S))
         except TimeoutError:
-            return
+            continue
 
 
 @asynccontextmanager
@@ -295,7 +297,9 @@ def lines_of(item: Delivery, kinds: set[str], as_json: bool) -> list[str]:
     source: dict[str, Any] = {"endpoint": item.source.endpoint, "rank": item.source.rank}
     if not isinstance(item, Received):
         fields, text = _notice(item)
-        return [json.dumps(source | fields) if as_json else f"{item.source}: {text}"]
+        if as_json:
+            return [json.dumps(source | fields)]
+        return [f"{item.source}: {text}"]
     lines = []
     for event in item.batch.events:
         kind = kind_of(event)
@@ -325,7 +329,9 @@ def _notice(item: Lost | Restarted | PublisherGone) -> tuple[dict[str, Any], str
 
 def kind_of(event: KVEvent) -> str:
     """Return the type of an event."""
-    return event.type or "unknown" if isinstance(event, UnknownEvent) else type(event).__name__
+    if isinstance(event, UnknownEvent):
+        return event.type or "unknown"
+    return type(event).__name__
 
 
 def _fields(event: KVEvent) -> dict[str, Any]:
@@ -343,7 +349,9 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {str(_plain(key)): _plain(item) for key, item in value.items()}
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    return repr(value)
 
 
 class EventMeter:

@@ -167,7 +167,7 @@ async def _serve(client: Any, registry: CollectorRegistry, host: str, port: int)
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Turn errors into one line."""
+    """Turn errors into one line on stderr."""
     try:
         yield
     except (AioshmError, ImportError, ValueError) as error:

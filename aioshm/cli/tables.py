@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     tail: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """Draw the table; rich's own wrap cells, and take ten times as long."""
+        """Draw the table; rich's own tables wrap cells, and take ten times as long."""
         cells = [[Text.assemble(cell) for cell in row] for row in [self.names, *self.rows]]
         widths = [max(cell.cell_len for cell in column) for column in zip(*cells, strict=True)]
         first = 0
@@ -105,7 +105,7 @@ def console() -> Console:
 
 
 def say(console: Console, text: str, indent: str = "", *, bold: str = "") -> None:
-    """Print a text in lines that fit, later ones indented more; its first ``bold`` part stands out."""
+    """Print a text in lines that fit, with a hanging indent; the part ``bold`` is bold."""
     shown = Text(folded(text, console.width, indent, indent + _INDENT))
     start = shown.plain.find(bold)
     if bold and start >= 0:
@@ -172,7 +172,7 @@ def _end_row(each: Watched, number: int, end: End) -> list[str | Text]:
 
 
 def state(end: End) -> Text:
-    """Return the state of an end: its wait, or its process, or its membership after it has left."""
+    """Return the state of an end: of its wait, of its process, or of its membership."""
     if not end.there:
         return Text(end.membership, style=_style(end))
     text = end.waits
@@ -191,7 +191,7 @@ def is_bad(end: End) -> bool:
 def _style(end: End) -> str:
     if is_bad(end):
         return BAD
-    return "" if end.there else "dim"
+    return "dim" * (not end.there)
 
 
 def process(end: End) -> Text:
@@ -214,7 +214,9 @@ def lag(number: int, queue: QueueSnapshot) -> Text:
 
 def facts_of(queue: QueueSnapshot) -> dict[str, str]:
     """Return the facts that ``inspect`` prints of a queue."""
-    header, sizes, writer = queue.header, queue.header.layout, queue.header.writer
+    header = queue.header
+    sizes = header.layout
+    writer = header.writer
     chunks = ", ".join(f"{pool.chunks} of {size(pool.room)}" for pool in sizes.pools)
     return {
         "queue": header.name or "(it has no name)",

@@ -52,7 +52,7 @@ def top(
                 if once:
                     return
     except KeyboardInterrupt:
-        pass  # the way to end it
+        pass  # Ctrl-C is how users quit
     except AioshmError as error:
         raise CommandFailed(str(error), UNUSABLE) from None
 
@@ -151,7 +151,8 @@ def page(watched: Sequence[Watched], skipped: int) -> Group:
     note = Text(f"queues: {len(watched)}; processes of other users not looked at: {skipped}", style="dim")
     if not watched:
         return Group(Text("no queue of this user is open on this host"), note)
-    queues, ends = tables.queues_rows(watched), tables.ends_rows(watched, queues=True)
+    queues = tables.queues_rows(watched)
+    ends = tables.ends_rows(watched, queues=True)
     return Group(Text(), queues, Text(), ends, Text(), note)
 
 

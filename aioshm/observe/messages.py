@@ -113,7 +113,7 @@ def _messages(ring: RingFile, numbers: range, ranks: list[int], bodies: bool) ->
 
 def _message(ring: RingFile, head: bytes, slot: int, seq: int, bodies: bool) -> MessageHeader:
     kind, code, how, n_buffers, _, at_ns, main_bytes = HEADER.unpack_from(head)
-    chunk = _U64.unpack_from(head, CHUNK)[0]  # one more than the number of the chunk; 0: none
+    chunk = _U64.unpack_from(head, CHUNK)[0]  # number of the chunk + 1; 0: none
     place = (slot + SLOT_HEADER_BYTES, ring.layout.inline_bytes)
     where = "slot"
     nbytes = main_bytes

@@ -216,7 +216,7 @@ _READERS: dict[str, Any] = {
     "PublisherStats": lambda stats, name: samples_of("publisher", stats, name),
     "SubscriberStats": lambda stats, name: samples_of("subscriber", stats, name),
 }
-"""Functions that yield the samples of statistics, by the class name, so that this module imports no engine."""
+"""Functions that yield samples, by the class name of the statistics: importing the classes would import engines."""
 
 _ATTEMPTS = 5
 

@@ -50,9 +50,9 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A process at one moment."""
 
     pid: int
-    # As the process sees itself, which differs in a container.
+    # The pid inside of the container.
     inner_pid: int
-    # One of `STATES`; "gone" if there is no process.
+    # One of `STATES`.
     state: str
     command: str
     cpu_s: float
@@ -95,14 +95,14 @@ def check_proc() -> None:
 
 
 def is_own_process(pid: int) -> bool:
-    """Return whether there is such a process of this user."""
+    """Return whether a process of this user has this pid."""
     with suppress(OSError):
         return os.stat(PROC / str(pid)).st_uid == os.geteuid()
     return False
 
 
 def process_info(pid: int) -> ProcessInfo:
-    """Return the state of a process; `GONE` with this pid if there is none."""
+    """Return the state of a process; `GONE` with the pid if no process has it."""
     try:
         state, cpu_s = parse_stat(_read(pid, "stat").decode(errors="replace"))
         inner_pid = parse_inner_pid(_read(pid, "status").decode(errors="replace"), pid)
@@ -132,7 +132,7 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def wait_channel(pid: int) -> str:
-    """Return the kernel function in which a process sleeps; empty: it runs, or the kernel does not say."""
+    """Return the kernel function in which a process sleeps; empty: running, or not known."""
     with suppress(OSError):
         return (PROC / str(pid) / "wchan").read_text().strip().removeprefix("0")
     return ""
@@ -142,7 +142,7 @@ def wait_channel(pid: int) -> str:
 
 TIMEOUT_S = 5.0
 _TRIES = 5
-"""Runs of py-spy: it cannot read a stack that changes meanwhile."""
+"""Runs of py-spy, which fails if the stack changes meanwhile."""
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3.", "<frozen ", str(Path(__file__).parents[1]) + "/")
 """Parts of file names of libraries."""

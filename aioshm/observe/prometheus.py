@@ -30,13 +30,13 @@ class PrometheusCollector(Observer):
 
         REGISTRY.register(PrometheusCollector(queue, group, supervisor, subscriber))
 
-    Statistics are read at each scrape, in any thread, and cost the observed objects nothing else. The objects are held
-    weakly: the metrics of an object end with it. Names begin with ``aioshm_``. Labels are names of queues, ``side`` and
-    ``rank``, names of groups, and endpoints: as many as there are registered.
+    Each scrape reads the statistics, in any thread. The collector references the objects weakly: the metrics of an
+    object end with the object. Names begin with ``aioshm_``. Labels are names of queues, ``side`` and ``rank``, names
+    of groups, and endpoints.
 
     Args:
         observed: Objects to observe; see `add`.
-        registry: Where to register this; None: the caller does that.
+        registry: Registers the collector; None: the caller registers it.
 
     Raises:
         ImportError: prometheus_client is not installed; the text names the extra.
@@ -50,11 +50,11 @@ class PrometheusCollector(Observer):
             registry.register(self)
 
     def collect(self) -> Iterator[PrometheusMetric]:
-        """Return the metrics; prometheus_client calls this at each scrape, in any thread."""
+        """Return the metrics; prometheus_client calls `collect` at each scrape, in any thread."""
         return iter(_families(self._core, self._samples()))
 
     def describe(self) -> list[PrometheusMetric]:
-        """Return the names of all metrics, so that a registry reserves them for this collector."""
+        """Return all metrics without samples: a registry checks their names."""
         return [_family(self._core, metric) for metric in process_metrics()]
 
 
@@ -63,8 +63,8 @@ class HostCollector:
 
         REGISTRY.register(HostCollector())
 
-    The queues are read at each scrape, in any thread; that needs no cooperation of their processes, and costs them
-    nothing. Metrics that `PrometheusCollector` has, too, have the same names and labels: use one of the two.
+    Each scrape reads the queues, in any thread, at no cost for their processes. `PrometheusCollector` uses the same
+    names and labels: register one of the two.
 
     Raises:
         ImportError: prometheus_client is not installed; the text names the extra.
@@ -78,13 +78,13 @@ class HostCollector:
         self._lock = threading.Lock()
 
     def collect(self) -> Iterator[PrometheusMetric]:
-        """Return the metrics; prometheus_client calls this at each scrape, in any thread."""
+        """Return the metrics; prometheus_client calls `collect` at each scrape, in any thread."""
         with self._lock:
             queues = [each.queue for each in self._watch.look()]
             return iter(_families(self._core, _host_samples(queues, self._watch.skipped)))
 
     def describe(self) -> list[PrometheusMetric]:
-        """Return the names of all metrics, so that a registry reserves them for this collector."""
+        """Return all metrics without samples: a registry checks their names."""
         metrics = [METRICS[name] for name in _HOST_NAMES]
         metrics += [metric for title in _HOST_SECTIONS for metric in SECTIONS[title]]
         return [_family(self._core, metric) for metric in metrics]

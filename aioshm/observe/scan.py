@@ -34,15 +34,15 @@ _OVERFLOW = re.compile(rf"/memfd:{OVERFLOW_LABEL}([0-9a-f]{{8}})")
 _MIN_PREFIX = 4
 
 RESCAN_S = 2.0
-"""Seconds after which a `Watch` searches for new queues and processes, which costs more than to read known ones."""
+"""Seconds between two searches of a `Watch` for new queues, which cost more than to read known queues."""
 
 
 class QueueNotFound(AioshmError):
-    """No queue of this user on this host matches, or several do.
+    """No queue, or more than one, matches.
 
     Attributes:
-        key: The name, id or pid that was searched for.
-        there_are: The queues that there are.
+        key: The name, id or pid of the search.
+        there_are: All queues of this user on this host.
     """
 
     def __init__(self, key: str, problem: str, there_are: Iterable[str]) -> None:
@@ -54,7 +54,7 @@ class QueueNotFound(AioshmError):
 
 @dataclass(slots=True)
 class Segment:
-    """A segment that processes have open; one path under ``/proc`` for each holder."""
+    """A segment, and a path under ``/proc`` for each process that has it open."""
 
     link: str
     identity: tuple[int, int]  # device and inode
@@ -90,7 +90,7 @@ def find_segments() -> tuple[list[Segment], int]:
                 if pid not in segment.holders:
                     segment.holders.append(pid)
                     segment.paths.append(path)
-        except (FileNotFoundError, ProcessLookupError):  # it has ended
+        except (FileNotFoundError, ProcessLookupError):  # the process has ended
             continue
         except OSError:
             skipped += 1
@@ -102,7 +102,7 @@ def _segments_of(pid: int) -> Iterator[tuple[str, str, os.stat_result]]:
     folder = f"{PROC}/{pid}/fd"
     for name in os.listdir(folder):
         path = f"{folder}/{name}"
-        with suppress(OSError):  # it was closed meanwhile
+        with suppress(OSError):  # closed meanwhile
             link = os.readlink(path)
             if _OURS.match(link) and not _is_looked_at(f"{folder}info/{name}"):
                 yield path, link, os.stat(path)
@@ -135,7 +135,7 @@ class RingFile:
         self.overflow: tuple[int, int] = overflow.get(self.queue_id[:8], (0, 0))  # segments, and their bytes
 
     def snapshot(self, processes: dict[int, ProcessInfo]) -> QueueSnapshot:
-        """Read the queue's state; adds missing processes to ``processes``."""
+        """Read the queue's state; add missing processes to ``processes``."""
         header = read_header(self.read(0, self.layout.header_bytes), taken := monotonic_ns())
         for pid in self.holders:
             if pid not in processes:
@@ -144,7 +144,6 @@ class RingFile:
         return snapshot_of(header, holders, os.fstat(self._fd).st_blocks * BLOCK, self.overflow, taken)
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return bytes of the ring."""
         return os.pread(self._fd, length, offset)
 
     def close(self) -> None:
@@ -168,7 +167,7 @@ def find_rings() -> tuple[list[RingFile], int]:
     rings = []
     for segment in segments:
         if not _OVERFLOW.match(segment.link):
-            with suppress(OSError, HandleError):  # it is gone by now, or no queue that this release reads
+            with suppress(OSError, HandleError):  # the queue is gone, or another release has made it
                 rings.append(RingFile(segment, overflow))
     return rings, skipped
 
@@ -189,7 +188,7 @@ def find_queue(key: str) -> QueueSnapshot:
 
     Raises:
         NoProc: There is no ``/proc``.
-        QueueNotFound: There is no such queue, or several; the text lists all queues.
+        QueueNotFound: No queue, or more than one, matches; the text lists all queues.
     """
     return chosen(key, find_queues().queues)
 
@@ -237,7 +236,7 @@ class Watched(msgspec.Struct, frozen=True):
 
     Attributes:
         queue: The queue now.
-        rates: Rates since the snapshot before; None: this is the first one.
+        rates: Rates since the last snapshot; None for the first.
     """
 
     queue: QueueSnapshot

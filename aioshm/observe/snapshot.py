@@ -1,4 +1,4 @@
-"""A queue at one moment, from outside: its ring's header and the processes that have it open. No I/O."""
+"""A queue at one moment, from outside: the ring's header, and the processes of the queue. No I/O."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         label: Its name, or the first 8 digits of its id.
-        codec: Its codec's name; a number, if that is registered elsewhere only.
+        codec: The codec's name; a number if this process has not registered the codec.
         header: The ring's header.
         writer: Its writer.
         readers: Its local readers, by rank, absent ones included.
         holders: Processes that have the ring open.
         memory_bytes: Memory that the ring occupies, of `Layout.total_bytes` at most.
-        overflow_segments: Overflow segments that it has now.
-        overflow_bytes: Memory that these occupy.
+        overflow_segments: The number of overflow segments.
+        overflow_bytes: Memory that the overflow segments occupy.
         taken_ns: The time of the snapshot, by ``time.monotonic_ns()``.
     """
 
@@ -87,7 +87,7 @@ class Scan(msgspec.Struct, frozen=True):
 
     Attributes:
         queues: This user's queues, sorted by name, then by id.
-        skipped: The number of processes that could not be read: those of other users, and forbidden ones.
+        skipped: The number of unreadable processes, such as those of other users.
     """
 
     queues: tuple[QueueSnapshot, ...]
@@ -155,7 +155,7 @@ def _end(
 
 
 def _process(pid: int, holders: Mapping[int, ProcessInfo]) -> ProcessInfo:
-    """Return the holder that has this pid in its own namespace; a process that is no holder is gone."""
+    """Return the holder with this pid in its own namespace; other processes are gone."""
     if not pid:
         return msgspec.structs.replace(GONE, state="")
     for each in (holders.get(pid), *holders.values()):

@@ -195,13 +195,13 @@ def who(key: str | None = None, *, window_s: float = WINDOW_S) -> tuple[Report, 
     """Find the ends that hold queues up. No process is stopped or signalled for this.
 
     Args:
-        key: The queue's name, id, beginning of its id, or the pid of one of its ends, which may have several; None:
-            every queue.
-        window_s: Seconds between the two snapshots that this takes.
+        key: The queue's name, id, beginning of the id, or the pid of an end, which selects all queues of the process;
+            None: every queue.
+        window_s: Seconds between the two snapshots.
 
     Raises:
         NoProc: There is no ``/proc``.
-        QueueNotFound: There is no such queue; the text lists all queues.
+        QueueNotFound: No queue matches; the text lists all queues.
     """
     with Watch() as watch:
         before = {each.queue.header.queue_id: each.queue for each in watch.look()}
@@ -220,7 +220,7 @@ def process_report(pid: int) -> ProcessReport:
 
 
 def _wanted(key: str, queues: list[QueueSnapshot]) -> set[str]:
-    """Return the ids of the queues of a process, or of the one queue with this key."""
+    """Return the ids of the queues of a process, or of the queue with the key."""
     found: set[str] = set()
     for queue in queues:
         if key in [str(end.pid) for end in queue.ends if end.there]:
@@ -238,14 +238,16 @@ def _report(ring: RingFile, before: QueueSnapshot, now: Watched) -> Report:
 
 
 def _flags(ring: RingFile, now: QueueSnapshot) -> tuple[list[int], list[int]]:
-    """Return the indices of the readers that a parked writer waits for, and of vacant ones that it waits for."""
+    """Return the indices of attached and of vacant readers that the writer waits for."""
     layout = ring.layout
     writer = now.header.writer
     keeping: list[int] = []
     if writer.parked:
         flags = ring.read(layout.flags(writer.wants % layout.slots), layout.flag_bytes)
         keeping = [place for place, read in enumerate(flags[1:]) if flags[0] and not read]
-    flags = ring.read(layout.flags(0), layout.flag_bytes)  # the flags of a slot that nobody waits for are set
+    flags = ring.read(
+        layout.flags(0), layout.flag_bytes
+    )  # readers without a process, which the writer does not wait for, have their flags set
     awaited = []
     for place, (end, read) in enumerate(zip(now.readers, flags[1:], strict=True)):
         if end.membership == "absent" and not read:

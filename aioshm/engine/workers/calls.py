@@ -68,15 +68,10 @@ class CallTable:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def sent_to(self, rank: int) -> list[Call]:
-        """Return the calls that a worker has received and not answered."""
+        """Return the unanswered calls of a worker."""
         return [call for call in self._calls.values() if call.sent and rank in call.missing]
 
     # Calls of all workers
-
-    async def admit(self) -> None:
-        """Wait until the first workers have attached to the queue of calls of all workers."""
-        with suppress(AioshmError):  # a worker has died: the watch on its process reports that
-            await self.broadcasts.wait_until_ready()
 
     async def call_all(self, call: Call, request: Request, timeout: float | None) -> list[Any]:
         """Call all workers after earlier calls of all are answered; return the results by rank."""
@@ -125,7 +120,7 @@ class CallTable:
         return next(iter(call.results.values()))
 
     async def next_item(self, call: Call, request: Request, timeout: float | None) -> Any:
-        """Start the stream unless that was done, and return its next item; raise StopAsyncIteration at the end."""
+        """Start the stream at the first call; return the next item, or raise StopAsyncIteration at the end."""
         if not (call.sent and call.ready.is_set()):
             async with self._within(timeout, call):
                 if not call.sent:
@@ -144,7 +139,7 @@ class CallTable:
         return item
 
     async def _send(self, call: Call, kind: int, request: Request) -> None:
-        """Send a call once the schedule assigns a worker; repeat with the replacement if that worker dies."""
+        """Send a call when the schedule assigns a worker; if the worker dies, send to its replacement."""
         while True:
             self._session.check()
             await self._get_turn(call)
@@ -154,7 +149,7 @@ class CallTable:
             rank = call.slot.rank
             channel = self.channels[rank]
             self._register(call, (rank,))
-            after = self._last_broadcast if self._last_broadcast > channel.after else 0
+            after = self._last_broadcast * (self._last_broadcast > channel.after)
             message = (kind, call.number, after, tuple(request))
             try:
                 await channel.send(message)
@@ -217,7 +212,7 @@ class CallTable:
             raise TimeoutError(text) from None
 
     def _missing_of(self, call: Call) -> str:
-        """Describe what a call waits for."""
+        """Name the workers that a call waits for."""
         describe = self._session.processes.describe
         if call.of_all:
             if call.missing:
@@ -254,7 +249,7 @@ class CallTable:
             self._receive(rank, message)
 
     async def _wait(self, call: Call) -> None:
-        """Wait until a caller has to check its call; if no other is in flight, poll for the answer briefly first."""
+        """Wait until the caller has to check the call; poll briefly for the answer of a lone call first."""
         while len(self._calls) == 1 and not call.ready.is_set():
             answer = self._answers.take_soon()
             if answer is None:
@@ -264,7 +259,7 @@ class CallTable:
         await call.ready.wait()
 
     def _receive(self, rank: int, message: Any) -> None:
-        """Deliver a message of a worker, or the error of its queue or of one message."""
+        """Deliver an answer, or an error of the queue or of one message."""
         if isinstance(message, AioshmError) and rank in self._answers.failed:
             self._session.queue_ended(rank)
             return
@@ -338,12 +333,12 @@ class CallTable:
         if channel is not None:
             self._answers.remove(rank)
             with suppress(AioshmError, QueueEmpty):
-                while True:  # answers that the worker sent before it died are valid
+                while True:  # answers from before the death are valid
                     self._deliver(rank, channel.replies.dequeue_nowait())
             self._spawn(channel.aclose())
         self.schedule.gone(rank)
         for call in [*self._calls.values()]:
-            # A call of all fails even if this worker has answered: other workers may wait for it.
+            # A call of all fails even after the answer of the dead worker: other workers may wait for that worker.
             if not call.of_all and rank not in call.missing:
                 continue
             call.missing.discard(rank)
@@ -355,7 +350,7 @@ class CallTable:
                 call.notify()
 
     def forget(self, rank: int, failure: Callable[[], AioshmError]) -> None:
-        """Remove a worker for good, and fail the calls that wait for it."""
+        """Remove a worker for good, and fail its queued calls."""
         self.died(rank, failure)
         for call in self.schedule.forget(rank):
             call.fail(failure)
@@ -395,8 +390,8 @@ class CallTable:
 class WorkerStream(AsyncIterator[Any]):
     """The items of a worker's generator, see `WorkerGroup.stream`.
 
-    After a timeout the next item may be waited for again. Leaving the stream closes the generator: leaving the loop,
-    dropping the stream, `aclose`, or a cancellation. Iterating further raises `RequestAborted`.
+    After a timeout the iteration may continue. Leaving the loop, dropping the stream, `aclose`, and a cancellation
+    close the generator; iterating further raises `RequestAborted`.
     """
 
     def __init__(
@@ -454,7 +449,7 @@ class WorkerStream(AsyncIterator[Any]):
             self._metering.__exit__(None if error is None else type(error), error, None)
 
     async def aclose(self) -> None:
-        """Close the generator unless it is finished. Idempotent."""
+        """Close the generator unless finished. Idempotent."""
         self._left = self._left or not self._call.done or bool(self._call.items)
         self._end(GeneratorExit())
         self._call.notify()

@@ -77,7 +77,7 @@ class MessageCodec(PickleCodec):
 
 
 def _without_value(pickled: bytes | memoryview, error: CodecError) -> Message:
-    """Read the first three fields, which are ints, from the pickle itself."""
+    """Read the first three fields, all ints, from the pickle's opcodes."""
     fields: Iterator[Any] = (argument for opcode, argument, _ in genops(bytes(pickled)) if opcode.name in _INTS)
     kind, call, after = islice(fields, 3)
     return kind, call, after, Undecodable(error)
@@ -146,7 +146,7 @@ class ControlSocket:
         return received
 
     def close(self) -> None:
-        """Close the socket, on its loop or where no loop runs. Tasks that wait for it need cancelling. Idempotent."""
+        """Close the socket, on its loop or without a running loop. Cancel waiting tasks first. Idempotent."""
         if self._socket.fileno() >= 0:
             loop = asyncio._get_running_loop()
             if loop is not None:

@@ -61,13 +61,13 @@ class WorkerProcess:
         self._handle: str | None = None
 
     async def handle(self) -> str:
-        """Return the handle of the queue of answers; raises EOFError or OSError if the process has exited."""
+        """Return the handle of the queue of answers; raise EOFError or OSError if the process has exited."""
         if self._handle is None:
             self._handle = str(await self.control.receive())
         return self._handle
 
     def exit(self) -> ProcessExit:
-        """Return the exit of the process, without a code if it still runs."""
+        """Return the exit of the process; without a code while the process runs."""
         if self.exited.done():
             return self.exited.result()
         return ProcessExit(self.name, self.pid, None)
@@ -104,14 +104,14 @@ class WorkerProcesses:
         return [worker.pid for _, worker in sorted(self.workers.items())]
 
     async def start_workers(self, n_workers: int) -> None:
-        """Start the first workers. Each start blocks the loop for some milliseconds; the loop runs in between."""
+        """Start the first workers. Each start blocks the loop for milliseconds; the loop runs in between."""
         for rank in range(n_workers):
             # Not in a thread: the kernel ends with this process only processes that its main thread has started.
             self.assign(self._join(*self._start(f"{self._settings.name}_{rank}", None)), rank)
             await asyncio.sleep(0)
 
     async def start(self, rank: int | None, imported: object = None) -> WorkerProcess:
-        """Start one more worker; or, without a rank, a standby that has imported the modules of an object."""
+        """Start a worker; or, without a rank, a standby, which imports the modules of ``imported``."""
         if rank is None:
             name = f"{self._settings.name}_standby_{self._n_standbys}"
             self._n_standbys += 1
@@ -138,7 +138,7 @@ class WorkerProcesses:
         return worker
 
     def assign(self, worker: WorkerProcess, rank: int) -> None:
-        """Assign a rank to a process, and discard the former process of that rank, which has exited."""
+        """Assign a rank to a process, and discard the former process of the rank, which has exited."""
         former = self.workers.get(rank)
         self.workers[rank] = worker
         worker.rank = rank
@@ -146,30 +146,24 @@ class WorkerProcesses:
             self.discard(former)
 
     def discard(self, worker: WorkerProcess) -> None:
-        """Remove a process that has exited."""
         worker.control.close()
         if self._processes.get(worker.name) is worker:
             del self._processes[worker.name]
         self._manager.discard(worker.process)
 
     async def stop_worker(self, rank: int) -> None:
-        """Wait for a worker to exit by itself, then stop it."""
+        """Wait for a worker to exit; stop the process after ``shutdown_timeout``."""
         worker = self.workers.pop(rank)
         worker.control.close()
         try:
             await asyncio.wait([worker.exited], timeout=self._settings.shutdown_timeout)
         finally:
-            if self._processes.get(worker.name) is worker:  # not before: its exit is reported by its name
+            if self._processes.get(worker.name) is worker:  # not before: the exit is reported by the name
                 del self._processes[worker.name]
             await self._manager.stop(worker.name)
 
     def death(self, rank: int | None = None, story: str = "") -> Callable[[], WorkerDied]:
-        """Return the factory of the error for a worker that has exited, cannot be started, or hangs in its exit.
-
-        Args:
-            rank: The worker; None: all workers that have exited, of which there is one at least.
-            story: Added to the text.
-        """
+        """Return the factory of the error for a worker without a process; None: for all workers that have exited."""
         exited = sorted(rank for rank, each in self.workers.items() if each.exited.done())
         if rank is None:
             rank = exited[0]
@@ -184,7 +178,7 @@ class WorkerProcesses:
             text += f"; {story}"
         first = found[0]
         tail = []
-        with suppress(ValueError):  # it was discarded, and no other process could be started
+        with suppress(ValueError):  # the process was discarded, and no other process could be started
             tail = self._manager.last_lines(first.name)
         return functools.partial(WorkerDied, rank, first.name, first.pid, first.exitcode, text, tail)
 
@@ -204,13 +198,13 @@ class WorkerProcesses:
         return ", ".join(texts)
 
     def forget(self) -> None:
-        """Stop watching the processes, and close the sockets to them. Idempotent."""
+        """Stop watching the processes, and close their sockets. Idempotent."""
         self._watch.close()
         for worker in self._processes.values():
             worker.control.close()
 
     async def stop(self, patience: float) -> None:
-        """Wait that many seconds for the processes to exit by themselves, then kill the rest; 0: SIGTERM first."""
+        """Wait for the processes to exit, then kill them; ``patience`` 0: send SIGTERM first."""
         if not patience:
             await self._close()
             return
@@ -221,7 +215,6 @@ class WorkerProcesses:
             await self.kill()
 
     async def kill(self) -> None:
-        """Kill the processes that still run."""
         try:
             await ashutdown(self._manager.processes, 0)
         finally:

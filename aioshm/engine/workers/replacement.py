@@ -40,12 +40,10 @@ class Replacer:
 
     @property
     def workers(self) -> tuple[RankInfo, ...]:
-        """The workers, by rank."""
         return tuple(life.info for _, life in sorted(self._lives.items()))
 
     @property
     def standbys(self) -> int:
-        """How many standbys can take a rank immediately."""
         return len(self._standbys)
 
     def died(self, process: WorkerProcess) -> None:
@@ -66,13 +64,12 @@ class Replacer:
         return self._replace(life, "")
 
     def remove(self, rank: int) -> None:
-        """Stop replacing the worker of this rank."""
         life = self._lives.pop(rank)
         if life.task is not None:
             life.task.cancel()
 
     def describe_absent(self) -> str:
-        """Describe how workers without a replacement have died, and the state of their replacements."""
+        """Describe the deaths of absent workers, and the state of their replacements."""
         texts = []
         for info in self.workers:
             if info.state != "running":
@@ -95,7 +92,7 @@ class Replacer:
             self._session.end(self._processes.death(life.rank, f"a crash loop: {life.history.story}"))
 
     async def _start(self, life: Life) -> str:
-        """Create the worker in a standby, or else in a new process; return the cause if that failed, else ""."""
+        """Create the worker in a standby, or else in a new process; return the cause of a failure, or ""."""
         rank = life.rank
         try:
             if self._standbys:
@@ -126,7 +123,7 @@ class Replacer:
         return ""
 
     async def _prepare(self, process: WorkerProcess, work: Coroutine[Any, Any, str], what: str) -> str:
-        """Run a step of a new process; return the cause if it failed, after the exit of the process, else ""."""
+        """Run a step of a new process; return "", or after its exit the cause of a failure."""
         within_s = self._ready_timeout
         cause = ""
         try:
@@ -145,7 +142,7 @@ class Replacer:
     # Standbys
 
     def _fill(self, cause: str = "") -> None:
-        """Start the missing standbys; ``cause`` is how the last one has died, if one has."""
+        """Start the missing standbys; ``cause``: the death of the last standby."""
         if len(self._standbys) < self._wanted and (self._filling is None or self._filling.done()):
             self._filling = self._session.spawn(self._start_standbys(cause), "aioshm-starts-standbys")
 

@@ -56,7 +56,7 @@ class Call:
 
     @property
     def rank(self) -> int | None:
-        """The rank of the worker that has the call, or will get the call."""
+        """The rank of the call's worker; None: not assigned yet."""
         if self.slot is None:
             return self.wanted
         return self.slot.rank
@@ -80,7 +80,6 @@ class Call:
             self.finish()
 
     def check(self) -> None:
-        """Raise the error of the call, if there is one."""
         if self.failure is not None:
             raise self.failure()
         if self.errors:
@@ -138,7 +137,7 @@ class Schedule:
             queue = self._slot(call.wanted).queue
         if call in queue:
             queue.remove(call)
-        for slot in self._slots.values():  # other calls may have waited behind this call
+        for slot in self._slots.values():  # other calls may have waited behind the dropped call
             self._serve(slot)
 
     def answered(self, call: Call) -> None:
@@ -151,11 +150,10 @@ class Schedule:
         self._free(slot)
 
     def waiting(self) -> list[Call]:
-        """Return the calls that wait for a worker."""
         return [*self._any, *(call for slot in self._slots.values() for call in slot.queue)]
 
     def holds(self, call: Call) -> bool:
-        """Return whether the worker process that was assigned to a call is still the present one."""
+        """Return whether the process that was assigned to a call still has its rank."""
         slot = call.slot
         return slot is not None and self._slots.get(slot.rank) is slot
 
@@ -175,7 +173,7 @@ class Schedule:
         self._free(slot)
 
     def gone(self, rank: int) -> None:
-        """Note that the worker of this rank is gone; drop its calls in flight, keep the queued ones."""
+        """Drop the calls in flight of a dead worker; keep the queued calls."""
         former = self._slot(rank)
         former.present = False
         slot = self._slots[rank] = WorkerSlot(rank)
@@ -184,14 +182,14 @@ class Schedule:
         former.queue = deque()
 
     def set_leaving(self, rank: int, *, leaving: bool = True) -> None:
-        """Stop giving a worker calls of any worker; ``leaving=False``: start again."""
+        """Assign no more calls of any worker to a worker; ``leaving=False``: assign again."""
         slot = self._slot(rank)
         slot.leaving = leaving
         if not leaving:
             self._free(slot)
 
     def forget(self, rank: int) -> list[Call]:
-        """Remove a worker for good; return the calls that have waited for it."""
+        """Remove a worker for good; return its queued calls."""
         return list(self._slots.pop(rank, WorkerSlot(rank)).queue)
 
     def done(self, ranks: Iterable[int]) -> bool:

@@ -1,8 +1,8 @@
 """A worker's server: takes calls from two queues, and runs them one after the other, in the order of sending.
 
-Both queues are read all the time, also while a coroutine method is awaited, because a call may be cancelled meanwhile.
-Streams run beside the calls: a generator yields its next item between calls, an asynchronous generator also wherever it
-awaits something. Neither is ahead of its consumer by more items than agreed.
+The server reads both queues all the time, also while a coroutine method is awaited: a call may be cancelled meanwhile.
+Streams run beside the calls: a generator yields an item between calls, an asynchronous generator also at an ``await``.
+A generator is ahead of its consumer by a limited number of items.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CallOrder:
         return queued
 
     def next(self) -> Message | None:
-        """Return the next call, if it has arrived; its kind is CANCEL if it was cancelled."""
+        """Return the next call; of kind CANCEL for a cancelled call; None: not arrived yet."""
         broadcasts, requests = self._queued
         if requests and requests[0][2] <= self._last_broadcast:
             self._n_requests += 1
@@ -171,7 +171,7 @@ class CallServer:
     # Running calls
 
     async def _run_queued(self) -> None:
-        """Run the queued calls, unless another task does; a task of its own awaits their results."""
+        """Run the queued calls, unless another task does; a new task awaits their results."""
         if self._busy:
             return
         self._busy = True
@@ -258,7 +258,7 @@ class CallServer:
             await self._replies.enqueue((kind, call, 0, value))
         except (PeerDied, QueueClosed):
             raise
-        except AioshmError as error:  # it cannot be encoded, is too large, or there is no memory for it
+        except AioshmError as error:  # the value cannot be encoded, is too large, or memory is short
             await self._replies.enqueue((FAILURE, call, 0, failure_of(error)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -268,7 +268,7 @@ class CallServer:
         return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
-        """End the server if one of its own tasks has failed: its calls would never be answered."""
+        """End the server if a task has failed: its calls would never be answered."""
         self._tasks.discard(task)
         if task.cancelled():
             return

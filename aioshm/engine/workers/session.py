@@ -113,7 +113,7 @@ class Session:
         await _all(self._step(rank, self.connect(rank, worker)) for rank, worker in workers.items())
 
     async def _step(self, rank: int, step: Coroutine[Any, Any, T]) -> T:
-        """Run a step of a start; if the process has exited, raise its exit."""
+        """Run a step of the start; raise the exit of a dead process."""
         try:
             return await step
         except AioshmError:  # some are an OSError, too
@@ -123,7 +123,7 @@ class Session:
 
     async def _admit(self) -> None:
         """Let the first workers attach to the queue of calls of all workers."""
-        with suppress(AioshmError):  # a worker has died: the watch on its process reports that
+        with suppress(AioshmError):  # a worker has died: the process watch reports the exit
             await self.calls.broadcasts.wait_until_ready()
 
     async def construct(self, worker: WorkerProcess) -> RemoteFailure | None:
@@ -196,7 +196,7 @@ class Session:
             self.replacer.died(worker)
 
     def queue_ended(self, rank: int) -> None:
-        """Note that a queue or the socket of a worker has ended: its process has to exit soon."""
+        """Expect the exit of a worker after the end of its queue or socket."""
         worker = self.processes.workers.get(rank)
         if worker is not None:  # else it was asked to exit
             asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_exited, rank, worker)
@@ -210,7 +210,7 @@ class Session:
             worker.process.kill()
 
     async def lost(self, rank: int) -> NoReturn:
-        """Raise the exit of a worker whose socket or queue has ended. For groups that do not replace workers."""
+        """Raise the exit of a worker after the end of its queue or socket. For groups without ``restart``."""
         self.queue_ended(rank)
         await self.ended.wait()
         assert self.failure is not None
@@ -231,7 +231,7 @@ class Session:
             self.end(lambda: AioshmError(text))
 
     async def scale(self, n_workers: int, replacer: Replacer) -> None:
-        """Change the number of workers, in turn with the calls of all."""
+        """Change the number of workers, after earlier calls of all."""
         calls = self.calls
         async with calls.lock:
             await calls.all_present()
@@ -266,7 +266,7 @@ class Session:
         stopping = asyncio.create_task(_all(self.processes.stop_worker(rank) for rank in leaving))
         try:
             await asyncio.shield(stopping)
-        except asyncio.CancelledError:  # too late to keep them; but if the group ends, they are stopped with it
+        except asyncio.CancelledError:  # too late to keep the workers; the end of the group stops them, too
             if self.failure is not None:
                 stopping.cancel()
             await completed(stopping)
@@ -275,7 +275,7 @@ class Session:
     # The end
 
     def end(self, failure: Callable[[], AioshmError]) -> None:
-        """Fail every call from now on, also waiting ones; only the first failure counts."""
+        """Fail all present and later calls; only the first failure counts."""
         if self.failure is None:
             self.failure = failure
             self.ended.set()
@@ -307,7 +307,7 @@ class Session:
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Run coroutines side by side; if one fails, cancel the others and wait for them."""
+    """Run coroutines concurrently; after a failure, cancel all and wait for them."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

@@ -118,11 +118,11 @@ class Worker:
 
     @property
     def terminated(self) -> bool:
-        """Whether SIGTERM ends the process: a cancellation does not come from the method then."""
+        """Whether SIGTERM ends the process, and cancels the running method."""
         return self._termination.came
 
     async def create(self, rank: int, construction: bytes | bytearray) -> RemoteFailure | None:
-        """Create the object by a pickled call; return the exception, if the call raises one."""
+        """Create the object by a pickled call; return the exception of the call."""
         try:
             constructor, args, kwargs = pickle.loads(construction)
             if takes_rank(constructor):
@@ -146,7 +146,7 @@ class Worker:
             self._termination.interrupts = False
 
     async def close(self) -> None:
-        """Call the object's ``close``, if it has one; SIGTERM does not end that call."""
+        """Call the object's method ``close``, uninterrupted by SIGTERM."""
         self._termination.ignored = not self._termination.came
         close: Callable[[], Any] | None = getattr(self._object, "close", None)
         if callable(close):
