@@ -245,17 +245,17 @@ class EngineClient(AsyncClosing):
 
         Args:
             request: Has a ``request_id``, a string that no other request in flight has, as an attribute, a key, or the
-                first item of an array. The id of an aborted request is free immediately, except for engines of vLLM,
-                whose late outputs would reach the new request. The id of a stream whose last wait was cancelled is
-                free, too: this aborts the former request. Arrays may be changed once this returns.
+                first item of an array. The id of an aborted request is free immediately, at engines of vLLM after 60 s.
+                The id of a stream whose last wait was cancelled is free, too: this aborts the former request. Arrays
+                may be changed once this returns.
             engine: The rank of the engine; None: the least busy engine.
 
         Raises:
             CodecError: The request cannot be encoded.
             EngineDead: An engine is dead.
             QueueClosed, RoleError: The client is closed, or not ready.
-            TypeError, ValueError: The request has another type than ``request_type``, no id or a used one, or there is
-                no such engine.
+            TypeError, ValueError: The request has another type than ``request_type``, no id or one that is not free, or
+                there is no such engine.
         """
         return OutputStream(self.send_request(request, engine), self._link.leave)
 
@@ -283,6 +283,7 @@ class EngineClient(AsyncClosing):
         if former is not None:
             link.leave(former)
         while True:
+            link.pending.check_reuse(request_id, rank)
             generation, marked = link.pending.new_generation(rank, frames)
             try:
                 link.send(rank, _ADD, marked)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from aioshm.engine.protocol.messages import (
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from aioshm.engine.client.engines import LoadBalancer
 
 Output = TypeVar("Output")
+
+REUSE_AFTER_S = 60.0
+"""How long the id of an aborted request is refused for engines of vLLM, whose late outputs have no generation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -193,6 +197,7 @@ class Pending:
         self._generations = count(1 + secrets.randbits(48))
         self._marking: set[int] = set()  # the ranks of engines that have sent generations
         self._unmarked: set[int] = set()  # the ranks of vLLM's engines, which get no generations
+        self._aborted: dict[tuple[int, str], float] = {}  # times of aborts at vLLM's engines, by rank and id
 
     # Requests
 
@@ -209,6 +214,15 @@ class Pending:
         if rank in self._unmarked:
             return generation, request
         return generation, mark(request, generation)
+
+    def check_reuse(self, request_id: str, rank: int) -> None:
+        """Raise if late outputs of an aborted request could be taken for those of a new request with the same id."""
+        left = self._aborted.get((rank, request_id), -REUSE_AFTER_S) + REUSE_AFTER_S - monotonic()
+        if left > 0:
+            raise ValueError(
+                f"request_id {request_id!r} is that of an aborted request at engine {rank}, whose late outputs could "
+                f"not be told apart; use another id, or wait for {left:.0f} s"
+            )
 
     def add(self, request_id: str, rank: int, generation: int, request: list[Frame] | None = None) -> Inbox:
         """Add a request that was sent to an engine."""
@@ -228,6 +242,12 @@ class Pending:
     def abort(self, request_id: str) -> None:
         """End a request that its user does not want any more."""
         rank = self.inboxes[request_id].engine
+        if rank in self._unmarked:
+            now = monotonic()
+            while self._aborted and now - next(iter(self._aborted.values())) > REUSE_AFTER_S:
+                del self._aborted[next(iter(self._aborted))]
+            self._aborted.pop((rank, request_id), None)  # the dict is in the order of time
+            self._aborted[rank, request_id] = now
         text = f"request {request_id!r} was aborted before its last output"
         self._end(request_id, lambda: RequestAborted(text, engine=rank, request_id=request_id))
 

@@ -11,6 +11,7 @@ import zmq
 from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
 
 from aioshm.engine import EngineClient
+from aioshm.engine.client import requests
 from aioshm.engine.protocol.messages import MarkedOutputs, mark, pop_mark
 from aioshm.errors import RequestAborted, RequestFailed
 
@@ -186,12 +187,20 @@ async def test_generations_that_do_not_fit_their_outputs_are_dropped(caplog: pyt
         assert len(await collected(serving.client.submit(ask("a")))) == 3
 
 
-async def test_engine_of_vllm_never_sees_generations() -> None:
+async def test_engine_of_vllm_never_sees_generations_and_aborted_ids_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with clients_of(here_and_there(), 1, 1) as serving:
         client = serving.client
         with zmq.Context() as context, BareEngine(context, client, vllm_version="0.33.0") as engine:
             await client.wait_until_ready(30)
             stream = client.submit(ask("a"))
             assert await engine.hears() == [b"\x00", msgspec.msgpack.encode(ask("a"))]
+            await stream.aclose()
+            with pytest.raises(ValueError, match=r"an aborted request at engine 0.*use another id, or wait for 60 s"):
+                client.submit(ask("a"))
+            assert client.in_flight == 0
+            monkeypatch.setattr(requests, "REUSE_AFTER_S", 0.0)
+            stream = client.submit(ask("a"))
             engine.says(said("own", finish_reason="stop"))
             assert await words(stream) == "own"
