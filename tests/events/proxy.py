@@ -1,4 +1,4 @@
-"""What stands between a publisher and its subscribers."""
+"""Proxies between a publisher and its subscribers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import random
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import zmq
 
@@ -14,32 +14,25 @@ from .helpers import ANY
 
 
 class LossyProxy:
-    """Stands between a publisher's PUB and a subscriber and drops a share of the messages."""
+    """Stands between a publisher's PUB and a subscriber, and drops a share of the messages."""
 
     def __init__(self, upstream: str, share: float, seed: int = 1) -> None:
-        context = zmq.Context.instance()
-        self._front: zmq.Socket[bytes] = context.socket(zmq.SUB)
-        self._back: zmq.Socket[bytes] = context.socket(zmq.PUB)
-        for end in (self._front, self._back):
-            end.set_hwm(0)
-            end.linger = 0
+        self._front = _socket(zmq.SUB)
         self._front.subscribe(b"")
         self._front.connect(upstream)
         self.upstream = upstream
+        self._back: zmq.Socket[bytes] | None = _socket(zmq.PUB)
         self._back.bind(ANY)
         self.endpoint = self._back.last_endpoint.rstrip(b"\0").decode()
         self._random = random.Random(seed)
         self._share = share
-        self.dropped = 0
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         while True:
             while self._front.poll(0):
                 frames = self._front.recv_multipart()
-                if self._random.random() < self._share:
-                    self.dropped += 1
-                else:
+                if self._back is not None and self._random.random() >= self._share:
                     self._back.send_multipart(frames)
             await asyncio.sleep(0.001)
 
@@ -48,19 +41,42 @@ class LossyProxy:
         self._front.connect(upstream)
         self.upstream = upstream
 
+    def cut(self) -> None:
+        """End all connections; `bind_again` accepts new ones."""
+        assert self._back is not None
+        self._back.close()
+        self._back = None
+
     def bind_again(self) -> bool:
-        """Bind where it was; False as long as ZeroMQ has not given the address back."""
+        """Bind the old endpoint; False as long as ZeroMQ has not released the address."""
+        back = _socket(zmq.PUB)
         try:
-            self._back.bind(self.endpoint)
+            back.bind(self.endpoint)
         except zmq.ZMQError:
+            back.close()
             return False
+        self._back = back
         return True
+
+    async def __aenter__(self) -> LossyProxy:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._front.close()
-        self._back.close()
+        if self._back is not None:
+            self._back.close()
+
+
+def _socket(kind: int) -> zmq.Socket[bytes]:
+    made: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    made.set_hwm(0)
+    made.linger = 0
+    return made
 
 
 @contextmanager
@@ -73,50 +89,3 @@ def kept_endpoint() -> Iterator[str]:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         keeper.bind(("127.0.0.1", 0))
         yield f"tcp://127.0.0.1:{keeper.getsockname()[1]}"
-
-
-class TcpProxy:
-    """Forwards TCP connections to an endpoint, and can cut them."""
-
-    def __init__(self, upstream: str) -> None:
-        self._upstream = int(upstream.rpartition(":")[2])
-        self._serving: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> TcpProxy:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self._server.close()
-        await self.cut()
-
-    async def cut(self) -> None:
-        """End all connections; peers may connect again."""
-        for task in self._serving:
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._upstream)
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_forward(reader, up_writer))
-                group.create_task(_forward(up_reader, writer))
-        except asyncio.CancelledError:  # the connection is cut
-            return
-        finally:
-            for each in (writer, up_writer):
-                each.close()
-
-
-async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-        writer.close()

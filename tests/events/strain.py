@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 
-ATTACKER = Path(__file__).with_name("attacker.py")
+import zmq
+
 # What strangers may do to one loop, and to its process.
 HELD_S = 0.05
 MEMORY_KB = 64 << 10
@@ -59,24 +61,37 @@ class Strain:
         assert self.grown_kb <= MEMORY_KB, f"memory has grown by {self.grown_kb} KB"
 
 
+def array(length: int) -> bytes:
+    return b"\xdd" + length.to_bytes(4, "big")
+
+
+# An event in the form of an array, up to its tokens.
+STORED = b"\x97\xabBlockStored\x91\x01\xc0"
+# Events of batches that are expensive to decode.
+ATTACKS = {
+    "nils": array(2_000_000) + b"\xc0" * 2_000_000,
+    "legal-nils": array(65_536) + b"\xc0" * 65_536,
+    "tokens": array(1) + STORED + array(650_000) + b"\xcd\x7f\xff" * 650_000 + b"\x01\xc0\xc0",
+    "nested": array(1) + b"\x99" + STORED[1:] + b"\x90\x01\xc0\xc0\xc0\x91" + array(2_000_000) + b"\x90" * 2_000_000,
+}
+
+
 @asynccontextmanager
-async def attack(
-    endpoint: str, kind: str, name: str, seconds: float = 2.0, connections: int = 1
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Attack the port of ``endpoint`` with clients of type ``kind``, from another process."""
-    port = endpoint.rpartition(":")[2]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(ATTACKER), port, kind, name, str(seconds), str(connections), stdout=asyncio.subprocess.PIPE
-    )
+async def attack(endpoint: str, name: str) -> AsyncIterator[None]:
+    """Send such batches to a subscriber that binds, from another process."""
+    process = await asyncio.create_subprocess_exec(sys.executable, __file__, endpoint, name)
     try:
-        yield process
+        yield
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+        process.kill()
+        await process.wait()
 
 
-async def cuts(process: asyncio.subprocess.Process) -> int:
-    """Wait until an attacker has given up, or its time is over; return how often it was hung up on."""
-    output, _ = await process.communicate()
-    return int(output.split()[1])
+if __name__ == "__main__":
+    stranger: zmq.Socket[bytes] = zmq.Context().socket(zmq.XPUB)
+    stranger.connect(sys.argv[1])
+    stranger.recv()  # a subscription
+    for number in count():
+        payload = b"\x93\xcb" + bytes(8) + ATTACKS[sys.argv[2]] + b"\x07"
+        stranger.send_multipart([b"", number.to_bytes(8, "big"), payload])
+        time.sleep(0.01)

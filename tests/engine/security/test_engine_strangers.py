@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from events.attacker import GREETING
 from peers import Peers, complete, pack, published, start, starts
 from served_engine import Engine, Serving, ask, collected, served
 from startups import engine
@@ -38,6 +37,7 @@ from aioshm.zeromq.monitor import ENDED, MISMATCH
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 LOOPBACK = "tcp://127.0.0.1:0"
 NOBODY = 65534
 MOST_S, MOST_BYTES = 0.05, 64 << 20

@@ -26,7 +26,7 @@ from aioshm.events.protocol.decoding import (
 )
 from aioshm.events.protocol.encoding import BatchEncoder
 
-from ..attacker import STORED, array
+from ..strain import STORED, array
 
 ROOT = Path(__file__).parents[3]
 pack = msgspec.msgpack.encode

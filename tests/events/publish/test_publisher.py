@@ -26,7 +26,7 @@ from aioshm.events import (
 )
 from aioshm.events.protocol.decoding import BatchDecoder
 
-from ..helpers import ANY, PATIENCE_S, Ends, batch, take, within
+from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until, take, within
 
 
 async def test_frames_numbers_and_rank(ends: Ends, raw: Any) -> None:
@@ -317,6 +317,15 @@ async def test_a_forgotten_publisher_warns_and_closes(nothing_left: None) -> Non
     await until(lambda: not [t for t in threading.enumerate() if t.name.startswith("aioshm-events")])
     async with ZmqEventPublisher(0, endpoint, bind=True):  # the port is free again
         pass
+
+
+async def test_hundreds_of_subscribers_come_at_once(ends: Ends, raw: Any) -> None:
+    publisher = ends.publisher(topic="kv@pod-7@model")
+    fleet = [raw(zmq.SUB, publisher.endpoint).socket for _ in range(300)]
+    for number, one in enumerate(fleet):
+        for prefix in ("kv@pod-7", f"kv@pod-{number}@model", f"routers/{number}"):
+            one.subscribe(prefix)
+    await publish_until(publisher, lambda: all(one.poll(0) for one in fleet))
 
 
 async def test_publishing_waits_for_nobody(ends: Ends) -> None:

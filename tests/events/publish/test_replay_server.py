@@ -12,6 +12,7 @@ from support import until
 
 from aioshm.events import Received
 from aioshm.events.protocol import wire
+from aioshm.events.protocol.decoding import BatchDecoder
 from aioshm.events.publish import replay_server
 
 from ..helpers import PATIENCE_S, Ends, batch, take
@@ -34,12 +35,21 @@ async def test_replay_answers(ends: Ends, raw: Any, form: Any) -> None:
     assert publisher.stats().replay_requests == 3
 
 
-async def test_a_req_socket_gets_one_answer(ends: Ends, raw: Any) -> None:
-    """A REQ takes one reply a request: the first; asking for what is not there yet gives the end marker."""
-    publisher = ends.publisher()
+async def test_req_socket_as_in_vllms_example_fetches_batch_after_batch(ends: Ends, raw: Any) -> None:
+    """A REQ takes the first reply of each answer; after the last batch that is the end marker."""
+    publisher = ends.publisher(topic="kv-events")
+    for n in range(5):
+        publisher.publish(batch(n))
+    await publisher.flush(PATIENCE_S)
     client = raw(zmq.REQ, publisher.replay_endpoint)
-    client.socket.send(wire.pack_seq(0))
-    assert await client.receive() == wire.end_reply("topic")[1:]
+    for n in range(5):
+        client.socket.send(wire.pack_seq(n))
+        topic, seq, payload = await client.receive()
+        assert (topic, seq) == (b"kv-events", wire.pack_seq(n))
+        assert BatchDecoder().decode(payload).events == batch(n).events
+    for start in (5, 1 << 40):
+        client.socket.send(wire.pack_seq(start))
+        assert await client.receive() == wire.end_reply("topic")[1:]
 
 
 async def test_malformed_requests_are_counted_named_and_answered_with_the_end(

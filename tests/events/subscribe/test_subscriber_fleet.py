@@ -31,7 +31,7 @@ from aioshm.events import (
 )
 
 from ..helpers import ANY, PATIENCE_S, Ends, batch
-from ..proxy import TcpProxy, kept_endpoint
+from ..proxy import LossyProxy, kept_endpoint
 from ..raw import RawPublisher
 
 GONE_S = 0.5
@@ -236,13 +236,15 @@ async def test_iteration_raises_for_a_publisher_that_is_gone(ends: Ends) -> None
 async def test_idle_publisher_whose_connection_broke_is_not_gone_where_replay_confirms_it(ends: Ends) -> None:
     publisher = ends.publisher()
     async with (
-        TcpProxy(publisher.endpoint) as proxy,
+        LossyProxy(publisher.endpoint, 0.0) as proxy,
         followed(proxy.endpoint, publisher.replay_endpoint) as (subscriber, following),
     ):
         publisher.publish(batch(0))
         await following.received(0)
         await until(lambda: not subscriber.unconnected, "the connection")
-        await proxy.cut()
+        proxy.cut()
+        await until(lambda: subscriber.unconnected, "the end of the connection")
+        await until(proxy.bind_again)
         await until(lambda: subscriber.stats().reconnects, "another connection")
         asked = publisher.stats().replay_requests
         # Each question comes within a third of `gone_after_s`.

@@ -45,15 +45,12 @@ def endpoints() -> Iterator[tuple[str, str]]:
 @pytest.mark.slow_on_uvloop
 async def test_the_lost_end_of_a_stream_is_found(ends: Ends) -> None:
     publisher = ends.publisher()
-    proxy = LossyProxy(publisher.endpoint, 1.0)
-    try:
+    async with LossyProxy(publisher.endpoint, 1.0) as proxy:
         subscriber = EventSubscriber(proxy.endpoint, publisher.replay_endpoint, check_interval=0.05)
         async with subscriber:
             for n in range(5):
                 publisher.publish(batch(n))
                 assert (await take(subscriber, 1))[0].seq == n  # type: ignore[union-attr]
-    finally:
-        await proxy.close()
 
 
 @pytest.mark.parametrize("late", ["the timer", "the loop"])
@@ -81,8 +78,7 @@ async def test_an_answer_that_takes_long_is_read_to_its_end(ends: Ends, late: st
 
 async def test_without_replay_a_gap_is_reported(ends: Ends) -> None:
     publisher = ends.publisher(replay=None)
-    proxy = LossyProxy(publisher.endpoint, 0.3)
-    try:
+    async with LossyProxy(publisher.endpoint, 0.3) as proxy:
         async with EventSubscriber(proxy.endpoint) as subscriber:
             at, lost = -1, 0
             n = 0
@@ -99,8 +95,6 @@ async def test_without_replay_a_gap_is_reported(ends: Ends) -> None:
                     at = last
                     lost += isinstance(item, Lost)
             assert lost
-    finally:
-        await proxy.close()
 
 
 @pytest.mark.slow_on_uvloop
@@ -192,21 +186,18 @@ async def test_what_is_overdue_at_once(ends: Ends) -> None:
 async def test_a_connection_that_breaks_is_resumed(ends: Ends) -> None:
     """Everything that was published while there was no connection comes by replay."""
     publisher = ends.publisher()
-    proxy = LossyProxy(publisher.endpoint, 0.0)
-    try:
+    async with LossyProxy(publisher.endpoint, 0.0) as proxy:
         async with EventSubscriber(proxy.endpoint, publisher.replay_endpoint, check_interval=0.05) as subscriber:
             for n in range(100):
                 publisher.publish(batch(n))
             first = await take(subscriber, 100)
-            proxy._back.unbind(proxy.endpoint)
+            proxy.cut()
             for n in range(100, 200):
                 publisher.publish(batch(n))
             await publisher.flush()
             await until(proxy.bind_again)
             items = first + await take(subscriber, 100)
             assert [item.seq for item in items if isinstance(item, Received)] == list(range(200))
-    finally:
-        await proxy.close()
 
 
 STEPS = st.lists(
