@@ -9,7 +9,6 @@
 | `AIOSHM_WAIT`            | `wait`            | `adaptive`, `spin` or `park`                                          |
 | `AIOSHM_MAX_SPIN_CPU`    | `max_spin_cpu`    | share of a core that waiting for periodic messages may spin away      |
 | `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without movement before a report, and between reports         |
-| `AIOSHM_LAG_WARNING_S`   | `lag_warning_s`   | seconds that a reader may hold the writer back before a report        |
 | `AIOSHM_REMOTE_TIMEOUT_S` | `remote_timeout` | seconds of silence after which the other end of a connection is dead  |
 | `AIOSHM_NATIVE`          |                   | `0` runs the Python twins although the native parts were built        |
 | `AIOSHM_ENGINE_READY_TIMEOUT_S` |            | seconds without progress after which a startup of engines has failed  |
@@ -45,7 +44,6 @@ SLOW_READER: tuple[SlowReader, ...] = ("block", "evict", "skip")
 
 MAX_SPIN_CPU = 0.10
 STALL_WARNING_S = 60.0
-LAG_WARNING_S = 60.0
 PREFAULT_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 36
 LINGER_S = 10.0
@@ -102,8 +100,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         max_spin_cpu: Share of a core (0 to 1) that an end may spin away for messages that come with a steady period;
             the hot streams of ``"adaptive"`` do not count.
         stall_warning_s: Seconds without progress before a report names who holds the queue up, and between reports.
-        lag_warning_s: Seconds for which the writer spends half of its time waiting for one reader, before a report says
-            which reader, since when and how far behind, and between reports.
         on_reader_death: ``"raise"``: every ``enqueue`` raises `PeerDied` until the reader is replaced or dismissed.
             ``"evict"``: the queue continues with the others, and the rank is vacant. ``"hold"``: rank and unread
             messages are kept for a replacement; the writer waits when the ring, or the window, is full. A remote
@@ -139,7 +135,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     wait: Wait = "adaptive"
     max_spin_cpu: float = MAX_SPIN_CPU
     stall_warning_s: float = STALL_WARNING_S
-    lag_warning_s: float = LAG_WARNING_S
     # Failure
     on_reader_death: OnReaderDeath = "raise"
     linger_s: float = LINGER_S
@@ -168,7 +163,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         check_int("prefault_bytes", self.prefault_bytes, minimum=0, maximum=MAX_BYTES)
         check_int("max_message_bytes", self.max_message_bytes, minimum=1, maximum=MAX_BYTES)
         check_seconds("stall_warning_s", self.stall_warning_s)
-        check_seconds("lag_warning_s", self.lag_warning_s)
         if self.linger_s != 0:
             check_seconds("linger_s", self.linger_s)
         check_seconds("remote_timeout", self.remote_timeout)
@@ -230,7 +224,6 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "AIOSHM_WAIT": ("wait", str),
     "AIOSHM_MAX_SPIN_CPU": ("max_spin_cpu", _number),
     "AIOSHM_STALL_WARNING_S": ("stall_warning_s", _number),
-    "AIOSHM_LAG_WARNING_S": ("lag_warning_s", _number),
     "AIOSHM_REMOTE_TIMEOUT_S": ("remote_timeout", _number),
 }
 

@@ -272,7 +272,6 @@ OPTIONS: list[tuple[str, list[Any]]] = [
     ("wait", [5, NAN, True, NUMBERS, TEXT]),
     ("max_spin_cpu", [NAN, INF, -1, 2, 10**400, ENDLESS, True, TEXT, None]),
     ("stall_warning_s", NO_OPTION_SECONDS),
-    ("lag_warning_s", NO_OPTION_SECONDS),
     ("linger_s", [value for value in NO_OPTION_SECONDS if value != 0]),
     ("on_reader_death", [5, NAN, True, NUMBERS, TEXT]),
     ("max_readers", [*(value for value in NO_SMALL_COUNT if value is not None), 1 << 17]),

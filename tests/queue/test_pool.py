@@ -90,7 +90,7 @@ class TestBackpressure:
 
     async def test_a_batch_goes_in_parts_for_which_there_are_chunks(self) -> None:
         async with attached(1, **FULL) as (writer, (reader,)):
-            with pytest.raises(TimeoutError, match="2 chunks did not become free: rank 0"):
+            with pytest.raises(TimeoutError, match="no chunk became free: rank 0"):
                 await writer.enqueue_many([b"1", LARGE, b"2", LARGE, b"3", LARGE, b"4", LARGE], 0.02)
             assert writer.stats().messages == 5
             assert await reader.dequeue_many(9, 5) == [b"1", LARGE, b"2", LARGE, b"3"]
@@ -98,7 +98,7 @@ class TestBackpressure:
     async def test_a_batch_is_sent_whole_or_not_at_all(self) -> None:
         async with attached(1, **FULL) as (writer, (reader,)):
             await writer.enqueue(LARGE)
-            with pytest.raises(TimeoutError, match="2 chunks did not become free"):
+            with pytest.raises(TimeoutError, match="no chunk became free"):
                 await writer.enqueue_many([b"1", LARGE, LARGE], 0.02)
             assert writer.stats().messages == 1
             assert await reader.dequeue(5) == LARGE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioshm.codec import Encoded
@@ -24,12 +23,6 @@ EVICT_POLL_S = 0.05
 
 ZEROMQ_POLL_S = 0.002
 """How often a writer with a full window checks whether ZeroMQ has released sent messages; ZeroMQ does not notify."""
-
-LAG_SHARE = 0.5
-"""A reader holds the writer back while the writer spends at least this share of its time waiting for the reader."""
-
-LAG_SAMPLE_S = 0.01
-"""How often to determine the slowest readers: with many readers, this takes as long as a short wait."""
 
 
 class Need(NamedTuple):
@@ -53,7 +46,6 @@ class Room:
         self._inline_bytes = layout.inline_bytes
         # Shorter encoded messages need one slot and no chunk.
         self._small_bytes = min(layout.inline_bytes, options.max_message_bytes)
-        self._lag = LagWatch(options.lag_warning_s, options.stall_warning_s, self._report_lag)
         self._stall: Stall | None = None
         self._stalled_at = -1
         self._wanted = Need(1, ())  # of the waiting call
@@ -119,8 +111,6 @@ class Room:
         assert poller is not None
         ring.want(*need)
         stall = self._stall_of_writing(need)
-        began = monotonic()
-        slowest = self._lag.slowest(began, lambda: self._ring.slowest(*need))
         state.wake_peers()
         try:
             if await poller.wait(
@@ -132,11 +122,10 @@ class Room:
             ):
                 state.new_turn()
         except TimeoutError:
-            raise TimeoutError(f"{state!r}: {self._why_late(need)}: {self._laggards(need)}") from None
+            raise TimeoutError(f"{state!r}: no {self._lacking(need)} became free: {self._laggards(need)}") from None
         finally:
             stall.pause()
             if not state.dismantled:
-                self._lag.waited(slowest, began, monotonic())
                 ring.want_nothing()
                 core.spin_ns = poller.inline_spin_ns
 
@@ -146,8 +135,6 @@ class Room:
         assert network is not None
         assert state.loop is not None
         stall = self._stall_of_writing(Need(1, ()))
-        began = monotonic()
-        slowest = self._lag.slowest(began, network.slowest)
         try:
             while state.refusal is None and not has_room():
                 news = state.news()
@@ -166,8 +153,6 @@ class Room:
             raise TimeoutError(f"{state!r}: the window of the remote readers is full: {laggards}") from None
         finally:
             stall.pause()
-            if not state.dismantled:
-                self._lag.waited(slowest, began, monotonic())
         state.new_turn()
 
     # Reporting
@@ -183,15 +168,6 @@ class Room:
         if self._ring.ring.free(need.slots):
             return "chunk"
         return "slot"
-
-    def _why_late(self, need: Need) -> str:
-        lacking = self._lacking(need)
-        if need.slots == 1:
-            return f"no {lacking} became free"
-        count = need.slots
-        if lacking == "chunk":
-            count = len(need.large)
-        return f"{count} {lacking}s did not become free"
 
     def _window_is_full(self, need: Need) -> bool:
         """Return whether the window lacks room for any message, or the ring has room and so the window lacks it."""
@@ -218,60 +194,6 @@ class Room:
     def _report_laggards(self, waited_s: float) -> None:
         text = "%r: waited %s to write message %d: not read by %s"
         logger.warning(text, self._state, seconds(waited_s), self._core.seq, self._laggards(self._wanted))
-
-    def _report_lag(self, rank: int, held_s: float, waited_s: float) -> None:
-        registry = self._ring.registry
-        slot = registry.slots[rank]
-        if slot.in_use:
-            text = "%r: held back for %s by %s, %d messages behind: %.0f%% of that time went by waiting for it"
-            share = 100 * waited_s / held_s
-            logger.warning(text, self._state, seconds(held_s), slot.name, registry.lag(slot), share)
-
-
-class LagWatch:
-    """Reports a reader that moves, but holds the writer back: rank, seconds since that began, seconds waited."""
-
-    def __init__(self, after_s: float, stall_s: float, report: Callable[[int, float, float], None]) -> None:
-        self._after_s = after_s
-        # Longer waits are reported as stalls, and do not count.
-        self._stall_s = stall_s
-        self._report = report
-        self._episodes: dict[int, _Episode] = {}
-        self._slowest: Sequence[int] = ()
-        self._sample_at = 0.0
-
-    def slowest(self, now: float, sample: Callable[[], Sequence[int]]) -> Sequence[int]:
-        """Return the ranks that are furthest behind, as ``sample()`` returned not long before ``now``."""
-        if now >= self._sample_at:
-            self._slowest = sample()
-            self._sample_at = now + LAG_SAMPLE_S
-        return self._slowest
-
-    def waited(self, ranks: Sequence[int], began: float, ended: float) -> None:
-        """Count one wait of the writer for the readers that were furthest behind."""
-        if ended - began >= self._stall_s:
-            self._episodes.clear()
-            return
-        for rank in ranks:
-            episode = self._episodes.get(rank)
-            if episode is None or episode.waited_s + ended - began < LAG_SHARE * (ended - episode.began):
-                episode = self._episodes[rank] = _Episode(began, began + self._after_s)
-            episode.waited_s += ended - began
-            if ended >= episode.report_at:
-                episode.report_at = ended + self._after_s
-                self._report(rank, ended - episode.began, episode.waited_s)
-
-
-class _Episode:
-    """A time in which one reader holds the writer back, by ``time.monotonic()``."""
-
-    __slots__ = ("began", "report_at", "waited_s")
-
-    def __init__(self, began: float, report_at: float) -> None:
-        self.began = began
-        # How long the writer has waited for the reader.
-        self.waited_s = 0.0
-        self.report_at = report_at
 
 
 def checked_size(most: int, message: Encoded) -> int:

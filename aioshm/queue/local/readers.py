@@ -268,12 +268,6 @@ class LocalReaders:
         """Name the readers that keep so many messages from being written, as `RingWriter.laggards`."""
         return [self._slot(index).name for index in self.ring.laggards(slots, large)]
 
-    def slowest(self, slots: int = 1, large: Sequence[int] = ()) -> list[int]:
-        """Return the ranks of those among them that are furthest behind."""
-        read = {index: self.ring.messages_read(index) for index in self.ring.laggards(slots, large)}
-        least = min(read.values(), default=0)
-        return [self.ranks[index] for index, count in read.items() if count == least]
-
     def free(self, slots: int = 1, large: Sequence[int] = ()) -> bool:
         """Return whether there is room for so many messages, as `RingWriter.free`; lenient readers lose theirs."""
         if self.ring.free(slots, large):

@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import secrets
-from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
@@ -367,10 +366,6 @@ class RemoteReaders:
     def laggards(self) -> list[str]:
         """Name the readers that the window waits for."""
         return [self.registry.slots[rank].name for rank in self.flow.window.laggards()]
-
-    def slowest(self, _slots: int = 1, _large: Sequence[int] = ()) -> list[int]:
-        """Return the ranks of the readers that the window waits for."""
-        return self.flow.window.laggards()
 
     def evict_slow(self) -> bool:
         """Evict readers that are too slow for a full window; return whether there were any."""
