@@ -293,7 +293,7 @@ class Grouping:
             await queue.aclose()
 
     async def subject(self, subject: Subject) -> None:
-        from aioshm.queue.groups import making  # noqa: F401  -- else it would be read before the first collective
+        from aioshm.queue.groups import factory  # noqa: F401  -- else it would be read before the first collective
 
         with subject.starving():
             await self.make(PipeGroup(subject.pipe, 0))
