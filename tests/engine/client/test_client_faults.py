@@ -1,4 +1,4 @@
-"""A client and engines in one loop: requests that are refused, and frames that nobody should send."""
+"""A client and engines in one loop: refused requests, and invalid frames."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class TestBadFrames:
 
 @pytest.mark.parametrize("address", ["ipc", "tcp"])
 async def test_an_engine_that_is_gone_before_it_is_heard_of(address: str) -> None:
-    """What it sent is read after the end of its connection was told of."""
+    """The client reads the registration after the end of the connection."""
     loopback = "tcp://127.0.0.1:0"
     addresses = here_and_there() if address == "ipc" else EngineZmqAddresses([loopback], [loopback])
     async with clients_of(addresses, 1, 1, secure=False) as serving:

@@ -1,4 +1,4 @@
-"""Ids of requests that are used again: right after an abort, after a death, by a front end that was restarted."""
+"""Request ids that are used again: after an abort, after a death, by a restarted front end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def leave(client: EngineClient, stream: Any, way: str) -> None:
         await client.abort(stream.request_id)
     elif way == "wait_for":
         with pytest.raises(TimeoutError):
-            while True:  # until none is there already
+            while True:  # until no output is ready
                 await asyncio.wait_for(anext(stream), 1e-9)
     else:
         with pytest.raises(TimeoutError):
@@ -93,7 +93,7 @@ async def test_request_of_a_restarted_front_end_replaces_that_of_its_life_before
     async with served(Engine()) as serving:
         client, engine = serving.client, serving.engines[0]
         former = mark([msgspec.msgpack.encode(ask("a", None))], 7)
-        client._link.send(0, b"\x00", former)  # as if it came from the life before, whose end nobody has read
+        client._link.send(0, b"\x00", former)  # as if sent before a restart that the engine has not noticed
         await until(lambda: engine.given.get("a"))
         assert [output["token"] for output in await collected(client.submit(ask("a", 3)))] == [0, 1, 2]
         assert engine.aborted == ["a"]

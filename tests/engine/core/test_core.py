@@ -1,4 +1,4 @@
-"""The engine's side: what it does with frames that nobody should send, with a coordinator, and when it ends."""
+"""The engine's loop: invalid frames, a coordinator, steps, and the end."""
 
 from __future__ import annotations
 
@@ -408,5 +408,5 @@ class TestNeeds:
     )
     async def test_engine_without_a_needed_method_is_refused_before_it_says_hello(self, engine: Any, text: str) -> None:
         with pytest.raises(TypeError, match=text.replace("(", r"\(").replace(")", r"\)")):
-            async with asyncio.timeout(5):  # nobody answers at that address
+            async with asyncio.timeout(5):  # no front end is there
                 await run_engine_core(engine, get_engine_client_zmq_addr(True, ""), 0)

@@ -80,7 +80,7 @@ class Proxy:
         return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def trap(self, text: bytes, *, to_engine: bool) -> None:
-        """Swallow the next chunk in this direction that contains the text, and cut its connection."""
+        """Swallow the next chunk with this text in this direction, and cut the connection."""
         self._trap = text, to_engine
 
     def silence(self) -> None:

@@ -1,4 +1,4 @@
-"""Engines whose front end's host goes away without a packet."""
+"""Engines whose front end's host loses power."""
 
 from __future__ import annotations
 

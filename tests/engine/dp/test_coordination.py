@@ -1,4 +1,4 @@
-"""The coordinator's sockets: who is told what, and that nothing that comes does harm."""
+"""The coordinator's sockets: READY, waves, counts, and invalid messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator's process: bound, watched, stopped, and named when it fails."""
+"""The coordinator's process: start, traffic, failure, end."""
 
 from __future__ import annotations
 

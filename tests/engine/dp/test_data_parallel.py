@@ -1,4 +1,4 @@
-"""Engines in lockstep, their coordinator and a client together: nobody but the coordinator can wake who is paused."""
+"""Engines in lockstep, their coordinator and a client together: only the coordinator wakes paused engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop
 
 
 class Agreement:
-    """What an all-reduce is to engines in one loop: it takes all of them."""
+    """Stands for an all-reduce of engines in one loop: it ends when all take part."""
 
     def __init__(self, engines: int) -> None:
         self.engines = engines
@@ -76,7 +76,7 @@ async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None
         serving = await stack.enter_async_context(served(*ranks, addresses=coordinated(coordinator)))
         balance = serving.client._link.engines.balance
         for number in range(6):  # each to one engine, while all are paused
-            # Counts are published late: those of the last request would send this one elsewhere.
+            # Counts are published late: the counts of the last request would change the choice.
             await until(lambda: balance._published == {0: 0, 1: 0, 2: 0})
             async with asyncio.timeout(20):
                 outputs = await collected(serving.client.submit(ask(f"r{number}")))
@@ -120,7 +120,7 @@ async def test_over_tcp_everybody_has_keys() -> None:
 
 
 class Caching(Engine):
-    """An engine that says how full its KV cache is."""
+    """An engine that reports the usage of its KV cache."""
 
     def __init__(self, usage: float) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ async def test_requests_go_where_the_cache_is_emptier() -> None:
         for _ in range(2):
             fuller = int(empty.usage > full.usage)
             await until(lambda: balance._usage == {0: int(10 * full.usage), 1: int(10 * empty.usage)})
-            for number in range(4):  # one after the other, so that the counts are equal
+            for number in range(4):  # one by one: the counts stay equal
                 stream = serving.client.submit(ask(f"{fuller} {number}"))
                 assert stream.engine == 1 - fuller
                 await collected(stream)

@@ -1,4 +1,4 @@
-"""What passes between the coordinator, engines and front ends is vLLM's, byte for byte; garbage is refused."""
+"""Messages of the coordinator: vLLM's bytes, and garbage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aioshm.engine.protocol.control import (
 from aioshm.engine.protocol.messages import SchedulerStats, StartWave
 from aioshm.engine.protocol.waves import Published
 
-# Written by the encoder of vLLM 0.33.0: what its engines send to its coordinator.
+# Reports of engines to the coordinator, written by the encoder of vLLM 0.33.0.
 STATS = bytes.fromhex(
     "990190de0012b06e756d5f72756e6e696e675f7265717303b06e756d5f77616974696e675f7265717304b86e756d5f736b6970706564"
     "5f77616974696e675f7265717300ba6e756d5f6b765f66657463685f726571735f62795f737461676580ac737465705f636f756e7465"

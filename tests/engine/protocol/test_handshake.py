@@ -1,4 +1,4 @@
-"""The handshake without a socket: its bytes, its order, and everything that it refuses."""
+"""The handshake without sockets: bytes, order, refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from aioshm.errors import EngineStartupError, HandshakeError
 NEW, CONNECTED, READY = CoreEngineState
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
-# What releases of vLLM send, byte for byte, put together from their definitions.
+# The bytes of vLLM's releases, built from their definitions.
 HELLO_0_9_1 = b"\x82\xa6status\xa5HELLO\xa5local\xc3"
 HELLO_LATER = b"\x83\xa6status\xa5HELLO\xa5local\xc3\xa8headless\xc2"
 HELLO_HEADLESS = b"\x83\xa6status\xa5HELLO\xa5local\xc2\xa8headless\xc3"
@@ -138,7 +138,7 @@ class TestWire:
         assert engine.receive([init]) == EngineHandshakeMetadata(ADDRESSES, parallel)
 
     def test_a_plain_dataclass_is_encoded_to_the_same(self) -> None:
-        """Who builds INIT of these types with msgspec alone writes what vLLM writes."""
+        """msgspec alone writes vLLM's INIT from these types."""
         assert encode(EngineHandshakeMetadata(ADDRESSES, PARALLEL)) == INIT_0_33
 
     def test_objects_with_the_fields_attributes(self) -> None:
@@ -228,7 +228,7 @@ class TestFrontEnd:
             FrontEndHandshake([], ADDRESSES, {"lock": object()})
 
 
-# What is wrong, in which state, who sends it, the frames, and what the error says besides the engine and its state.
+# The fault, the state, the sender, the frames, and the text of the error.
 REFUSED: list[tuple[str, CoreEngineState, bytes, list[bytes], str]] = [
     (
         "a rank that is not expected",

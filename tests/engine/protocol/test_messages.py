@@ -1,4 +1,4 @@
-"""Requests, outputs and calls as bytes: vLLM's read here, ours as vLLM has read them, and garbage."""
+"""Requests, outputs and calls as bytes: vLLM's, ours as read by vLLM, and garbage."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 class FieldRequest(msgspec.Struct, array_like=True):
-    """vLLM's request as far as these tests need it."""
+    """The fields of vLLM's request that these tests use."""
 
     request_id: str
     prompt_token_ids: list[int] | None
@@ -78,7 +78,7 @@ class FieldRequest(msgspec.Struct, array_like=True):
 
 
 class FieldOutput(msgspec.Struct, array_like=True):
-    """vLLM's output as far as these tests need it."""
+    """The fields of vLLM's output that these tests use."""
 
     request_id: str
     new_token_ids: list[int]

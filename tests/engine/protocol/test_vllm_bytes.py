@@ -1,4 +1,4 @@
-"""A client with the bytes of a vLLM engine, which were captured from one."""
+"""A client against captured bytes of a vLLM engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts and waves: what is stale changes nothing, and front ends are told neither too often nor too rarely."""
+"""Counts and waves: stale reports, and the times of publications."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class TestPublishing:
         made.publish(10)
         made.load(0, load(1, 1, step=1), 12)
         made.load(1, load(1, 1, step=1), 12.01)
-        made.load(0, load(9, 9, step=2), 12.02)  # of the next one; the other engine's is on its way
+        made.load(0, load(9, 9, step=2), 12.02)  # of the next step; the other engine has not reported yet
         assert made.due() == 10 + INTERVAL_S
         assert made.publish(12.02).counts == [[1, 1, 0.0], [1, 1, 0.0]]
         made.load(1, load(9, 9, step=2), 12.03)
@@ -346,7 +346,7 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def no_change_waits_for_long(self) -> None:
         if self.changed_at is not None:
-            # One interval for the step before, one for this one, and what is left of the one that was running.
+            # An interval for the step before, an interval for this step, and the remainder of the running interval.
             assert self.waves.due() <= max(self.last_at, self.changed_at) + INTERVAL_S + STEP_S + 1e-9
             assert self.now - self.changed_at <= 3 * INTERVAL_S + STEP_S or self.steps_go_on()
         assert self.waves.due() <= self.last_at + QUIET_INTERVAL_S + 1e-9

@@ -1,11 +1,13 @@
-"""A client that goes on with the engines that live, and with those that come back."""
+"""Deaths of engines with on_engine_death="continue": failed and moved requests, replacements, late reports."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -36,6 +38,7 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
+from aioshm.engine.client.liveness import Liveness
 from aioshm.errors import EngineDead, RequestAborted
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
@@ -158,7 +161,7 @@ async def test_a_request_is_given_to_each_engine_once_at_most() -> None:
         async with back(serving, 0, Idle()):
             serving.running[1].cancel()
             with pytest.raises(EngineDead) as caught:
-                await anext(stream)  # engine 0 has had it, and what its first process has sent may still come
+                await anext(stream)  # engine 0 had it: late output of its first process may still come
             assert caught.value.engine == 1
 
 
@@ -244,7 +247,7 @@ async def test_processes_that_are_killed(place: str, watched: bool) -> None:
         for stream in endless:
             await anext(stream)
         pids = [process.pid or 0 for process in serving.manager.processes]
-        stop(pids[2], signal.SIGSTOP)  # so that what it gets now is not begun
+        stop(pids[2], signal.SIGSTOP)  # its later requests stay without output
         streams = [client.submit(ask(f"{number}", 4)) for number in range(30)]
         assert {stream.engine for stream in streams} == {0, 1, 2}
         stop(pids[2])
@@ -273,3 +276,53 @@ async def test_processes_that_are_killed(place: str, watched: bool) -> None:
 def test_arguments(options: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         EngineClient(here_and_there(), 1, options=ClientOptions(**options))
+
+
+class Elsewhere:
+    """The process of an engine on another host, whose exit is known late."""
+
+    exitcode, host = None, "10.0.0.6"
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self.name, self.pid = f"EngineCore_{rank}", pid
+        self.sentinel, self._open = os.pipe()
+
+    def end(self) -> None:
+        os.close(self._open)
+
+
+def manager_of(processes: list[Elsewhere]) -> Any:
+    return SimpleNamespace(processes=processes)
+
+
+async def test_an_exit_that_is_known_late_is_no_second_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshm.engine.client.liveness.NAME_WITHIN_S", 0.01)
+    deaths: list[EngineDead] = []
+    link: Any = SimpleNamespace(lose=lambda _: None, die=deaths.append)
+    liveness = Liveness(link)
+    first, second, third, other = processes = [Elsewhere(*each) for each in ((1, 1), (1, 2), (1, 3), (2, 4))]
+    try:
+        liveness.watch(manager_of([first, other]), ())
+        liveness.connected(1, 10, "10.0.0.6")
+        liveness.disconnected(10)
+        await until(lambda: deaths)
+        first.end()
+        other.end()
+        await until(lambda: len(deaths) == 2)
+        liveness.watch(manager_of([second]), ())
+        liveness.connected(1, 11, "10.0.0.6")
+        second.end()
+        await until(lambda: len(deaths) == 3)
+        liveness.watch(manager_of([third]), ())  # dies before it has connected
+        third.end()
+        await until(lambda: len(deaths) == 4)
+        assert [str(each) for each in deaths] == [
+            "engine 1 (10.0.0.6) is gone: its connection has ended",
+            "engine 2 (pid 4 on 10.0.0.6) exited; its exit code is not known",
+            "engine 1 (pid 2 on 10.0.0.6) exited; its exit code is not known",
+            "engine 1 (pid 3 on 10.0.0.6) exited; its exit code is not known",
+        ]
+    finally:
+        liveness.stop()
+        for each in processes:
+            os.close(each.sentinel)

@@ -1,4 +1,4 @@
-"""Front ends of an engine's host that read slowly, or not at all: what waits for them is bounded, and in order."""
+"""Front ends on an engine's host that read slowly, or not at all: their waiting outputs are bounded, and in order."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Streaming(Engine):
 
 
 class Unread:
-    """A front end whose sockets take next to nothing until they are read, as those of a process that is stopped."""
+    """A front end whose sockets have hardly any buffers, like those of a stopped process."""
 
     def __init__(self, context: zmq.asyncio.Context, addresses: EngineZmqAddresses) -> None:
         self.router, self.pull = context.socket(zmq.ROUTER), context.socket(zmq.PULL)
@@ -215,7 +215,7 @@ async def test_front_end_that_is_stopped_and_continued_is_served_again(
     tmp_path: Path,
 ) -> None:
     def outputs(index: int, first: int = 0) -> int:
-        """Return how many outputs a front end has for its latest request, if that is this one or a later one."""
+        """Return the number of outputs of a front end's latest request, if it is this request or a later one."""
         with suppress(FileNotFoundError, ValueError):
             request, had = (tmp_path / str(index)).read_text().split()
             return int(had) if int(request) >= first else 0

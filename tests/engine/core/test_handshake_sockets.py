@@ -261,7 +261,7 @@ async def test_bad_arguments_are_named(arguments: Any, error: type[Exception], t
 @pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("secure", [True, False])
 async def test_front_end_that_hangs_up_in_the_handshake_is_named(secure: bool) -> None:
-    """As a proxy does that has no backend: with keys it might be one that refuses them, without there is one reason."""
+    """Like a proxy without a backend. With keys the front end may also refuse the keys."""
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
