@@ -33,9 +33,11 @@ class EngineCoreActor:
         try:
             target(*args, **kwargs)
         except SystemExit as error:
+            if isinstance(error.code, int):
+                return error.code
             if isinstance(error.code, str):
                 print(error.code, file=sys.stderr)
-            return error.code if isinstance(error.code, int) else int(error.code is not None)
+            return int(error.code is not None)
         return 0
 
 
@@ -52,7 +54,7 @@ class EngineActor:
         self.host: str = ""  # the address of its node
         self.node_id: str = ""
         self.pid: int = 0
-        self.local_rank: int = 0
+        self.local_rank: int = -1  # its rank on its node; -1: undecided
         self.run_ref: Any = None  # Ray's reference to the result of the run; None before
         self.exitcode: int | None = None  # 1 if the engine raised; None while it runs, and after a kill or a crash
         self._ended = threading.Event()
@@ -122,7 +124,9 @@ class EngineActor:
                 os.close(self._held)
 
     def __str__(self) -> str:
-        return f"{self.name} (pid {self.pid} on {self.host})" if self.pid else self.name
+        if not self.pid:
+            return self.name
+        return f"{self.name} (pid {self.pid} on {self.host})"
 
 
 def _create(group: Any, runtime_env: Mapping[str, Any] | None) -> Any:
@@ -139,6 +143,6 @@ def _create(group: Any, runtime_env: Mapping[str, Any] | None) -> Any:
         "memory": resources.pop("memory", None),
         "resources": resources,
         "scheduling_strategy": strategy,
-        "runtime_env": dict(runtime_env) if runtime_env else None,
+        "runtime_env": runtime_env and dict(runtime_env),
     }
     return ray.remote(EngineCoreActor).options(**options).remote()

@@ -98,39 +98,39 @@ def create_dp_placement_groups(
             time.sleep(_POLL_S)
     groups: list[Any] = []
     try:
-        for rank, place in enumerate(places):
-            groups.append(_group_on(place.node.id, rank, needs))
+        for rank, node in enumerate(places):
+            groups.append(_group_on(node, rank, needs))
         await_groups(groups, time.monotonic() + timeout)
     except BaseException:
         remove_groups(groups)
         raise
-    return groups, [place.local_rank for place in places]
+    return groups, [places[:rank].count(node) for rank, node in enumerate(places)]
 
 
 def reserve_room(rank: int, local: bool, needs: EngineNeeds) -> Any:
     """Reserve room for one engine: local on this node, else on another node if any has room."""
     found = nodes(needs.device)
     try:
-        place = place_engines(found, 1, int(local), needs)[0]
+        node = place_engines(found, 1, int(local), needs)[0]
     except EngineStartupError as too_small:
         try:
-            place = place_engines(found, 1, 1, needs)[0]
+            node = place_engines(found, 1, 1, needs)[0]
         except EngineStartupError:
             raise too_small from None
-    group = _group_on(place.node.id, rank, needs)
+    group = _group_on(node, rank, needs)
     if not group.wait(_RESERVED_S):  # another engine took the room, or the node has left
         remove_groups([group], wait=False)
-        raise EngineStartupError(f"node {place.node.address} has room for {needs}, and Ray has not reserved it")
+        raise EngineStartupError(f"node {node.address} has room for {needs}, and Ray has not reserved it")
     return group
 
 
-def _group_on(node_id: str, rank: int, needs: EngineNeeds) -> Any:
+def _group_on(node: Node, rank: int, needs: EngineNeeds) -> Any:
     bundles = needs.bundles()
     return require_ray().util.placement_group(
         bundles,
         strategy="STRICT_PACK",
         name=f"dp_rank_{rank}",
-        bundle_label_selector=[{NODE_LABEL: node_id}] * len(bundles),
+        bundle_label_selector=[{NODE_LABEL: node.id}] * len(bundles),
     )
 
 

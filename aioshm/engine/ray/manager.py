@@ -150,9 +150,12 @@ class CoreEngineActorManager(Closing, AsyncClosing):
                 cluster.await_groups(groups, deadline)
             self._groups.update(enumerate(groups))
             for rank in range(engine_count):
-                self.actors.append(self._create(rank))
-            for rank, actor in enumerate([*self.actors]):
-                self._run(actor, deadline, local_dp_ranks[rank] if local_dp_ranks else None)
+                actor = self._create(rank)
+                self.actors.append(actor)
+                if local_dp_ranks is not None:
+                    actor.local_rank = local_dp_ranks[rank]
+            for actor in [*self.actors]:
+                self._run(actor, deadline)
         except BaseException:
             self.close()
             raise
@@ -258,15 +261,14 @@ class CoreEngineActorManager(Closing, AsyncClosing):
     def _create(self, rank: int) -> EngineActor:
         return EngineActor(rank, self.is_local(rank), self._groups[rank], self._plan.runtime_env)
 
-    def _run(self, actor: EngineActor, deadline: float, local_rank: int | None = None) -> None:
+    def _run(self, actor: EngineActor, deadline: float) -> None:
         """Wait until the process of an actor runs, let the engine run in it, and add it to the actors."""
         rank = actor.rank
         while not actor.await_process(min(_POLL_NODE_S, deadline - time.monotonic())):
             self._check_wanted(rank)
             trouble = cluster.trouble_of(actor.group)
             if time.monotonic() > deadline or (trouble and self._plan.needs is not None):
-                reason = f": {trouble}" if trouble else ""
-                raise EngineStartupError(f"the actor of {actor.name} was not started in time{reason}")
+                raise EngineStartupError(f"the actor of {actor.name} was not started in time: {trouble or 'pending'}")
         here = cluster.require_ray().util.get_node_ip_address()
         if actor.local and actor.host != here:
             raise EngineStartupError(f"{actor} is to be local, but its placement group is not on {here}")
@@ -275,11 +277,10 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         with self._changed:
             self._check_wanted(rank)
             others = [each for each in self.actors if each.rank != rank]
-            if local_rank is None:
+            if actor.local_rank < 0:
                 used = {each.local_rank for each in others if each.node_id == actor.node_id}
-                local_rank = next(number for number in count() if number not in used)
-            actor.local_rank = local_rank
-            ranks = {"dp_rank": rank, "local_dp_rank": local_rank, "local_client": actor.local}
+                actor.local_rank = next(number for number in count() if number not in used)
+            ranks = {"dp_rank": rank, "local_dp_rank": actor.local_rank, "local_client": actor.local}
             keys = keys_to_hand_over(plan.keys, rank, self.next_incarnation(rank))
             actor.run(plan.target, plan.args, {**plan.kwargs, **ranks}, keys)
             self._starts[rank] = self.next_incarnation(rank) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from aioshm.errors import EngineStartupError
 
@@ -48,7 +48,9 @@ class EngineNeeds:
         """Return the bundles of the engine's placement group."""
         if self.worker_bundles:
             return [{self.device: 1.0} for _ in range(self.world_size)] + [{"CPU": self.cpus}]
-        return [{self.device: float(self.world_size), "CPU": self.cpus} if self.world_size else {"CPU": self.cpus}]
+        if self.world_size:
+            return [{self.device: float(self.world_size), "CPU": self.cpus}]
+        return [{"CPU": self.cpus}]
 
     def __str__(self) -> str:
         return f"{self.world_size} {self.device} and {self.cpus:g} CPU"
@@ -56,56 +58,58 @@ class EngineNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the cluster."""
+    """A node of the cluster, with its free devices and CPUs."""
 
-    id: str  # in the cluster
+    id: str
     address: str
-    devices: float  # how many devices are free
-    cpus: float  # how many CPUs are free
+    devices: float
+    cpus: float
     head: bool = False  # whether the front end is on it
 
     def room(self, needs: EngineNeeds) -> int:
         """Return how many engines fit."""
         room = int(self.cpus / needs.cpus)
-        return min(room, int(self.devices) // needs.world_size) if needs.world_size else room
+        if needs.world_size:
+            room = min(room, int(self.devices) // needs.world_size)
+        return room
 
 
-class Place(NamedTuple):
-    """The node of an engine."""
-
-    node: Node
-    local_rank: int  # its rank among the engines of that node
-
-
-def place_engines(nodes: Sequence[Node], engine_count: int, local_engine_count: int, needs: EngineNeeds) -> list[Place]:
-    """Return the nodes of engines, by rank: local ones on the head node, the others packed on the other nodes.
+def place_engines(nodes: Sequence[Node], engine_count: int, local_engine_count: int, needs: EngineNeeds) -> list[Node]:
+    """Return the node of each engine: local engines on the head node, the others packed on the other nodes.
 
     Nodes with the most room come first, so that few nodes have engines.
     """
-    head = next((node for node in nodes if node.head), None)
-    room = head.room(needs) if head is not None else 0
+    places: list[Node] = []
+    remote = []
+    where = "a head node, which is missing,"
+    room = 0
+    for node in nodes:
+        if node.head:
+            places = [node] * local_engine_count
+            where = f"the head node {node.address}"
+            room = node.room(needs)
+        else:
+            remote.append(node)
     if room < local_engine_count:
-        where = f"the head node {head.address}" if head is not None else "a head node, which is not there,"
         raise _too_small(f"{local_engine_count} engines are to run on {where} with room for {room}", nodes, needs)
-    places = [Place(head, rank) for rank in range(local_engine_count)] if head is not None else []
-    others = sorted((node for node in nodes if not node.head), key=lambda node: (-node.room(needs), node.id))
-    for node in others:
+    for node in sorted(remote, key=lambda node: (-node.room(needs), node.id)):
         room = node.room(needs)
         if needs.pack_strategy == "strict" and local_engine_count:
-            room = local_engine_count if room >= local_engine_count else 0
-        places += [Place(node, rank) for rank in range(min(room, engine_count - len(places)))]
+            room = local_engine_count * (room >= local_engine_count)
+        places += [node] * min(room, engine_count - len(places))
     if len(places) < engine_count:
-        found = f"{engine_count - local_engine_count} engines are to run on other nodes than the head, with room for "
-        raise _too_small(f"{found}{len(places) - local_engine_count}", nodes, needs)
+        missing = f"{engine_count - local_engine_count} engines are to run on other nodes than the head"
+        raise _too_small(f"{missing}, with room for {len(places) - local_engine_count}", nodes, needs)
     return places
 
 
 def _too_small(shortage: str, nodes: Sequence[Node], needs: EngineNeeds) -> EngineStartupError:
-    free = (
-        f"{node.address}{' (head)' if node.head else ''}: {node.devices:g} {needs.device}, {node.cpus:g} CPU"
-        for node in nodes
-    )
-    packed = f", {needs.pack_strategy!r} packed" if needs.pack_strategy != "fill" else ""
-    return EngineStartupError(
-        f"the cluster is too small: {shortage}. Each needs {needs}{packed}. Free are: {'; '.join(free) or 'no nodes'}"
-    )
+    free = []
+    for node in nodes:
+        name = f"{node.address} (head)" if node.head else node.address
+        free.append(f"{name}: {node.devices:g} {needs.device}, {node.cpus:g} CPU")
+    packed = ""
+    if needs.pack_strategy != "fill":
+        packed = f", {needs.pack_strategy!r} packed"
+    found = "; ".join(free) or "no nodes"
+    return EngineStartupError(f"the cluster is too small: {shortage}. Each needs {needs}{packed}. Free are: {found}")

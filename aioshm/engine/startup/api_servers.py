@@ -95,7 +95,7 @@ class APIServerProcessManager(ProcessManager):
         self._lives: dict[str, Life] = {}  # by the names of the processes, with ``restart``
         self._watch: ProcessWatch | None = None
         self._failure: ProcessDied | None = None  # the last death of a crash loop
-        self._over = asyncio.Event()  # all are done, or one is in a crash loop, or this is closed
+        self._over = asyncio.Event()  # all servers are done, or one is in a crash loop, or the manager is closed
         attributes = as_attributes(keys_to_hand_over(keys))
         jobs = []
         for index in range(num_servers):
@@ -269,7 +269,7 @@ async def wait_for_completion_or_failure(
 
 
 async def _fail_with(manager: Any) -> None:
-    """Raise if a process or actor of this manager fails."""
+    """Wait for the processes or actors of a manager; raise if one fails."""
     if hasattr(manager, "join_first") and not isinstance(manager, ProcessManager):
         await manager.join_first()
     elif hasattr(manager, "processes"):

@@ -42,7 +42,7 @@ LAST_REMINDER_S = 60.0
 """The longest interval between reminders."""
 
 SETTLE_S = 0.1
-"""A cause that ends one process often ends others. The error names processes that exit within this time."""
+"""How long to wait for further exits, which the error names, too: one cause often ends several processes."""
 
 
 class EngineStartupCoordinator(AsyncClosing):
@@ -51,11 +51,11 @@ class EngineStartupCoordinator(AsyncClosing):
         async with EngineStartupCoordinator(address, engines, addresses, proc_manager=manager) as startup:
             report = await startup.wait()
 
-    The startup fails if a watched process exits, even with code 0, or after ``progress_timeout`` without progress. It
-    also fails if a handshake message is refused, from any sender: an engine with a wrong rank is an unknown sender, and
+    The startup fails if a watched process exits, even with code 0, or after ``progress_timeout`` without progress. A
+    refused handshake message from any sender is a failure, too: an engine with a wrong rank is an unknown sender, and
     the missing engine would never come. Two engines of one rank that come at the same moment are noticed only by the
-    lack of progress. A failure, or leaving the block before every engine is ready, stops the engines
-    of ``proc_manager`` and ``coord_process``.
+    lack of progress. A failure, or leaving the block before every engine is ready, stops the engines of
+    ``proc_manager``, and ``coord_process``.
 
     From the beginning of the block on, messages are read and processes watched. The time without progress runs from the
     first `wait` on. ``proc_manager`` and ``coord_process`` may be set until then: with a port that the kernel chooses,
@@ -111,7 +111,7 @@ class EngineStartupCoordinator(AsyncClosing):
         self._processes = StartupProcesses(chosen.watched_processes, self._process_exited)
         self._settled = asyncio.Event()
         self.report: StartupReport | None = None
-        self._failure: str | HandshakeError | None = None  # "": the exit of a process, which has no cause of its own
+        self._failure: str | HandshakeError | None = None  # "": the exit of a process
         self._conclusion: asyncio.Task[EngineStartupError] | None = None
         self._on_ready: Callable[[int], object] | None = None  # set when engines may come back
 
@@ -198,7 +198,7 @@ class EngineStartupCoordinator(AsyncClosing):
         raise await asyncio.shield(self._conclusion)
 
     def stay_open(self, on_ready: Callable[[int], object]) -> EngineStartupCoordinator:
-        """Shake hands with engines that come back, until this is closed; once all of them were ready.
+        """Shake hands with restarted engines, until the startup is closed; call `expect` when an engine has died.
 
         From then on a refused message is logged, and ends nothing; an engine without an answer gives up.
 
@@ -206,10 +206,10 @@ class EngineStartupCoordinator(AsyncClosing):
             on_ready: Called on the loop with the rank of an engine that is ready again.
 
         Returns:
-            This: call `expect` when an engine has died.
+            The startup.
 
         Raises:
-            RoleError: Not all were ready, or this is closed.
+            RoleError: Not all engines were ready, or the startup is closed.
         """
         if self.report is None or self._closed or self._router is None:
             raise RoleError("a startup of engines stays open once all of them were ready, and before it is closed")
@@ -272,7 +272,7 @@ class EngineStartupCoordinator(AsyncClosing):
             self._refuse(error, fatal=self._router.trusted)
         except zmq.ZMQError as error:
             fatal = not over_tcp([self._router.address]) and self._on_ready is None
-            if not fatal:  # it may come back: its connection broke
+            if not fatal:  # a broken connection: the engine may come back
                 self.handshake.forget(index)
             self._refuse(f"engine {index} left before it got the addresses: {error}; it was at {sender}", fatal=fatal)
         except (TypeError, ValueError) as error:  # the addresses were changed to something else

@@ -32,8 +32,7 @@ class FrontEnds(Closing):
     """The front ends of engines, each an `EngineClient` in another process; a context manager, on the running loop.
 
     Each `EngineClient` with this ``membership_address`` receives the membership immediately and after every change. The
-    methods are those of `EngineClient`, for all front ends together. A front end whose connection ends is not waited
-    for.
+    methods are those of `EngineClient`, for all front ends together. No method waits for a disconnected front end.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class FrontEnds(Closing):
                 domain=FRONT_ENDS,
                 silence_s=SILENCE_S,
             )
-            # A send to a gone front end is an error instead of a wait.
+            # Sending to a disconnected front end is an error.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._connections = self._bound.watch(self._router, self._left)
             self.address: str = connectable(self._bound.bind(self._router, address))
@@ -90,28 +89,28 @@ class FrontEnds(Closing):
         identity(rank)
         if rank in self._membership.engines:
             raise ValueError(f"rank must be that of no engine, not {rank}")
-        self._publish(engines={**self._membership.engines, rank: self._valid.get(rank, 0)})
+        self._membership.engines[rank] = self._valid.get(rank, 0)
+        self._publish()
 
     async def remove_engine(self, rank: int, *, timeout: float | None = None) -> None:
         """See `EngineClient.remove_engine`; returns when all front ends have finished there."""
-        before = self._membership.leaving
-        self._publish(leaving=[*before, rank])
-        version = self._membership.version
+        leaving = self._membership.leaving
+        leaving.append(rank)
+        version = self._publish()
         try:
             async with asyncio.timeout(timeout):
                 await self._all(lambda each: each.version >= version and rank not in each.busy)
         except TimeoutError:
             pass
         except BaseException:
-            self._publish(leaving=before)
+            leaving.remove(rank)
+            self._publish()
             raise
-        self._publish(
-            engines={each: first for each, first in self._membership.engines.items() if each != rank},
-            leaving=before,
-            deaths={each: death for each, death in self._membership.deaths.items() if each != rank},
-        )
-        version = self._membership.version
-        await self._all(lambda each: each.version >= version)  # its end is no surprise to any of them
+        leaving.remove(rank)
+        del self._membership.engines[rank]
+        self._membership.deaths.pop(rank, None)
+        version = self._publish()
+        await self._all(lambda each: each.version >= version)  # then the engine may exit
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every engine has registered at all front ends, see `EngineClient.wait_until_ready`."""
@@ -128,34 +127,38 @@ class FrontEnds(Closing):
         if incarnation > self._valid.get(rank, 0):
             self._valid[rank] = incarnation
             if rank in self._membership.engines:
-                self._publish(engines={**self._membership.engines, rank: incarnation})
+                self._membership.engines[rank] = incarnation
+                self._publish()
 
     def died(self, error: EngineDead, incarnation: int) -> None:
-        """Publish how an engine has died, and which incarnation it was."""
+        """Publish the death of an incarnation of an engine."""
         if error.engine in self._membership.engines:
-            death = Death(str(error), error.engine, error.pid, incarnation)
-            self._publish(deaths={**self._membership.deaths, error.engine: death})
+            self._membership.deaths[error.engine] = Death(str(error), error.engine, error.pid, incarnation)
+            self._publish()
 
     def returned(self, rank: int) -> None:
         """Stop publishing the death of an engine that is back."""
-        if rank in self._membership.deaths:
-            self._publish(deaths={each: death for each, death in self._membership.deaths.items() if each != rank})
+        if self._membership.deaths.pop(rank, None) is not None:
+            self._publish()
 
     def give_up(self, error: EngineDead) -> None:
         """See `EngineClient.give_up`."""
         self._publish(failure=Death(str(error), error.engine, error.pid))
 
-    def _publish(self, **changes: object) -> None:
-        self._membership = msgspec.structs.replace(self._membership, version=self._membership.version + 1, **changes)
+    def _publish(self, **changes: object) -> int:
+        """Publish the membership; return its version."""
+        version = self._membership.version + 1
+        self._membership = msgspec.structs.replace(self._membership, version=version, **changes)
         if not self._pump.paused:
             for name in list(self._progress):
                 self._send(name)
-            self._pump.run_soon()  # sending may clear the sign that there is something to read
+            self._pump.run_soon()  # sending may clear the event of a received message
+        return version
 
     def _send(self, name: bytes) -> None:
         try:
             self._router.send_multipart([name, encode(self._membership)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # the front end is gone, as its connection will report
+        except zmq.ZMQError as error:  # disconnected, as the monitor will report
             logger.debug("cannot send the membership to a front end: %s", error)
 
     # Progress of front ends
@@ -174,14 +177,12 @@ class FrontEnds(Closing):
         try:
             progress = decode_progress(frames)
         except ValueError as error:
-            self._limiter.warn(
-                logger, "a message from %s, as if it were a front end, is ignored: %s", sender_of(sender), error
-            )
+            self._limiter.warn(logger, "ignored a message from %s, no front end: %s", sender_of(sender), error)
             return
         known = self._progress.get(name)
         self._progress[name] = progress
         self._names[connection] = name
-        if not self._connections.is_open(connection):  # it ended before this was read, and its end was reported already
+        if not self._connections.is_open(connection):  # its end was reported before this message
             self._left(connection)
         elif known is None or not progress.version:
             self._send(name)

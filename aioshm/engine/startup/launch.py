@@ -58,7 +58,7 @@ class CoreEngineLaunch:
 
     @property
     def processes(self) -> Sequence[Child | EngineActor]:
-        """The engines that were started here: processes of this host, or Ray's actors."""
+        """The engines of this launch: processes of this host, or Ray's actors."""
         return self.engine_manager.processes
 
     @property

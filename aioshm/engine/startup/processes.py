@@ -1,4 +1,4 @@
-"""The processes of a startup: the engines of this host, and everything that is watched and stopped with them."""
+"""The engine processes of this host, and all processes of a startup."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def engine_name(rank: int) -> str:
 
 
 class StartupProcesses:
-    """The processes of a startup: watched, named when one fails, and stopped with it."""
+    """Watches the processes of a startup, describes failures, and stops engines and coordinator."""
 
     def __init__(self, watched: Iterable[WatchedProcess], on_exit: Callable[[], None]) -> None:
         self.watched = tuple(watched)  # more processes, which are not stopped

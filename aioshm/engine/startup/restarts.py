@@ -36,7 +36,7 @@ class RestartRules:
 
 
 class EngineLife(Life):
-    """The processes of one engine, one after the other."""
+    """The successive processes of one engine."""
 
     def __init__(self, rank: int, rules: RestartRules, pid: int | None = None) -> None:
         super().__init__(rank, rules.restart, rules.on_change, pid)
@@ -83,7 +83,7 @@ class EngineRestarts:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def add(self, rank: int) -> asyncio.Task[None]:
-        """Add an engine, and return the task that is done when it is ready."""
+        """Add an engine, and return the task of its start."""
         life = self.lives[rank] = EngineLife(rank, self._rules)
         self._startup.handshake.add(CoreEngine(rank, self._manager.is_local(rank)))
         life.task = self._spawn(self._bring_up(life, ""), f"engine-{rank}")
@@ -124,7 +124,7 @@ class EngineRestarts:
         self._void_keys(life.rank)
         if not life.exited.done():
             life.exited.set_result(found)
-        if self.failure is not None or life.state == "starting":  # the task that starts it handles its exit
+        if self.failure is not None or life.state == "starting":  # the starting task handles the exit
             return
         life.cause = describe_exit(found)
         if self._rules.lockstep:
@@ -145,7 +145,7 @@ class EngineRestarts:
     # Starts
 
     async def _bring_up(self, life: EngineLife, cause: str) -> None:
-        """Start an engine until it is ready; ``cause`` is how its predecessor died."""
+        """Start an engine until one process is ready; ``cause``: how the previous process died, or ""."""
         if not await life.bring_back(cause, lambda: self._start(life)):
             self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
 

@@ -45,7 +45,6 @@ class HandshakeRouter:
         self._descriptor: int | None = None
         self.ignored: str = ""  # the last message that was ignored, and why
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
-        self._names: dict[bytes, bytes] = {}  # of engines that are recognised by their keys, by identity
         if isinstance(place, str):
             self.address: str = place
             self.protection: Protection = Protection.of_front_end([place], ranks, keys=keys, secure=secure, more=True)
@@ -64,15 +63,15 @@ class HandshakeRouter:
         self._bound = BoundSockets(self.protection)
         try:
             self._router = self._open(place) if isinstance(place, str) else zmq.Socket.shadow(place)
-            # An INIT that reaches nobody shall be an error.
+            # Sending INIT to a disconnected engine is an error.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            # Of two engines with one rank the second shall be heard, so that it can be refused; without this the socket
-            # ignores it. But a stranger shall take nobody's place.
+            # The second of two engines with one rank is received, so that the handshake can refuse it: the socket would
+            # ignore it otherwise. Where strangers can connect, they must not replace an engine.
             self._router.setsockopt(zmq.ROUTER_HANDOVER, int(self.trusted))
             if isinstance(place, str):
                 self.address = self._bound.bind(self._router, place)
             else:
-                # The owner of the socket may watch its descriptor on this loop, too: one watcher per descriptor.
+                # The loop has one watcher per descriptor, and the owner of the socket may be one.
                 self._descriptor = os.dup(int(self._router.getsockopt(zmq.FD)))
             self.pump: Pump = self._bound.read(self._router, self._take, self._receive, self._descriptor)
         except BaseException:
@@ -102,18 +101,19 @@ class HandshakeRouter:
         A connection outlives the keys of its handshake.
         """
         name = sender.bytes
-        if not self._encrypts:
-            return name
-        user = user_of(sender)
-        rank = self.protection.rank_of(user)
-        if rank is None or name != self.protection.name_of(user):
-            return name
-        self._names[identity(rank)] = name
-        return identity(rank)
+        if self._encrypts:
+            user = user_of(sender)
+            rank = self.protection.rank_of(user)
+            if rank is not None and name == self.protection.name_of(user):
+                return identity(rank)
+        return name
 
     def answer(self, frames: list[bytes]) -> None:
         """Answer an engine; the first frame is its identity. `zmq.ZMQError`: the engine is not connected."""
-        self._router.send_multipart([self._names.get(frames[0], frames[0]), *frames[1:]], zmq.NOBLOCK)
+        name = frames[0]
+        if self._encrypts:
+            name = self.protection.name(int.from_bytes(name, "little"), self.address)
+        self._router.send_multipart([name, *frames[1:]], zmq.NOBLOCK)
 
     def ignore(self, text: str) -> None:
         """Log a message that may be a stranger's."""

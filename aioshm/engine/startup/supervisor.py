@@ -33,8 +33,9 @@ class EngineSupervisor(AsyncClosing):
 
     A dead engine is restarted and shakes hands while the others serve; its requests fail with `EngineDead`, see
     ``on_engine_death="continue"`` in `ClientOptions`. The coordinator is restarted, too. Other programs restart engines
-    of other hosts, which are admitted when they say HELLO. Ray's actors are recreated where there is room. A crash
-    loop, see `Restart`, ends everything: the client, and `wait`, raise `EngineDead` with the cause of every death.
+    of other hosts; the supervisor admits them when they say HELLO. Ray's actors are recreated where there is room. A
+    crash loop, see `Restart`, ends everything: the client, and `wait`, raise `EngineDead` with the cause of every
+    death.
 
     Args:
         target_fn: The target of each engine process.

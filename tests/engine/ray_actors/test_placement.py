@@ -16,25 +16,25 @@ LARGE = Node("l", "10.0.0.3", devices=8, cpus=8)
 CLUSTER = [SMALL, HEAD, LARGE]
 
 
-def places(*arguments: Any, **needs: Any) -> list[tuple[str, int]]:
-    return [(place.node.id, place.local_rank) for place in place_engines(*arguments, EngineNeeds(**needs))]
+def places(*arguments: Any, **needs: Any) -> str:
+    return "".join(node.id for node in place_engines(*arguments, EngineNeeds(**needs)))
 
 
 class TestPlaces:
     @pytest.mark.parametrize(
         ("engines", "local", "needs", "expected"),
         [
-            (1, 1, {}, [("h", 0)]),
-            (1, 0, {}, [("l", 0)]),
-            (3, 2, {}, [("h", 0), ("h", 1), ("l", 0)]),
+            (1, 1, {}, "h"),
+            (1, 0, {}, "l"),
+            (3, 2, {}, "hhl"),
             (4, 1, {"world_size": 4}, None),
-            (3, 1, {"world_size": 4}, [("h", 0), ("l", 0), ("l", 1)]),
+            (3, 1, {"world_size": 4}, "hll"),
             (4, 2, {"world_size": 2, "cpus": 7}, None),
-            (7, 2, {"world_size": 2}, [("h", 0), ("h", 1), ("l", 0), ("l", 1), ("l", 2), ("l", 3), ("s", 0)]),
-            (3, 0, {"world_size": 0, "cpus": 4}, [("l", 0), ("l", 1), ("s", 0)]),
+            (7, 2, {"world_size": 2}, "hhlllls"),
+            (3, 0, {"world_size": 0, "cpus": 4}, "lls"),
             (6, 2, {"world_size": 2, "pack_strategy": "strict"}, None),
-            (4, 2, {"world_size": 2, "pack_strategy": "strict"}, [("h", 0), ("h", 1), ("l", 0), ("l", 1)]),
-            (3, 1, {"world_size": 2, "pack_strategy": "strict"}, [("h", 0), ("l", 0), ("s", 0)]),
+            (4, 2, {"world_size": 2, "pack_strategy": "strict"}, "hhll"),
+            (3, 1, {"world_size": 2, "pack_strategy": "strict"}, "hls"),
         ],
     )
     def test_are_as_documented(self, engines: int, local: int, needs: dict[str, Any], expected: Any) -> None:
@@ -46,11 +46,7 @@ class TestPlaces:
 
     def test_are_the_same_in_whatever_order_nodes_come(self) -> None:
         twins = [Node(name, "10.0.0.9", 2, 2) for name in "dacb"]
-        assert (
-            places(twins, 3, 0, world_size=2)
-            == places(twins[::-1], 3, 0, world_size=2)
-            == [("a", 0), ("b", 0), ("c", 0)]
-        )
+        assert places(twins, 3, 0, world_size=2) == places(twins[::-1], 3, 0, world_size=2) == "abc"
 
 
 class TestErrors:
@@ -70,7 +66,7 @@ class TestErrors:
             places(CLUSTER, 8, 1, world_size=2)
 
     def test_no_nodes(self) -> None:
-        with pytest.raises(EngineStartupError, match=r"a head node, which is not there.*no nodes"):
+        with pytest.raises(EngineStartupError, match=r"a head node, which is missing.*no nodes"):
             places([], 1, 1)
         with pytest.raises(EngineStartupError, match="no nodes"):
             places([], 1, 0)

@@ -169,8 +169,8 @@ def when_ready() -> None:
 def when_bound() -> None:
     """Stop when a coordinator says where it is bound, and nobody has heard that yet."""
 
-    def stopping(_self: DPCoordinator, told: Any, _timeout: float) -> NoReturn:
-        told.poll(None)
+    def stopping(self: DPCoordinator) -> NoReturn:
+        self._reported.poll(None)
         stop_here()
 
     DPCoordinator._await_addresses = stopping  # type: ignore[method-assign]
