@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from aioshm.deferred import import_when_used as _import_when_used
 
 if TYPE_CHECKING:  # "as" marks exported names
+    from aioshm.engine.client.client import ClientOptions as ClientOptions
     from aioshm.engine.client.client import EngineClient as EngineClient
-    from aioshm.engine.client.options import ClientOptions as ClientOptions
     from aioshm.engine.client.requests import OutputStream as OutputStream
     from aioshm.engine.core.core import EngineCore as EngineCore
     from aioshm.engine.core.process import HandshakeOptions as HandshakeOptions
@@ -61,8 +61,7 @@ if TYPE_CHECKING:  # "as" marks exported names
 
 if not TYPE_CHECKING:  # with __getattr__ a type checker would accept any name
     _homes = {
-        "aioshm.engine.client.client": ("EngineClient",),
-        "aioshm.engine.client.options": ("ClientOptions",),
+        "aioshm.engine.client.client": ("ClientOptions", "EngineClient"),
         "aioshm.engine.client.requests": ("OutputStream",),
         "aioshm.engine.core.core": ("EngineCore",),
         "aioshm.engine.core.process": ("HandshakeOptions", "run_engine_core", "shake_hands"),

@@ -23,7 +23,7 @@ from typing import Any, Generic, Self, TypeVar
 from aioshm.arguments import check_plain, check_seconds
 from aioshm.closing import Closing, warn_not_closed
 from aioshm.engine.client import client as awaited
-from aioshm.engine.client.options import ClientOptions
+from aioshm.engine.client.client import ClientOptions
 from aioshm.engine.client.requests import Inbox
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, StartupReport

@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -16,7 +17,6 @@ from aioshm.closing import warn_not_closed
 from aioshm.config import Options
 from aioshm.engine.client.engines import Engines, again
 from aioshm.engine.client.liveness import Liveness
-from aioshm.engine.client.options import ClientOptions
 from aioshm.engine.client.requests import Inbox, Pending
 from aioshm.engine.client.sockets import ClientSockets, MembershipListener, Registration
 from aioshm.engine.protocol.addresses import IDENTITY_BYTES, CoreEngine, EngineZmqAddresses
@@ -29,6 +29,9 @@ from aioshm.errors import CodecError, EndClosed, EngineDead, RoleError
 from aioshm.logs import LogLimiter
 from aioshm.process.background import notify
 from aioshm.zeromq.hosts import connectable
+
+if TYPE_CHECKING:
+    from aioshm.engine.client.client import ClientOptions
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aioshm.arguments import check_int, check_plain
-from aioshm.engine.client.client import EngineClient
-from aioshm.engine.client.options import ClientOptions
+from aioshm.engine.client.client import ClientOptions, EngineClient
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, StartupReport

@@ -12,8 +12,7 @@ from typing import Any, Self
 from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
-from aioshm.engine.client.client import EngineClient
-from aioshm.engine.client.options import ClientOptions, Resubmit
+from aioshm.engine.client.client import ClientOptions, EngineClient, Resubmit
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
 from aioshm.engine.startup.restarts import EngineLife, EngineRestarts, RestartRules
