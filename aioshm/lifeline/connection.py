@@ -1,4 +1,4 @@
-"""One connection to a writer: greeting, admission, signals, end, each in short steps."""
+"""One connection to a writer: greeting, admission, signals and end, each in short steps."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from aioshm.lifeline.protocol import BYE, EVICTED, GO, OVERFLOW, PING, PONG, PRO
 from aioshm.lifeline.sockets import Doorbell
 
 TOO_MANY_UNDER_WAY = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
-"""The system does not take a descriptor for another process now: unix(7)."""
+"""The system does not pass on more descriptors now: unix(7)."""
 
-_PAUSE_S = 0.01  # after that
+_PAUSE_S = 0.01  # before the next try to pass a descriptor
 
 
 class Host(Protocol):
     """The writer's answers and callbacks. Called on its loop."""
 
     def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
-        """Return the answer to a checked greeting with the descriptors that go along, or raise `HandleError`."""
+        """Return the answer to a checked greeting and its descriptors, or raise `HandleError`."""
 
     def awaits_end(self, hello: Hello) -> bool:
-        """Return whether the reader at the wanted rank is being ended, and soon gone."""
+        """Return whether the reader at the wanted rank is dying."""
 
     def missed(self, hello: Hello, said_goodbye: bool) -> None:
-        """Note that a reader had gone before its greeting was read; it is not admitted."""
+        """Note that a reader was gone before its greeting was read. The reader is not admitted."""
 
     def attached(self, peer: Peer) -> None:
-        """Note a reader that was admitted and has its answer."""
+        """Note an admitted reader, after it was sent the answer."""
 
     def announce(self) -> None:
-        """Notify those who wait for readers, or for their end; called a turn of the loop later."""
+        """Wake calls that wait for readers, or for their end; called one iteration of the loop later."""
 
     def withdrawn(self, welcome: Welcome) -> None:
-        """Note a reader that was admitted but could not be answered."""
+        """Note that an admitted reader could not be sent the answer."""
 
     def proven(self, peer: Peer) -> None:
         """Note that a reader has the ring mapped."""
@@ -50,7 +50,7 @@ class Host(Protocol):
         """Note that a reader's connection has ended."""
 
     def woken(self) -> None:
-        """Note that a reader rang for the writer."""
+        """Note a wake-up by a reader."""
 
 
 class Peer:
@@ -89,19 +89,19 @@ class Peer:
         try:
             self._sock.send(EVICTED)
         except BlockingIOError:
-            # Not closed: only its own end of file tells that it writes to the ring no more, and its place is free.
+            # Not closed: only the reader's own end of file shows that it writes no more to the ring.
             with suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # as below
+            pass  # the end of file follows
 
     @property
     def is_handing_over(self) -> bool:
-        """True while descriptors wait for room in the socket."""
+        """Whether descriptors wait for room in the socket."""
         return bool(self._outbox)
 
     def hand_over(self, fd: int) -> None:
-        """Pass a descriptor on, in the order of the calls. It must stay open as long as this peer is connected."""
+        """Pass a descriptor, in the order of the calls. It must stay open as long as this peer is connected."""
         self._outbox.append(fd)
         if len(self._outbox) == 1:
             self._empty_outbox()
@@ -112,7 +112,7 @@ class Peer:
         while self._outbox:
             try:
                 socket.send_fds(self._sock, [OVERFLOW], [self._outbox[0]])
-            except BlockingIOError:  # it has not looked for a long time
+            except BlockingIOError:  # the reader has not read for a long time
                 self._loop.add_writer(self._sock.fileno(), self._empty_outbox)
                 return
             except OSError as error:
@@ -120,7 +120,7 @@ class Peer:
                     self._loop.remove_writer(self._sock.fileno())
                     self._loop.call_later(_PAUSE_S, self._empty_outbox)
                     return
-                self._outbox.clear()  # its end of file is coming
+                self._outbox.clear()  # the end of file follows
                 break
             self._outbox.popleft()
         self._loop.remove_writer(self._sock.fileno())
@@ -129,7 +129,7 @@ class Peer:
         try:
             self._sock.send(signal)
         except OSError:
-            pass  # its end of file is on its way
+            pass  # the end of file follows
 
 
 if TYPE_CHECKING:
@@ -138,52 +138,44 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("aioshm.lifeline")
 
 ASK_S = 0.005
-"""How often to look, while a newcomer waits, whether a reader that is being ended is gone."""
+"""How often to check, while a new reader waits, whether a dying reader is gone."""
 
 
 class Connection:
     """One accepted connection: a stranger until its greeting is accepted, then a peer."""
 
-    def __init__(
-        self,
-        listener: LifelineListener,
-        loop: asyncio.AbstractEventLoop,
-        host: Host,
-        sock: socket.socket,
-        pid: int,
-    ) -> None:
+    def __init__(self, listener: LifelineListener, sock: socket.socket, pid: int) -> None:
         self._listener = listener
-        self._loop = loop
-        self._host = host
         self._sock = sock
         self._pid = pid
         self._received = bytearray()
         self._hello: Hello | None = None
         self._said_goodbye = False
         self._doorbell: Doorbell | None = None
-        self._watched = False  # whether the loop tells of what can be read
+        self._watched = False  # whether the loop watches the socket
         self.peer: Peer | None = None
-        self.since: float = loop.time()
-        self._waiting: HandleError | None = None  # what it is told unless a reader ends that has what this one wants
-        self._asking: asyncio.TimerHandle | None = None
+        self.since: float = listener.loop.time()
+        self._waiting: HandleError | None = None  # the refusal, unless the dying reader at the wanted rank ends in time
+        self._recheck: asyncio.TimerHandle | None = None
         self._next: Callable[[], None] | None = None
-        self._put_off(self.read)  # what came with it: readers greet when they connect
+        self._put_off(self.read)  # readers greet when they connect
 
     # Steps
 
     def _put_off(self, step: Callable[[], None]) -> None:
-        """Do a step in the loop's next turn; until then nothing more is read."""
+        """Do a step in the next iteration of the loop; read nothing more until then."""
         self._next = step
         self._listener.put_off(self)
 
     @property
     def has_step(self) -> bool:
-        """True while a step was put off."""
+        """Whether a step was put off."""
         return self._next is not None
 
     def step(self) -> None:
         """Do the step that was put off, if any."""
-        step, self._next = self._next, None
+        step = self._next
+        self._next = None
         if step is not None:
             step()
 
@@ -204,12 +196,12 @@ class Connection:
             self.peer.send(BYE)
         elif goodbye:
             self._send_all(protocol.pack(protocol.CLOSED), [])
-        if self._asking is not None:
-            self._asking.cancel()
-        if not self._loop.is_closed():
+        if self._recheck is not None:
+            self._recheck.cancel()
+        if not self._listener.loop.is_closed():
             self._unwatch()
             if self.peer is not None and self.peer.is_handing_over:
-                self._loop.remove_writer(self._sock.fileno())
+                self._listener.loop.remove_writer(self._sock.fileno())
         self._listener.forget(self._sock)
         self._sock.close()
         if self._doorbell is not None:
@@ -218,15 +210,15 @@ class Connection:
     def _watch(self) -> None:
         if not self._watched:
             self._watched = True
-            self._loop.add_reader(self._sock.fileno(), self.read)
+            self._listener.loop.add_reader(self._sock.fileno(), self.read)
 
     def _unwatch(self) -> None:
         if self._watched:
             self._watched = False
-            self._loop.remove_reader(self._sock.fileno())
+            self._listener.loop.remove_reader(self._sock.fileno())
 
     def read(self) -> None:
-        # Until nothing is left: where last words come together with a reset, uvloop calls this only once (libuv takes
+        # Until nothing is left: if the last bytes come together with a reset, uvloop calls this only once (libuv takes
         # EPOLLERR for a bad descriptor and stops).
         while self._next is None and self._sock.fileno() >= 0:
             if not self._read_some():
@@ -248,7 +240,7 @@ class Connection:
             if self.peer is None:
                 self.close()
             else:
-                self._unwatch()  # the end stays there to be read
+                self._unwatch()  # the end of file stays readable
                 self._put_off(self._end)
             return False
         if self.peer is None:
@@ -260,22 +252,22 @@ class Connection:
 
     def _end(self) -> None:
         assert self.peer is not None
-        self._put_off(self._close_ended)  # first: whatever the host does of it
-        self._host.gone(self.peer, self._said_goodbye)
+        self._put_off(self._close_ended)  # before the host, which may raise
+        self._listener.host.gone(self.peer, self._said_goodbye)
 
     def _close_ended(self) -> None:
         assert self.peer is not None
         self.close()
-        self._host.announce()
+        self._listener.host.announce()
 
     def _signals(self, peer: Peer, data: bytes) -> None:
-        if PING in data:  # one answer to all of them
+        if PING in data:  # one answer to all questions
             peer.send(PONG)
         for signal in (data[i : i + 1] for i in range(len(data))):
             if signal == PROVEN:
-                self._host.proven(peer)
+                self._listener.host.proven(peer)
             elif signal == WAKE:
-                self._host.woken()
+                self._listener.host.woken()
             elif signal == BYE:
                 self._said_goodbye = True
 
@@ -294,19 +286,19 @@ class Connection:
         self._put_off(self._find_place)
 
     def _find_place(self) -> None:
-        """Look for departures at the wanted rank, or of this reader; then admit it."""
+        """Poll for departures at the wanted rank, or of this reader; then admit this reader."""
         assert self._hello is not None
         if self._has_gone():
             self.close()
-            self._host.missed(self._hello, self._said_goodbye)
+            self._listener.host.missed(self._hello, self._said_goodbye)
             return
         self._listener.look_at_rank(self._hello.rank)
-        if self._sock.fileno() < 0:  # what the host did of that has closed this connection, too
+        if self._sock.fileno() < 0:  # the host has closed this connection, too
             return
         if self._doorbell is None and self._listener.doorbell is not None:
             try:
                 self._doorbell = Doorbell.create()
-            except OSError as error:  # nobody but this reader has to do without
+            except OSError as error:  # only this reader is refused
                 self._refuse(self._listener.lack(self._pid, error))
                 return
         self._put_off(self._admit)
@@ -315,12 +307,13 @@ class Connection:
         hello = self._hello
         assert hello is not None
         try:
-            welcome, fds = self._host.admit(hello)
+            welcome, fds = self._listener.host.admit(hello)
         except HandleError as error:
-            if self._host.awaits_end(hello):
-                self._waiting, self._asking = error, self._loop.call_later(ASK_S, self._find_place)
+            if self._listener.host.awaits_end(hello):
+                self._waiting = error
+                self._recheck = self._listener.loop.call_later(ASK_S, self._find_place)
                 self._watch()
-            elif self._listener.look_at_rank(hello.rank):  # one has ended after it was asked for
+            elif self._listener.look_at_rank(hello.rank):  # a reader has ended since `_find_place`
                 self._put_off(self._find_place)
             else:
                 self._turn_down(error)
@@ -331,24 +324,24 @@ class Connection:
             assert self._listener.doorbell is not None
             doorbell = self._doorbell
             fds = [*fds, doorbell.fd, self._listener.doorbell.fd]
-        if not self._send_all(protocol.pack(welcome), fds):  # first of all: signals that follow must come after it
-            self._host.withdrawn(welcome)
-            self._refuse("the system does not let its process pass on more descriptors now (unix(7), ETOOMANYREFS)")
+        if not self._send_all(protocol.pack(welcome), fds):  # before any signal
+            self._listener.host.withdrawn(welcome)
+            self._refuse("the system does not pass on more descriptors now (unix(7), ETOOMANYREFS)")
             return
         self._waiting = None
-        self.peer = Peer(self._loop, self._sock, hello, self._pid, doorbell)
+        self.peer = Peer(self._listener.loop, self._sock, hello, self._pid, doorbell)
         if welcome.rank != protocol.ANY_RANK:
             self.peer.rank = welcome.rank
         self._listener.lacking = None
-        self._host.attached(self.peer)
+        self._listener.host.attached(self.peer)
         if self._next is None and self._sock.fileno() >= 0:
             self._put_off(self._announce)
 
     def _announce(self) -> None:
-        """Notify those who wait for readers, and listen to the new reader."""
+        """Wake calls that wait for readers, and watch the new reader."""
         assert self.peer is not None
         self._watch()
-        self._host.announce()
+        self._listener.host.announce()
         if self._received:
             self._signals(self.peer, bytes(self._received))
             self._received.clear()
@@ -358,7 +351,7 @@ class Connection:
         self._refuse(str(error), full=isinstance(error, NoPlaceVacant))
 
     def give_up(self) -> None:
-        """Hang up on a stranger that has had its time, unless its greeting only was not read, or answered, yet."""
+        """Close a connection that sent no greeting in time."""
         self.look()
         if self.peer is not None:
             return
@@ -369,24 +362,25 @@ class Connection:
 
     def _has_gone(self) -> bool:
         """Return whether the reader has hung up, or died, before its greeting was read."""
-        said, there = bytes(self._received), True
         try:
             more = self._sock.recv(protocol.MAX_GREETING_BYTES, socket.MSG_PEEK)
-            said, there = said + more, bool(more)
+            hung_up = not more
         except BlockingIOError:
-            pass
+            more = b""
+            hung_up = False
         except OSError:
-            there = False
-        self._said_goodbye = BYE in said
-        return self._said_goodbye or not there
+            more = b""
+            hung_up = True
+        self._said_goodbye = BYE in self._received + more
+        return self._said_goodbye or hung_up
 
     def _refuse(self, reason: str, *, full: bool = False) -> None:
         self._send_all(protocol.pack(protocol.Refusal(reason, full=full)), [])
         self.close()
 
     def _send_all(self, data: bytes, fds: list[int]) -> bool:
-        """Send a greeting and descriptors; return False if the system will not pass those on now."""
-        # A greeting is far smaller than an empty socket buffer, so it goes in one piece or the peer is gone.
+        """Send a greeting and descriptors; return False if the system does not pass on descriptors now."""
+        # A greeting is far smaller than an empty socket buffer: it goes in one piece, or the peer is gone.
         try:
             socket.send_fds(self._sock, [data], fds)
         except OSError as error:

@@ -1,7 +1,7 @@
-"""The writer's side of the lifelines: listen, admit readers, notice their signals and their death.
+"""The writer's end of the lifelines: listen, admit readers, notice their signals and their death.
 
-The kernel closes a dead process' sockets, so a death is noticed immediately. Admission and
-departure take several short steps, one per turn of the loop, so that the writer's calls continue.
+The kernel closes a dead process's sockets, so a death is noticed immediately. Admission and
+departure take several short steps, one per iteration of the loop, so that the writer's calls continue.
 `LifelineListener.look` does all steps.
 """
 
@@ -27,7 +27,7 @@ logger: logging.Logger = logging.getLogger("aioshm.lifeline")
 
 HELLO_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64
-"""Connections that have not greeted yet; one more, and the oldest is dropped."""
+"""Connections without a greeting so far; a further connection drops the oldest."""
 
 _ACCEPT_PAUSE_S = 0.2  # after a failed accept, where the socket stays readable
 
@@ -39,23 +39,26 @@ class LifelineListener:
         self.address = address
         self._queue_id = queue_id
         self._token = token
-        self._host: Host | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # From `start` on.
+        self.host: Host
+        self.loop: asyncio.AbstractEventLoop
+        self._started = False
         self._connections: dict[socket.socket, Connection] = {}
-        self._steps: deque[Connection] = deque()  # whose next steps are to be done, in this order
+        self._steps: deque[Connection] = deque()  # with pending steps, in their order
         self._resume: asyncio.TimerHandle | None = None
-        self._deadline: asyncio.TimerHandle | None = None  # when the oldest stranger has to have greeted, or before
-        self._spare = -1  # lets one more reader in when there are no descriptors left, to tell it so
+        self._deadline: asyncio.TimerHandle | None = None  # for the oldest missing greeting, or earlier
+        self._spare = -1  # a descriptor to accept and refuse a reader when no other is left
         # Why the last reader was not admitted, if a descriptor was missing here.
         self.lacking: OutOfDescriptors | None = None
-        # Called when there is a step to do in the loop's next turn.
+        # Called when a step is pending.
         self.hurry: Callable[[], None] = _nothing
         self.doorbell: Doorbell | None = None
         with naming_limits(f"a writer that listens on {address}"):
             self._sock: socket.socket = QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 self._listen(backlog)
-                self.doorbell = Doorbell.create() if HAVE_EVENTFD else None
+                if HAVE_EVENTFD:
+                    self.doorbell = Doorbell.create()
                 self._spare = os.dup(self._sock.fileno())
             except BaseException:
                 self.close()
@@ -67,12 +70,14 @@ class LifelineListener:
             self._sock.bind(sockaddr(self.address))
             self._sock.listen(backlog)
         except OSError as error:
-            self._sock.close()  # without the file, which may be another writer's
+            self._sock.close()  # not the file, which may belong to another writer
             raise SharedMemoryError(error.errno, f"cannot listen on {self.address}: {error.strerror}") from None
 
     def start(self, loop: asyncio.AbstractEventLoop, host: Host) -> None:
         """Begin to admit readers."""
-        self._loop, self._host = loop, host
+        self.loop = loop
+        self.host = host
+        self._started = True
         loop.add_reader(self._sock.fileno(), self._accept)
         if self.doorbell is not None:
             self.doorbell.watch(loop, host.woken)
@@ -85,10 +90,10 @@ class LifelineListener:
             if timer is not None:
                 timer.cancel()
         if self._sock.fileno() >= 0:
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.remove_reader(self._sock.fileno())
+            if self._started and not self.loop.is_closed():
+                self.loop.remove_reader(self._sock.fileno())
                 if self.doorbell is not None:
-                    self.doorbell.unwatch(self._loop)
+                    self.doorbell.unwatch(self.loop)
             self._turn_away()
             self._sock.close()
             remove(self.address)
@@ -97,10 +102,10 @@ class LifelineListener:
         self._close_spare()
 
     def _turn_away(self) -> None:
-        """Report a closed queue, not a dead writer, to readers that nobody has accepted yet."""
-        self._close_spare()  # which leaves a descriptor for them, one after the other
+        """Report a closed queue, not a dead writer, to readers that were not accepted yet."""
+        self._close_spare()  # leaves a descriptor to accept them one by one
         with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # so that none comes after the last one: connect() fails from here on
+            self._sock.shutdown(socket.SHUT_RDWR)  # connect() fails from here on
         while True:
             try:
                 sock, _ = self._sock.accept()
@@ -114,11 +119,11 @@ class LifelineListener:
                     sock.send(protocol.pack(protocol.CLOSED))
 
     def detach_after_fork(self) -> None:
-        """Close the descriptors and nothing else: a forked child's copies would hide this process' death."""
+        """Close the descriptors and nothing else: a forked child's copies would hide the death of this process."""
         for sock in [self._sock, *self._connections]:
             if sock.fileno() >= 0:
                 os.close(sock.detach())
-        self._close_spare()  # it listens as well
+        self._close_spare()  # a duplicate of the listening socket
 
     def _close_spare(self) -> None:
         if self._spare >= 0:
@@ -127,8 +132,6 @@ class LifelineListener:
 
     def _accept(self) -> bool:
         """Accept a connection; return whether there may be more."""
-        assert self._loop is not None
-        assert self._host is not None
         try:
             sock, _ = self._sock.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -136,12 +139,12 @@ class LifelineListener:
         except OSError as error:
             if is_out_of_descriptors(error) and self._refuse_one(error):
                 return True
-            logger.warning("cannot accept a reader: %s", error)  # let others finish instead of turning in circles
-            self._loop.remove_reader(self._sock.fileno())
+            logger.warning("cannot accept a reader: %s", error)  # pause, so that the loop does not spin
+            self.loop.remove_reader(self._sock.fileno())
             if self._resume is not None:
                 self._resume.cancel()
-            self._resume = self._loop.call_later(
-                _ACCEPT_PAUSE_S, self._loop.add_reader, self._sock.fileno(), self._accept
+            self._resume = self.loop.call_later(
+                _ACCEPT_PAUSE_S, self.loop.add_reader, self._sock.fileno(), self._accept
             )
             return False
         sock.setblocking(False)
@@ -154,52 +157,49 @@ class LifelineListener:
             return True
         if len(self._connections) >= MAX_STRANGERS and len(strangers := self._strangers()) >= MAX_STRANGERS:
             strangers[0].give_up()  # the oldest
-        self._connections[sock] = Connection(self, self._loop, self._host, sock, pid)
+        self._connections[sock] = Connection(self, sock, pid)
         if self._deadline is None:
-            self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._drop_late)
+            self._deadline = self.loop.call_later(HELLO_TIMEOUT_S, self._drop_late)
         return True
 
     def _strangers(self) -> list[Connection]:
-        """Return the connections that have not greeted yet, the oldest first."""
+        """Return the connections without an accepted greeting, the oldest first."""
         return [connection for connection in self._connections.values() if connection.peer is None]
 
     def _drop_late(self) -> None:
-        """Drop connections without a greeting in time; all share one timer."""
-        assert self._loop is not None
+        """Drop connections without a greeting in time. All share one timer."""
         self._deadline = None
         for connection in self._strangers():
-            left = connection.since + HELLO_TIMEOUT_S - self._loop.time()
+            left = connection.since + HELLO_TIMEOUT_S - self.loop.time()
             if left > 0:
-                self._deadline = self._loop.call_later(left, self._drop_late)
+                self._deadline = self.loop.call_later(left, self._drop_late)
                 return
             connection.give_up()
 
     def put_off(self, connection: Connection) -> None:
-        """Do a connection's next step in a later turn of the loop, after earlier ones."""
-        assert self._loop is not None
+        """Do a connection's next step in a later iteration of the loop, after earlier steps."""
         self._steps.append(connection)
         if len(self._steps) == 1:
-            self._loop.call_soon(self._step)
+            self.loop.call_soon(self._step)
         self.hurry()
 
     def _step(self) -> None:
-        """Do one step only, so that the writer is kept for a short time."""
-        assert self._loop is not None
-        while self._steps and not self._steps[0].has_step:  # it was done meanwhile, or the connection was closed
+        """Do one step only, so that the writer waits for a short time."""
+        while self._steps and not self._steps[0].has_step:  # done by `look`, or the connection was closed
             self._steps.popleft()
         if not self._steps:
             return
-        connection = self._steps[0]  # which stays there, so that what it puts off schedules nothing
+        connection = self._steps[0]  # stays in the queue, so that `put_off` schedules nothing
         try:
             connection.step()
         finally:
             self._steps.popleft()
             if self._steps:
-                self._loop.call_soon(self._step)
+                self.loop.call_soon(self._step)
                 self.hurry()
 
     def _refuse_one(self, error: OSError) -> bool:
-        """Refuse the next reader for want of a descriptor, with the spare descriptor."""
+        """Refuse the next reader for lack of a descriptor, by the spare descriptor."""
         if self._spare < 0:
             return False
         self._close_spare()
@@ -237,10 +237,10 @@ class LifelineListener:
             if not self._accept():
                 break
         for connection in list(self._connections.values()):
-            connection.look()  # strangers, too: a greeting may have come a moment after its connection was accepted
+            connection.look()  # a greeting may have come a moment after its connection was accepted
 
     def look_at(self, socks: Iterable[socket.socket]) -> bool:
-        """Read some admitted readers' connections; return whether any has ended."""
+        """Read connections of admitted readers; return whether any has ended."""
         ended = False
         for sock in list(socks):
             connection = self._connections.get(sock)
@@ -251,11 +251,11 @@ class LifelineListener:
 
     def look_at_readers(self) -> None:
         """Report departed readers now, if the loop can still call back."""
-        if self._loop is not None and not self._loop.is_closed():
+        if self._started and not self.loop.is_closed():
             self.look_at(self._connections)
 
     def look_at_rank(self, rank: int) -> bool:
-        """Notice now, and return, if a reader of this rank has gone: its successor may be heard of before that."""
+        """Report a departed reader of this rank now, before its successor; return whether there was one."""
         return self.look_at(
             sock
             for sock, other in self._connections.items()

@@ -12,7 +12,7 @@
                                             <-   PONG, by that loop
       BYE: leaving on purpose              <->   BYE
 
-Either end ignores signals that it does not know: they are a newer release's.
+Either end ignores unknown signals, which newer releases may send.
 
 A greeting is a 4-byte big-endian length and that many bytes of msgpack.
 """
@@ -28,12 +28,17 @@ from aioshm.errors import HandleError, NoPlaceVacant, PeerClosed
 
 MAX_GREETING_BYTES = 4096
 
-PROVEN, GO, OVERFLOW, WAKE, BYE = b"P", b"G", b"A", b"W", b"B"
-PING, PONG = b"?", b"!"
+PROVEN = b"P"
+GO = b"G"
+OVERFLOW = b"A"
+WAKE = b"W"
+BYE = b"B"
+PING = b"?"
+PONG = b"!"
 EVICTED = b"E"
 
 ANY_RANK = -1
-"""In a greeting: whichever place the writer gives."""
+"""In a greeting: any vacant rank."""
 
 _LENGTH = struct.Struct("!I")
 
@@ -41,15 +46,15 @@ _LENGTH = struct.Struct("!I")
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """A reader's greeting."""
 
-    # Of the segment's layout.
+    # The version of the segment's layout.
     version: int
     queue_id: bytes
     token: bytes
-    # `ANY_RANK`: any free one.
+    # `ANY_RANK`: any vacant rank.
     rank: int
     pid: int
     slow: str = "block"
-    # How many of the latest messages to receive first.
+    # Number of the latest messages to receive first.
     history: int = 0
 
 
@@ -85,23 +90,23 @@ _encode = msgspec.msgpack.encode
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 _answer_decoder: msgspec.msgpack.Decoder[Welcome | Refusal] = msgspec.msgpack.Decoder(Welcome | Refusal)
 
-# What msgspec raises on arbitrary bytes: besides its own errors, those of UTF-8 and of nesting without end.
+# Errors that msgspec raises on arbitrary bytes.
 _GARBAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def pack(greeting: Hello | Welcome | Refusal) -> bytes:
-    """Return a greeting as it goes over the wire."""
+    """Encode a greeting for the wire."""
     body = _encode(greeting)
     return _LENGTH.pack(len(body)) + body
 
 
 def take_frame(received: bytearray) -> bytes | None:
-    """Remove one greeting's body from the front of the received bytes; None while incomplete."""
+    """Remove the first greeting from the received bytes, and return its body; None while incomplete."""
     if len(received) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack_from(received)
     if length > MAX_GREETING_BYTES:
-        raise HandleError(f"a greeting of {length} bytes is no greeting")
+        raise HandleError(f"a greeting has at most {MAX_GREETING_BYTES} bytes, not {length}")
     end = _LENGTH.size + length
     if len(received) < end:
         return None
@@ -119,7 +124,7 @@ def unpack_hello(body: bytes) -> Hello:
 
 
 def unpack_answer(body: bytes) -> Welcome:
-    """Decode the writer's answer; raise the error for a refusal."""
+    """Decode the writer's answer; raise an error for a refusal."""
     try:
         answer = _answer_decoder.decode(body)
     except _GARBAGE as error:
@@ -138,6 +143,6 @@ def check_hello(hello: Hello, version: int, queue_id: bytes, token: bytes) -> No
     if hello.version != version:
         raise HandleError(f"the reader has layout version {hello.version}, the writer {version}")
     if hello.queue_id != queue_id:
-        raise HandleError("the handle is of another queue")
+        raise HandleError("the handle belongs to another queue")
     if not hmac.compare_digest(hello.token, token):
         raise HandleError("the handle's token is wrong")

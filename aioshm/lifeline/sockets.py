@@ -1,4 +1,4 @@
-"""Unix sockets: descriptors with the bytes that they come with, and a class whose owner warns at collection."""
+"""Unix sockets and eventfds of lifelines: addresses, peer credentials, passed descriptors, doorbells."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from aioshm.process.limits import naming_limits
 from aioshm.ring.segment import orphans, remove_orphan
 
 _PATH_BYTES = 103 if sys.platform == "darwin" else 107  # sun_path without its final zero (unix(7))
-_SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # macOS: sys/un.h
+_SOL_LOCAL = 0  # macOS: sys/un.h
+_LOCAL_PEERCRED = 1
 
 
 def new_address(options: Options, queue_id: bytes, kind: str) -> str:
-    """Return an address for a queue's socket: ``@name`` for an abstract one, else a path."""
+    """Return an address for a queue's socket: ``@name`` in the abstract namespace, else a path."""
     global _uses_segments
     _uses_segments = _uses_segments or options.backing == "named"
     if options.lifeline == "abstract":
         return f"@aioshm-{queue_id.hex()}.{kind}"
     directory = Path(options.runtime_dir)
-    with naming_limits(f"looking into {directory}"):
+    with naming_limits(f"reading {directory}"):
         secure_directory(directory)
         _sweep(directory)
     _directories.add(directory)
@@ -48,17 +49,17 @@ def new_address(options: Options, queue_id: bytes, kind: str) -> str:
 
 
 def socket_file(options: Options, queue_id: bytes, kind: str) -> str:
-    """Return the path of a queue's socket that has a file, for those who connect."""
+    """Return the path of a queue's socket file."""
     return str(Path(options.runtime_dir) / f"{queue_id.hex()}.{kind}")
 
 
 def sockaddr(address: str) -> str:
-    """Return the form of an address that ``socket.bind`` and ``connect`` take."""
+    """Return an address for ``socket.bind`` and ``connect``."""
     return "\0" + address[1:] if address.startswith("@") else address
 
 
 def remove(address: str) -> None:
-    """Remove the address' file, if it has one."""
+    """Remove the file of an address, if any."""
     if not address.startswith("@"):
         Path(address).unlink(missing_ok=True)
 
@@ -73,7 +74,7 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 def secure_directory(directory: Path) -> None:
-    """Create the directory for socket files; refuse one that is not this user's alone."""
+    """Create the directory for socket files; raise an error unless it is private to this user."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()
@@ -84,12 +85,12 @@ def secure_directory(directory: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise SharedMemoryError(
             errno.EACCES,
-            f"{directory} must be a directory of this user's with mode 0700: remove it, or set AIOSHM_RUNTIME_DIR",
+            f"{directory} must be a directory of this user with mode 0700: remove it, or set AIOSHM_RUNTIME_DIR",
         )
 
 
 def _sweep(directory: Path) -> None:
-    """Remove the socket files of processes that were killed: no socket is bound to them any more."""
+    """Remove socket files of killed processes: no socket is bound to these files."""
     for path in directory.iterdir():
         try:
             if stat.S_ISSOCK(path.lstat().st_mode) and not _is_bound(path):
@@ -99,7 +100,7 @@ def _sweep(directory: Path) -> None:
 
 
 def sweep_leftovers() -> None:
-    """Remove dead processes' files and segments; runs after a stop, and when Python ends."""
+    """Remove files and segments of dead processes; runs after a stop, and when Python ends."""
     for directory in _directories:
         with suppress(OSError):
             _sweep(directory)
@@ -124,10 +125,11 @@ def _is_bound(path: Path) -> bool:
 
 
 _MAX_FDS = 3
-_CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux; macOS tells the end of a Unix socket by the other one
+_CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)  # POLLRDHUP on Linux
 _RECV_FLAGS = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # SCM_RIGHTS does not keep the flag by itself
-_PEEK, _CUT = int(socket.MSG_PEEK), int(socket.MSG_CTRUNC)  # as the enumeration they are, `|` and `&` take 10 us
-_PEEKS = sys.platform == "linux"  # whether MSG_PEEK hands out descriptors, too, and leaves them where they are
+_PEEK = int(socket.MSG_PEEK)  # plain ints: `|` and `&` of an enumeration take 10 us
+_CUT = int(socket.MSG_CTRUNC)
+_PEEKS = sys.platform == "linux"  # whether MSG_PEEK returns duplicates of passed descriptors
 
 
 def receive_next(sock: socket.socket) -> tuple[bytes, list[int], bool]:
@@ -140,7 +142,7 @@ def receive_next(sock: socket.socket) -> tuple[bytes, list[int], bool]:
     if cut:
         data = data[: data.index(OVERFLOW)]
     if data:
-        sock.recv(len(data))  # as many: what comes with a descriptor is not read together with what follows
+        sock.recv(len(data))  # no more: a descriptor arrives with its own bytes only
     return data, fds, cut
 
 
@@ -158,14 +160,14 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool
 
 
 def has_hung_up(sock: socket.socket) -> bool:
-    """Return whether the peer has closed, whatever is still to be read."""
+    """Return whether the peer has closed, even if bytes are still unread."""
     poll = select.poll()
     poll.register(sock, _CLOSED)
     return bool(poll.poll(0))
 
 
 class QuietSocket(socket.socket):
-    """A socket without a `ResourceWarning`: the end that owns the socket gives the warning."""
+    """A socket without a `ResourceWarning`: the end that owns the socket warns."""
 
     def accept(self) -> tuple[QuietSocket, Any]:
         """Accept a stream without asking the kernel for the new socket's type."""
@@ -181,7 +183,7 @@ HAVE_EVENTFD = hasattr(os, "eventfd")
 
 
 class Doorbell:
-    """Owns an eventfd. One `drain` takes all rings."""
+    """An eventfd by which one end wakes the other."""
 
     def __init__(self, fd: int) -> None:
         self.fd: int = fd
@@ -208,7 +210,7 @@ class Doorbell:
             pass
 
     def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-        """Call back on a loop whenever this was rung. Does nothing once closed."""
+        """Call back on a loop after each ring. Does nothing once closed."""
         if self.fd < 0:
             return
         loop.add_reader(self.fd, self._rung, callback)

@@ -107,7 +107,7 @@ class TestAdmission:
         [
             (hello(token=b"x" * 32), "the handle's token is wrong"),
             (hello(token=TOKEN[:-1]), "the handle's token is wrong"),
-            (hello(queue_id=b"x" * 16), "the handle is of another queue"),
+            (hello(queue_id=b"x" * 16), "the handle belongs to another queue"),
             (hello(version=VERSION + 1), f"the reader has layout version {VERSION + 1}, the writer {VERSION}"),
             (hello(rank=1000), "no local reader has rank 1000"),
         ],

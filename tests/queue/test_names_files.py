@@ -140,7 +140,7 @@ async def test_a_directory_that_takes_no_files(
 async def test_a_directory_that_is_not_this_users_alone(names: Path) -> None:
     names.mkdir(mode=0o755)
     for make in (new_writer, lambda: MessageQueue.attach("steps", 0)):
-        with pytest.raises(SharedMemoryError, match="must be a directory of this user's with mode 0700"):
+        with pytest.raises(SharedMemoryError, match="must be a directory of this user with mode 0700"):
             make()
     names.rmdir()
     names.write_text("")
