@@ -22,9 +22,7 @@ _PLAIN_DTYPE = re.compile(rf"[<>|=][{_PLAIN_KINDS}]\d{{1,9}}(\[\w{{1,20}}\])?")
 
 def order_of(array: Array) -> Order:
     """Return the order of `elements`."""
-    if array.flags.fnc:
-        return "F"
-    return "C"
+    return "F" if array.flags.fnc else "C"
 
 
 def elements(array: Array) -> memoryview:
@@ -107,9 +105,7 @@ class _Writable:
 
 def writable(array: Array) -> Array:
     """Return a writable array over the same memory: torch has no read-only tensors, and would warn."""
-    if array.flags.writeable:
-        return array
-    return np.asarray(_Writable(array))
+    return array if array.flags.writeable else np.asarray(_Writable(array))
 
 
 packers[np.ndarray] = pack

@@ -100,9 +100,7 @@ def cannot_decode(error: Exception, codec: str = "pickle") -> CodecError:
         codec: The name of the codec, for the text.
     """
     _clear_frames(error)
-    action = f"decode a {codec} message"
-    if codec == "pickle":
-        action = "unpickle a message"
+    action = "unpickle a message" if codec == "pickle" else f"decode a {codec} message"
     result = CodecError(f"cannot {action}: {type(error).__name__}: {error}")
     result.__cause__ = error
     return result

@@ -87,9 +87,7 @@ class MsgpackCodec(Generic[T]):
         self._enc_hook = check_plain("enc_hook", enc_hook)
         self._dec_hook = check_plain("dec_hook", dec_hook)
         self._pack = msgspec.msgpack.Encoder(enc_hook=self._encode_other).encode
-        wanted: Any = Any
-        if type is not None:
-            wanted = type
+        wanted: Any = type if type is not None else Any
         decoder: msgspec.msgpack.Decoder[T]
         decoder = msgspec.msgpack.Decoder(wanted, ext_hook=self._decode_extension, dec_hook=dec_hook)
         self.loads: Callable[[bytes | memoryview], T] = decoder.decode

@@ -102,9 +102,7 @@ def _load_reducers() -> int:
     half_imported = any(_modules.get(name) is not None and not is_loaded(name) for name in ("numpy", "torch"))
     load_libraries()
     _dispatch_table.update(reducers)
-    if half_imported:
-        return -1
-    return loaded
+    return -1 if half_imported else loaded
 
 
 @dataclass(frozen=True, slots=True)

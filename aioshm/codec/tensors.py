@@ -44,9 +44,7 @@ def _known_dtypes() -> dict[torch.dtype, tuple[str, torch.dtype | None]]:
         dtype = getattr(torch, name, None)
         if dtype is None:
             continue
-        carrier = None
-        if name in _CARRIERS:
-            carrier = getattr(torch, _CARRIERS[name])
+        carrier = getattr(torch, _CARRIERS[name]) if name in _CARRIERS else None
         known[dtype] = name, carrier
     return known
 
@@ -116,9 +114,7 @@ def rebuild_tensor(
 def itemsize_of(name: str) -> int | None:
     """Return the size of an element in bytes; None if no dtype has this name."""
     found = _ARRIVING.get(name)
-    if found is None:
-        return None
-    return found[0].itemsize
+    return None if found is None else found[0].itemsize
 
 
 def describe(tensor: torch.Tensor) -> tuple[ArrayHead, memoryview]:

@@ -70,9 +70,7 @@ class KVEventsConfig:
 
     def __post_init__(self) -> None:
         if self.publisher is None:
-            default = "null"
-            if self.enable_kv_cache_events:
-                default = "zmq"
+            default = "zmq" if self.enable_kv_cache_events else "null"
             object.__setattr__(self, "publisher", default)
 
 
@@ -193,9 +191,7 @@ class SubscriberSettings:
 
     def binds(self, endpoint: str) -> bool:
         """Return whether the subscriber binds an endpoint instead of connecting."""
-        if self.bind is None:
-            return subscriber_binds(endpoint)
-        return self.bind
+        return subscriber_binds(endpoint) if self.bind is None else self.bind
 
     def is_open(self, endpoint: str) -> bool:
         """Return whether any process that reaches the endpoint may connect and publish."""
@@ -275,6 +271,4 @@ def passed_on(asked: str, bound: str) -> str:
 
     As in vLLM, this is the host's own address if the system chose both address and port.
     """
-    if asked.endswith((":0", ":*")):
-        return connectable(bound)
-    return bound
+    return connectable(bound) if asked.endswith((":0", ":*")) else bound

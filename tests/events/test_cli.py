@@ -48,30 +48,15 @@ def invoke(*arguments: str) -> Any:
 def publisher() -> Iterator[ThreadedEventPublisher]:
     with ThreadedEventPublisher(1, ANY, ANY, bind=True) as made:
         for n in range(3):
-            made.publish(
-                EventBatch(
-                    float(n),
-                    [
-                        BlockStored([n, b"\x01"], None, [7], 1, None, "GPU", extra_keys=[(b"k", 1)]),
-                        BlockRemoved([n], "GPU"),
-                        AllBlocksCleared(),
-                        UnknownEvent("Later", {"type": "Later", "x": b"\x02"}),
-                    ],
-                )
-            )
+            stored = BlockStored([n, b"\x01"], None, [7], 1, None, "GPU", extra_keys=[(b"k", 1)])
+            later = UnknownEvent("Later", {"type": "Later", "x": b"\x02"})
+            made.publish(EventBatch(float(n), [stored, BlockRemoved([n], "GPU"), AllBlocksCleared(), later]))
         made.flush(10)
         yield made
 
 
 def where(publisher: ThreadedEventPublisher) -> list[str]:
-    return [
-        publisher.endpoint,
-        "--replay",
-        str(publisher.replay_endpoint),
-        "--from-start",
-        "--duration",
-        "20",
-    ]
+    return [publisher.endpoint, "--replay", str(publisher.replay_endpoint), "--from-start", "--duration", "20"]
 
 
 def test_tail(publisher: ThreadedEventPublisher) -> None:
@@ -269,13 +254,7 @@ def test_stats(publisher: ThreadedEventPublisher) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["tail", "nowhere"],
-        ["replay", "/dev/null"],
-        ["replay", "/no/such/file"],
-        ["record", "x", "-o", "/no/such/f"],
-    ],
+    "arguments", [["tail", "nowhere"], ["replay", "/dev/null"], ["replay", "/no/file"], ["record", "x", "-o", "/no/f"]]
 )
 def test_mistakes_are_one_line(arguments: list[str]) -> None:
     result = invoke(*arguments)
@@ -300,14 +279,8 @@ def test_damaged_recordings_are_refused(tmp_path_factory: Any, junk: bytes, cut:
 
 
 def test_the_example_runs() -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/events_router.py"],
-        cwd=ROOT,
-        env={"PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, "examples/events_router.py"]
+    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "rank 1, 5 blocks" in done.stdout
     assert "rank 0, 3 blocks" in done.stdout

@@ -74,9 +74,7 @@ def _union(maps: bool, replaced: dict[str, tuple[Any, Any]]) -> Any:
     """Return the union of the struct classes of the known events in one encoding."""
     union: Any = None
     for kind, required in _REQUIRED.items():
-        last = None
-        if not maps:
-            last = ARRAY_FIELDS[kind]
+        last = ARRAY_FIELDS[kind] if not maps else None
         struct = derived(kind, required, replaced, last=last, array_like=not maps)
         _public[struct] = kind
         if union is None:
@@ -218,9 +216,7 @@ class BatchDecoder:
     @property
     def encoding(self) -> Encoding:
         """Encoding of the first event of the last batch that had events; ``"map"`` before the first batch."""
-        if self._maps:
-            return "map"
-        return "array"
+        return "map" if self._maps else "array"
 
     def begin(self, payload: bytes) -> KVEventBatch | Decoding:
         """Return the batch in ``payload``, or a `Decoding` if decoding may take long.

@@ -111,9 +111,7 @@ class BatchEncoder:
 
 
 def _without_wrapper(event: Any) -> Any:
-    if type(event) is UnknownEvent:
-        return event.data
-    return event
+    return event.data if type(event) is UnknownEvent else event
 
 
 def _to_array(event: Any) -> Any:

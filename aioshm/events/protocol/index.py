@@ -128,9 +128,7 @@ class BlockIndex(Generic[P]):
             media: Count only blocks in these media; None counts all.
             group_idx: Count only blocks of this cache group; None counts a block that any group holds.
         """
-        wanted: set[str | None] | None = None
-        if media is not None:
-            wanted = set(media)
+        wanted: set[str | None] | None = set(media) if media is not None else None
         lengths = {}
         for publisher, shelves in self._shelves.items():
             counted = [

@@ -203,9 +203,7 @@ class Source:
     rank: int | None
 
     def __str__(self) -> str:
-        topic = ""
-        if self.topic:
-            topic = f" topic {self.topic.decode(errors='replace')}"
+        topic = f" topic {self.topic.decode(errors='replace')}" if self.topic else ""
         return f"{self.endpoint}{topic} rank {self.rank}"
 
 

@@ -20,7 +20,6 @@ such a stream is no longer requested. ``forget_gone`` reports and forgets stream
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -32,8 +31,8 @@ from aioshm.events.protocol.messages import Delivery, KVEventBatch, Lost, Publis
 # Publishers of one endpoint, by topic and rank. Above half of this number, silent publishers count as missing, because
 # the connection of a proxy never ends. At this number, new publishers are refused: they may be forged.
 MAX_STREAMS = 1 << 14
-# Delivered numbers whose payload's fingerprint is kept.
-REMEMBERED = 2**14
+# Delivered numbers whose payload's hash is kept.
+REMEMBERED = 2**11
 
 Start: TypeAlias = int | Literal["live"] | None
 
@@ -60,24 +59,17 @@ class Verdict(Enum):
     UNSURE = auto()  # an old number whose content is no longer known
 
 
-def fingerprint(payload: bytes) -> int:
-    """Return a hash of a payload, valid within this process."""
-    return hash(payload) & (2**64 - 1)
-
-
 class Numbering:
     """A consumer's position in one publisher's numbers."""
 
     def __init__(self, expected: int) -> None:
         self.expected: int = expected  # the next number
-        # Number and fingerprint of the last delivery; None before the first delivery.
+        # Number and hash of the last delivery; None before the first delivery.
         self.last: tuple[int, int] | None = None
-        # Of the numbers directly before ``expected``, without a hole. An array: 128 KiB per publisher, a deque 700 KiB.
-        self._fingerprints: array[int] = array("Q")
-        self._oldest = 0
+        self._fingerprints: deque[int] = deque(maxlen=REMEMBERED)  # of the numbers directly before ``expected``
 
     def judge(self, seq: int, mark: int) -> Verdict:
-        """Return the meaning of number ``seq`` with fingerprint ``mark``; changes nothing."""
+        """Return the meaning of number ``seq`` whose payload has the hash ``mark``; changes nothing."""
         if seq == self.expected:
             return Verdict.NEXT
         if seq > self.expected:
@@ -87,19 +79,13 @@ class Numbering:
         age = self.expected - seq
         if age > len(self._fingerprints):
             return Verdict.UNSURE
-        known = self._fingerprints[(self._oldest - age) % len(self._fingerprints)]
-        if known == mark:
-            return Verdict.COPY
-        return Verdict.BACK
+        known = self._fingerprints[-age]
+        return Verdict.COPY if known == mark else Verdict.BACK
 
     def accept(self, seq: int, mark: int) -> None:
         """Record that ``seq``, the expected number, has been delivered."""
         assert seq == self.expected
-        if len(self._fingerprints) < REMEMBERED:
-            self._fingerprints.append(mark)
-        else:
-            self._fingerprints[self._oldest] = mark
-            self._oldest = (self._oldest + 1) % REMEMBERED
+        self._fingerprints.append(mark)
         self.last = (seq, mark)
         self.expected = seq + 1
 
@@ -107,7 +93,7 @@ class Numbering:
         """Give up the numbers before ``seq``; return the first and the last of them."""
         first = self.expected
         assert seq > first
-        self._forget_fingerprints()  # older numbers are UNSURE from now on, never wrongly a copy
+        self._fingerprints.clear()  # older numbers are UNSURE from now on, never wrongly a copy
         self.expected = seq
         return first, seq - 1
 
@@ -116,12 +102,8 @@ class Numbering:
         expected = self.expected
         self.expected = 0
         self.last = None
-        self._forget_fingerprints()
+        self._fingerprints.clear()
         return expected
-
-    def _forget_fingerprints(self) -> None:
-        del self._fingerprints[:]
-        self._oldest = 0
 
 
 class _Why(Enum):
@@ -186,9 +168,7 @@ class SourceTracker:
         if job.stream is None or job.why is _Why.SCAN:
             return 0
         numbers = job.stream.numbers
-        if numbers.last is None:
-            return numbers.expected
-        return numbers.last[0]
+        return numbers.expected if numbers.last is None else numbers.last[0]
 
     def live(self, message: Message, connection: object = 0, arrival: int = 0) -> None:
         """Take a live message that ``arrival`` live messages preceded; read no more while ``asking`` is not None."""
@@ -203,7 +183,7 @@ class SourceTracker:
             stream.connection = connection
             stream.ended = False
         if arrival < stream.covered:  # the answer would have it, unless its publisher was gone before
-            verdict = stream.numbers.judge(message.seq, fingerprint(message.payload))
+            verdict = stream.numbers.judge(message.seq, hash(message.payload))
             if verdict in (Verdict.COPY, Verdict.UNSURE):
                 self.duplicates += 1
             else:
@@ -278,12 +258,12 @@ class SourceTracker:
         if stream in job.disowned:
             return True
         numbers = stream.numbers
-        mark = fingerprint(message.payload)
+        mark = hash(message.payload)
         if stream is job.stream and not job.answered:
             pending = job.pending
             if pending is not None and not stream.doubted and numbers.expected <= pending.seq < message.seq:
                 self._jobs.popleft()
-                self._settle(stream, pending, fingerprint(pending.payload), _NOT_KEPT)
+                self._settle(stream, pending, hash(pending.payload), _NOT_KEPT)
                 return False
             job.answered = True
             if job.why is _Why.SCAN:
@@ -335,7 +315,7 @@ class SourceTracker:
 
     def _judge_pending(self, job: _Job, stream: _Stream, pending: Message, reason: str, *, ended: bool) -> None:
         """Judge a live message after the answer to the request that the message caused."""
-        mark = fingerprint(pending.payload)
+        mark = hash(pending.payload)
         verdict = stream.numbers.judge(pending.seq, mark)
         if job.answered:
             stream.moved = False
@@ -391,9 +371,7 @@ class SourceTracker:
     def _ask_again(self, job: _Job, stream: _Stream) -> None:
         """Ignore the stream in the rest of this answer, and request the stream next."""
         job.disowned.add(stream)
-        pending = None
-        if stream is job.stream:
-            pending = job.pending
+        pending = job.pending if stream is job.stream else None
         self._jobs.insert(1, _Job(_Why.CHECK, stream, pending))
 
     def _confirm(self, stream: _Stream) -> None:
@@ -418,7 +396,7 @@ class SourceTracker:
         self._jobs = kept
 
     def _judge_live(self, stream: _Stream, message: Message) -> None:
-        mark = fingerprint(message.payload)
+        mark = hash(message.payload)
         verdict = stream.numbers.judge(message.seq, mark)
         if verdict is Verdict.GAP:
             self.gaps += 1

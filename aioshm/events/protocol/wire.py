@@ -110,9 +110,7 @@ def reply(topic: bytes, seq: int, payload: bytes, form: ReplayFormat) -> list[by
 
 def end_reply(form: ReplayFormat) -> list[bytes]:
     """Return the frames that end an answer."""
-    if form == "topic":
-        return [b"", b"", END_SEQ, b""]
-    return [b"", END_SEQ, b""]
+    return [b"", b"", END_SEQ, b""] if form == "topic" else [b"", END_SEQ, b""]
 
 
 def parse_reply(frames: Sequence[bytes]) -> Frames | None:
@@ -123,9 +121,7 @@ def parse_reply(frames: Sequence[bytes]) -> Frames | None:
     """
     if len(frames) not in (3, 4) or frames[0] != b"":
         raise CodecError(f"a replay reply is an empty frame and 2 or 3 more; got {len(frames)} frames")
-    topic = None
-    if len(frames) == 4:
-        topic = _check_topic(frames[1])
+    topic = _check_topic(frames[1]) if len(frames) == 4 else None
     seq, payload = frames[-2:]
     if seq == END_SEQ:
         return None

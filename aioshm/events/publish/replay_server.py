@@ -68,16 +68,11 @@ class ReplayServer:
         self._retry: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
 
-    @property
-    def busy(self) -> bool:
-        """Whether an answer is in progress."""
-        return bool(self._served or self._blocked)
-
     async def wait_idle(self, timeout: float) -> None:
         """Wait until all answers are complete, or ``timeout`` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while self.busy:
+                while self._served or self._blocked:
                     self._idle.clear()
                     await self._idle.wait()
 

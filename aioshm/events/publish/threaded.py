@@ -96,9 +96,7 @@ class ThreadedEventPublisher(Closing, CorePublisher):
             raise TypeError(f"publish takes an EventBatch, not {type(events).__name__}")
         if self._host.elsewhere:
             self._host.check()
-        deadline = None
-        if timeout is not None:
-            deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout if timeout is not None else None
         while True:
             try:
                 if self._core.outbox.put(events):

@@ -54,9 +54,7 @@ class LivePort:
     ) -> None:
         bind = settings.binds(endpoint)
         hwm = settings.hwm
-        silence_s = None
-        if bind:
-            silence_s = BOUND_SUBSCRIBER_SILENCE_S
+        silence_s = BOUND_SUBSCRIBER_SILENCE_S if bind else None
         if settings.is_open(endpoint):
             hwm = min(hwm, OPEN_HWM)
             if not is_loopback(endpoint):
@@ -90,9 +88,7 @@ class LivePort:
     @property
     def connections(self) -> int:
         """Connected publishers; 1 for inproc, because ZeroMQ reports none within a process."""
-        if self.endpoint.startswith("inproc:"):
-            return 1
-        return self.monitor.connections
+        return 1 if self.endpoint.startswith("inproc:") else self.monitor.connections
 
     def read_ahead(self) -> bool:
         """Receive messages into the backlog; True if there may be more."""

@@ -198,9 +198,7 @@ class EventSource:
         inbox: Inbox,
     ) -> None:
         can_replay = replay_endpoint is not None
-        check_interval = None
-        if can_replay:
-            check_interval = settings.check_interval
+        check_interval = settings.check_interval if can_replay else None
         self.delivered: int = 0
         self.replayed: int = 0
         self._loop = loop

@@ -32,17 +32,7 @@ class TestEndpoints:
 
     @pytest.mark.parametrize(
         "endpoint",
-        [
-            "",
-            "kv",
-            "tcp://",
-            "tcp://host",
-            "tcp://:1",
-            "tcp://host:x",
-            "tcp://h:65536",
-            "udp://h:1",
-            "tcp://h:²",
-        ],
+        ["", "kv", "tcp://", "tcp://host", "tcp://:1", "tcp://host:x", "tcp://h:65536", "udp://h:1", "tcp://h:²"],
     )
     def test_nonsense_is_named(self, endpoint: str) -> None:
         with pytest.raises(ValueError, match="endpoint"):

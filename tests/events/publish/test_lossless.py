@@ -78,16 +78,6 @@ class TestThreaded:
             assert publisher.stats().sent == 5000
             assert read_all(publisher, 5000) == list(range(5000))
 
-    @pytest.mark.slow
-    def test_three_hundred_thousand_batches(self) -> None:
-        count = 300_000
-        with ThreadedEventPublisher(0, ANY, ANY, buffer_steps=count, bind=True) as publisher:
-            for number in range(count):
-                publisher.publish(batch(number))
-            publisher.flush(PATIENCE_S)
-            assert (publisher.stats().dropped, publisher.stats().sent) == (0, count)
-            assert read_all(publisher, count) == list(range(count))
-
     def test_the_wait_has_an_end(self) -> None:
         with ThreadedEventPublisher(0, ANY, max_queue_size=3, bind=True) as publisher:
             with Held(publisher, 3):

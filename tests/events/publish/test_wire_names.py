@@ -125,34 +125,28 @@ def same(found: Any, expected: Any) -> bool:
 
 
 class TestWire:
-    async def test_vllm_as_it_is_reads_the_default(self, ends: Ends, raw: Any) -> None:
-        live, answer = await published(ends, raw)
-        batch = msgspec.msgpack.decode(live[2], type=Batch)
-        assert len(batch.events) == len(EVENTS)
-        assert all(map(same, batch.events, EVENTS))
-        for topic, seq, payload in answer[:-1]:
-            assert (topic, len(seq)) == (b"kv", 8)
-            assert all(map(same, msgspec.msgpack.decode(payload, type=Batch).events, EVENTS))
-        assert answer[-1] == [b"", b"\xff" * 8, b""]
-
-    async def test_the_first_releases_read_theirs(self, ends: Ends, raw: Any) -> None:
-        live, answer = await published(ends, raw, wire="vllm-0.9")
-        batch = msgspec.msgpack.decode(live[2], type=ArrayBatch)
-        assert all(map(same, batch.events, EVENTS))
-        for seq, payload in answer[:-1]:
+    @pytest.mark.parametrize(
+        ("options", "kind", "end"),
+        [
+            ({}, Batch, [b"", b"\xff" * 8, b""]),
+            ({"wire": "vllm-0.24"}, Batch, [b"\xff" * 8, b""]),
+            ({"wire": "vllm-0.9"}, ArrayBatch, [b"\xff" * 8, b""]),
+            ({"encoding": "array", "replay_format": "topic"}, ArrayBatch, [b"", b"\xff" * 8, b""]),
+        ],
+        ids=str,
+    )
+    async def test_consumers_of_each_release_read_live_batches_and_replies(
+        self, ends: Ends, raw: Any, options: dict[str, Any], kind: Any, end: list[bytes]
+    ) -> None:
+        live, answer = await published(ends, raw, **options)
+        for *head, seq, payload in [live, *answer[:-1]]:
+            assert head in ([], [b"kv"])
             assert len(seq) == 8
-            assert all(map(same, msgspec.msgpack.decode(payload, type=ArrayBatch).events, EVENTS))
-        assert answer[-1] == [b"\xff" * 8, b""]
-
-    async def test_what_stands_between(self, ends: Ends, raw: Any) -> None:
-        live, answer = await published(ends, raw, wire="vllm-0.24")
-        assert msgspec.msgpack.decode(live[2], type=Batch).events
-        assert answer[-1] == [b"\xff" * 8, b""]
-
-    async def test_odd_cases(self, ends: Ends, raw: Any) -> None:
-        live, answer = await published(ends, raw, encoding="array", replay_format="topic")
-        assert msgspec.msgpack.decode(live[2], type=ArrayBatch).events
-        assert answer[-1] == [b"", b"\xff" * 8, b""]
+            batch = msgspec.msgpack.decode(payload, type=kind)
+            assert len(batch.events) == len(EVENTS)
+            assert all(map(same, batch.events, EVENTS))
+        assert len(answer[0]) == len(end)
+        assert answer[-1] == end
 
     @pytest.mark.parametrize("name", ["wire", "encoding", "replay_format"])
     async def test_bad_names(self, name: Any) -> None:
