@@ -101,14 +101,10 @@ class FrontEndHandshake:
     ) -> None:
         self.engines: dict[int, CoreEngine] = {}
         for engine in engines:
-            if engine.index in self.engines:
-                raise ValueError(f"engines must have a rank each, and two have {engine.index}")
-            self.engines[engine.index] = engine
+            self.add(engine)
         self.hello: dict[int, dict[str, Any]] = {}
         self.ready: dict[int, dict[str, Any]] = {}
-        self._by_identity = {engine.identity: engine for engine in self.engines.values()}
-        self._processes: dict[int, str] = {}  # the random names of processes that sent one, by rank
-        self._inits: dict[int, bytes] = {}
+        self._processes: dict[int, str] = {}  # random names of engine processes, by rank
         self._restarts = False
         self._early: dict[int, Sequence[bytes]] = {}  # of engines whose predecessors are not known to be dead
         self.addresses: EngineZmqAddresses = addresses
@@ -165,16 +161,18 @@ class FrontEndHandshake:
         Raises:
             HandshakeError: The message is refused.
         """
-        engine = self._by_identity.get(identity)
-        if engine is None:
-            raise self._unknown(identity)
+        rank: int | None = None
+        if len(identity) == IDENTITY_BYTES:
+            rank = int.from_bytes(identity, "little")
+        if rank not in self.engines:
+            raise self._unknown(identity, rank)
+        engine = self.engines[rank]
         if self._restarts and engine.state is CoreEngineState.READY:
             self._early[engine.index] = frames
             return None
         return self._receive(engine, frames)
 
     def _receive(self, engine: CoreEngine, frames: Sequence[bytes]) -> list[bytes] | None:
-        identity = engine.identity
         state = engine.state
         if len(frames) != 1:
             raise _refused(engine.index, state, f"a message of {len(frames)} payload frames", "one")
@@ -183,7 +181,7 @@ class FrontEndHandshake:
         other = self._processes.get(engine.index, message.process) != message.process and message.process is not None
         if message.again and not other and message.status == "HELLO" and state is CoreEngineState.CONNECTED:
             self._note_process(engine, message)
-            return [identity, self._inits[engine.index]]
+            return [engine.identity, self._init()]
         if message.status != _NEXT[state] or other:
             found = f"{message.status} came"
             hint = ""
@@ -195,11 +193,10 @@ class FrontEndHandshake:
                 hint = "; have two engines the same rank?"
             raise _refused(engine.index, state, found, _NEXT[state], hint)
         if message.status == "HELLO":
-            init = self._inits[engine.index] = self._init()
             self.hello[engine.index] = fields
             engine.state = CoreEngineState.CONNECTED
             self._note_process(engine, message)
-            return [identity, init]
+            return [engine.identity, self._init()]
         self._check_hash(engine, message)
         self.ready[engine.index] = fields
         engine.state = CoreEngineState.READY
@@ -217,8 +214,9 @@ class FrontEndHandshake:
 
     def forget(self, index: int) -> None:
         """Reset an engine to NEW: its sender has left, and another may come."""
-        for each in (self.hello, self.ready, self._processes, self._inits):
-            each.pop(index, None)
+        self.hello.pop(index, None)
+        self.ready.pop(index, None)
+        self._processes.pop(index, None)
         self.engines[index].state = CoreEngineState.NEW
 
     def add(self, engine: CoreEngine) -> None:
@@ -229,12 +227,12 @@ class FrontEndHandshake:
         """
         if engine.index in self.engines:
             raise ValueError(f"engines must have a rank each, and two have {engine.index}")
-        self.engines[engine.index] = self._by_identity[engine.identity] = engine
+        self.engines[engine.index] = engine
 
     def remove(self, index: int) -> None:
         """Expect an engine no more."""
         self.forget(index)
-        del self._by_identity[self.engines.pop(index).identity]
+        del self.engines[index]
 
     def _parse(self, engine: CoreEngine, payload: bytes) -> tuple[dict[str, Any], _FromEngine]:
         expected = _NEXT[engine.state]
@@ -296,18 +294,14 @@ class FrontEndHandshake:
             init["parallel_config_hash"] = self._expected_hash
         return _encode(init)
 
-    def _unknown(self, sender: bytes) -> HandshakeError:
+    def _unknown(self, sender: bytes, rank: int | None) -> HandshakeError:
         ranks = sorted(self.engines)
         expected = f"one of engines {', '.join(map(str, ranks[:_SHOWN_RANKS])) or 'none'}"
         if len(ranks) > _SHOWN_RANKS:
             expected += ", ..."
-        engine: int | None = None
-        name = "no engine's identity"
-        if len(sender) == IDENTITY_BYTES:
-            engine = int.from_bytes(sender, "little")
-            name = f"engine {engine}"
+        name = "no engine's identity" if rank is None else f"engine {rank}"
         text = f"{name} (identity {sender[:16].hex()}): a message from an unknown sender, expected {expected}"
-        return HandshakeError(text, engine=engine, expected=expected)
+        return HandshakeError(text, engine=rank, expected=expected)
 
 
 class EngineHandshake:

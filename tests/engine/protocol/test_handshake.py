@@ -288,10 +288,8 @@ class TestRepetitions:
 
     @pytest.mark.parametrize("first", [hello(), hello(process="one"), again(hello())])
     def test_repeated_hello_gets_the_same_init(self, first: list[bytes]) -> None:
-        addresses = copy.deepcopy(ADDRESSES)
-        front = FrontEndHandshake([CoreEngine(0)], addresses, PARALLEL)
+        front = front_end(CoreEngine(0))
         init = front.receive(b"\0\0", first)
-        addresses.inputs = []
         for _ in range(2):
             assert front.receive(b"\0\0", again(hello())) == init
             assert front.engines[0].state is CONNECTED
