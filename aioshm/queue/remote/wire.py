@@ -31,9 +31,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, RAW
 from aioshm.lifeline.protocol import ANY_RANK
@@ -65,7 +66,11 @@ MAX_FRAME_BYTES = PART_BYTES + 256  # encryption adds a few bytes
 MAX_SUBSCRIPTION_BYTES = 1024  # also bounds the frames of ZeroMQ's handshake
 MAX_CONTROL_BYTES = 64 * 1024
 MAX_RANGES = 64
-_MAX_TEXT = 4096
+
+_Rank: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RANK)]
+_Count: TypeAlias = Annotated[int, Meta(ge=0)]
+_Host: TypeAlias = Annotated[str, Meta(max_length=4096)]
+_Topic: TypeAlias = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
 
 class WireError(Exception):
@@ -165,25 +170,25 @@ class Hello(Control):
     version: int  # of the protocol; changes with the segment's layout
     queue_id: bytes
     token: bytes
-    rank: int  # `ANY_RANK`: the lowest vacant one
+    rank: Annotated[int, Meta(ge=ANY_RANK, le=MAX_RANK)]  # `ANY_RANK`: the lowest vacant one
     pid: int
-    host: str  # for log lines
+    host: _Host  # for log lines
     proven: bool  # data has reached the reader
     slow: str = "block"  # as `Options.slow_reader`
     topic: bytes = b""  # the topic of the writer that admitted the reader; empty: not admitted yet
-    history: int = 0  # how many of the latest messages the reader asks for
+    history: _Count = 0  # how many of the latest messages the reader asks for
 
 
 class Acknowledge(Control):
     """The reader has finished with all messages below this number."""
 
-    consumed: int
+    consumed: _Count
 
 
 class Resend(Control):
     """The reader lacks these runs of messages, each from a first to a last number."""
 
-    ranges: list[tuple[int, int]]
+    ranges: Annotated[list[tuple[_Count, _Count]], Meta(max_length=MAX_RANGES)]
 
 
 class Finished(Control):
@@ -202,9 +207,9 @@ class Welcome(Control):
 
     pid: int
     host: str  # for log lines
-    rank: int
-    first: int  # number of the reader's first message
-    topic: bytes
+    rank: _Rank
+    first: Annotated[int, Meta(ge=0, le=MAX_SEQ)]  # number of the reader's first message
+    topic: _Topic
 
 
 class Wait(Control):
@@ -244,7 +249,7 @@ class Left(Control):
 class Closing(Control):
     """The writer closes the queue; the next message would have had this number."""
 
-    end: int
+    end: _Count
 
 
 FromReader = Hello | Acknowledge | Resend | Finished | Leave
@@ -268,34 +273,16 @@ _any_hello: msgspec.msgpack.Decoder[_AnyHello] = msgspec.msgpack.Decoder(_AnyHel
 def parse_from_reader(data: bytes) -> FromReader:
     """Parse a reader's control message; raise `VersionError` for a greeting of another version."""
     try:
-        message = _parse(_from_reader, data)
+        return _parse(_from_reader, data)
     except WireError:
         if len(data) <= MAX_CONTROL_BYTES:
             _check_version(data)
         raise
-    if isinstance(message, Hello) and (
-        not ANY_RANK <= message.rank <= MAX_RANK or len(message.host) > _MAX_TEXT or message.history < 0
-    ):
-        raise WireError(f"a greeting from rank {message.rank}")
-    if isinstance(message, Acknowledge) and message.consumed < 0:
-        raise WireError(f"{message.consumed} messages acknowledged")
-    if isinstance(message, Resend) and not (
-        len(message.ranges) <= MAX_RANGES and all(0 <= first <= last for first, last in message.ranges)
-    ):
-        raise WireError("a request for no runs of messages")
-    return message
 
 
 def parse_from_writer(data: bytes) -> FromWriter:
     """Parse a control message of the writer."""
-    message = _parse(_from_writer, data)
-    if isinstance(message, Welcome) and not (0 <= message.rank <= MAX_RANK and 0 <= message.first <= MAX_SEQ):
-        raise WireError(f"a welcome to rank {message.rank} from message {message.first} on")
-    if isinstance(message, Welcome) and len(message.topic) != SECRET_BYTES:
-        raise WireError(f"a topic of {len(message.topic)} bytes")
-    if isinstance(message, Closing) and message.end < 0:
-        raise WireError(f"an end at {message.end}")
-    return message
+    return _parse(_from_writer, data)
 
 
 def _check_version(data: bytes) -> None:
