@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import pickle
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from remotes import wide_writer
 from support import until
 
-from aioshm import MessageQueue
+from aioshm import AioshmError, MessageQueue
 from aioshm.queue.merge import Merged
 
 BIG = 50_000
@@ -47,3 +48,14 @@ async def asleep(merged: Merged) -> asyncio.Task[tuple[int, Any]]:
     waiting = asyncio.ensure_future(anext(merged))
     await until(lambda: merged._shared.poller is not None and merged._shared.poller._sleeper is not None)
     return waiting
+
+
+async def outcome(item: Awaitable[tuple[int, Any]]) -> tuple[int | None, Any]:
+    """Return an item of a merge; an error with its rank, whether the merge raises errors or returns them."""
+    try:
+        return await asyncio.wait_for(item, 20)
+    except AioshmError as raised:
+        error = raised
+    assert error.__notes__ == [f"this is about the queue that the merge has as rank {error.rank}"]
+    assert pickle.loads(pickle.dumps(error)).rank == error.rank
+    return error.rank, error

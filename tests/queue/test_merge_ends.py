@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from children import child
-from merging import BIG, asleep, poller_of, queues
+from merging import BIG, asleep, outcome, poller_of, queues
 from overflowing import BOTH_WAYS, withhold
 from slots import slot_of
 from support import until
@@ -26,6 +26,8 @@ from aioshm import (
     SharedMemoryError,
 )
 from aioshm.queue.merge import Merged, merge
+
+BOTH_MODES = pytest.mark.parametrize("errors", ["raise", "yield"])
 
 
 async def _rest(merged: Merged) -> list[tuple[int, Any]]:
@@ -90,18 +92,19 @@ class TestAttaching:
             await writers[1].aclose()
             assert await _rest(merge(readers, errors="yield")) == [(1, 1)]
 
-    async def test_one_that_cannot_attach_is_reported(self) -> None:
+    @BOTH_MODES
+    async def test_one_that_cannot_attach_is_reported(self, errors: Any) -> None:
         async with queues(1) as (writers, readers), child("write", "0", "0") as writer:
             handle = await writer.says("{")
             writer.signal(signal.SIGSTOP)
             async with MessageQueue.create_from_handle(handle, 0) as reader:
-                merged = merge({4: reader, **readers}, errors="yield")
+                merged = merge({4: reader, **readers}, errors=errors)
                 waiting = await asleep(merged)
                 await writers[0].enqueue(1)
                 assert await waiting == (0, 1)
                 waiting = await asleep(merged)
                 writer.signal(signal.SIGKILL)
-                rank, error = await asyncio.wait_for(waiting, 10)
+                rank, error = await outcome(waiting)
                 assert rank == 4
                 assert isinstance(error, (PeerDied, HandleError))
                 assert merged.failed == {4: error}
@@ -138,18 +141,19 @@ class TestEnds:
             assert await _rest(merged) == [], "it stays at its end"
 
     @pytest.mark.slow_on_uvloop
+    @BOTH_MODES
     @pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "overflow"])
-    async def test_a_killed_writer_is_reported_and_the_rest_goes_on(self, size: int) -> None:
+    async def test_a_killed_writer_is_reported_and_the_rest_goes_on(self, size: int, errors: Any) -> None:
         async with queues(1, 1) as (writers, readers), child("write", "5", str(size)) as writer:
             async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
                 await reader.wait_until_ready(20)
                 await writer.says("written")
                 writer.signal(signal.SIGKILL)
                 await writer.end()
-                merged = merge({**readers, -3: reader}, errors="yield")
+                merged = merge({**readers, -3: reader}, errors=errors)
                 for number in range(5):
                     assert await anext(merged) == (-3, (number, bytes([number]) * size))
-                rank, error = await anext(merged)
+                rank, error = await outcome(anext(merged))
                 assert (rank, error.side, error.pid) == (-3, "writer", writer.pid)
                 assert merged.failed == {-3: error}
                 for number in range(100):
@@ -234,42 +238,44 @@ def _explode(_ballast: bytes) -> None:
 
 
 class TestDamage:
-    async def test_a_damaged_slot_is_reported_and_its_queue_goes_on(self) -> None:
+    @BOTH_MODES
+    async def test_a_damaged_slot_is_reported_and_its_queue_goes_on(self, errors: Any) -> None:
         async with queues(2) as (writers, readers):
             for number in range(3):
                 await writers[0].enqueue(number)
                 await writers[1].enqueue(number)
             slot_of(writers[0], 1)[8] ^= 0xFF  # its number
-            merged = merge(readers, errors="yield")
-            items = [await anext(merged) for _ in range(6)]
+            merged = merge(readers, errors=errors)
+            items = [await outcome(anext(merged)) for _ in range(6)]
             assert [rank for rank, _ in items] == [0, 1] * 3
             assert isinstance(items[2][1], CorruptSlot)
-            assert items[2][1].__traceback__ is None, "it holds on to nothing"
+            assert errors == "raise" or items[2][1].__traceback__ is None, "it holds on to nothing"
             assert [obj for _, obj in items if isinstance(obj, int)] == [0, 0, 1, 2, 2]
             assert merged.failed == {}
 
     @pytest.mark.slow_on_uvloop
-    @pytest.mark.parametrize("n_remote", [0, 1])
+    @pytest.mark.parametrize(("n_remote", "errors"), [(0, "raise"), (1, "yield")])
     @pytest.mark.parametrize("size", [0, 2000, BIG])
-    async def test_what_cannot_be_decoded_is_reported(self, n_remote: int, size: int) -> None:
+    async def test_what_cannot_be_decoded_is_reported(self, n_remote: int, size: int, errors: Any) -> None:
         async with queues(2 - n_remote, n_remote) as (writers, readers):
-            merged = merge(readers, errors="yield")
+            merged = merge(readers, errors=errors)
             for number in range(100):  # in both ways
                 await writers[1].enqueue(pickle.PickleBuffer(b"x" * 2000) if number % 3 else number)
                 await writers[1].enqueue(Bomb(size))
                 await anext(merged)
-                rank, error = await anext(merged)
+                rank, error = await outcome(anext(merged))
                 assert (rank, type(error), type(error.__cause__)) == (1, CodecError, LookupError)
             assert merged.failed == {}
 
-    async def test_messages_that_are_lost_are_reported(self) -> None:
+    @BOTH_MODES
+    async def test_messages_that_are_lost_are_reported(self, errors: Any) -> None:
         async with queues(1, 1) as (writers, readers):
-            merged = merge(readers, errors="yield")
+            merged = merge(readers, errors=errors)
             waiting = await asleep(merged)
             readers[1].end.source.link.window.lose(2)  # type: ignore[attr-defined]
             for number in range(4):
                 await writers[1].enqueue(number)
-            rank, error = await waiting
+            rank, error = await outcome(waiting)
             assert (rank, error.first, error.last) == (1, 0, 1)
             assert [await anext(merged) for _ in range(2)] == [(1, 2), (1, 3)]
             assert merged.failed == {}

@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 import time
-import warnings
 from contextlib import aclosing
 from typing import Any
 
@@ -154,37 +153,6 @@ def test_forgotten_ends_warn_and_leak_nothing() -> None:
                     del writer
                 gc.collect()
     eventually(lambda: (open_files(), threading.active_count()) == before, "the end of all sockets and threads")
-
-
-async def test_a_forked_child_is_refused_and_harms_nobody() -> None:
-    async with ready_ends(0, 1) as (writer, (reader,)):
-        await writer.enqueue("before")
-        told, tell = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads run
-            pid = os.fork()
-        if pid == 0:
-            verdict = []
-            for call in (lambda: writer.enqueue_nowait("from the child"), reader.dequeue_nowait):
-                try:
-                    call()
-                except RoleError as error:
-                    verdict.append(str(error))
-            del writer, reader
-            gc.collect()
-            os.write(tell, "\n".join(verdict).encode())
-            os._exit(0)
-        os.close(tell)
-        verdict = os.read(told, 10_000).decode().splitlines()
-        os.close(told)
-        os.waitpid(pid, 0)
-        assert len(verdict) == 2
-        assert all("forked" in text for text in verdict)
-        for number in range(100):
-            await writer.enqueue((number, bytes(100_000)), 5)
-        assert await reader.dequeue(5) == "before"
-        for number in range(100):
-            assert await reader.dequeue(5) == (number, bytes(100_000))
 
 
 # Loops that do not run
