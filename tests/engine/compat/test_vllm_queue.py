@@ -33,7 +33,10 @@ class Thread(threading.Thread):
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         super().__init__()
-        self._function, self._args, self._outcome, self._error = function, args, None, None
+        self._function = function
+        self._args = args
+        self._outcome = None
+        self._error = None
         self.start()
 
     def run(self) -> None:
@@ -324,7 +327,10 @@ class Group:
     """A process group whose ranks are threads, with the methods of vLLM's ``StatelessProcessGroup``."""
 
     def __init__(self, rank: int, table: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.world_size, self._table, self._barrier = rank, len(table), table, barrier
+        self.rank = rank
+        self.world_size = len(table)
+        self._table = table
+        self._barrier = barrier
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
         self._table[self.rank] = pickle.dumps(obj)
@@ -338,7 +344,8 @@ class Group:
 
 
 def meet(world_size: int) -> list[Any]:
-    table, barrier = [None] * world_size, threading.Barrier(world_size)
+    table = [None] * world_size
+    barrier = threading.Barrier(world_size)
     return [Group(rank, table, barrier) for rank in range(world_size)]
 
 

@@ -29,7 +29,8 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         import ray
 
         def all_returned() -> bool:
-            total, free = ray.cluster_resources(), ray.available_resources()
+            total = ray.cluster_resources()
+            free = ray.available_resources()
             return all(free.get(each) == total.get(each) for each in ("CPU", "GPU", "chip"))
 
         eventually(all_returned, "the return of what was reserved")

@@ -200,7 +200,8 @@ class TestDeath:
 
 async def test_serve_requests_and_are_named_to_clients_when_they_die() -> None:
     """Over TCP, with keys that this test has made and the manager hands on: without them nobody could connect."""
-    told, keys = EngineZmqAddresses([ADDRESS], [ADDRESS]), EngineKeys.generate()
+    told = EngineZmqAddresses([ADDRESS], [ADDRESS])
+    keys = EngineKeys.generate()
     engines = [CoreEngine(rank, local=rank < 1) for rank in range(2)]
     async with (
         EngineClient(told, engines, options=ClientOptions(keys=keys)) as client,

@@ -89,7 +89,8 @@ class Ray:
         if actor.group in self.slow:
             Event().wait(0.001)
             return False
-        actor.host, actor.pid = "10.0.0.6", 7
+        actor.host = "10.0.0.6"
+        actor.pid = 7
         return True
 
     def kill(self, handle: Handle) -> None:
@@ -165,7 +166,8 @@ def test_actor_comes_back_in_its_group_until_the_group_is_lost(ray: Ray, managed
 def test_process_that_never_runs_is_an_error(lost: bool, ray: Ray, managed: Managed) -> None:
     """It comes early where the node has left: the next attempt finds another one."""
     manager = managed("b", timeout=100.0 if lost else 0.05)
-    ray.room, ray.slow = ["a"], {"a group of 1"}
+    ray.room = ["a"]
+    ray.slow = {"a group of 1"}
     if lost:
         ray.lost = ray.slow
     reason = "its node has left" if lost else "pending"
@@ -221,7 +223,8 @@ def test_closing_ends_the_wait_for_room(ray: Ray, managed: Managed, pool: Thread
 
 def test_actor_that_gets_no_engine_is_killed(ray: Ray, managed: Managed) -> None:
     manager = managed("a")
-    ray.room, ray.refuses = ["a"], True
+    ray.room = ["a"]
+    ray.refuses = True
     with pytest.raises(TypeError, match="pickled"):
         manager.start_engine(1)
     assert (ray.killed, len(manager.actors)) == ([1], 1)

@@ -67,7 +67,8 @@ def _ready(kind: bytes) -> bytes:
 def _stream(address: str, heads: list[bytes], parts: bytes) -> None:
     """Send bytes without an end; who is hung up on comes back, with the next beginning."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    over, begins = _until(), cycle(heads)
+    over = _until()
+    begins = cycle(heads)
     while not over():
         with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), 1) as peer:
             peer.settimeout(0.5)

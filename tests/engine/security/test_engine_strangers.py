@@ -18,18 +18,15 @@ import pytest
 import zmq
 from peers import Peers, complete, pack, published, start, starts
 from served_engine import Engine, Serving, ask, collected, served
-from startups import engine
+from startups import engine, starting
 from support import tell_to_end, until
 
 from aioshm.engine import (
     ClientOptions,
-    CoreEngine,
     DPCoordinator,
     EngineClient,
     EngineKeys,
-    EngineStartupCoordinator,
     EngineZmqAddresses,
-    StartupOptions,
 )
 from aioshm.engine.dp.coordination import CoordinatorAddresses
 from aioshm.errors import EngineDead, EngineStartupError
@@ -40,8 +37,10 @@ pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 LOOPBACK = "tcp://127.0.0.1:0"
 NOBODY = 65534
-MOST_S, MOST_BYTES = 0.05, 64 << 20
-ATTACK_S, PATIENCE_S = 0.6, 30.0
+MOST_S = 0.05
+MOST_BYTES = 64 << 20
+ATTACK_S = 0.6
+PATIENCE_S = 30.0
 AT_DATA = ("dead", "tokens", "rank", "empties", "frames", "handshake_frame", "endless_output", "endless")
 
 
@@ -111,7 +110,8 @@ class Watcher:
 
     async def _watch(self) -> None:
         """Measure the thread's own time: others that want the processor are not the loop's fault."""
-        used, process = time.thread_time(), psutil.Process()
+        used = time.thread_time()
+        process = psutil.Process()
         while True:
             await asyncio.sleep(0.0005)  # what comes is read in a turn of the loop that begins meanwhile
             now = time.thread_time()
@@ -170,7 +170,7 @@ class TestSecure:
     )
     async def test_a_startup(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
         where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
-        async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], where) as startup:
+        async with starting(LOOPBACK, where=where) as startup:
             place = startup.handshake_address
             ports = [place] * 2 if name in ("handshake_frame", "endless") else [place] * 3
             async with Watcher() as watcher:
@@ -187,7 +187,7 @@ class TestSecure:
         async with EngineClient(addresses, 1) as client:
             stranger = asyncio.create_task(attack("rank", addresses.inputs[0], addresses.outputs[0]))
             await asyncio.sleep(0.3)
-            async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], addresses) as startup:
+            async with starting(LOOPBACK, where=addresses) as startup:
                 from aioshm.engine import run_engine_core
 
                 running = asyncio.ensure_future(run_engine_core(Engine(), startup.handshake_address, 0))
@@ -236,10 +236,8 @@ class TestSecure:
             await self.survives(coordinator, name, keys)
 
     async def survives(self, coordinator: DPCoordinator, name: str, keys: EngineKeys | None) -> None:
-        stats, (engines_at, reports_at) = (
-            coordinator.get_stats_publish_address(),
-            coordinator.get_engine_socket_addresses(),
-        )
+        stats = coordinator.get_stats_publish_address()
+        (engines_at, reports_at) = coordinator.get_engine_socket_addresses()
         with Peers(CoordinatorAddresses(stats, engines_at, reports_at), keys) as peers:
             if name == "subscribe":
                 await attack(name, "", "", "", reports_at, engines_at)
@@ -251,7 +249,8 @@ class TestSecure:
                 await lonely.recv()
             else:
                 engines = await peers.engines(2)
-            front_end, reporter = await peers.front_end(), peers.reporter(0)
+            front_end = await peers.front_end()
+            reporter = peers.reporter(0)
             await published(front_end)
             process = psutil.Process(coordinator.proc.pid)
             before = process.memory_info().rss
@@ -289,9 +288,7 @@ class TestInsecure:
 
     async def test_a_startup_goes_on(self, caplog: pytest.LogCaptureFixture) -> None:
         where = EngineZmqAddresses(["ipc:///nowhere/1"], ["ipc:///nowhere/2"])
-        async with EngineStartupCoordinator(
-            LOOPBACK, [CoreEngine(0)], where, options=StartupOptions(secure=False)
-        ) as startup:
+        async with starting(LOOPBACK, where=where, secure=False) as startup:
             place = startup.handshake_address
             async with Watcher() as watcher:
                 assert await attack("garbage", place, place, place) == b""
@@ -304,10 +301,9 @@ class TestInsecure:
 
     async def test_a_second_hello_gets_nothing(self) -> None:
         where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
-        async with EngineStartupCoordinator(
-            LOOPBACK, [CoreEngine(0)], where, options=StartupOptions(secure=False)
-        ) as startup:
-            place, told = startup.handshake_address, asyncio.Event()
+        async with starting(LOOPBACK, where=where, secure=False) as startup:
+            place = startup.handshake_address
+            told = asyncio.Event()
             go_on = asyncio.Event()
 
             async def initialize(_metadata: object) -> dict[str, Any]:
@@ -325,9 +321,7 @@ class TestInsecure:
     @pytest.mark.slow
     async def test_what_was_ignored_is_told_in_the_end(self) -> None:
         where = EngineZmqAddresses(["ipc:///nowhere/1"], ["ipc:///nowhere/2"])
-        async with EngineStartupCoordinator(
-            LOOPBACK, [CoreEngine(0)], where, options=StartupOptions(secure=False, progress_timeout=4)
-        ) as startup:
+        async with starting(LOOPBACK, where=where, secure=False, progress_timeout=4) as startup:
             waiting = asyncio.ensure_future(startup.wait(30))
             joining = asyncio.ensure_future(engine(startup.handshake_address, 5, secure=False))
             with pytest.raises(EngineStartupError, match=r"the last message that was ignored: engine 5 .*127\.0\.0\.1"):
@@ -337,7 +331,8 @@ class TestInsecure:
 
     async def test_tokens_without_the_generation_reach_no_request(self) -> None:
         async with over_tcp(False) as (serving, ports):
-            stream, other = serving.client.submit(ask("r", None)), serving.client.submit(ask("secret", None))
+            stream = serving.client.submit(ask("r", None))
+            other = serving.client.submit(ask("secret", None))
             assert [(await anext(each))["token"] for each in (stream, other)] == [0, 0]
             await attack("tokens", *ports, until=lambda _: serving.client.late_outputs)
             assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
@@ -404,7 +399,9 @@ class TestWarning:
 def curved(context: Any, kind: int, address: str, keys: Any, identity: bytes = b"") -> Any:
     peer = context.socket(kind)
     peer.linger = 0
-    peer.curve_publickey, peer.curve_secretkey, peer.curve_serverkey = keys.public, keys.secret, keys.server
+    peer.curve_publickey = keys.public
+    peer.curve_secretkey = keys.secret
+    peer.curve_serverkey = keys.server
     if identity:
         peer.routing_id = identity
     peer.connect(address)

@@ -43,7 +43,8 @@ class Peer:
         self._monitor = self.socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
-        self.socket.curve_publickey, self.socket.curve_secretkey = mine.public, mine.secret
+        self.socket.curve_publickey = mine.public
+        self.socket.curve_secretkey = mine.secret
         self.socket.curve_serverkey = server
         if kind == zmq.DEALER:
             self.socket.routing_id = mine.name
@@ -78,7 +79,8 @@ def peers(mine: EngineCredentials, *where: tuple[int, str], server: bytes | None
 class TestKeys:
     def test_each_incarnation_has_its_own(self, tmp_path: Path) -> None:
         keys = EngineKeys.generate()
-        first, second = keys.for_engine(1), keys.for_engine(1, 1)
+        first = keys.for_engine(1)
+        second = keys.for_engine(1, 1)
         assert len({first.public, second.public, first.secret, second.secret, first.name, second.name}) == 6
         assert first == keys.for_engine(1, 0)
         assert (first.incarnation, second.incarnation) == (0, 1)
@@ -125,7 +127,8 @@ async def test_peer_is_admitted_while_the_loop_is_busy() -> None:
 async def test_a_dead_engine_s_keys_open_no_socket_of_the_front_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys, stuck = EngineKeys.generate(), tmp_path / "stuck"
+    keys = EngineKeys.generate()
+    stuck = tmp_path / "stuck"
     addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
     async with EngineSupervisor(
         serve,

@@ -43,7 +43,8 @@ def over_tcp() -> EngineZmqAddresses:
 class TestKeys:
     def test_an_engine_has_its_own_only(self) -> None:
         keys = EngineKeys.generate()
-        one, two = keys.for_engine(1), keys.for_engine(2)
+        one = keys.for_engine(1)
+        two = keys.for_engine(2)
         assert one == EngineKeys(keys.secret).for_engine(1)
         assert len({one.public, two.public, one.secret, two.secret, one.name, two.name}) == 6
         assert (one.front_end, one.coordinator) == (keys.front_end.public, keys.coordinator.public)

@@ -15,7 +15,8 @@ from aioshm.engine import EngineZmqAddresses
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
 LOOPBACK = "tcp://127.0.0.1:0"
-DEALER, PUSH = b"\x05", b"\x08"
+DEALER = b"\x05"
+PUSH = b"\x08"
 ROUNDS = 20
 
 

@@ -62,7 +62,8 @@ class Engine:
     """May have a worker; never finishes a request."""
 
     def __init__(self, moment: str, again: bool) -> None:
-        self._moment, self._again = moment, again
+        self._moment = moment
+        self._again = again
         self._group: WorkerGroup | None = None
 
     async def initialize(self, _metadata: object) -> dict[str, Any]:

@@ -103,7 +103,9 @@ class Connection:
     """A connection to one of the front ends."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
-        self.reader, self.writer, self.pid = reader, writer, pid
+        self.reader = reader
+        self.writer = writer
+        self.pid = pid
 
     @classmethod
     async def open(cls, listener: socket.socket) -> Connection:
@@ -270,26 +272,6 @@ async def test_code_0_is_no_death() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert all(process.exitcode is not None for process in servers.processes)
-
-
-async def test_a_failing_engine_ends_them_all_the_same(listener: socket.socket) -> None:
-    class Engines:
-        closed = False
-
-        async def join_first(self) -> None:
-            raise EngineDead("engine 0 is in a crash loop")
-
-        async def aclose(self) -> None:
-            self.closed = True
-
-        def close(self) -> None:
-            raise AssertionError("there is an aclose")
-
-    engines, servers = Engines(), simple([None])
-    with pytest.raises(EngineDead, match="crash loop"):
-        await wait_for_completion_or_failure(servers, engines)
-    assert engines.closed
-    assert servers.processes[0].exitcode == -signal.SIGTERM
 
 
 async def test_with_a_supervisor_of_engines(listener: socket.socket) -> None:

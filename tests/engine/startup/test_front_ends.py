@@ -14,21 +14,19 @@ from typing import Any
 import front_end_targets as targets
 import pytest
 from served_engine import Engine, ask, collected, stop, until
+from startups import starting
 from supervised import LOOPBACK, MANY, pids, serve
 
 from aioshm.engine import (
     APIServerProcessManager,
     ClientOptions,
-    CoreEngine,
     EngineClient,
     EngineKeys,
     EngineLayout,
-    EngineStartupCoordinator,
     EngineSupervisor,
     EngineZmqAddresses,
     HandshakeOptions,
     Restart,
-    StartupOptions,
     run_engine_core,
 )
 from aioshm.engine.startup.front_ends import FrontEnds
@@ -266,9 +264,7 @@ async def test_engine_that_comes_before_its_front_end_knows_of_it_is_let_in_late
             EngineClient(
                 addresses, 1, options=ClientOptions(membership_address=front_ends.address, **options)
             ) as client,
-            EngineStartupCoordinator(
-                LOOPBACK, [CoreEngine(0), CoreEngine(1)], addresses, options=StartupOptions(keys=keys)
-            ) as startup,
+            starting(LOOPBACK, 2, where=addresses, keys=keys) as startup,
         ):
             place = startup.handshake_address
             engines = (

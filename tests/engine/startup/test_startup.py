@@ -315,7 +315,8 @@ class TestWaiting:
         self, path: str, options: dict[str, Any], error: type[Exception], text: str
     ) -> None:
         given = {"handshake_address": path, "engines": [], **options}
-        place, engines = given.pop("handshake_address"), given.pop("engines")
+        place = given.pop("handshake_address")
+        engines = given.pop("engines")
         with pytest.raises(error, match=text):
             starting(place, engines, **given)
 

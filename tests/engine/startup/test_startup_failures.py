@@ -216,7 +216,8 @@ class TestProcesses:
 
         class Manager:
             def __init__(self, fake: FakeManager) -> None:
-                self.sentinels, self.finished_procs = fake.sentinels, fake.finished_procs
+                self.sentinels = fake.sentinels
+                self.finished_procs = fake.finished_procs
                 self.closed = False
 
             def close(self) -> None:
@@ -229,7 +230,9 @@ class TestProcesses:
             assert manager.closed
 
     async def test_cancelled_while_it_stops_it_stops_all_the_same(self, path: str) -> None:
-        stopping, go_on, stopped = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        stopping = asyncio.Event()
+        go_on = asyncio.Event()
+        stopped = asyncio.Event()
 
         async def aclose() -> None:
             stopping.set()

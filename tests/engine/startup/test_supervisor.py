@@ -167,7 +167,8 @@ async def test_one_that_does_not_get_ready_is_killed_and_tried_again(tmp_path: P
 async def test_scaling_under_load_loses_nothing() -> None:
     async with EngineSupervisor(serve, 2, restart=MANY) as supervisor:
         client = supervisor.client
-        answered, used = [0, 0], set[int]()
+        answered = [0, 0]
+        used = set[int]()
         stopping = asyncio.Event()
 
         async def ask_on(who: int) -> None:
@@ -221,7 +222,8 @@ async def test_an_engine_that_does_not_finish_is_waited_for_as_long_as_said() ->
 
 async def test_a_coordinator_that_is_killed_is_found_again() -> None:
     async with EngineSupervisor(serve, 2, restart=MANY) as supervisor:
-        launch, balance = supervisor.launch, supervisor.client._link.engines.balance
+        launch = supervisor.launch
+        balance = supervisor.client._link.engines.balance
         assert launch.coordinator is not None
         for _ in range(2):
             victim = launch.coordinator.proc

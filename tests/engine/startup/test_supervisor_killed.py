@@ -69,9 +69,11 @@ def seconds_until_gone(which: Iterable[str], directory: Path) -> dict[str, float
         assert all(len(before[mark]) >= PROCESSES for mark in marks.values()), before
         for supervisor in supervisors.values():
             supervisor.kill()
-        killed, took = time.monotonic(), dict[str, float]()
+        killed = time.monotonic()
+        took = dict[str, float]()
         while len(took) < len(marks):
-            left, now = trees(marks.values()), time.monotonic() - killed
+            left = trees(marks.values())
+            now = time.monotonic() - killed
             took |= {moment: now for moment, mark in marks.items() if not left[mark] and moment not in took}
             assert now < PATIENCE_S, left
         return took
