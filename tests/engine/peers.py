@@ -1,4 +1,4 @@
-"""Engines and front ends of a coordinator, as bare sockets."""
+"""Engines, front ends, and peers of a coordinator, as bare sockets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from aioshm.engine import EngineKeys
+from aioshm.engine import EngineClient, EngineKeys
 from aioshm.engine.dp.coordination import CoordinatorAddresses
 
 WITHIN_S = 30
@@ -109,3 +109,59 @@ def report(index: int, stats: Any, complete: int | None = None, start: int | Non
 
 def pack(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
+
+
+async def received(socket: Any) -> list[bytes]:
+    """Return the next message of a socket that is not asyncio's."""
+    async with asyncio.timeout(WITHIN_S):
+        while not socket.poll(0):
+            await asyncio.sleep(0.001)
+    message: list[bytes] = socket.recv_multipart()
+    return message
+
+
+class BareEngine:
+    """The sockets of engine 0 at a client."""
+
+    def __init__(self, context: Any, client: EngineClient, **ready: Any) -> None:
+        self.dealer = context.socket(zmq.DEALER)
+        self.push = context.socket(zmq.PUSH)
+        self.dealer.setsockopt(zmq.ROUTING_ID, b"\0\0")
+        self.dealer.connect(client.addresses.inputs[0])
+        self.push.connect(client.addresses.outputs[0])
+        self.dealer.send(pack(ready))
+
+    async def hears(self) -> list[bytes]:
+        return await received(self.dealer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.dealer.close(linger=0)
+        self.push.close(linger=0)
+
+
+class BareFrontEnd:
+    """A front end's ROUTER for the handshake with one engine."""
+
+    def __init__(self, context: Any, address: str, identity: bytes) -> None:
+        self.router = context.socket(zmq.ROUTER)
+        self.router.bind(address)
+        self.address: str = self.router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._identity = identity
+
+    async def hears(self) -> dict[str, Any]:
+        sender, frame = await received(self.router)
+        assert sender == self._identity
+        heard: dict[str, Any] = msgspec.msgpack.decode(frame)
+        return heard
+
+    def says(self, *frames: bytes) -> None:
+        self.router.send_multipart([self._identity, *frames])
+
+    def idle(self) -> bool:
+        return not self.router.poll(0)
+
+    def close(self) -> None:
+        self.router.close(linger=0)

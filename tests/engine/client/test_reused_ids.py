@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from peers import BareEngine
 from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
 
 from aioshm.engine import EngineClient
@@ -99,22 +100,8 @@ async def test_request_of_a_restarted_front_end_replaces_that_of_its_life_before
         assert engine.aborted == ["a"]
 
 
-class BareEngine:
-    """The sockets of an engine."""
-
-    def __init__(self, context: Any, client: EngineClient, **ready: Any) -> None:
-        self.dealer, self.push = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
-        self.dealer.setsockopt(zmq.ROUTING_ID, b"\0\0")
-        self.dealer.connect(client.addresses.inputs[0])
-        self.push.connect(client.addresses.outputs[0])
-        self.dealer.send(msgspec.msgpack.encode(ready))
-
-    async def hears(self) -> list[bytes]:
-        async with asyncio.timeout(30):
-            while not self.dealer.poll(0):
-                await asyncio.sleep(0.001)
-        frames: list[bytes] = self.dealer.recv_multipart()
-        return frames
+class Remote(BareEngine):
+    """An engine that speaks of generations."""
 
     async def hears_request(self) -> int:
         """Return the generation of the next request."""
@@ -125,13 +112,6 @@ class BareEngine:
     def says(self, *outputs: Any, **more: Any) -> None:
         self.push.send(msgspec.msgpack.encode(MarkedOutputs(0, [*outputs], **more)))
 
-    def __enter__(self) -> BareEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.dealer.close(linger=0)
-        self.push.close(linger=0)
-
 
 def said(word: str, **more: Any) -> dict[str, Any]:
     return {"request_id": "a", "word": word, **more}
@@ -140,7 +120,7 @@ def said(word: str, **more: Any) -> dict[str, Any]:
 async def test_late_outputs_and_ends_of_other_generations_reach_nobody() -> None:
     async with clients_of(here_and_there(), 1, 1) as serving:
         client = serving.client
-        with zmq.Context() as context, BareEngine(context, client) as engine:
+        with zmq.Context() as context, Remote(context, client) as engine:
             await client.wait_until_ready(30)
             former = client.submit(ask("a"))
             first = await engine.hears_request()
@@ -166,7 +146,7 @@ async def test_unreadable_output_of_another_generation_fails_nobody() -> None:
         finish_reason: str | None = None
 
     async with clients_of(here_and_there(), 1, 1, output_type=Said) as serving:
-        with zmq.Context() as context, BareEngine(context, serving.client) as engine:
+        with zmq.Context() as context, Remote(context, serving.client) as engine:
             await serving.client.wait_until_ready(30)
             stream = serving.client.submit(ask("a"))
             generation = await engine.hears_request()
@@ -192,7 +172,7 @@ async def test_engine_of_vllm_never_sees_generations_and_aborted_ids_are_refused
 ) -> None:
     async with clients_of(here_and_there(), 1, 1) as serving:
         client = serving.client
-        with zmq.Context() as context, BareEngine(context, client, vllm_version="0.33.0") as engine:
+        with zmq.Context() as context, Remote(context, client, vllm_version="0.33.0") as engine:
             await client.wait_until_ready(30)
             stream = client.submit(ask("a"))
             assert await engine.hears() == [b"\x00", msgspec.msgpack.encode(ask("a"))]

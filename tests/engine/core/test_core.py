@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from peers import received
 from served_engine import Engine, ask, collected, here_and_there, served, shaken, starting, until
 from startups import tasks
 
@@ -200,11 +201,11 @@ class Coordinator:
 
     async def hears_subscriptions(self, count: int) -> None:
         for _ in range(count):
-            assert await _received(self._engines) == [b"\x01"]
+            assert await received(self._engines) == [b"\x01"]
 
     async def report(self) -> Any:
         """Return the next report: (engine, counts, wave_complete, start_wave)."""
-        found = EnvelopeDecoder().decode(await _received(self._reports))
+        found = EnvelopeDecoder().decode(await received(self._reports))
         stats = found.scheduler_stats
         counts = None if stats is None else (stats["num_waiting_reqs"], stats["num_running_reqs"])
         return found.engine_index, counts, found.wave_complete, found.start_wave
@@ -218,14 +219,6 @@ class Coordinator:
     def close(self) -> None:
         for socket in (self._engines, self._reports, self.fronts):
             socket.close(linger=0)
-
-
-async def _received(socket: Any) -> list[bytes]:
-    async with asyncio.timeout(30):
-        while not socket.poll(0):
-            await asyncio.sleep(0.001)
-    frames: list[bytes] = socket.recv_multipart()
-    return frames
 
 
 @asynccontextmanager
@@ -304,7 +297,7 @@ class TestCoordinator:
 
     async def test_requests_go_where_there_is_least_to_do(self) -> None:
         async with coordinated(Engine(), Engine()) as (serving, coordinator):
-            assert await _received(coordinator.fronts) == [b"\x01"]
+            assert await received(coordinator.fronts) == [b"\x01"]
             coordinator.tell_fronts([[0, 90], [20, 0, 0.5]], 3, True)
             await until(lambda: serving.client._link.wave == 3)
             for number in range(8):
@@ -315,7 +308,7 @@ class TestCoordinator:
 
     async def test_counts_that_make_no_sense_are_ignored(self, caplog: pytest.LogCaptureFixture) -> None:
         async with coordinated(Engine(), Engine()) as (serving, coordinator):
-            await _received(coordinator.fronts)
+            await received(coordinator.fronts)
             for state in ([[[0, 1]], 3, True], [[[1], [2]], 3, True], [[], "x", True], [], 5, [None, 9]):
                 coordinator.fronts.send(encode(state))
             coordinator.fronts.send(b"\xc1")

@@ -11,6 +11,7 @@ from typing import Any, Self
 import msgspec
 import pytest
 import zmq
+from peers import BareFrontEnd
 from startups import addresses, tasks
 from support import until
 
@@ -124,6 +125,10 @@ class Proxy:
         raise ConnectionResetError
 
 
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
 async def serve(address: str, *, initialize: Callable[[Any], Any], **options: Any) -> None:
     """Shake hands, and go on for ever, as an engine does."""
     await shake_hands(address, 0, initialize=initialize, handshake=HandshakeOptions(**options))
@@ -139,7 +144,7 @@ async def starting(
     async with EngineStartupCoordinator(
         LOOPBACK, [CoreEngine(0)], addresses(), options=StartupOptions(keys=keys, secure=secure)
     ) as startup:
-        port = int(startup.handshake_address.rpartition(":")[2])
+        port = port_of(startup.handshake_address)
         async with Proxy(port) as proxy:
 
             def engine(initialize: Callable[[Any], Any]) -> Awaitable[None]:
@@ -204,38 +209,15 @@ async def test_engine_whose_connection_breaks_before_the_answer_is_answered_over
     assert answers == 2
 
 
-class Router:
-    """A front end that does as vLLM's: takes each message once."""
-
-    def __init__(self, context: zmq.Context[Any]) -> None:
-        self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self._router.bind("tcp://127.0.0.1:*")
-        self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-
-    async def hears(self) -> dict[str, Any]:
-        await until(lambda: self._router.poll(0), "a message")
-        heard: dict[str, Any] = msgspec.msgpack.decode(self._router.recv_multipart()[1])
-        return heard
-
-    def answers(self) -> None:
-        self._router.send_multipart([b"\0\0", INIT])
-
-    def idle(self) -> bool:
-        return not self._router.poll(0)
-
-    def close(self) -> None:
-        self._router.close(linger=0)
-
-
 async def test_messages_are_sent_once_and_as_vllm_sends_them_while_their_connection_lasts() -> None:
     """Connections that broke before a message was sent into them do not count."""
     with zmq.Context() as context:
-        router = Router(context)
+        router = BareFrontEnd(context, LOOPBACK, b"\0\0")
         async with Proxy(None) as proxy, tasks(serve(proxy.address, initialize=lambda _: None, secure=False)):
             await until(lambda: proxy.connections == 2, "two connections that are refused")
-            proxy.target = router.port
+            proxy.target = port_of(router.address)
             assert await router.hears() == HELLO
-            router.answers()
+            router.says(INIT)
             assert await router.hears() == READY
             assert router.idle()
         router.close()
@@ -243,12 +225,15 @@ async def test_messages_are_sent_once_and_as_vllm_sends_them_while_their_connect
 
 async def test_repeated_hello_names_its_process() -> None:
     with zmq.Context() as context:
-        router = Router(context)
-        async with Proxy(router.port) as proxy, tasks(serve(proxy.address, initialize=lambda _: None, secure=False)):
+        router = BareFrontEnd(context, LOOPBACK, b"\0\0")
+        async with (
+            Proxy(port_of(router.address)) as proxy,
+            tasks(serve(proxy.address, initialize=lambda _: None, secure=False)),
+        ):
             assert await router.hears() == HELLO
             proxy.cut()
             again = await router.hears()
             assert again == {**HELLO, "again": True, "process": again["process"]}
-            router.answers()
+            router.says(INIT)
             assert await router.hears() == READY
         router.close()

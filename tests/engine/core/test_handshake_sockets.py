@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from peers import BareFrontEnd
 from startups import addresses, ready_with, tasks
 
 from aioshm.engine import EngineHandshakeMetadata, EngineKeys, EngineZmqAddresses, HandshakeOptions, shake_hands
@@ -22,37 +23,16 @@ INIT = msgspec.msgpack.encode(EngineHandshakeMetadata(addresses(), {"data_parall
 LOOPBACK = "tcp://127.0.0.1:*"
 
 
-class FrontEnd:
-    """A ROUTER without a mind of its own."""
-
-    def __init__(self, context: Any, path: str) -> None:
-        self._router = context.socket(zmq.ROUTER)
-        self._router.bind(path)
-
-    async def hears(self, identity: bytes = b"\x05\0") -> dict[str, Any]:
-        async with asyncio.timeout(30):
-            while not self._router.poll(0):
-                await asyncio.sleep(0.002)
-        sender, *frames = self._router.recv_multipart()
-        assert sender == identity
-        assert len(frames) == 1
-        heard: dict[str, Any] = msgspec.msgpack.decode(frames[0])
-        return heard
-
-    def says(self, *frames: bytes) -> None:
-        self._router.send_multipart([b"\x05\0", *frames])
-
-
 @pytest.fixture
-def front(path: str) -> Iterator[FrontEnd]:
+def front(path: str) -> Iterator[BareFrontEnd]:
     with zmq.Context() as context:
-        made = FrontEnd(context, path)
+        made = BareFrontEnd(context, path, b"\x05\0")
         yield made
-        made._router.close(linger=0)
+        made.close()
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-async def test_the_whole_way(front: FrontEnd, path: str, is_async: bool) -> None:
+async def test_the_whole_way(front: BareFrontEnd, path: str, is_async: bool) -> None:
     told: list[EngineHandshakeMetadata] = []
 
     def initialize(metadata: EngineHandshakeMetadata) -> Any:
@@ -71,7 +51,7 @@ async def test_the_whole_way(front: FrontEnd, path: str, is_async: bool) -> None
     assert told == [metadata] == [EngineHandshakeMetadata(addresses(), {"data_parallel_size": 2})]
 
 
-async def test_ready_needs_no_fields(front: FrontEnd, path: str) -> None:
+async def test_ready_needs_no_fields(front: BareFrontEnd, path: str) -> None:
     async with tasks(shake_hands(path, 5, initialize=lambda _: None)):
         await front.hears()
         front.says(INIT)
@@ -82,21 +62,21 @@ async def test_the_front_end_may_come_later(path: str) -> None:
     async with tasks(shake_hands(path, 5, initialize=ready_with())) as (engine,):
         await asyncio.sleep(0.1)
         with zmq.Context() as context:
-            front = FrontEnd(context, path)
+            front = BareFrontEnd(context, path, b"\x05\0")
             await front.hears()
             front.says(INIT)
             await engine
             assert (await front.hears())["status"] == "READY", "it had left when the engine went on"
-            front._router.close(linger=0)
+            front.close()
 
 
-async def test_no_answer(front: FrontEnd, path: str) -> None:
+async def test_no_answer(front: BareFrontEnd, path: str) -> None:
     with pytest.raises(TimeoutError, match=rf"engine 5: no answer from {path} within 0.05 s"):
         await shake_hands(path, 5, initialize=ready_with(), timeout=0.05)
 
 
 @pytest.mark.parametrize("frames", [[b"\xc1"], [b""], [INIT, b""], [b"\x80"]])
-async def test_an_answer_that_is_none(front: FrontEnd, path: str, frames: list[bytes]) -> None:
+async def test_an_answer_that_is_none(front: BareFrontEnd, path: str, frames: list[bytes]) -> None:
     async with tasks(shake_hands(path, 5, initialize=ready_with())) as (engine,):
         await front.hears()
         front.says(*frames)
@@ -113,7 +93,7 @@ async def test_an_answer_that_is_none(front: FrontEnd, path: str, frames: list[b
     ],
 )
 async def test_an_engine_that_cannot_be_made(
-    front: FrontEnd, path: str, initialize: Any, error: type[Exception]
+    front: BareFrontEnd, path: str, initialize: Any, error: type[Exception]
 ) -> None:
     async with tasks(shake_hands(path, 5, initialize=initialize)) as (engine,):
         await front.hears()
@@ -121,10 +101,10 @@ async def test_an_engine_that_cannot_be_made(
         with pytest.raises(error):
             await engine
     await asyncio.sleep(0.02)
-    assert not front._router.poll(0), "no READY"
+    assert front.idle(), "no READY"
 
 
-async def test_cancelled(front: FrontEnd, path: str) -> None:
+async def test_cancelled(front: BareFrontEnd, path: str) -> None:
     async with tasks(shake_hands(path, 5, initialize=lambda _: asyncio.sleep(1000))) as (engine,):
         await front.hears()
         front.says(INIT)
@@ -134,9 +114,9 @@ async def test_cancelled(front: FrontEnd, path: str) -> None:
             await engine
 
 
-async def test_a_front_end_that_left_holds_up_no_loop(front: FrontEnd, path: str) -> None:
+async def test_a_front_end_that_left_holds_up_no_loop(front: BareFrontEnd, path: str) -> None:
     def initialize(_metadata: object) -> None:
-        front._router.close(linger=0)
+        front.close()
         time.sleep(0.05)
 
     ticks = 0
@@ -154,14 +134,14 @@ class TestTwoFrontEnds:
     """Hybrid and external load balancing: the head node's front end, and the engine's own."""
 
     @pytest.fixture
-    def beside(self, tmp_path: Path) -> Iterator[tuple[FrontEnd, str]]:
+    def beside(self, tmp_path: Path) -> Iterator[tuple[BareFrontEnd, str]]:
         address = f"ipc://{tmp_path}/beside"
         with zmq.Context() as context:
-            made = FrontEnd(context, address)
+            made = BareFrontEnd(context, address, b"\x05\0")
             yield made, address
-            made._router.close(linger=0)
+            made.close()
 
-    async def test_the_whole_way(self, front: FrontEnd, path: str, beside: tuple[FrontEnd, str]) -> None:
+    async def test_the_whole_way(self, front: BareFrontEnd, path: str, beside: tuple[BareFrontEnd, str]) -> None:
         own, own_path = beside
         told: list[EngineHandshakeMetadata] = []
 
@@ -191,7 +171,7 @@ class TestTwoFrontEnds:
     @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("silent", ["head", "own"])
     async def test_the_silent_one_is_named(
-        self, silent: str, front: FrontEnd, path: str, beside: tuple[FrontEnd, str]
+        self, silent: str, front: BareFrontEnd, path: str, beside: tuple[BareFrontEnd, str]
     ) -> None:
         own, own_path = beside
         # The first one's answer has to come in time.
@@ -212,7 +192,7 @@ class TestTwoFrontEnds:
                 await engine
 
     async def test_an_engine_that_cannot_be_made_says_ready_to_nobody(
-        self, front: FrontEnd, path: str, beside: tuple[FrontEnd, str]
+        self, front: BareFrontEnd, path: str, beside: tuple[BareFrontEnd, str]
     ) -> None:
         own, own_path = beside
         joining = shake_hands(
@@ -229,8 +209,8 @@ class TestTwoFrontEnds:
             with pytest.raises(ZeroDivisionError):
                 await engine
         await asyncio.sleep(0.02)
-        assert not front._router.poll(0)
-        assert not own._router.poll(0)
+        assert front.idle()
+        assert own.idle()
 
     @pytest.mark.parametrize("options", [{"headless": True}, {"local": False}])
     async def test_it_has_a_front_end_beside_it(self, options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 import zmq
+from peers import BareEngine
 from served_engine import clients_of, collected, here_and_there
 from test_messages import HALVES, FieldOutput, FieldRequest, field
 
@@ -20,43 +21,18 @@ from aioshm.errors import CallFailed, EngineDead
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
 
-class FieldEngine:
-    """The sockets of a vLLM engine."""
-
-    def __init__(self, context: Any, client: EngineClient) -> None:
-        self.dealer, self.push = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
-        self.dealer.setsockopt(zmq.ROUTING_ID, b"\0\0")
-        self.dealer.connect(client.addresses.inputs[0])
-        self.push.connect(client.addresses.outputs[0])
-        self.dealer.send(msgspec.msgpack.encode({"max_model_len": 4096, "num_gpu_blocks": 7, "vllm_version": "0.33.0"}))
-
-    async def hears(self) -> list[bytes]:
-        async with asyncio.timeout(30):
-            while not self.dealer.poll(0):
-                await asyncio.sleep(0.001)
-        frames: list[bytes] = self.dealer.recv_multipart()
-        return frames
-
-    def close(self) -> None:
-        self.dealer.close(linger=0)
-        self.push.close(linger=0)
-
-
 @asynccontextmanager
-async def field_engine(output_type: Any) -> AsyncIterator[tuple[EngineClient, FieldEngine]]:
+async def vllm_engine(output_type: Any) -> AsyncIterator[tuple[EngineClient, BareEngine]]:
     async with clients_of(here_and_there(), 1, 1, output_type=output_type) as serving:
-        with zmq.Context() as context:
-            engine = FieldEngine(context, serving.client)
-            try:
-                await serving.client.wait_until_ready(10)
-                yield serving.client, engine
-            finally:
-                engine.close()
+        ready = {"max_model_len": 4096, "num_gpu_blocks": 7, "vllm_version": "0.33.0"}
+        with zmq.Context() as context, BareEngine(context, serving.client, **ready) as engine:
+            await serving.client.wait_until_ready(10)
+            yield serving.client, engine
 
 
 @pytest.mark.parametrize("output_type", [FieldOutput, None])
 async def test_requests_and_outputs(output_type: Any) -> None:
-    async with field_engine(output_type) as (client, engine):
+    async with vllm_engine(output_type) as (client, engine):
         assert client.ready[0]["max_model_len"] == 4096
         one = client.submit(FieldRequest("req-1", [1, 2, 300], prompt_embeds=torch.ones(100), client_index=9))
         kind, main, tensor = await engine.hears()
@@ -78,7 +54,7 @@ async def test_requests_and_outputs(output_type: Any) -> None:
 
 
 async def test_short_envelopes_are_envelopes() -> None:
-    async with field_engine(FieldOutput) as (client, engine):
+    async with vllm_engine(FieldOutput) as (client, engine):
         stream = client.submit(FieldRequest("a", [1]))
         engine.push.send(msgspec.msgpack.encode([0, [["a", [1]]]]))
         engine.push.send(msgspec.msgpack.encode([0, [], None, 1.5, None, ["a"]]))
@@ -86,7 +62,7 @@ async def test_short_envelopes_are_envelopes() -> None:
 
 
 async def test_a_refused_request() -> None:
-    async with field_engine(FieldOutput) as (client, engine):
+    async with vllm_engine(FieldOutput) as (client, engine):
         stream = client.submit(FieldRequest("req-1", [1]))
         engine.push.send_multipart(field("refused request"))
         [last] = await collected(stream)
@@ -94,7 +70,7 @@ async def test_a_refused_request() -> None:
 
 
 async def test_aborts_and_calls() -> None:
-    async with field_engine(None) as (client, engine):
+    async with vllm_engine(None) as (client, engine):
         for number in (1, 2):
             client.submit(FieldRequest(f"req-{number}", [1]))
             await engine.hears()
@@ -120,7 +96,7 @@ async def test_aborts_and_calls() -> None:
 @pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("ends", [True, False], ids=["and ends", "and lives on"])
 async def test_its_death(ends: bool) -> None:
-    async with field_engine(None) as (client, engine):
+    async with vllm_engine(None) as (client, engine):
         stream = client.submit(FieldRequest("a", [1]))
         engine.push.send(b"ENGINE_CORE_DEAD")
         if ends:
