@@ -10,7 +10,7 @@ from aioshm.codec.frames import body_bytes, split_body, write_body
 
 
 def carry_through_a_slot(codec: Codec, obj: Any) -> Any:
-    """Encode into a slot, decode from it, then overwrite the slot: a result that aliases it does not survive that."""
+    """Encode into a slot, decode from it, then overwrite the slot, which destroys results that alias the slot."""
     encoded = codec.encode(obj)
     parts, buffers = ((encoded,), ()) if type(encoded) is bytes else encoded
     main_bytes = sum(map(len, parts))

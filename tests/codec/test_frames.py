@@ -99,7 +99,7 @@ class TestBody:
         assert bytes(main) == b"xxxx"
         assert bytes(first) == b"xxxxx"
 
-    def test_takes_what_codecs_return(self) -> None:
+    def test_accepts_results_of_codecs(self) -> None:
         target = memoryview(bytearray(body_bytes(4, [5000])))
         source = bytearray(range(250)) * 20
         write_body(target, [memoryview(b"ma"), b"in"], (memoryview(source),))

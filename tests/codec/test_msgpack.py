@@ -111,7 +111,7 @@ class TestPlain:
         source = [(1, 2), {3}, point(4, 5), collections.OrderedDict(a=1), collections.defaultdict(list, b=[2])]
         assert carry(MSGPACK, source) == [[1, 2], [3], [4, 5], {"a": 1}, {"b": [2]}]
 
-    def test_extensions_of_others(self, carry: Carry) -> None:
+    def test_foreign_extensions_are_kept(self, carry: Carry) -> None:
         assert carry(MSGPACK, msgspec.msgpack.Ext(7, b"theirs")) == msgspec.msgpack.Ext(7, b"theirs")
 
 

@@ -134,7 +134,7 @@ class TestDamaged:
             (0, 7, (1,), "C"),
             (0, "<f4", (2**40,), "C"),
             (0, "<f4", (2**62, 2**62), "C"),
-            (0, "<f4", (-1,), "C"),  # NumPy would take that for as many as there are
+            (0, "<f4", (-1,), "C"),  # NumPy would infer a length of -1
             (0, "<f4", (2**63,), "C"),
             (0, "<f4", (1,) * 100, "C"),
             (0, "<f4", "shape", "C"),

@@ -98,7 +98,7 @@ class TestRoundTrip:
             decimal.Decimal("1.10"),
             collections.OrderedDict(b=1, a=2),
             {1, 2, 3},
-            pytest.param(frozenset("abc"), id="frozenset"),  # whose order is another one in each process
+            pytest.param(frozenset("abc"), id="frozenset"),  # the order differs in each process
             range(5),
             2**5000,
             "\ud800 lone surrogate",
@@ -131,7 +131,7 @@ class TestRoundTrip:
         assert result[0] is result[1]
         assert result[2] is result
 
-    def test_the_caller_may_change_it_afterwards(self) -> None:
+    def test_caller_may_change_the_object_afterwards(self) -> None:
         obj = {"data": bytearray(b"x" * 200_000)}
         main, _ = encode(PICKLE, obj)
         obj["data"][:] = b"y" * 200_000

@@ -82,7 +82,7 @@ class TestEncodeErrors:
         while deep:  # one by one: freeing them all at once would recurse too
             deep = deep.pop()
 
-    def test_the_next_message_is_whole(self, carry: Carry) -> None:
+    def test_message_after_a_failure_is_complete(self, carry: Carry) -> None:
         codec = get_codec("pickle")
         shared = ["in", "both"]
         for _ in range(3):
@@ -93,7 +93,7 @@ class TestEncodeErrors:
             assert codec.decode(memoryview(main), buffers) == [shared, 1]
             assert carry(codec, [PickleBuffer(bytearray(LARGE))]) == [bytes(LARGE)]
 
-    def test_what_is_no_error_passes_through(self) -> None:
+    def test_base_exception_passes_through(self) -> None:
         class Interrupted:
             def __reduce__(self) -> Any:
                 raise KeyboardInterrupt
@@ -105,7 +105,7 @@ class TestEncodeErrors:
 
 
 class TestDecodeErrors:
-    def test_chained_and_told(self) -> None:
+    def test_error_is_chained_and_named(self) -> None:
         main, buffers = encode(PICKLE, Explodes())
         with pytest.raises(CodecError, match="ZeroDivisionError: on purpose") as caught:
             PICKLE.decode(memoryview(main), buffers)
@@ -125,7 +125,7 @@ class TestDecodeErrors:
         with pytest.raises(CodecError, match="more buffers than it uses"):
             PICKLE.decode(memoryview(main), [memoryview(b"one")])
 
-    def test_what_cannot_be_imported(self) -> None:
+    def test_global_that_cannot_be_imported(self) -> None:
         with pytest.raises(CodecError, match="No module named 'no_such_module'"):
             PICKLE.decode(memoryview(b"cno_such_module\nname\n."), ())
         with pytest.raises(CodecError, match="no_such_name"):

@@ -82,7 +82,7 @@ def test_the_view_keeps_its_memory_alive() -> None:
     ("obj", "name"),
     [("text", "str"), (1, "int"), (None, "NoneType"), ([1], "list"), (torch.zeros(3), "Tensor")],
 )
-def test_what_is_not_bytes_like(obj: Any, name: str) -> None:
+def test_objects_that_are_not_bytes_like_are_refused(obj: Any, name: str) -> None:
     with pytest.raises(CodecError, match=f"bytes-like objects, not {name}$"):
         encode(RAW, obj)
 
@@ -95,12 +95,12 @@ def test_what_is_not_bytes_like(obj: Any, name: str) -> None:
         (np.zeros((3, 4))[:, 1], "ndarray"),
     ],
 )
-def test_what_is_not_contiguous(obj: Any, name: str) -> None:
+def test_memory_that_is_not_contiguous_is_refused(obj: Any, name: str) -> None:
     with pytest.raises(CodecError, match=f"a {name} that is not C-contiguous"):
         encode(RAW, obj)
 
 
-def test_what_has_no_memory_to_show() -> None:
+def test_objects_without_memory_are_refused() -> None:
     released = memoryview(b"gone")
     released.release()
     with pytest.raises(CodecError, match="memoryview"):
@@ -109,6 +109,6 @@ def test_what_has_no_memory_to_show() -> None:
         encode(RAW, np.zeros(3, "M8[s]"))
 
 
-def test_buffers_beside_it_are_refused() -> None:
+def test_message_with_buffers_is_refused() -> None:
     with pytest.raises(CodecError, match="1 buffers with a raw message"):
         RAW.decode(memoryview(b"main"), [memoryview(b"buffer")])

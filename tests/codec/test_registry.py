@@ -80,7 +80,7 @@ def test_collisions_name_both(changes: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 1, 15, 256, -1])
-def test_codes_that_are_not_theirs(code: int) -> None:
+def test_reserved_codes_are_refused(code: int) -> None:
     for act in (lambda codec: register_codec("text", codec), lambda codec: get_codec(codec())):
         with pytest.raises(ValueError, match=f"code of codec 'text' is {code}, not 16 to 255"):
             act(with_changes(code=code))
@@ -105,7 +105,7 @@ def test_a_name_that_is_not_its_own() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_codec(codec: Any, text: str) -> None:
+def test_objects_that_are_no_codec_are_refused(codec: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         get_codec(codec)
 

@@ -88,7 +88,7 @@ class TestValues:
             check_writable(result.resolve_conj())
 
     @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
-    def test_conjugate_views_of_what_numpy_lacks(self, carry: Carry, size: int) -> None:
+    def test_conjugate_views_of_types_that_numpy_lacks(self, carry: Carry, size: int) -> None:
         source = torch.complex(torch.arange(size, dtype=torch.float32), torch.ones(size)).to(torch.complex32).conj()
         result = carry(PICKLE, source)
         assert torch.equal(result.to(torch.complex64), source.to(torch.complex64))
@@ -258,7 +258,7 @@ class TestOwnReductions:
         assert result.is_nested
         assert [part.tolist() for part in result.unbind()] == [[1, 1], [0, 1, 2]]
 
-    def test_what_torch_cannot_pickle(self) -> None:
+    def test_tensors_that_torch_cannot_pickle(self) -> None:
         with pytest.raises(CodecError, match="Tensor"):
             encode(PICKLE, torch.zeros(4, 4).to_mkldnn())
 

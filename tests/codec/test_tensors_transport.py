@@ -49,7 +49,7 @@ class TestHowTheyTravel:
         assert buffers == ()
         assert len(main) < OUT_OF_BAND_BYTES + 200
 
-    def test_a_slice_sends_only_what_it_shows(self) -> None:
+    def test_slice_encodes_only_its_own_elements(self) -> None:
         main, [buffer] = encode(PICKLE, torch.zeros(10_000_000)[5:10])
         assert buffer.nbytes == 20
         assert len(main) < 200

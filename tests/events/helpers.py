@@ -39,7 +39,7 @@ class Ends:
 
 
 def batch(number: int, events: int = 1) -> EventBatch:
-    """Return a batch that says which one it is."""
+    """Return a batch with a number of its own."""
     return EventBatch(
         float(number), [BlockStored([number * 1000 + i], None, [i], 1, None, "GPU") for i in range(events)]
     )

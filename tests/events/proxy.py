@@ -81,7 +81,7 @@ def _socket(kind: int) -> zmq.Socket[bytes]:
 
 @contextmanager
 def kept_endpoint() -> Iterator[str]:
-    """Give an endpoint that the kernel gives to nobody else within the block.
+    """Yield an endpoint that the kernel assigns to no further socket within the block.
 
     A socket that does not listen keeps the port; another one may bind it and listen, as both say SO_REUSEADDR.
     """

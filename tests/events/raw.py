@@ -35,7 +35,7 @@ class Raw:
 
 
 class RawPublisher:
-    """A process of a publisher, reduced to its socket: it sends whatever number it is told to."""
+    """A publisher's process, reduced to its socket; sends any number."""
 
     def __init__(self, endpoint: str, *, bind: bool, topic: bytes = b"", curve: CurveKeys | None = None) -> None:
         self._topic = topic

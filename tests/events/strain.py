@@ -1,4 +1,4 @@
-"""What an attack costs the process that is attacked: how long its loop was held, how much memory it took at most."""
+"""The cost of an attack to its victim: how long the loop was blocked, and the peak of memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import TracebackType
 
 import zmq
 
-# What strangers may do to one loop, and to its process.
+# Limits for the damage of strangers to a loop and to its process.
 HELD_S = 0.05
 MEMORY_KB = 64 << 10
 
@@ -38,7 +38,7 @@ class Strain:
 
     async def __aenter__(self) -> Strain:
         gc.collect()
-        gc.freeze()  # what other tests have left is not looked through again for this one's garbage
+        gc.freeze()  # the collector skips the garbage of earlier tests
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins again, proc(5)
         self._before = _status("VmRSS")
         self._busy = time.thread_time()

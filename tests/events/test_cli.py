@@ -78,7 +78,7 @@ def test_tail_filters_and_speaks_json(publisher: ThreadedEventPublisher) -> None
     assert (nobody.exit_code, nobody.output) == (0, "")
 
 
-def test_tail_says_that_nobody_speaks(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
+def test_tail_without_publisher_reports_that(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))  # and does not listen
         nowhere = f"tcp://127.0.0.1:{unheard.getsockname()[1]}"
@@ -168,7 +168,7 @@ def test_record_and_replay(publisher: ThreadedEventPublisher, tmp_path: Path) ->
     ],
     ids=["sglang", "trtllm"],
 )
-def test_replay_of_another_engines_event_says_what_was_recorded(tmp_path: Path, event: Any) -> None:
+def test_replay_of_another_engines_event_publishes_the_same_bytes(tmp_path: Path, event: Any) -> None:
     file, batch = tmp_path / "events.rec", [1.5, [event], 0]
     with file.open("wb") as out:
         Recorder(out).write(Record(1.0, "tcp://x:1", b"", 0, msgspec.msgpack.encode(batch)))
@@ -214,7 +214,7 @@ def recorded(file: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_recording_is_whole(
+def test_interrupted_recording_is_readable(
     publisher: ThreadedEventPublisher, tmp_path: Path, number: signal.Signals
 ) -> None:
     file = tmp_path / "events.rec"
@@ -256,7 +256,7 @@ def test_stats(publisher: ThreadedEventPublisher) -> None:
 @pytest.mark.parametrize(
     "arguments", [["tail", "nowhere"], ["replay", "/dev/null"], ["replay", "/no/file"], ["record", "x", "-o", "/no/f"]]
 )
-def test_mistakes_are_one_line(arguments: list[str]) -> None:
+def test_usage_error_is_one_line(arguments: list[str]) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output

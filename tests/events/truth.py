@@ -1,4 +1,4 @@
-"""What a cache holds, and what an index learns of it."""
+"""A cache with random changes, and helpers to compare an index with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .helpers import PATIENCE_S
 
 
 class Truth:
-    """A cache that changes at random and publishes what it does."""
+    """A cache that changes at random and publishes its changes."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

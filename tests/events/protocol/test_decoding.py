@@ -1,4 +1,4 @@
-"""Events of other engines, the largest batches that are taken, and what a hostile one may cost."""
+"""Events of other engines, the largest accepted batches, and the memory of hostile batches."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def known(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> int:
 
 
 class TestLargestLegalBatches:
-    """Each limit of the decoder with the largest batches that it lets pass, whatever they hold."""
+    """The largest batches that pass each limit of the decoder."""
 
     @pytest.mark.parametrize("maps", [False, True])
     @pytest.mark.parametrize("token", [*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])
@@ -195,7 +195,7 @@ class TestLargestLegalBatches:
 
 
 class TestUnknownEvents:
-    def test_large_event_of_an_unknown_type_goes_out_as_it_came_in(self) -> None:
+    def test_large_event_of_an_unknown_type_is_written_as_received(self) -> None:
         event = {"type": "BlockMoved", "blocks": [[]] * (OPEN_MAX_PAYLOAD_BYTES // BYTES_PER_VALUE)}
         payload = pack([1.0, [event, ["BlockRemoved", [1], "GPU"]], 0])
         batch = BatchDecoder(OPEN_MAX_PAYLOAD_BYTES).decode(payload)
@@ -217,7 +217,7 @@ class TestUnknownEvents:
         assert decoding.unknown == UnknownEvent("BlockMoved", ["BlockMoved", 1])
 
 
-# What is repeated, and how many values it has.
+# The repeated bytes, and their number of values.
 HOSTILE = {
     "empty lists": (b"\x90", 1),
     "empty maps": (b"\x80", 1),
@@ -241,7 +241,7 @@ print((status("VmHWM") - before) * 1024 / len(payload))
 
 
 def payload_of(place: str, kind: str) -> bytes:
-    """Return a batch of the size that an open port takes, as much of it as can be of one kind."""
+    """Return a batch of the largest size that an open port accepts, filled with one kind of value."""
     unit, values = HOSTILE[kind]
     room = OPEN_MAX_PAYLOAD_BYTES - 200
 

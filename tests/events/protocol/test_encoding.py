@@ -49,7 +49,7 @@ EVENTS = st.lists(STORED | REMOVED | st.builds(AllBlocksCleared), max_size=5)
 @pytest.mark.parametrize("encoding", ["array", "map"])
 @given(events=EVENTS, ts=st.floats(0, 2e9), rank=st.none() | SMALL)
 @settings(max_examples=examples(100), deadline=None)
-def test_what_goes_in_comes_out(encoding: Any, events: list[Any], ts: float, rank: int | None) -> None:
+def test_decoded_batch_equals_the_encoded_batch(encoding: Any, events: list[Any], ts: float, rank: int | None) -> None:
     payload = BatchEncoder(encoding).encode(EventBatch(ts, events, rank), 7)
     assert BatchDecoder().decode(payload) == KVEventBatch(ts, events, 7 if rank is None else rank)
 
@@ -79,7 +79,7 @@ def test_array_writes_six_fields_and_then_up_to_the_last_that_is_set() -> None:
 
 
 @both_encoders
-def test_map_leaves_out_what_is_unset() -> None:
+def test_map_omits_unset_fields() -> None:
     events = [
         BlockStored([1], None, [5], 1, None, None),
         BlockStored([1], 2, [5], 1, 3, "GPU", "l", session_id="s"),
@@ -142,7 +142,7 @@ def test_any_mixture_is_understood() -> None:
 
 
 @both_encoders
-def test_unknown_events_go_out_as_they_came_in() -> None:
+def test_unknown_events_are_written_as_received() -> None:
     payload = pack([1.0, [["BlockMoved", [1]], {"type": "BlockMoved", "to": 1}], 0])
     decoded = BatchDecoder().decode(payload)
     assert BatchEncoder("array").encode(decoded, None) == payload
@@ -150,7 +150,7 @@ def test_unknown_events_go_out_as_they_came_in() -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", pack(1), pack([]), pack([1.0]), pack({"ts": 1}), pack(["x", []])])
-def test_what_is_no_batch_raises(payload: bytes) -> None:
+def test_malformed_batch_raises(payload: bytes) -> None:
     with pytest.raises(CodecError, match="not an event batch"):
         BatchDecoder().decode(payload)
 
@@ -207,7 +207,7 @@ def test_deep_nesting_is_refused_or_unknown() -> None:
         object(),
     ],
 )
-def test_what_cannot_be_encoded_says_so(bad: Any) -> None:
+def test_event_that_cannot_be_encoded_raises(bad: Any) -> None:
     with pytest.raises(CodecError, match="cannot encode"):
         BatchEncoder("array").encode(EventBatch(1.0, [bad]), 0)
 

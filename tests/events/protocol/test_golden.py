@@ -54,7 +54,7 @@ def expected(version: str) -> list[KVEventBatch]:
     return [KVEventBatch(1700000000.25, events, rank), KVEventBatch(1700000001.5, [], rank)]
 
 
-def test_there_is_one_of_each_length() -> None:
+def test_recordings_have_one_event_of_each_length() -> None:
     assert [len(entry["fields"]) for entry in GOLDEN.values()] == [5, 5, 6, 7, 8, 9, 11, 11, 15]
 
 
@@ -95,6 +95,6 @@ def test_map_payloads_say_the_same_keys_in_the_same_order() -> None:
 
 
 def test_array_payloads_of_a_full_event_are_written_byte_for_byte() -> None:
-    """The generations without trailing nils; later ones wrote them, this library leaves them out."""
+    """Releases without trailing nils; later releases wrote nils, which this library omits."""
     batch = expected("0.13.0")[0]
     assert BatchEncoder("array").encode(batch, None) == wire.parse_live(frames("0.13.0", "live")[0]).payload

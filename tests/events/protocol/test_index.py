@@ -1,4 +1,4 @@
-"""Who holds what, and what all workers have seen."""
+"""The index of blocks, and the aggregator of events."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class TestBlockIndex:
         index.apply(0, EventBatch(0, [stored(7), removed(7)]))
         assert not holds(index, 7)
 
-    def test_removal_that_names_what_is_left_sets_the_count(self) -> None:
+    def test_removal_with_remaining_counts_sets_the_counts(self) -> None:
         index: BlockIndex[int] = BlockIndex()
         index.apply(0, EventBatch(0, [stored(7, 8), removed(7, 8, 9, left=[2, 0, 1])]))
         assert index.blocks(0) == {Shelf("GPU", None): {7, 9}}

@@ -123,7 +123,7 @@ def test_numbers_of_every_size() -> None:
     ],
 )
 @ENCODINGS
-def test_what_it_leaves_to_the_twin(form: Any, event: Any, native: bool) -> None:
+def test_events_left_to_the_twin(form: Any, event: Any, native: bool) -> None:
     assert is_native(form, [event]) is native
     check(form, EventBatch(1.0, [stored(), event, AllBlocksCleared()]))
 

@@ -56,7 +56,7 @@ class TestEndpoints:
             return
         check_endpoint(moved)
 
-    def test_who_binds(self) -> None:
+    def test_binding_by_endpoint(self) -> None:
         binding = ["tcp://*:1", "tcp://[::]:1", "ipc:///x", "inproc://x"]
         assert [publisher_binds(endpoint) for endpoint in [*binding, "tcp://host:1"]] == [True] * 4 + [False]
         assert [subscriber_binds(endpoint) for endpoint in binding] == [True, False, False, False]
@@ -81,7 +81,7 @@ class TestFrames:
 
 
 class TestOutbox:
-    def test_numbers_are_given_when_published_and_a_drop_uses_one_up(self) -> None:
+    def test_drop_uses_up_a_number(self) -> None:
         box = Outbox(2)
         assert [box.put(batch(n)) for n in range(4)] == [True, False, False, False]  # wake the sender?
         assert (box.published, len(box.waiting), box.dropped, box.first_dropped) == (4, 2, 2, 2)
@@ -108,7 +108,7 @@ class TestReplayBuffer:
         start=st.integers(0, 5000),
     )
     @settings(max_examples=60, deadline=None)
-    def test_it_holds_the_last_ones(self, size: int, steps: list[int], start: int) -> None:
+    def test_buffer_holds_the_last_batches(self, size: int, steps: list[int], start: int) -> None:
         buffer = ReplayBuffer(size)
         model: list[tuple[int, bytes]] = []
         seq = -1
@@ -120,7 +120,7 @@ class TestReplayBuffer:
         assert len(buffer) == len(model)
         assert list(buffer.since(start)) == [entry for entry in model if entry[0] >= start]
 
-    def test_an_answer_in_progress_is_not_changed_by_what_follows(self) -> None:
+    def test_answer_in_progress_is_not_changed_by_later_batches(self) -> None:
         buffer = ReplayBuffer(1000)
         for seq in range(1000):
             buffer.append(seq, b"")

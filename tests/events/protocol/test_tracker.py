@@ -92,7 +92,7 @@ class TestManyPublishers:
     def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tracker_module, "MAX_STREAMS", 10)
 
-    def test_one_too_many_is_refused_and_the_others_stay(self) -> None:
+    def test_publisher_above_the_limit_is_refused_and_known_ones_stay(self) -> None:
         tracker = make(can_replay=False)
         for pod in range(10):
             tracker.live(message(0, topic=b"%d" % pod))
@@ -187,7 +187,7 @@ class TestWithoutReplay:
         Play(replay=False).live(0, 1, 2, 1, 2).got(0, 1, 2, "restarted", (0, 0), 1, 2)
 
     @pytest.mark.parametrize("seq", [0, 3, 2**64 - 4])
-    def test_live_begins_with_whatever_comes(self, seq: int) -> None:
+    def test_live_start_begins_with_the_first_number(self, seq: int) -> None:
         Play("live", replay=False).live(seq, seq + 2).got(seq, (seq + 1, seq + 1), seq + 2)
 
     def test_every_rank_and_topic_counts_for_itself(self) -> None:
@@ -197,23 +197,23 @@ class TestWithoutReplay:
 
 class TestWithReplay:
     def test_a_gap_is_filled_in_order_and_copies_are_dropped(self) -> None:
-        play = Play().live(0, 3).asks(0)  # the last one delivered: shows that it is still the same publisher
+        play = Play().live(0, 3).asks(0)  # the last delivered number identifies the publisher
         play.answer(0, 1, 2, 3, 4).live(4, 5).got(0, 1, 2, 3, 4, 5)
         assert play.tracker.duplicates == 2  # 3 and 4, live and replayed
 
-    def test_what_the_buffer_no_longer_has_is_lost(self) -> None:
+    def test_batches_that_left_the_buffer_are_lost(self) -> None:
         Play().live(0, 9).answer(7, 8, 9).got(0, (1, 6), 7, 8, 9)
 
     def test_a_hole_in_the_buffer_is_lost(self) -> None:
         Play().live(0, 4).answer(0, 1, 3, 4).got(0, 1, (2, 2), 3, 4)
 
-    def test_a_late_joiner_gets_what_was_before(self) -> None:
+    def test_late_subscriber_gets_earlier_batches(self) -> None:
         play = Play(begun=False).asks(0).answer(0, 1).live(2)
-        play.answer(1, 2)  # what comes first may be of a publisher before the one that answered
+        play.answer(1, 2)  # the first live batch may be of an older publisher
         play.live(3).got(0, 1, 2, 3)
         Play(5, begun=False).asks(5).answer(5, 6).got(5, 6)
 
-    def test_what_lies_there_for_a_late_joiner_is_not_the_next_of_the_publisher_that_answers(self) -> None:
+    def test_live_batch_of_an_older_publisher_is_not_taken_for_the_next_one_of_its_successor(self) -> None:
         play = Play(begun=False).answer(0, body="new").live(1, body="old").asks(0).answer(0, body="new")
         play.live(0, body="new").answer(0, body="new").live(1, body="new").asks(None)
         assert play.payloads() == ["0 new", "1 new"]
@@ -251,7 +251,7 @@ class TestWithReplay:
         assert (item.first, item.last, item.reason) == (0, 2, "silence")
         play.got(3)
 
-    def test_a_copy_of_what_an_answer_without_an_end_has_brought_is_no_restart(self) -> None:
+    def test_copy_of_a_batch_from_an_incomplete_answer_is_no_restart(self) -> None:
         play = Play(begun=False)
         for seq in range(5):
             play.tracker.replayed(message(seq))
@@ -269,17 +269,17 @@ class TestWithReplay:
         play = Play().live(0, 2, body="old").answer(0, body="new").asks(0)  # the successor
         play.answer(0, body="new")  # and the old one's message was live before this answer was given
         play.live(3, body="old").asks(0).answer(0, 1, 2, body="new")
-        play.live(3, body="new").asks(2)  # which nothing live has shown yet to be the one that sends
+        play.live(3, body="new").asks(2)  # no live batch has confirmed this publisher yet
         play.answer(2, 3, body="new")
         assert play.payloads()[-1] == "3 new"
         assert play.tracker.unconfirmed == 2
 
     @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut"])
-    def test_what_two_publishers_ago_sent_is_no_restart(self, ended: bool) -> None:
-        """Of three publishers the second one's messages lie there still while the third one answers."""
+    def test_batches_of_the_publisher_before_the_last_are_no_restart(self, ended: bool) -> None:
+        """The messages of the second of three publishers still wait while the third publisher answers."""
         play = Play().live(0, body="first").back().answer().answer(0, 1, 2, body="third")
         tracker = play.tracker
-        for seq, asked in ((4, 2), (1, 4), (5, 4)):  # ahead of the third one, behind it, and just what comes next
+        for seq, asked in ((4, 2), (1, 4), (5, 4)):  # ahead of the third publisher, behind it, and the expected number
             play.live(seq, body="second").asks(asked)
             for number in range(asked, 5):
                 tracker.replayed(message(number, "third"))
@@ -334,7 +334,7 @@ class TestNewConnections:
         play = Play(replay=False).live(0, 1, 2, over=1).live(seq, body="new", over=2)
         play.got(0, 1, 2, "restarted", *([(0, seq - 1)] if seq else []), seq)
 
-    def test_new_connection_of_one_publisher_says_nothing_of_the_others(self) -> None:
+    def test_new_connection_of_one_publisher_does_not_affect_further_publishers(self) -> None:
         play = Play(replay=False)
         for rank in range(3):
             play.live(0, rank=rank, over=rank)
@@ -383,7 +383,7 @@ class TestGonePublishers:
         play.end(1).at(0, 50).got(0, 0, "gone")
         assert play.tracker.gone_at(50) is None
 
-    def test_idle_publisher_that_its_replay_confirms_is_not_gone_until_that_ends(self) -> None:
+    def test_idle_publisher_is_not_gone_while_its_replay_confirms_it(self) -> None:
         play = Play(gone_after_s=10).live(0, over=1).back(1)
         for now in range(0, 80, 5):
             play.tracker.gone_at(now)
@@ -418,7 +418,9 @@ class TestGonePublishers:
             tracker.live(message(seq, topic=b"old"))
         tracker.check()
         new = [message(seq, topic=topic) for topic in (b"new", b"newer") for seq in range(8)]
-        answer(tracker, *[one for one in new if one.seq >= 5])  # the old one's successors, from its last number on
+        answer(
+            tracker, *[one for one in new if one.seq >= 5]
+        )  # the successors, from the last number of the old publisher on
         while (start := tracker.asking) is not None:
             answer(tracker, *[one for one in new if one.seq >= start])
         received = [(item.source.topic, item.seq) for item in tracker.out if isinstance(item, Received)]
@@ -455,7 +457,7 @@ class TestGonePublishers:
         assert tracker.gone == 50 * 30
         assert said(tracker).count("gone") == 50 * 30
         tracker.check()
-        assert tracker.asking == 0  # whatever there is: there is no stream to ask for
+        assert tracker.asking == 0  # everything: no stream is known
         answer(tracker)
         assert tracker.asking is None
 
@@ -523,7 +525,7 @@ ACTIONS = st.lists(st.sampled_from(["publish"] * 6 + ["drop"] * 3 + ["step"] * 8
 
 @given(actions=ACTIONS, buffer=st.sampled_from([1, 3, 1000]))
 @settings(max_examples=examples(400), deadline=None)
-def test_the_consumer_has_everything_or_was_told(actions: list[str], buffer: int) -> None:
+def test_consumer_gets_every_batch_or_a_loss(actions: list[str], buffer: int) -> None:
     world = World(buffer)
     for action in actions:
         if action in ("publish", "drop"):
@@ -534,7 +536,7 @@ def test_the_consumer_has_everything_or_was_told(actions: list[str], buffer: int
             world.step(silent=action == "silent")
     while world.net or world.tracker.asking is not None:
         world.step()
-    world.publish(arrives=False)  # so that there is something to find
+    world.publish(arrives=False)  # a batch for the check to find
     world.tracker.check()
     while world.tracker.asking is not None:
         world.step()

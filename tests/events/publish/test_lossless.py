@@ -1,4 +1,4 @@
-"""Publishing that loses nothing: who is too quick waits until there is room."""
+"""Publishing without loss: a fast publisher waits for room."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_all(publisher: ThreadedEventPublisher, count: int) -> list[int]:
 
 
 def fill(publisher: Any) -> None:
-    """Fill a queue of one; nothing is sent until somebody drains it."""
+    """Fill a queue of one batch, without waking the sender."""
     publisher._core.outbox.put(batch(0))
 
 
@@ -157,7 +157,7 @@ class TestThreaded:
             assert publisher.stats().sent == 2
 
     @pytest.mark.parametrize("overflow", ["drop", "raise"])
-    def test_who_does_not_want_to_wait_need_not(self, overflow: Any) -> None:
+    def test_overflow_drop_and_raise_do_not_wait(self, overflow: Any) -> None:
         with ThreadedEventPublisher(0, ANY, max_queue_size=2, overflow=overflow, bind=True) as publisher:
             with Held(publisher, 2):
                 if overflow == "raise":
@@ -187,7 +187,7 @@ class TestOnALoop:
             of_task = [number for number in numbers if number // 500 == n]
             assert of_task == list(range(n * 500, n * 500 + 500))
 
-    async def test_those_who_wait_are_served_in_turn(self, ends: Ends) -> None:
+    async def test_waiting_calls_are_served_in_order(self, ends: Ends) -> None:
         publisher = ends.publisher(max_queue_size=1)
         order: list[int] = []
 
@@ -211,12 +211,12 @@ class TestOnALoop:
         assert publisher.stats().sent == publisher.stats().published == 3
         assert [task.cancelled() for task in waiting] == [True, False, True, False]
 
-    async def test_one_that_is_cancelled_when_its_turn_comes_leaves_it_to_the_next(self, ends: Ends) -> None:
+    async def test_call_cancelled_when_there_is_room_leaves_the_room_to_the_next(self, ends: Ends) -> None:
         publisher = ends.publisher(max_queue_size=1)
         fill(publisher)
         waiting = [asyncio.create_task(publisher.apublish(batch(n))) for n in range(1, 4)]
         await asyncio.sleep(0)
-        publisher._core.drain()  # the first one's turn: cancelled before it runs
+        publisher._core.drain()  # there is room for the first call, which is cancelled before it runs
         waiting[0].cancel()
         await within(asyncio.gather(*waiting, return_exceptions=True))
         await publisher.flush()
@@ -255,7 +255,7 @@ class TestOnALoop:
         waiting = asyncio.create_task(publisher.apublish(batch(1)))
         await asyncio.sleep(0)
         publisher._core.drain()
-        publisher.publish(batch(2))  # takes the room that the other was told of
+        publisher.publish(batch(2))  # takes the room before the waiting call
         await within(waiting)
         await publisher.flush()
         assert (publisher.stats().sent, publisher.stats().dropped) == (3, 0)

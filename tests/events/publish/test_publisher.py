@@ -1,4 +1,4 @@
-"""The publisher's sockets: what is bound, what is sent, and how it ends."""
+"""The publisher's sockets: binding, sending and closing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_overflow_can_raise(ends: Ends) -> None:
     assert publisher.stats().published == 1
 
 
-async def test_what_cannot_be_encoded_is_a_visible_gap(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+async def test_batch_that_cannot_be_encoded_is_a_visible_gap(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     publisher = ends.publisher()
     subscriber = ends.subscriber(publisher)
     publisher.publish(EventBatch(1.0, [BlockRemoved([2**70], "GPU")]))
@@ -84,7 +84,7 @@ async def test_what_cannot_be_encoded_is_a_visible_gap(ends: Ends, caplog: pytes
     assert publisher.stats().unencodable == 1
 
 
-async def test_close_delivers_what_is_queued(nothing_left: None) -> None:
+async def test_close_delivers_queued_batches(nothing_left: None) -> None:
     publisher = ZmqEventPublisher(0, ANY, bind=True)
     async with EventSubscriber(publisher.endpoint, start="live") as subscriber:
         publisher.publish(batch(0))
@@ -107,7 +107,7 @@ async def test_close_delivers_what_is_queued(nothing_left: None) -> None:
             assert isinstance(item, Received)
 
 
-async def test_close_says_what_was_not_sent(nothing_left: None, caplog: pytest.LogCaptureFixture) -> None:
+async def test_close_logs_unsent_batches(nothing_left: None, caplog: pytest.LogCaptureFixture) -> None:
     publisher = ZmqEventPublisher(0, ANY, bind=True)
     for n in range(5000):
         publisher.publish(batch(n, 50))
@@ -153,7 +153,7 @@ async def test_an_inproc_name_is_free_again_at_once(nothing_left: None) -> None:
             pass
 
 
-async def test_sync_shutdown_sends_what_is_queued(nothing_left: None) -> None:
+async def test_shutdown_sends_queued_batches(nothing_left: None) -> None:
     publisher = ZmqEventPublisher(0, "inproc://shutdown", bind=True)
     async with EventSubscriber("inproc://shutdown", start="live") as subscriber:
         for n in range(100):
@@ -251,7 +251,7 @@ async def test_publishers_can_connect_to_a_subscriber_that_binds(nothing_left: N
             await publisher.aclose()
 
 
-async def test_ports_of_others_without_curve_warn_once(nothing_left: None, caplog: pytest.LogCaptureFixture) -> None:
+async def test_open_ports_without_curve_warn_once(nothing_left: None, caplog: pytest.LogCaptureFixture) -> None:
     async with ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0") as publisher:
         assert len(caplog.records) == 1
         ports = f"{publisher.endpoint}, {publisher.replay_endpoint}"
@@ -265,8 +265,8 @@ async def test_ports_of_others_without_curve_warn_once(nothing_left: None, caplo
 async def test_connecting_to_this_host_without_saying_so_warns(
     nothing_left: None, caplog: pytest.LogCaptureFixture, host: str
 ) -> None:
-    """A port that another publisher has bound is connected to, by vLLM's rule, and nobody would hear of it."""
-    if "::" in host:  # which binds by that rule
+    """By vLLM's rule a publisher connects to a port of this host, where another publisher may have bound."""
+    if "::" in host:  # binds by vLLM's rule
         async with ZmqEventPublisher(0, f"tcp://{host}:*"):
             assert not caplog.records
         return
@@ -286,7 +286,7 @@ async def test_connecting_to_this_host_without_saying_so_warns(
         assert not caplog.records, "another host's"
 
 
-async def test_curve_lets_in_only_those_with_the_key(nothing_left: None) -> None:
+async def test_curve_admits_only_holders_of_the_key(nothing_left: None) -> None:
     server = CurveKeys.generate()
     assert server.secret.decode() not in repr(server)
     async with ZmqEventPublisher(0, ANY, ANY, bind=True, curve=server) as publisher:
@@ -304,7 +304,7 @@ async def test_curve_lets_in_only_those_with_the_key(nothing_left: None) -> None
                 pass
 
 
-async def test_a_forgotten_publisher_warns_and_closes(nothing_left: None) -> None:
+async def test_abandoned_publisher_warns_and_closes(nothing_left: None) -> None:
     publisher = ZmqEventPublisher(0, ANY, ANY, bind=True)
     endpoint = publisher.endpoint
     with pytest.warns(ResourceWarning, match="was not closed"):
@@ -323,8 +323,8 @@ async def test_hundreds_of_subscribers_come_at_once(ends: Ends, raw: Any) -> Non
     await publish_until(publisher, lambda: all(one.poll(0) for one in fleet))
 
 
-async def test_publishing_waits_for_nobody(ends: Ends) -> None:
-    """A subscriber that never reads and a client that never reads its replay hold nobody up."""
+async def test_publishing_does_not_wait_for_slow_subscribers(ends: Ends) -> None:
+    """A subscriber that never reads does not delay the publisher."""
     publisher = ends.publisher(hwm=10)
     idle = ends.subscriber(publisher, max_waiting=1)
     idle.open()

@@ -1,4 +1,4 @@
-"""What the publisher answers to those who ask for a replay, and to those who ask for nothing of the kind."""
+"""The replay port: answers, malformed requests, slow and leaving clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def test_replay_answers(ends: Ends, raw: Any, form: Any) -> None:
         publisher.publish(batch(n))
     await publisher.flush(PATIENCE_S)
     client = raw(zmq.DEALER, publisher.replay_endpoint)
-    for start, first in ((0, 3), (6, 6)):  # what is older than the buffer: answered with what there is
+    for start, first in ((0, 3), (6, 6)):  # batches that left the buffer are missing in the answer
         *replies, end = await client.ask(b"", wire.pack_seq(start))
         parsed = [wire.parse_reply(reply) for reply in replies]
         assert [reply.seq for reply in parsed if reply] == list(range(first, 8))
@@ -82,7 +82,7 @@ async def test_strangers_that_do_not_speak_zeromq(ends: Ends, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("port", ["endpoint", "replay_endpoint"])
-async def test_who_sends_too_much_is_cut_off(ends: Ends, raw: Any, port: str) -> None:
+async def test_peer_with_a_too_large_request_is_disconnected(ends: Ends, raw: Any, port: str) -> None:
     publisher = ends.publisher()
     stranger = raw(zmq.XSUB if port == "endpoint" else zmq.DEALER, getattr(publisher, port))
     monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -100,7 +100,7 @@ async def test_who_sends_too_much_is_cut_off(ends: Ends, raw: Any, port: str) ->
 
 
 @pytest.mark.slow_on_uvloop
-async def test_a_slow_client_is_served_fully_while_others_go_on(ends: Ends, raw: Any) -> None:
+async def test_slow_client_is_served_fully_without_delaying_further_clients(ends: Ends, raw: Any) -> None:
     publisher = ends.publisher(buffer_steps=3000)
     for n in range(3000):
         publisher.publish(batch(n, 20))

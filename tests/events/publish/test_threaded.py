@@ -48,11 +48,11 @@ class TestThreaded:
         with pytest.raises(PublisherClosed):
             publisher.publish(batch(0))
 
-    def test_what_cannot_be_bound_raises(self) -> None:
+    def test_invalid_argument_raises(self) -> None:
         with pytest.raises(ValueError, match="max_queue_size"):
             ThreadedEventPublisher(0, ANY, max_queue_size=0)
 
-    def test_a_forgotten_one_warns_and_gives_back_its_port(self) -> None:
+    def test_abandoned_publisher_warns_and_releases_its_port(self) -> None:
         publisher = ThreadedEventPublisher(0, ANY, bind=True)
         endpoint = publisher.endpoint
         with pytest.warns(ResourceWarning, match="was not closed: use `with`"):
@@ -99,7 +99,7 @@ class TestThreaded:
             publisher.flush(PATIENCE_S)
             assert publisher.stats().sent == 2
 
-    def test_flush_and_shutdown_say_what_is_left(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_flush_and_shutdown_report_unsent_batches(self, caplog: pytest.LogCaptureFixture) -> None:
         publisher = ThreadedEventPublisher(0, ANY, bind=True)
         large = batch(0, 1000)  # takes the thread far longer to encode than this one to publish
         for _ in range(3000):

@@ -39,7 +39,7 @@ EVENTS = [
 
 
 class Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """The events of vLLM 0.33, as its consumers decode them; with which of their fields are required."""
+    """The events of vLLM 0.33 with their required fields, as its consumers decode them."""
 
 
 class Stored(Event, tag="BlockStored"):
@@ -79,7 +79,7 @@ class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class ArrayStored(msgspec.Struct, array_like=True, tag="BlockStored"):
-    """The first generation's, which takes what it does not know for more of the array."""
+    """The first release, which ignores further items of the array."""
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -153,7 +153,7 @@ class TestWire:
         with pytest.raises(ValueError, match=f"{name} must be one of .*, not 'vllm-1'"):
             ZmqEventPublisher(0, ANY, bind=True, **{name: "vllm-1"})
 
-    def test_every_wire_is_one_that_some_release_wrote(self) -> None:
+    def test_every_wire_was_written_by_a_release(self) -> None:
         assert set(wire.WIRES.values()) == {("array", "legacy"), ("map", "legacy"), ("map", "topic")}
 
 
@@ -216,7 +216,7 @@ class TestVllmItself:
 
 class TestNames:
     @pytest.mark.parametrize("kind", [EventPublisher, ZmqEventPublisher, ThreadedEventPublisher])
-    def test_those_of_vllms_publisher(self, kind: Any) -> None:
+    def test_class_attributes_equal_those_of_vllm(self, kind: Any) -> None:
         assert kind.END_SEQ == b"\xff" * 8
         assert kind.SHUTDOWN_TIMEOUT == 1.0
         assert kind.offset_endpoint_port("tcp://*:5557", 2) == "tcp://*:5559"
@@ -226,7 +226,7 @@ class TestNames:
         with pytest.raises(ValueError, match="above 65535"):
             kind.offset_endpoint_port("tcp://*:65535", 1)
 
-    def test_what_all_addresses_of_a_host_are_passed_on_as(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_wildcard_endpoint_is_passed_on_with_the_hosts_address(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hosts, "own_address", lambda: "10.0.0.5")
         for endpoint in ("tcp://*:41234", "tcp://0.0.0.0:41234", "tcp://[::]:41234", "tcp://:::41234"):
             assert hosts.connectable(endpoint) == "tcp://10.0.0.5:41234"

@@ -29,7 +29,7 @@ from ..truth import Truth, follow_until, held
 
 
 @pytest.mark.slow_on_uvloop
-async def test_a_burst_arrives_whole_and_in_order(ends: Ends) -> None:
+async def test_burst_arrives_complete_and_in_order(ends: Ends) -> None:
     publisher = ends.publisher()
     subscriber = ends.subscriber(publisher)
     subscriber.open()
@@ -63,7 +63,7 @@ async def test_subscriber_taken_by_a_builtin_gives_batches_and_the_end(ends: End
     assert await ending == END
 
 
-async def test_a_late_joiner_gets_everything_or_hears_what_is_gone(ends: Ends) -> None:
+async def test_late_subscriber_gets_everything_or_a_loss(ends: Ends) -> None:
     publisher = ends.publisher(buffer_steps=10)
     for n in range(25):
         publisher.publish(batch(n))
@@ -78,7 +78,7 @@ async def test_a_late_joiner_gets_everything_or_hears_what_is_gone(ends: Ends) -
     assert [item.seq for item in await take(from_20, 5) if isinstance(item, Received)] == list(range(20, 25))
 
 
-async def test_live_only_begins_with_what_comes(ends: Ends) -> None:
+async def test_live_start_begins_with_the_first_arrival(ends: Ends) -> None:
     publisher = ends.publisher()
     publisher.publish(batch(0))
     await publisher.flush()
@@ -187,7 +187,7 @@ def test_refused_arguments_leave_nothing_to_warn_of() -> None:
         EventSubscriber("tcp://127.0.0.1:1", no_such_argument=1)  # type: ignore[call-arg]
 
 
-async def test_a_forgotten_subscriber_warns_and_closes(ends: Ends) -> None:
+async def test_abandoned_subscriber_warns_and_closes(ends: Ends) -> None:
     publisher = ends.publisher()
     subscriber = EventSubscriber(publisher.endpoint, publisher.replay_endpoint)
     subscriber.open()

@@ -183,7 +183,9 @@ async def test_publishers_that_end_while_nothing_is_read_are_gone(
             publisher = RawPublisher(subscriber.endpoints[0], bind=False, topic=b"%d" % pod)
             publishers.append(await publisher.subscribed())
         publishers[0].send(0, 1000)
-        await until(lambda: subscriber.stats().delivered == 1)  # nobody takes it, so nothing more is read
+        await until(
+            lambda: subscriber.stats().delivered == 1
+        )  # the consumer does not take it, so the subscriber reads no more
         for pod, publisher in enumerate(publishers):
             for seq in range(100 * pod):
                 publisher.send(seq, seq)
@@ -233,7 +235,7 @@ async def test_iteration_raises_for_a_publisher_that_is_gone(ends: Ends) -> None
         assert caught.value.source.endpoint == publisher.endpoint
 
 
-async def test_idle_publisher_whose_connection_broke_is_not_gone_where_replay_confirms_it(ends: Ends) -> None:
+async def test_idle_publisher_with_a_broken_connection_is_not_gone_if_replay_confirms_it(ends: Ends) -> None:
     publisher = ends.publisher()
     async with (
         LossyProxy(publisher.endpoint, 0.0) as proxy,
@@ -314,7 +316,7 @@ class Pod:
 
 
 class Fleet:
-    """Publishers that are deleted and added, one by one, while the others publish."""
+    """Publishers that are deleted and added, one by one, under traffic."""
 
     def __init__(
         self, subscriber: EventSubscriber, following: Following, lives: Sequence[str], replays: Sequence[str | None]
@@ -345,7 +347,7 @@ class Fleet:
                 gc.collect()
                 # The follower may still hold its last delivery.
                 assert sum(isinstance(each, Source) for each in gc.get_objects()) <= len(self._pods) + 1
-                if life < rounds / 2:  # by then allocators have what they keep
+                if life < rounds / 2:  # allocators have their pools by then
                     memory, descriptors = process.memory_info().rss, process.num_fds()
                 else:
                     await descriptors_at_most(descriptors + len(self._pods))

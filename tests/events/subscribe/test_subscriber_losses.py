@@ -37,7 +37,7 @@ from ..truth import Truth, follow_until, held
 
 @pytest.fixture
 def endpoints() -> Iterator[tuple[str, str]]:
-    """Give two endpoints for publishers that come one after the other: of batches, and of replay."""
+    """Yield a live and a replay endpoint for consecutive publishers."""
     with kept_endpoint() as endpoint, kept_endpoint() as replay:
         yield endpoint, replay
 
@@ -122,7 +122,9 @@ async def test_a_killed_publisher_that_comes_back_is_noticed(nothing_left: None,
     endpoint, replay = endpoints
     index: BlockIndex[Source] = BlockIndex()
     async with EventSubscriber(endpoint, replay, check_interval=0.05, replay_timeout=1.0) as subscriber:
-        for life, count in enumerate((40, 41, 20, 300)):  # fewer, one more, and many more than the one before
+        for life, count in enumerate(
+            (40, 41, 20, 300)
+        ):  # each publisher has fewer or more batches than the previous one
             truth = Truth(life)
             async with ZmqEventPublisher(0, endpoint, replay, bind=True) as publisher:
                 for _ in range(count):
@@ -173,7 +175,7 @@ asyncio.run(main())
             raise Restarted(item.source, 5).error()
 
 
-async def test_what_is_overdue_at_once(ends: Ends) -> None:
+async def test_tiny_check_interval_delivers_every_batch(ends: Ends) -> None:
     """A timer of no time at all, which uvloop makes no timer of."""
     publisher = ends.publisher()
     async with EventSubscriber(publisher.endpoint, publisher.replay_endpoint, check_interval=1e-6) as subscriber:

@@ -1,4 +1,4 @@
-"""The subscriber that is slower than its publisher: its memory is bounded, and it reports or replays what it dropped.
+"""A subscriber slower than its publisher: its memory is bounded, and dropped batches are reported or replayed.
 
 ``EVENTS_OVERLOAD_S=120`` floods each subscriber for two minutes; ``-s`` shows the figures.
 """
@@ -67,7 +67,7 @@ class Tally:
 
 @asynccontextmanager
 async def flood(events: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[str]]]:
-    """Start the other process; give it and its endpoints."""
+    """Start the publishing process; yield the process and its endpoints."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, str(CHILD), "10000", "2000", str(events), stdin=asyncio.subprocess.PIPE, stdout=-1
     )

@@ -21,7 +21,7 @@ from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
 from ..strain import HELD_S, MEMORY_KB, Strain, attack
 
 ENOUGH = 10
-"""So many messages of a stranger show what each of them costs."""
+"""Messages of a stranger that are measured."""
 
 
 @pytest_asyncio.fixture
@@ -76,7 +76,7 @@ async def test_garbage_from_strangers_is_counted_and_named(
 
 
 async def test_connections_end_at_an_open_port_while_the_consumer_does_not_read(nothing_left: None) -> None:
-    """ZeroMQ's I/O thread blocks where nobody reads of 2000 connections that they have ended."""
+    """ZeroMQ's I/O thread blocks after 2,000 unread events of connections."""
     async with EventSubscriber("tcp://127.0.0.1:0", bind=True, start="live", max_waiting=1) as subscriber:
         (endpoint,) = subscriber.endpoints
         [source] = subscriber._sources
@@ -124,7 +124,7 @@ async def test_a_replay_port_that_answers_garbage(ends: Ends, stranger: Any) -> 
             await asyncio.gather(serving, return_exceptions=True)
 
 
-async def test_a_stranger_who_sends_too_much_is_cut_off(nothing_left: None, stranger: Any) -> None:
+async def test_peer_with_a_too_large_payload_is_disconnected(nothing_left: None, stranger: Any) -> None:
     async with EventSubscriber("tcp://127.0.0.1:0", start="live", bind=True, max_payload_bytes=10_000) as subscriber:
         (endpoint,) = subscriber.endpoints
         bad = stranger(zmq.XPUB, endpoint)
@@ -168,7 +168,7 @@ async def test_attack_on_an_open_port_disturbs_no_publisher(nothing_left: None, 
     ("endpoint", "curve", "warns"),
     [("tcp://*:*", False, True), ("tcp://*:*", True, False), ("tcp://127.0.0.1:*", False, False)],
 )
-async def test_an_open_port_is_told_of(
+async def test_open_port_warns(
     nothing_left: None, caplog: pytest.LogCaptureFixture, endpoint: str, curve: bool, warns: bool
 ) -> None:
     keys = CurveKeys.generate() if curve else None
@@ -186,7 +186,7 @@ async def test_a_silent_replay_port_ends_in_a_loss_that_names_it(ends: Ends, str
         async with asyncio.timeout(PATIENCE_S):
             while not any(isinstance(item, Lost) for item in proxied):
                 publisher.publish(batch(0))
-                if proxied:  # a number that nobody can fill
+                if proxied:  # leaves a hole
                     publisher._core.outbox.put(EventBatch(0.0, [object()]))
                 try:
                     proxied.append(await subscriber.receive(0.01))
