@@ -95,7 +95,7 @@ def test_output_without_unicode_works():
     assert done.stdout.isascii()
 
 
-def test_a_command_imports_what_it_needs_alone() -> None:
+def test_command_imports_only_its_own_modules() -> None:
     code = "import sys; from aioshm.cli.app import run; run(['who', 'nobody-of-this-name']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import private_segments
@@ -51,7 +52,7 @@ def examined(capsys, *args):
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_table_says_which_extra_to_install(capsys, monkeypatch):
+def test_table_names_the_extra_to_install(capsys, monkeypatch):
     there = doctor.importlib.util.find_spec
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "torch" else there(name))
     monkeypatch.setenv("COLUMNS", "200")
@@ -59,7 +60,7 @@ def test_the_table_says_which_extra_to_install(capsys, monkeypatch):
     assert "pip install 'aioshm[torch]'" in capsys.readouterr().out
 
 
-def test_json_tells_what_is_there(capsys):
+def test_json_has_a_finding_for_each_check(capsys):
     assert run(["doctor", "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -81,7 +82,7 @@ def test_text_has_a_verdict_on_each_line(capsys, monkeypatch):
 
 
 @needs_named_segments
-def test_orphan_is_told_and_removed(capsys, held, orphan):
+def test_orphan_is_listed_and_removed(capsys, held, orphan):
     names = [entry["name"] for entry in examined(capsys)["orphans"] if not entry["removed"]]
     assert orphan.name in names
     assert held.name not in names
@@ -96,7 +97,7 @@ def test_orphan_is_told_and_removed(capsys, held, orphan):
 
 
 @needs_named_segments
-def test_text_says_how_to_remove(capsys, monkeypatch, orphan):
+def test_text_names_the_command_that_removes_orphans(capsys, monkeypatch, orphan):
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -120,20 +121,43 @@ def verdict_of(name):
     return next(finding for finding in doctor.examine() if finding.name == name)
 
 
-def test_weak_memory_order_is_explained(monkeypatch):
-    monkeypatch.setattr(doctor, "STRONG_ORDER", False)
-    monkeypatch.setattr(doctor, "FULL_FENCE", True)
-    assert verdict_of("memory order").verdict == "good"
-    monkeypatch.setattr(doctor, "FULL_FENCE", False)
-    finding = verdict_of("memory order")
-    assert (finding.verdict, finding.found) == ("note", "weak")
-    assert "without the native core, a 5 ms recheck timer bounds every parked wait" in finding.advice
+def forbidden(*_):
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+def shm(free, files=100, free_files=100):
+    return lambda _: SimpleNamespace(f_bavail=free, f_frsize=4096, f_files=files, f_favail=free_files)
+
+
+ORDER = ("aioshm.cli.doctor.STRONG_ORDER", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "patches", "verdict", "found", "advice"),
+    [
+        ("memory order", [ORDER, ("aioshm.cli.doctor.FULL_FENCE", True)], "good", "weak, and", ""),
+        ("memory order", [ORDER, ("aioshm.cli.doctor.FULL_FENCE", False)], "note", "weak",
+         "without the native core, a 5 ms recheck timer bounds every parked wait"),
+        ("usable CPUs", [("aioshm.cli.doctor.usable_cpus", lambda: 1)], "note", "1", "allow two or more CPUs"),
+        ("memfd", [("os.memfd_create", forbidden)], "bad", "memfd_create: Operation not permitted",
+         "AIOSHM_BACKING=named"),
+        ("/dev/shm", [("os.statvfs", shm(16))], "note", "0 MiB free", "--shm-size"),
+        ("/dev/shm", [("os.statvfs", shm(1 << 30, 12, 0))], "note", "all of its 12 inodes are in use", "nr_inodes"),
+    ],
+)  # fmt: skip
+def test_finding_has_its_verdict_and_advice(monkeypatch, name, patches, verdict, found, advice):
+    for target, value in patches:
+        monkeypatch.setattr(target, value, raising=False)
+    finding = verdict_of(name)
+    assert finding.verdict == verdict
+    assert found in finding.found
+    assert advice in finding.advice
 
 
 @pytest.mark.parametrize(
     ("runs", "wanted", "found"), [(True, True, "runs"), (False, True, "not built"), (False, False, "switched off")]
 )
-def test_what_runs_natively_is_told(monkeypatch, runs, wanted, found):
+def test_native_parts_are_reported(monkeypatch, runs, wanted, found):
     monkeypatch.setattr(doctor, "native_core", runs)
     monkeypatch.setattr(doctor, "NativeEncoder", object if runs else None)
     monkeypatch.setattr(doctor, "native_wanted", lambda: wanted)
@@ -141,48 +165,13 @@ def test_what_runs_natively_is_told(monkeypatch, runs, wanted, found):
         assert (verdict_of(name).verdict, verdict_of(name).found) == ("good" if runs else "note", found)
 
 
-def test_single_cpu_is_explained(monkeypatch):
-    monkeypatch.setattr(doctor, "usable_cpus", lambda: 1)
-    assert verdict_of("usable CPUs").verdict == "note"
-
-
-def test_forbidden_memfd_is_bad(monkeypatch):
-    def forbidden(*_):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr("os.memfd_create", forbidden, raising=False)
-    finding = verdict_of("memfd")
-    assert (finding.verdict, finding.found) == ("bad", "memfd_create: Operation not permitted")
-    assert "AIOSHM_BACKING=named" in finding.advice
-
-
-def test_what_other_systems_lack_is_noted(monkeypatch):
+def test_missing_eventfd_is_noted(monkeypatch):
     monkeypatch.delattr("os.eventfd", raising=False)
     assert verdict_of("eventfd").verdict == "note"
 
 
-def test_full_shm_is_noted(monkeypatch, tmp_path):
-    class Full:
-        f_bavail, f_frsize = 16, 4096
-
-    monkeypatch.setattr("os.statvfs", lambda _: Full)
-    finding = verdict_of("/dev/shm")
-    assert finding.verdict == "note"
-    assert "--shm-size" in finding.advice
-
-
-def test_a_full_inode_table_is_noted(monkeypatch):
-    class Full:
-        f_bavail, f_frsize, f_files, f_favail = 1 << 30, 4096, 12, 0
-
-    monkeypatch.setattr("os.statvfs", lambda _: Full)
-    finding = verdict_of("/dev/shm")
-    assert (finding.verdict, finding.found.endswith("all of its 12 inodes are in use")) == ("note", True)
-    assert "nr_inodes" in finding.advice
-
-
 @needs_named_segments
-def test_what_named_segments_are_not_is_told():
+def test_named_segments_are_reported_as_not_sealed():
     finding = verdict_of("/dev/shm")
     assert finding.verdict == "note" or "not sealed" in finding.found
 

@@ -229,7 +229,7 @@ class TestTop:
                     assert len(ordered(both, key)) == 2
 
     @pytest.mark.slow
-    def test_without_a_terminal_it_goes_on_until_it_is_interrupted(self) -> None:
+    def test_top_without_a_terminal_prints_until_interrupted(self) -> None:
         command = [sys.executable, "-m", "aioshm", "top", "--json", "--interval", "0.05"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as top:
             assert top.stdout is not None
@@ -288,7 +288,7 @@ class TestWidth:
         assert [line for line in out.splitlines() if len(line) > 80] == []
         assert NAME in out or command.startswith("dump")
 
-    def test_cells_that_do_not_fit_have_lines_of_their_own(self) -> None:
+    def test_cells_that_do_not_fit_get_own_lines(self) -> None:
         ends: list[list[str | Text]] = [
             ["steps", "writer", Text("stopped", "bold red"), "7", "python a.py b"],
             ["steps", "reader 0", Text("ok"), "12345", "python"],
@@ -342,7 +342,7 @@ if __name__ == "__main__":
 """
 
 
-def test_spawned_process_is_shown_by_what_it_runs(
+def test_spawned_process_is_shown_by_its_name_and_program(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")

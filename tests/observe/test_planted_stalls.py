@@ -147,13 +147,13 @@ def test_a_reader_that_is_gone(planted: Planted) -> None:
 
 
 @pytest.mark.slow
-def test_nobody(planted: Planted) -> None:
+def test_moving_queue_has_no_suspects(planted: Planted) -> None:
     planted.queue("write", "read")
     eventually(lambda: not who(planted.name)[0].suspects, "the verdict that nobody holds it up")
 
 
 @pytest.mark.slow
-def test_who_has_not_come_yet(planted: Planted) -> None:
+def test_absent_reader_is_named(planted: Planted) -> None:
     writer = planted.start("write", 2)
     reader = planted.start("read", 1)
     assert reader.stdout is not None

@@ -116,7 +116,7 @@ class TestStacks:
         assert users_line([]) is None
         assert str(self.own) == "/srv/app.py:12 in work"
 
-    def test_a_line_that_runs_a_loop_is_not_where_it_is(self) -> None:
+    def test_line_that_runs_a_loop_is_not_the_users_line(self) -> None:
         loop = Frame("Runner.run", "/usr/lib/python3.11/asyncio/runners.py", 118, False)
         waiting = Stack("MainThread", True, False, (self.lib, loop, self.own))
         assert users_line([waiting]) is None
@@ -126,7 +126,7 @@ class TestStacks:
         )
         assert users_line([working]) == self.own
 
-    def test_what_py_spy_prints(self) -> None:
+    def test_output_of_py_spy_is_parsed(self) -> None:
         def frame(name: str, file: str, line: int) -> dict[str, object]:
             return {"name": name, "filename": file, "line": line, "module": None}
 
@@ -144,7 +144,7 @@ class TestStacks:
         assert stacks[0].frames == (self.own,)
 
     @pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b'[{"frames": 1}]', b"\xff"])
-    def test_what_it_does_not_print(self, text: bytes) -> None:
+    def test_other_output_of_py_spy_is_refused(self, text: bytes) -> None:
         if text == b"{}":
             assert parse_spy(text, 1) == ()
             return
@@ -162,7 +162,7 @@ class TestStacks:
             (proc.__file__, False),
         ],
     )
-    def test_whose_a_file_is(self, file: str, own: bool) -> None:
+    def test_library_files_are_not_own(self, file: str, own: bool) -> None:
         threads = [
             {
                 "thread_name": "x",

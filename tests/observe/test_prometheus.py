@@ -44,7 +44,7 @@ def test_every_metric_is_in_the_table_once() -> None:
 
 
 @pytest.mark.parametrize("family", METRICS.values(), ids=lambda family: family.name)
-def test_names_are_by_the_conventions(family: Any) -> None:
+def test_metric_names_follow_the_conventions(family: Any) -> None:
     assert family.name == family.name.lower()
     assert family.help.endswith(".")
     assert not family.name.endswith("_total"), "prometheus_client adds that"
@@ -94,7 +94,7 @@ async def test_a_queue() -> None:
     assert value(scraped(collector), "aioshm_queue_messages_total", queue="metered", side="writer") == 3, "closed"
 
 
-def test_what_is_gone_is_not_told_of() -> None:
+def test_removed_and_collected_objects_have_no_metrics() -> None:
     collector = PrometheusCollector()
 
     def queues() -> set[str]:
@@ -172,7 +172,7 @@ async def test_scrapes_in_other_threads_while_readers_come_and_go() -> None:
         assert failures == []
 
 
-def test_what_cannot_be_observed() -> None:
+def test_object_of_another_kind_is_refused() -> None:
     class Other:
         def stats(self) -> int:
             return 5
@@ -185,7 +185,7 @@ def test_what_cannot_be_observed() -> None:
         collector.add(Other(), 5)  # type: ignore[arg-type]
 
 
-def test_one_registry_takes_it_once() -> None:
+def test_registry_refuses_a_second_collector() -> None:
     registry = CollectorRegistry()
     PrometheusCollector(registry=registry)
     with pytest.raises(ValueError, match="Duplicated"):

@@ -108,7 +108,7 @@ async def test_laps() -> None:
         assert [each.seq for each in found] == list(range(3, slots + 3))
 
 
-async def test_what_is_being_overwritten_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_message_that_is_being_overwritten_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     async with queue() as (writer, _, ring):
         for number in range(3):
             await writer.enqueue(number)

@@ -58,7 +58,7 @@ async def test_a_queue_of_this_process(backing: Any) -> None:
     assert handle.queue_id.hex() not in ids()
 
 
-async def test_reading_it_touches_no_page() -> None:
+async def test_reading_a_ring_touches_no_page() -> None:
     async with MessageQueue(0, 0) as writer:
         [ring] = [each for each in find_rings()[0] if each.queue_id == writer.export_handle().queue_id.hex()]
         before = ring.snapshot({}).memory_bytes
@@ -94,7 +94,7 @@ def test_other_processes(planted: Planted) -> None:
     eventually(lambda: find_queue(planted.name).writer.state in ("zombie", "gone"))
 
 
-def test_a_queue_that_has_ended_is_not_kept_by_who_looks_at_it(planted: Planted) -> None:
+def test_ended_queue_is_not_kept_alive_by_a_watch(planted: Planted) -> None:
     with Watch(rescan_s=60) as looker:
         processes = planted.queue("write", "read")
         assert planted.name in [each.queue.label for each in looker.look()]
@@ -184,7 +184,7 @@ class TestWatch:
             assert key not in [each.queue.header.queue_id for each in watch.look()]
 
     @pytest.mark.slow
-    async def test_what_has_ended_between_two_scans_is_no_more(self, planted: Planted) -> None:
+    async def test_queue_that_ends_between_two_scans_disappears(self, planted: Planted) -> None:
         planted.queue("write", "read")
         with Watch(rescan_s=1000) as watch:
             assert planted.name in [each.queue.label for each in watch.look()]
@@ -198,7 +198,7 @@ class TestWatch:
         assert rates(queue, queue).cpu_share == (None, None)
 
 
-def test_names_are_had_when_they_are_asked_for() -> None:
+def test_public_names_are_imported_on_first_use() -> None:
     code = "import sys, aioshm.observe; sys.exit(any(m.startswith('aioshm.observe.') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     for name in aioshm.observe.__all__:
@@ -211,7 +211,7 @@ def of_this_process() -> list[Segment]:
     return [segment for segment in find_segments()[0] if os.getpid() in segment.holders]
 
 
-async def test_segment_that_another_holder_has_given_up_is_opened_through_the_last_one() -> None:
+async def test_segment_is_opened_through_its_last_holder() -> None:
     async with MessageQueue(0, 0):
         [segment] = of_this_process()
         ended = subprocess.Popen([sys.executable, "-c", ""])

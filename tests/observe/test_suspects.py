@@ -60,10 +60,10 @@ def text_of(before: Any, now: Any, **channels: str) -> str:
 
 
 class TestVerdict:
-    def test_it_moves(self) -> None:
+    def test_moving_queue_has_no_suspect(self) -> None:
         assert found(look(5, 4, 5), look(9, 9, 8)) == []
 
-    def test_a_stopped_end_is_named_although_nobody_waits_for_it(self) -> None:
+    def test_stopped_end_is_named_before_it_holds_up_anything(self) -> None:
         assert found(look(5, 5, 5), look(5, 5, 5, states={SECOND: "stopped"})) == [("stopped", 1)]
         assert found(look(5, 5, 5), look(5, 5, 5, states={WRITER: "stopped"})) == [("stopped", -1)]
         assert found(look(5, 5, 5), look(5, 5, 5, states={FIRST: "traced"})) == [("stopped", 0)]
@@ -73,7 +73,7 @@ class TestVerdict:
         assert found(look(5, 5, 5), now) == [("gone", 0), ("gone", 1)]
 
     @pytest.mark.parametrize("member", [at.LEFT, at.DIED, at.EVICTED, at.DISMISSED])
-    def test_who_is_not_counted_on(self, member: int) -> None:
+    def test_reader_that_left_is_no_suspect(self, member: int) -> None:
         now = look(9, 9, 3, members=(1, member), states={SECOND: "gone"})
         assert found(look(5, 5, 3, members=(1, member)), now) == []
 
@@ -96,7 +96,7 @@ class TestVerdict:
         text = text_of(look(6, 6, 5), running, second=BUSY)
         assert text == "took nothing in the last 0.2 s, 1 message behind: its code keeps the CPU"
 
-    def test_what_has_only_just_come_is_no_blockade(self) -> None:
+    def test_lag_of_new_messages_is_no_blockade(self) -> None:
         assert found(look(5, 5, 5), look(7, 7, 5)) == []
 
     def test_slow(self) -> None:
@@ -104,7 +104,7 @@ class TestVerdict:
         assert found(look(50, 50, 41), look(53, 53, 49)) == [], "it catches up"
         assert found(look(50, 50, 48), look(53, 53, 50)) == [], "it is not far behind"
 
-    def test_whoever_keeps_a_parked_writer_waiting(self) -> None:
+    def test_reader_that_keeps_a_parked_writer_waiting_is_slow(self) -> None:
         before, now = look(50, 49, 48, parked=True), look(53, 52, 51, parked=True)
         assert found(before, now, keeping=[1]) == [("slow", 1)]
         assert found(before, now, keeping=[0, 1]) == [("slow", 0), ("slow", 1)]

@@ -113,7 +113,7 @@ def test_in_a_run_of_its_own(loop: str, tmp_path: Path) -> None:
     assert "1 failed, 8 passed, 3 errors" in done.stdout
 
 
-def test_importing_what_users_import_imports_no_pytest() -> None:
+def test_public_modules_import_no_pytest() -> None:
     for modules in ("aioshm", "aioshm.testing, aioshm.testing.helpers"):
         code = f"import {modules}, sys; print('pytest' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -126,7 +126,7 @@ def test_the_plugin_alone_imports_no_queue() -> None:
     assert done.stdout == "set()\n"
 
 
-async def test_what_is_left_is_found_and_then_gone() -> None:
+async def test_leftovers_of_an_open_pair_are_found() -> None:
     leftovers = Leftovers()
     async with pair() as (writer, reader):
         await writer.enqueue(1)
@@ -137,7 +137,7 @@ async def test_what_is_left_is_found_and_then_gone() -> None:
     assert await asyncio.to_thread(leftovers.wait) == []
 
 
-async def test_a_process_is_left_until_it_has_ended() -> None:
+async def test_process_is_a_leftover_until_it_ends() -> None:
     leftovers = Leftovers()
     process = await asyncio.create_subprocess_exec("sleep", "100")
     assert leftovers.wait(0) == [f"process {process.pid} (sleep 100)"] or leftovers.find()  # or not execed yet
@@ -146,7 +146,7 @@ async def test_a_process_is_left_until_it_has_ended() -> None:
     assert await asyncio.to_thread(leftovers.wait) == []
 
 
-async def test_readers_are_refused_what_they_set_themselves() -> None:
+async def test_readers_refuses_arguments_that_it_sets() -> None:
     with pytest.raises(TypeError, match="n_reader must not be given"):
         async with readers(2, n_reader=2):
             pass

@@ -70,7 +70,7 @@ class TestCall:
             assert begun == [*expected, "last"]
             assert others == ["step 5", "step 15", "step 25", "step 35", "last"]
 
-    async def test_a_step_that_is_awaited_keeps_its_place(self) -> None:
+    async def test_awaited_step_keeps_its_position_in_the_order(self) -> None:
         async with group_of(1) as group:
             await group.call(0, "begin", "first")
             step = await sent_step(group, "begin_slowly", "step", 0.02)
@@ -87,7 +87,7 @@ class TestCall:
             go.touch()
             assert await waiting == "held up"
 
-    async def test_an_exception_is_told_as_one_of_a_step_is(self) -> None:
+    async def test_exception_of_a_call_names_the_rank_and_has_the_traceback(self) -> None:
         async with group_of() as group:
             with pytest.raises(WorkerError, match="fail failed: rank 1: ValueError: rank 1 does not like it") as caught:
                 await group.call(1, "fail")
@@ -145,7 +145,7 @@ async def call(group: WorkerGroup, alone: bool, method: str, *args: Any) -> list
 
 
 class TestTime:
-    async def test_a_call_that_is_cancelled_is_not_begun_or_is_cancelled_in_the_worker(self) -> None:
+    async def test_cancelled_call_is_dropped_from_the_queue_or_cancelled_in_the_worker(self) -> None:
         async with group_of() as group:
             seen = group.stream(0, "watch", prefetch=1)
             assert await anext(seen) == []
@@ -162,7 +162,7 @@ class TestTime:
             assert await later == ["a", "a cancelled", "c"]
             await seen.aclose()
 
-    async def test_a_timeout_names_the_worker_and_late_answers_are_nobodys(self, tmp_path: Path) -> None:
+    async def test_timeout_names_the_worker_and_late_answers_are_dropped(self, tmp_path: Path) -> None:
         go = tmp_path / "go"
         async with group_of() as group:
             for number in range(4):
@@ -197,7 +197,7 @@ class TestTime:
             while seen != set(group.pids):  # both are idle again
                 seen.add(await group.call_any("pid", timeout=60))
 
-    async def test_of_those_that_wait_any_may_be_cancelled(self) -> None:
+    async def test_any_queued_call_may_be_cancelled(self) -> None:
         async with group_of() as group:
             calls = [asyncio.create_task(group.call(n % 2, "slowly", 0.002, n)) for n in range(30)]
             calls += [asyncio.create_task(group.call_any("slowly", 0.001, n)) for n in range(30, 60)]
@@ -211,7 +211,7 @@ class TestTime:
 
 
 class TestAny:
-    async def test_goes_to_the_worker_that_has_been_idle_for_the_longest(self) -> None:
+    async def test_call_any_goes_to_the_worker_that_has_been_idle_longest(self) -> None:
         async with group_of(3) as group:
             await asyncio.gather(*(group.call(rank, "pid") for rank in range(3)))  # they have their queues
             seen = [await group.call_any("pid") for _ in range(6)]
@@ -220,7 +220,7 @@ class TestAny:
             await group.call(group.pids.index(seen[0]), "add")
             assert await group.call_any("pid") == seen[1]
 
-    async def test_waits_for_one_first_come_first_served(self, tmp_path: Path) -> None:
+    async def test_call_any_waits_for_an_idle_worker_in_order(self, tmp_path: Path) -> None:
         async with group_of(2) as group:
             flags = [tmp_path / "0", tmp_path / "1"]
             busy = [
@@ -246,7 +246,7 @@ class TestAny:
             flags[0].touch()
             await asyncio.gather(*busy)
 
-    async def test_calls_of_one_do_not_starve_it(self) -> None:
+    async def test_calls_of_one_worker_do_not_starve_call_any(self) -> None:
         async with group_of(1) as group:
             stopping = False
 
@@ -260,7 +260,7 @@ class TestAny:
             stopping = True
             await asyncio.gather(*hammers)
 
-    async def test_a_worker_that_has_not_answered_a_call_of_all_is_not_idle(self, tmp_path: Path) -> None:
+    async def test_worker_with_an_unanswered_call_of_all_is_not_idle(self, tmp_path: Path) -> None:
         go = tmp_path / "go"
         async with group_of() as group:
             await group.call_any("add")
@@ -292,7 +292,7 @@ class TestAny:
 
 
 class TestDeath:
-    async def test_ends_every_call_where_nobody_is_replaced(self) -> None:
+    async def test_death_without_restart_fails_every_call(self) -> None:
         async with group_of() as group:
             calls = [asyncio.create_task(group.call(rank, "slowly", targets.LONG_S)) for rank in (0, 1, 1)]
             calls.append(asyncio.create_task(group.call_any("add")))

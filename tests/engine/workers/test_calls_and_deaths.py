@@ -29,7 +29,7 @@ def group_of(n_workers: int = 2, worker: Any = targets.Streaming, **options: Any
 
 
 @pytest.mark.parametrize("standbys", [0, 1])
-async def test_the_calls_in_flight_fail_others_are_untouched_and_the_next_ones_wait(
+async def test_death_fails_calls_in_flight_of_the_dead_worker_and_queues_later_calls(
     standbys: int, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
@@ -89,7 +89,7 @@ async def test_a_crash_loop_ends_every_call_with_every_cause(tmp_path: Path) -> 
                 await call
 
 
-async def test_what_a_worker_has_sent_before_it_died_counts() -> None:
+async def test_answers_from_before_a_death_are_delivered() -> None:
     async with group_of(1) as group:
         stream = group.stream(0, "count", prefetch=8)
         assert await anext(stream) == 0
@@ -151,7 +151,7 @@ async def test_scaling_with_calls_under_way_loses_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_scaling_that_is_cancelled_while_workers_finish_gives_them_calls_again(tmp_path: Path) -> None:
+async def test_scaling_cancelled_while_workers_finish_assigns_calls_again(tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with group_of(2) as group:
         held = asyncio.create_task(group.call(1, "wait_for", str(go), "held", 1))
@@ -171,7 +171,7 @@ async def test_scaling_that_is_cancelled_while_workers_finish_gives_them_calls_a
         assert await group.call_any("add", timeout=60) == 0
 
 
-async def test_scaling_outlives_deaths_of_those_that_stay_and_of_those_that_go(tmp_path: Path) -> None:
+async def test_scaling_survives_deaths_of_staying_and_leaving_workers(tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with group_of(3, max_workers=4) as group:
         held = asyncio.create_task(group.call(1, "wait_for", str(go), "held", 1))
@@ -257,7 +257,7 @@ async def test_death_of_another_worker_while_workers_leave_is_replaced(monkeypat
         assert await group.call(1, "add", 1, timeout=60) == 2
 
 
-async def test_scaling_that_is_cancelled_when_workers_go_lets_them_go() -> None:
+async def test_scaling_cancelled_while_workers_exit_is_completed() -> None:
     async with group_of(3, shutdown_timeout=600) as group:  # they are waited for no longer than they take
         session = group._session
         assert session is not None
@@ -273,7 +273,7 @@ async def test_scaling_that_is_cancelled_when_workers_go_lets_them_go() -> None:
         assert await group.collective_rpc("add", timeout=60) == [0, 1]
 
 
-async def test_death_of_a_worker_that_leaves_fails_no_call_of_the_others(tmp_path: Path) -> None:
+async def test_death_of_a_leaving_worker_fails_no_call_of_another_worker(tmp_path: Path) -> None:
     async with group_of(2, targets.ClosesSlowly, kwargs={"log": str(tmp_path)}) as group:
         leaving = group.pids[1]
         busy = asyncio.create_task(group.call(0, "slowly", targets.LONG_S))  # answers are read meanwhile

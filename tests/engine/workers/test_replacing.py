@@ -31,7 +31,7 @@ def group_of(n_workers: int = 2, worker: Any = targets.Worker, **options: Any) -
 
 
 @pytest.mark.parametrize("standbys", [pytest.param(0, marks=pytest.mark.slow), 1])
-async def test_the_call_in_flight_fails_and_the_next_one_has_a_successor(standbys: int) -> None:
+async def test_death_fails_the_call_in_flight_and_the_next_call_reaches_a_replacement(standbys: int) -> None:
     async with group_of(standbys=standbys) as group:
         assert await group.collective_rpc("add", (1,)) == [1, 2]
         for victim in (1, 0, 1):
@@ -54,7 +54,7 @@ async def test_the_call_in_flight_fails_and_the_next_one_has_a_successor(standby
     assert all(gone(pid) for pid in pids)
 
 
-async def test_a_late_answer_is_not_taken_for_one_to_a_later_call(tmp_path: Path) -> None:
+async def test_late_answer_is_not_the_answer_of_a_later_call(tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with group_of(3) as group:
         call = asyncio.create_task(group.collective_rpc("wait_for", (str(go), "late", 0)))
@@ -97,7 +97,7 @@ async def test_idle_workers_and_standbys_are_replaced() -> None:
     await watching
 
 
-async def test_one_that_is_not_made_in_time_is_killed_and_tried_again(tmp_path: Path) -> None:
+async def test_constructor_that_exceeds_ready_timeout_is_killed_and_tried_again(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     options = {"worker": targets.Fragile, "kwargs": {"flag": str(flag), "how": "hang"}}
     async with group_of(1, **options, ready_timeout=60) as group:
@@ -185,7 +185,7 @@ async def test_constructor_that_fails_with_a_large_text_is_the_cause(tmp_path: P
         assert await group.collective_rpc("add", timeout=60) == [0]
 
 
-async def test_a_successor_that_dies_the_moment_it_is_back_is_replaced_too() -> None:
+async def test_replacement_that_dies_when_it_is_running_is_replaced() -> None:
     async with group_of(1) as group:
         os.kill(group.pids[0], signal.SIGKILL)
         async for change in group.membership():
@@ -199,9 +199,7 @@ async def test_a_successor_that_dies_the_moment_it_is_back_is_replaced_too() -> 
 
 
 @pytest.mark.parametrize("standbys", [0, 1])
-async def test_one_that_dies_before_it_is_known_to_be_there_is_replaced_too(
-    standbys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_process_that_dies_before_it_is_ready_is_replaced(standbys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     killed: dict[int | None, int] = {}
 
     async def kill_first(control: ControlSocket) -> Any:
@@ -228,7 +226,7 @@ async def test_one_that_dies_before_it_is_known_to_be_there_is_replaced_too(
         assert await group.collective_rpc("add", timeout=60) == [0]
 
 
-async def test_a_worker_whose_queue_has_ended_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_with_a_closed_queue_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshm.engine.workers.session.CODE_WITHIN_S", 0.05)
     async with group_of(2) as group:
         for call in (
@@ -242,7 +240,7 @@ async def test_a_worker_whose_queue_has_ended_is_killed_and_replaced(monkeypatch
         assert group.workers[0].restarts == 2
 
 
-async def test_a_process_that_cannot_be_started_is_tried_again_and_a_crash_loop_says_why(
+async def test_process_that_cannot_be_started_is_tried_again_until_a_crash_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with group_of(1, max_workers=2, restart=Restart(max_restarts=2, backoff_s=0.001)) as group:

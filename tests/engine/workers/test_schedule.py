@@ -41,7 +41,7 @@ def turn_of(call: Call) -> int | None:
     return None if call.slot is None else call.slot.rank
 
 
-def test_any_is_given_the_one_that_has_been_idle_for_the_longest() -> None:
+def test_call_of_any_gets_the_worker_that_has_been_idle_longest() -> None:
     schedule = Asked(3)
     first = [schedule.make(None) for _ in range(3)]
     assert [turn_of(call) for call in first] == [0, 1, 2]
@@ -50,7 +50,7 @@ def test_any_is_given_the_one_that_has_been_idle_for_the_longest() -> None:
     assert [turn_of(schedule.make(None)) for _ in range(3)] == [1, 2, 0]
 
 
-def test_a_call_of_one_goes_behind_those_that_wait_for_any_unless_a_stream_keeps_it_busy() -> None:
+def test_call_of_one_queues_behind_waiting_calls_of_any_unless_the_worker_has_a_stream() -> None:
     schedule = Asked(2)
     busy = [schedule.make(0), schedule.make(1, stream=True)]
     waiting = schedule.make(None)
@@ -60,7 +60,7 @@ def test_a_call_of_one_goes_behind_those_that_wait_for_any_unless_a_stream_keeps
     assert (turn_of(waiting), turn_of(behind)) == (0, 0)
 
 
-def test_a_turn_is_over_when_the_worker_dies_before_the_call_is_sent() -> None:
+def test_assignment_ends_when_the_worker_dies_before_sending() -> None:
     schedule = Asked(1)
     call = schedule.make(0)
     assert schedule.holds(call)
@@ -72,7 +72,7 @@ def test_a_turn_is_over_when_the_worker_dies_before_the_call_is_sent() -> None:
     assert not schedule.holds(call)
 
 
-def test_what_an_incarnation_had_to_do_is_not_the_next_one_s() -> None:
+def test_replacement_does_not_inherit_calls_in_flight() -> None:
     schedule = Asked(1)
     lost = schedule.make(0)
     schedule.gone(0)
@@ -96,7 +96,7 @@ MOVES = st.lists(
 
 
 @given(MOVES)
-def test_whatever_happens_everybody_has_a_turn_in_the_end(moves: list[tuple[str, int]]) -> None:
+def test_every_call_is_assigned_once_in_order_after_any_events(moves: list[tuple[str, int]]) -> None:
     schedule = Asked(len(RANKS))
     turns = schedule.turns
     steps = dict.fromkeys(RANKS, 0)

@@ -73,7 +73,7 @@ async def test_two_streams_and_calls_go_on_side_by_side() -> None:
                 await anext(stream)
 
 
-async def test_a_consumer_may_call_what_its_generator_waits_for() -> None:
+async def test_consumer_may_call_the_method_that_its_generator_awaits() -> None:
     async with group_of() as group:
         stream = group.stream(0, "wait_and_count", 3)
         for number in range(3):
@@ -109,7 +109,7 @@ async def test_large_items_do_not_hold_up_other_calls() -> None:
 
 
 @pytest.mark.parametrize("method", GENERATORS)
-async def test_leaving_it_early_closes_the_generator(method: str) -> None:
+async def test_stream_left_early_closes_the_generator(method: str) -> None:
     async with group_of() as group:
         async for number in group.stream(0, method):
             if number == 3:
@@ -123,7 +123,7 @@ async def test_leaving_it_early_closes_the_generator(method: str) -> None:
         assert await group.call_any("state") == await group.call(0, "state")
 
 
-async def test_cancelling_its_consumer_closes_the_generator_where_it_is() -> None:
+async def test_consumer_that_is_cancelled_closes_the_generator_at_its_await() -> None:
     async with group_of() as group:
         stream = group.stream(0, "count_slowly", None, targets.LONG_S)
         consumer = asyncio.ensure_future(anext(stream))
@@ -162,7 +162,7 @@ async def test_timeout_for_one_item_ends_nothing() -> None:
         assert await group.call_any("add", timeout=60) == 0
 
 
-async def test_timeouts_keep_the_place_among_those_that_wait() -> None:
+async def test_queued_stream_with_timeouts_keeps_its_position() -> None:
     async with group_of() as group:
         busy = asyncio.create_task(group.call(0, "slowly", 0.3))
         await asyncio.sleep(0)
@@ -179,7 +179,7 @@ async def test_timeouts_keep_the_place_among_those_that_wait() -> None:
         assert (await later)[0] == 0, "the call that came later went first"
 
 
-async def test_stream_that_was_left_never_ends_as_if_it_were_finished() -> None:
+async def test_stream_that_was_left_raises_instead_of_ending() -> None:
     async with group_of() as group:
         for way in ("aclose", "cancelled", "aclose while it waits for its turn"):
             stream = group.stream(0, "count_slowly", None, 0.01, timeout=0.02)
@@ -211,7 +211,7 @@ async def test_stream_that_was_left_never_ends_as_if_it_were_finished() -> None:
 
 
 @pytest.mark.parametrize("method", GENERATORS)
-async def test_cancelled_at_any_moment_it_closes_the_generator_and_loses_nothing_of_others(method: str) -> None:
+async def test_stream_cancelled_at_any_moment_loses_no_item_of_another_stream(method: str) -> None:
     async with group_of() as group:
         other = group.stream(0, "count", prefetch=3)
         for number in range(60):
@@ -277,7 +277,7 @@ async def test_items_that_cannot_be_sent_or_received_end_it() -> None:
         assert await group.call_any("add", timeout=60) == 0
 
 
-async def test_a_death_comes_behind_the_items_before_it_and_ends_no_other_worker_s() -> None:
+async def test_death_is_raised_after_earlier_items_and_ends_no_stream_of_another_worker() -> None:
     async with group_of(2, restart=Restart(max_restarts=1000, backoff_s=0.001)) as group:
         other = group.stream(1, "count")
         for how in ("SIGKILL", "_exit"):
@@ -301,7 +301,7 @@ async def test_bad_arguments_are_named_at_once(options: dict[str, Any], error: t
         group_of().stream(1, "count")
 
 
-async def test_one_that_nobody_takes_from_ends_with_its_group() -> None:
+async def test_idle_stream_ends_with_its_group() -> None:
     async with group_of() as group:
         stream = group.stream(0, "count")
         assert await anext(stream) == 0

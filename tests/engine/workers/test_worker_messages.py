@@ -13,7 +13,7 @@ from aioshm.engine.workers.messages import RESULT, MessageCodec, Undecodable
 
 @pytest.mark.parametrize("beside", [None, np.zeros(100_000)], ids=["small", "with a buffer"])
 @pytest.mark.parametrize("number", [1, 300, 1 << 20, 1 << 40])
-def test_message_whose_value_cannot_be_decoded_is_still_about_its_call(number: int, beside: Any) -> None:
+def test_message_with_an_undecodable_value_names_its_call(number: int, beside: Any) -> None:
     codec = MessageCodec()
     encoded = codec.encode((RESULT, number, 2 * number, [beside, targets.FaultyAt("driver")]))
     if isinstance(encoded, bytes):

@@ -51,7 +51,7 @@ class TestCalls:
             with pytest.raises(TimeoutError, match="slowly: no answer from Worker_0"):
                 await group.broadcast("slowly", targets.LONG_S, timeout=0.01)
 
-    async def test_worker_whose_constructor_takes_no_rank_is_created_without(self) -> None:
+    async def test_constructor_without_rank_is_called_without_rank(self) -> None:
         async with group_of(2, targets.Rankless, kwargs={"factor": 3}) as group:
             assert await group.broadcast("multiply", 5) == [15, 15]
 
@@ -153,7 +153,7 @@ class TestDeath:
         ("how", "code", "manner"),
         [("SIGKILL", -9, "killed by SIGKILL"), ("exit", 0, "exited with code 0"), ("_exit", 3, "exited with code 3")],
     )
-    async def test_ends_every_call_and_names_the_worker(self, how: str, code: int, manner: str) -> None:
+    async def test_death_fails_every_call_and_names_the_worker(self, how: str, code: int, manner: str) -> None:
         async with group_of() as group:
             pid = group.pids[1]
             first = asyncio.create_task(group.collective_rpc("end_or_wait", (1, how)))
@@ -218,7 +218,7 @@ class TestDeath:
 
 
 class TestTime:
-    async def test_a_timeout_names_who_has_not_answered_and_late_answers_are_nobodys(self, tmp_path: Path) -> None:
+    async def test_timeout_names_workers_without_an_answer_and_late_answers_are_dropped(self, tmp_path: Path) -> None:
         go = tmp_path / "go"
         async with group_of() as group:
             for number in range(6):
@@ -231,7 +231,7 @@ class TestTime:
             assert await group.collective_rpc("slowly", (0, "on time")) == ["on time"] * 2
 
     @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-    async def test_a_stopped_worker_is_told_as_stopped(self, rank: int) -> None:
+    async def test_timeout_reports_a_stopped_worker_as_stopped(self, rank: int) -> None:
         async with group_of(shutdown_timeout=0.2) as group:
             pid = group.pids[rank]
             os.kill(pid, signal.SIGSTOP)
@@ -244,7 +244,7 @@ class TestTime:
             assert await group.collective_rpc("add", (5,)) == [5, 6]
             os.kill(pid, signal.SIGSTOP)
 
-    async def test_a_call_in_line_may_run_out_of_time_or_be_cancelled(self, tmp_path: Path) -> None:
+    async def test_queued_call_may_time_out_or_be_cancelled(self, tmp_path: Path) -> None:
         go = tmp_path / "go"
         async with group_of() as group:
             first = asyncio.create_task(group.collective_rpc("wait_for", (str(go), "first", 0)))
@@ -275,7 +275,7 @@ class TestStarting:
             async with group_of(worker=targets.fails_to_start, args=(), kwargs={"failing": 1, "how": "SIGKILL"}):
                 pass
 
-    async def test_a_worker_that_is_killed_before_it_runs(self) -> None:
+    async def test_worker_killed_before_it_runs_is_named(self) -> None:
         group = group_of()
         entering = asyncio.create_task(group.__aenter__())
         while len(group.pids) < 2:
@@ -284,7 +284,7 @@ class TestStarting:
         with pytest.raises(WorkerDied, match=r"Worker_1 .* killed by SIGKILL"):
             await entering
 
-    async def test_what_cannot_be_found_or_sent(self) -> None:
+    async def test_constructor_that_cannot_be_pickled_or_unpickled_is_an_error(self) -> None:
         with pytest.raises(CodecError, match="pickle"):
             async with group_of(worker=lambda rank: None):
                 pass
@@ -377,7 +377,7 @@ class TestClosing:
             directory.mkdir()
             await closed_by_sigterm_at_line(directory, number)
 
-    async def test_start_that_is_cancelled_closes_the_worker_that_is_made(self, tmp_path: Path) -> None:
+    async def test_cancelled_start_closes_the_worker_that_was_created(self, tmp_path: Path) -> None:
         group = group_of(worker=targets.OneHangs, kwargs={"log": str(tmp_path)})
         entering = asyncio.create_task(group.__aenter__())
         await until((tmp_path / "made").exists)
@@ -412,7 +412,7 @@ class TestClosing:
             with pytest.raises(QueueClosed):
                 await call()
 
-    async def test_ends_the_calls_that_wait_and_the_workers_that_do_not_end(self) -> None:
+    async def test_closing_fails_waiting_calls_and_kills_busy_workers(self) -> None:
         group = await group_of(shutdown_timeout=0.2).__aenter__()
         calls = [asyncio.create_task(group.collective_rpc("wait_for", ("/nowhere", 1, 1))) for _ in range(3)]
         await asyncio.sleep(0)
@@ -446,7 +446,7 @@ class TestClosing:
             await call
         await until(lambda: open_things() <= before)
 
-    def test_forgotten_it_is_told_and_nothing_is_left(self) -> None:
+    def test_forgotten_group_warns_and_leaves_nothing(self) -> None:
         async def forget() -> list[int]:
             return (await group_of().__aenter__()).pids
 
