@@ -22,7 +22,7 @@ class Demo:
         self.workers: list[psutil.Process] = []
 
     def wait_for_line(self, beginning: str) -> None:
-        """Wait until the demo has printed such a line; note the processes that run then."""
+        """Wait until the demo has printed such a line; list its processes."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(beginning):

@@ -21,5 +21,5 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 
 
 def hiding(names: Iterable[str]) -> str:
-    """Return source that hides modules from what the interpreter imports after it."""
+    """Return source that hides modules from later imports."""
     return _HIDE.format(names=set(names))

@@ -118,7 +118,7 @@ MAKES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 @pytest.fixture(params=[signal.SIGINT, signal.SIGTERM])
 def strike(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
-    """Return a function that sends this process a signal; check that the handlers are the same afterwards."""
+    """Return a function that sends a signal to this process; check the signal handlers afterwards."""
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     yield lambda: os.kill(os.getpid(), request.param)
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before

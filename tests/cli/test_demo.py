@@ -52,7 +52,7 @@ def test_there_may_be_remote_readers_only(start_demo):
     assert "1 writer, 0 local readers, 1 over TCP" in output
 
 
-# What ends a run
+# Ends of a run
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_interrupt_ends_everything_within_a_second(start_demo, signum, whole_gro
         assert not [worker for worker in demo.workers if worker.is_running()]
         return took_s
 
-    # A second is meant where the CPUs are free: a slower try is repeated, and measured by how scarce they are.
+    # The limit holds on free CPUs: after a slower try, a second one has a limit by the measured slowdown.
     took_s = ends_after()
     if took_s >= 1:
         before = slowdown()

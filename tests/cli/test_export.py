@@ -1,4 +1,4 @@
-"""``aioshm export``: what Prometheus gets of the queues of a host, from outside."""
+"""``aioshm export``: metrics of the queues of a host for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = "exported"
 
 
 def samples_of(text: str) -> dict[tuple[str, str, str], float]:
-    """Return what a scrape says of the queue, by name, side and rank."""
+    """Return the samples of the queue, by name, side and rank."""
     return {
         (sample.name, sample.labels.get("side", ""), sample.labels.get("rank", "")): sample.value
         for family in text_string_to_metric_families(text)
@@ -32,7 +32,7 @@ def samples_of(text: str) -> dict[tuple[str, str, str], float]:
 
 @pytest.fixture
 def a_queue() -> Iterator[None]:
-    """Have a queue of two messages, of which one was read, whose loop does not run meanwhile."""
+    """Open a queue of two messages, one of them read; the loop does not run during the test."""
     with asyncio.Runner() as runner:
 
         async def begin() -> tuple[MessageQueue, MessageQueue]:

@@ -46,7 +46,7 @@ def a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def queue() -> AsyncIterator[None]:
-    """Have a queue with one message that reader 1 has not taken."""
+    """Open a queue with one message, unread by reader 1."""
     async with MessageQueue(2, 2, codec="msgpack", name=NAME) as writer:
         async with MessageQueue.attach(NAME, 0) as one, MessageQueue.attach(NAME, 1):
             await writer.wait_until_ready()
@@ -66,7 +66,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     def call(*args: str) -> tuple[int, str, str]:
         async def main() -> int:
             async with queue():
-                return run(args)  # as another process would: it needs nothing of the loop
+                return run(args)  # blocks the loop: the command reads the queue from outside
 
         code = asyncio.run(main())
         said = capsys.readouterr()
@@ -254,7 +254,7 @@ class TestTop:
                 os.write(master, end.encode())
             else:
                 top.send_signal(end)
-            _read_until(master, "\x1b[?1049l")  # the screen that was there before is back
+            _read_until(master, "\x1b[?1049l")  # the former screen is back
             assert top.wait() == code
         os.close(master)
 

@@ -20,4 +20,4 @@ def planted() -> Iterator[Planted]:
     for process in planted.processes:
         process.communicate()
     for path in set(directory.glob("*")) - before:
-        path.unlink()  # of those that were killed: nobody else uses this test's directory
+        path.unlink()  # of killed processes: only this test uses the directory

@@ -105,7 +105,7 @@ ROLES = {
 
 
 def line_of(what: str) -> int:
-    """Return the number of the line that somebody is to be found in."""
+    """Return the number of the marked line."""
     text = Path(__file__).read_text().splitlines()
     return next(number for number, line in enumerate(text, 1) if line.endswith(f"# the line: {what}"))
 

@@ -28,13 +28,13 @@ class Planted:
         return process
 
     def ready(self) -> None:
-        """Wait until every process is."""
+        """Wait until every process is ready."""
         for process in self.processes:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
 
     def queue(self, writer: str, *readers: str) -> list[subprocess.Popen[str]]:
-        """Start a writer and readers of these roles, and wait until they are ready."""
+        """Start a writer and readers with roles, and wait until all are ready."""
         started = [self.start(writer, len(readers))]
         started += [self.start(role, rank) for rank, role in enumerate(readers)]
         self.ready()

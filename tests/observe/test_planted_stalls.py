@@ -1,4 +1,4 @@
-"""Each kind of stall, in processes of their own, is named: the process, and the line of its user's code."""
+"""Each kind of stall is named: the process, and the line of the user's code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aioshm.observe.suspects import Suspect, process_report
 
 @pytest.fixture(scope="module")
 def spy() -> None:
-    """Skip where no stack can be seen; and say why."""
+    """Skip tests with the reason if py-spy cannot read stacks."""
     child = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(100)"], stdout=-1)
     try:
         assert child.stdout is not None
@@ -67,7 +67,7 @@ class TestStalls:
         assert suspect.stacks, "it is stopped, and can be looked into all the same"
         assert suspect.line is not None
         assert Path(suspect.line.file).name == "planted.py"
-        waits = suspect.line.function == "<module>"  # it may have been stopped while a message came
+        waits = suspect.line.function == "<module>"  # a message may have arrived just before the stop
         assert ("event loop waits" in suspect.hint) is waits
         assert other.poll() is None
 

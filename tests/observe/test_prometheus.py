@@ -1,4 +1,4 @@
-"""What Prometheus is told of queues and events: names, labels, values, and what becomes of those that go."""
+"""Metrics of queues and events for Prometheus: names, labels, values, and collected objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scraped(collector: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], flo
 
 
 def value(samples: dict[Any, float], name: str, **labels: str) -> float:
-    """Return the only sample of a name that has these labels."""
+    """Return the only sample with a name and labels."""
     wanted = set(labels.items())
     found = {key[1]: sample for key, sample in samples.items() if key[0] == name and wanted <= set(key[1])}
     assert len(found) == 1, (name, labels, found)

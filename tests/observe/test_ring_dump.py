@@ -1,4 +1,4 @@
-"""The latest messages of a queue, as they lie in the ring."""
+"""The latest messages of a queue, read from the ring."""
 
 from __future__ import annotations
 

@@ -84,12 +84,12 @@ def test_other_processes(planted: Planted) -> None:
     assert all("planted.py" in end.command for end in queue.ends)
     assert set(queue.holders) == {process.pid for process in planted.processes}
     assert find_queue(str(reader.pid)).label == planted.name
-    writer.send_signal(signal.SIGSTOP)  # what hangs is seen like anything else
+    writer.send_signal(signal.SIGSTOP)  # a stopped process is visible, too
     eventually(lambda: find_queue(planted.name).writer.state == "stopped")
     reader.kill()
     reader.wait()
     assert find_queue(planted.name).readers[1].state == "gone"
-    other.send_signal(signal.SIGSTOP)  # else it ends with its writer, and the queue with both
+    other.send_signal(signal.SIGSTOP)  # else the reader and the queue end with the writer
     writer.kill()
     eventually(lambda: find_queue(planted.name).writer.state in ("zombie", "gone"))
 

@@ -1,4 +1,4 @@
-"""The fixtures for users, in runs of pytest of their own, on the loops of pytest-asyncio and of anyio."""
+"""The fixtures for users, in separate runs of pytest, with pytest-asyncio and with anyio."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ LOOPS = {
 def test_in_a_run_of_its_own(loop: str, tmp_path: Path) -> None:
     mark, options = LOOPS[loop]
     tests = TESTS.replace("MARK", mark)
-    if loop == "strict":  # whose mark is not for functions that are no coroutines
+    if loop == "strict":  # the mark is for coroutine functions only
         tests = tests.replace(mark, "").replace("async def test", "@pytest.mark.asyncio\nasync def test")
     (tmp_path / "test_users.py").write_text(tests)
     (tmp_path / "pytest.ini").write_text("[pytest]\naioshm_clean_timeout = 0.3\n")

@@ -127,9 +127,10 @@ class Worker:
             constructor, args, kwargs = pickle.loads(construction)
             if takes_rank(constructor):
                 kwargs = {**kwargs, "rank": rank}
-            self._object = constructor(*args, **kwargs)
-            if inspect.isawaitable(self._object):
-                self._object = await self._object
+            created = constructor(*args, **kwargs)
+            if inspect.isawaitable(created):
+                created = await created
+            self._object = created
         except (Exception, asyncio.CancelledError) as error:
             return failure_of(error)
         self._termination.arm()  # until now there was nothing to close: the signal itself ended the process

@@ -1,4 +1,4 @@
-"""Calls of one worker of a group, by rank or of any that is idle."""
+"""Calls of one worker of a group: by rank, or of an idle worker."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TestCall:
             array = np.arange(200_000, dtype=np.float32)
             doubled = await group.call(0, "double", array)
             assert (doubled == array * 2).all()
-            doubled += 1  # it is the caller's own
+            doubled += 1  # a private copy
 
     async def test_many_at_once_are_done_in_their_order_side_by_side_with_steps(self) -> None:
         async with group_of() as group:
@@ -108,7 +108,7 @@ class TestCallOfAllAndOfOne:
             for number, results in enumerate(await asyncio.gather(*calls)):
                 for doubled in results:
                     assert (doubled == (array + number) * 2).all()
-                    doubled += 1  # it is the caller's own
+                    doubled += 1  # a private copy
 
     async def test_exceptions_and_results_that_cannot_be_sent_are_errors_of_the_call(self, alone: bool) -> None:
         async with group_of() as group:
@@ -155,7 +155,7 @@ class TestTime:
             behind = asyncio.create_task(group.call(0, "begin", "b"))
             later = asyncio.create_task(group.call(0, "begin", "c"))
             await asyncio.sleep(0)
-            for task in (behind, under_way):  # in this order: as soon as "a" is cancelled, what is next in line begins
+            for task in (behind, under_way):  # in this order: the next queued call begins when "a" is cancelled
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
@@ -213,7 +213,7 @@ class TestTime:
 class TestAny:
     async def test_call_any_goes_to_the_worker_that_has_been_idle_longest(self) -> None:
         async with group_of(3) as group:
-            await asyncio.gather(*(group.call(rank, "pid") for rank in range(3)))  # they have their queues
+            await asyncio.gather(*(group.call(rank, "pid") for rank in range(3)))  # opens all queues
             seen = [await group.call_any("pid") for _ in range(6)]
             assert sorted(seen[:3]) == sorted(group.pids)
             assert seen[3:] == seen[:3]
@@ -267,7 +267,7 @@ class TestAny:
             step = asyncio.create_task(group.collective_rpc("wait_for", (str(go), "", 1)))
             await asyncio.sleep(0)
             for _ in range(3):
-                assert await group.call_any("pid") == group.pids[0]  # that one has answered
+                assert await group.call_any("pid") == group.pids[0]  # worker 0 has answered
             assert not step.done()
             step.cancel()
             for _ in range(3):

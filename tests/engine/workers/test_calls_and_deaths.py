@@ -46,8 +46,8 @@ async def test_death_fails_calls_in_flight_of_the_dead_worker_and_queues_later_c
             assert (outcome.rank, outcome.pid) == (0, pid)
             assert f"Worker_0 (pid {pid}) was killed by SIGKILL" in str(outcome)
         later = [asyncio.create_task(group.call(0, "begin", number, timeout=60)) for number in range(2)]
-        assert await waiting not in (pid, group.pids[1])  # the successor; the other one is busy
-        assert (await asyncio.gather(*later))[-1] == [0, 1]  # it is a new one
+        assert await waiting not in (pid, group.pids[1])  # the replacement: worker 1 is busy
+        assert (await asyncio.gather(*later))[-1] == [0, 1]  # a new object
         assert not other.done()
         go.touch()
         assert await other == "untouched"
@@ -94,7 +94,7 @@ async def test_answers_from_before_a_death_are_delivered() -> None:
         stream = group.stream(0, "count", prefetch=8)
         assert await anext(stream) == 0
         replies = group._session.calls.channels[0].replies  # type: ignore[union-attr]
-        # Blocks the loop, which reads none of them meanwhile.
+        # Blocks the loop: the group reads no answer meanwhile.
         eventually(lambda: replies.stats().backlog + len(stream._call.items) == 7)
         pid = group.pids[0]
         os.kill(pid, signal.SIGKILL)
@@ -167,7 +167,7 @@ async def test_scaling_cancelled_while_workers_finish_assigns_calls_again(tmp_pa
         assert await later == 2
         assert await group.collective_rpc("add") == [0, 1]
         os.kill(group.pids[1], signal.SIGKILL)
-        await group.scale(1)  # of one that is dead
+        await group.scale(1)  # the leaving worker is dead
         assert await group.call_any("add", timeout=60) == 0
 
 
@@ -225,7 +225,7 @@ async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
             rank = number % 3
             await until(lambda rank=rank: group.workers[rank].state == "running")
             await asyncio.sleep(0.01 * (number % 7))
-            with suppress(ProcessLookupError):  # one that was killed before, which was noticed just now
+            with suppress(ProcessLookupError):  # killed before, and noticed just now
                 os.kill(group.pids[rank], signal.SIGKILL)
             failed = [task for task in tasks if task.done()]
             assert not failed, failed
@@ -258,7 +258,7 @@ async def test_death_of_another_worker_while_workers_leave_is_replaced(monkeypat
 
 
 async def test_scaling_cancelled_while_workers_exit_is_completed() -> None:
-    async with group_of(3, shutdown_timeout=600) as group:  # they are waited for no longer than they take
+    async with group_of(3, shutdown_timeout=600) as group:  # closing takes much less
         session = group._session
         assert session is not None
         pids = group.pids

@@ -1,4 +1,4 @@
-"""Groups whose workers are replaced when they die."""
+"""Groups with ``restart``: dead workers are replaced."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_death_fails_the_call_in_flight_and_the_next_call_reaches_a_replac
             assert group.pids[victim] != before[victim]
             assert group.pids[1 - victim] == before[1 - victim]
             history = await group.collective_rpc("history")
-            assert history[victim] == [(0,), (1,), (2,)]  # it is a new one
+            assert history[victim] == [(0,), (1,), (2,)]  # a new object
             assert len(history[1 - victim]) > 3
         assert [info.restarts for info in group.workers] == [1, 2]
         assert "was killed by SIGKILL" in group.workers[0].cause
@@ -193,7 +193,7 @@ async def test_replacement_that_dies_when_it_is_running_is_replaced() -> None:
                 os.kill(change.pid or 0, signal.SIGKILL)
                 break
         await until(lambda: group.workers[0].restarts == 2)
-        with suppress(WorkerDied):  # if it came before that was noticed
+        with suppress(WorkerDied):  # if the group had not noticed the death
             await group.collective_rpc("add", timeout=60)
         assert await group.collective_rpc("add", timeout=60) == [0]
 
@@ -205,7 +205,7 @@ async def test_process_that_dies_before_it_is_ready_is_replaced(standbys: int, m
     async def kill_first(control: ControlSocket) -> Any:
         said = await receive(control)
         process = next(each for each in processes._processes.values() if each.control is control)
-        if process.rank not in killed and (process.rank is None or said == "ready"):  # a standby; one that is made
+        if process.rank not in killed and (process.rank is None or said == "ready"):  # a standby, or a created worker
             killed[process.rank] = process.pid
             os.kill(process.pid, signal.SIGKILL)
             await asyncio.wait([process.exited])

@@ -1,4 +1,4 @@
-"""Which call has its turn at which worker: every one, once, in order, whatever becomes of workers meanwhile."""
+"""The schedule assigns every call to a worker once, in order, also when workers die and return."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RANKS = (0, 1, 2)
 
 
 class Noted(Call):
-    """A call that notes when its turn comes."""
+    """A call that records its assignments."""
 
     turns: list[Call]
 
@@ -22,7 +22,7 @@ class Noted(Call):
 
 
 class Asked(Schedule):
-    """A schedule, and the calls whose turn has come."""
+    """A schedule, and the assigned calls."""
 
     def __init__(self, n_workers: int) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow_on_uvloop
 
 GENERATORS = ["count", "count_slowly"]
 LEFT = ("GeneratorExit", "CancelledError")
-"""How a generator sees that it is left: the latter where it just awaits something."""
+"""The exceptions that end a generator: at a ``yield``, and at an ``await``."""
 
 
 def group_of(n_workers: int = 1, **options: Any) -> WorkerGroup:
@@ -55,7 +55,7 @@ async def test_stream_taken_by_a_builtin_gives_items_and_the_end() -> None:
         for way in WAYS:
             stream = group.stream(0, "count", 2)
             assert await way(stream) == 0, way
-            if way not in (by_aclosing, by_for):  # which have ended the stream
+            if way not in (by_aclosing, by_for):  # these two end the stream
                 assert await way(stream) == 1, way
                 assert await way(stream) == END, way
             await stream.aclose()
@@ -103,7 +103,7 @@ async def test_large_items_do_not_hold_up_other_calls() -> None:
     async with group_of(max_chunk_bytes=1 << 16, max_chunks=2) as group:
         stream = group.stream(0, "count", 20, size=1 << 20, prefetch=10)
         assert (await anext(stream))[0] == 0
-        for number in range(20):  # the ring is full of what nobody takes
+        for number in range(20):  # the ring is full of large items
             assert await group.call(0, "add", number, timeout=60) == number
         assert [number async for number, _ in stream] == list(range(1, 20))
 
@@ -128,7 +128,7 @@ async def test_consumer_that_is_cancelled_closes_the_generator_at_its_await() ->
         stream = group.stream(0, "count_slowly", None, targets.LONG_S)
         consumer = asyncio.ensure_future(anext(stream))
         probe = group.stream(0, "watch", prefetch=1)
-        await anext(probe)  # the one before has begun
+        await anext(probe)  # the stream before has begun
         consumer.cancel()
         with pytest.raises(asyncio.CancelledError):
             await consumer
@@ -268,7 +268,7 @@ async def test_items_that_cannot_be_sent_or_received_end_it() -> None:
             with pytest.raises(WorkerError, match=r"CodecError|MessageTooLarge"):
                 async for item in group.stream(0, method, *args):
                     assert item == 0
-            if args != ("driver",):  # the worker knows of itself that it cannot go on
+            if args != ("driver",):  # the worker has noticed the error
                 assert "went on" not in (await group.call(0, "state"))[1]
         await until_idle(group)
         stream = group.stream(0, "close_badly", prefetch=1)

@@ -1,4 +1,4 @@
-"""Groups of workers: called together, named when they fail, and gone when nobody wants them any more."""
+"""Groups of workers: broadcasts, errors, deaths, timeouts, start and closing."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class TestDeath:
                 assert "rank 1 goes" in str(error)
             copy = pickle.loads(pickle.dumps(results[0]))
             assert (str(copy), vars(copy)) == (str(results[0]), vars(results[0]))
-            async with asyncio.timeout(3):  # the other one, which would wait for long, is not waited for
+            async with asyncio.timeout(3):  # closing does not wait for worker 0
                 await group.aclose()
 
     async def test_names_the_last_line_of_its_stderr(self) -> None:
@@ -222,7 +222,7 @@ class TestTime:
         go = tmp_path / "go"
         async with group_of() as group:
             for number in range(6):
-                timeout = 0.05 if number else 1.0  # in which the other one answers
+                timeout = 0.05 if number else 1.0  # worker 0 answers within 1 s
                 with pytest.raises(TimeoutError, match=rf"Worker_1 \(pid {group.pids[1]}\)|no answer|waits") as caught:
                     await group.collective_rpc("wait_for", (str(go), number, 1), timeout=timeout)
                 if number == 0:
@@ -237,7 +237,7 @@ class TestTime:
             os.kill(pid, signal.SIGSTOP)
             await until(lambda: process_state(pid) == "stopped")
             with pytest.raises(TimeoutError, match=rf"from Worker_{rank} \(pid {pid}, stopped\) within 1\.0 s"):
-                await group.collective_rpc("add", timeout=1.0)  # in which the other one answers
+                await group.collective_rpc("add", timeout=1.0)  # worker 0 answers within 1 s
             with pytest.raises(TimeoutError, match=f"Worker_{rank}"):
                 await group.collective_rpc("add", timeout=0)
             os.kill(pid, signal.SIGCONT)
@@ -314,13 +314,13 @@ class TestStarting:
 
 
 async def closed_by_sigterm_at_line(log: Path, number: int, *, scheduling: bool = False) -> None:
-    """Assert that a worker is closed by a SIGTERM that comes at that line after a call."""
+    """Assert that a SIGTERM at a line after a call closes the worker."""
     on_uvloop = type(asyncio.get_running_loop()).__module__.startswith("uvloop")
     factory = uvloop.new_event_loop if on_uvloop else None
     sent = log / "sent"
     async with group_of(1, kwargs={"log": str(log)}, loop_factory=factory) as group:
         await group.call(0, "add", 1)
-        with suppress(WorkerDied):  # it answers before that line, or does not
+        with suppress(WorkerDied):  # the worker answers before the line, or dies
             await group.call(0, targets.sigterm_at_line, number, str(sent), scheduling=scheduling)
             async with asyncio.timeout(10):
                 while not sent.exists():

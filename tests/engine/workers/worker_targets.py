@@ -41,7 +41,7 @@ class Worker:
         return value
 
     def wait_for(self, path: str, value: Any, rank: int) -> Any:
-        """Block until the file is there, in one worker."""
+        """Block until the file exists, in one worker."""
         while rank == self.rank and not Path(path).exists():
             time.sleep(0.005)
         return value
@@ -82,7 +82,7 @@ class Worker:
         os.kill(os.getpid(), signal.Signals[how])
 
     def hang_up(self, rank: int) -> None:
-        """Close what there is between this process and the driver, and stay, in one worker."""
+        """Close all connections to the driver, and hang, in one worker."""
         if rank == self.rank:
             os.closerange(3, 1024)
             time.sleep(LONG_S)
@@ -147,13 +147,13 @@ def sigterm_at_line(worker: Worker, number: int, sent: str, *, scheduling: bool 
                 signal.raise_signal(signal.SIGTERM)
         return tracing
 
-    # The handler of the signal looks at the modules of functions that run: this one is not the user's.
+    # The signal handler skips running functions of the user's modules: the tracing function must not count.
     tracing = FunctionType(trace.__code__, {**globals(), "__name__": "trace"}, closure=trace.__closure__)
     sys.settrace(tracing)
 
 
 class Rankless:
-    """A worker that does not care about its rank."""
+    """A worker without a rank."""
 
     def __init__(self, factor: int = 2) -> None:
         self.factor = factor
@@ -285,7 +285,7 @@ class Streaming(Worker):
 
 
 class OneHangs(Worker):
-    """Worker 0 says when it is made; the others never are."""
+    """Worker 0 creates a file; the constructors of the others hang."""
 
     def __init__(self, *, rank: int, log: str) -> None:
         super().__init__(rank=rank, log=log)
@@ -295,7 +295,7 @@ class OneHangs(Worker):
 
 
 class ClosesSlowly(Worker):
-    """Says when it begins to close."""
+    """Creates a file when closing begins."""
 
     def close(self) -> None:
         assert self.log is not None
@@ -305,7 +305,7 @@ class ClosesSlowly(Worker):
 
 
 class NeverCloses(Worker):
-    """Says when it begins to close."""
+    """Creates a file when closing begins."""
 
     def close(self) -> None:
         assert self.log is not None
