@@ -165,13 +165,15 @@ async def test_iteration_ends_when_the_writer_closes() -> None:
             readers[0].dequeue_nowait()
 
 
-async def test_everything_sent_survives_the_writers_close() -> None:
-    async with attached(1) as (writer, (reader,)):
+@pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (1, 2)])
+async def test_everything_sent_survives_the_writers_close(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote) as (writer, readers):
         sent = [b"small", b"L" * 3_000_000, b"M" * 2_000_000, b"end"]
         for obj in sent:
             await writer.enqueue(obj)
         await writer.aclose()
-        assert [obj async for obj in reader] == sent
+        for reader in readers:
+            assert [obj async for obj in reader] == sent
 
 
 @pytest.mark.parametrize(("n_local", "n_remote"), [(2, 0), (1, 1)])
@@ -268,6 +270,7 @@ async def test_too_large_a_message(n_local: int, n_remote: int) -> None:
                 await calling
         with pytest.raises(MessageTooLarge):
             writer.enqueue_nowait(bytes(100_001))
+        assert writer.stats().messages == 0
         await writer.enqueue(bytes(100_000))
         for reader in readers:
             assert len(await reader.dequeue(5)) == 100_000
@@ -308,7 +311,8 @@ async def test_another_thread(n_local: int, n_remote: int) -> None:
         await writer.enqueue("kept")
         for calls, end in ((WRITING, writer), (READING, reader)):
             for call in calls:
-                with pytest.raises(RoleError, match="belongs to another thread"):
+                advice = r"belongs to another thread .*run_coroutine_threadsafe, or make an aioshm\.blocking\."
+                with pytest.raises(RoleError, match=advice):
                     await asyncio.to_thread(asyncio.run, outcome(call, end))
         assert await reader.dequeue_many(5, 5) == ["kept"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pairs import attached
 
-from aioshm import CodecError, MessageQueue, MessageTooLarge, QueueFull
+from aioshm import CodecError, MessageQueue, QueueFull
 
 CHUNK = 4096
 
@@ -186,17 +186,6 @@ async def test_what_cannot_be_encoded_keeps_the_whole_batch_back(bad: int) -> No
         assert writer.stats().messages == 0
         await writer.enqueue_many(["fine"])
         assert await reader.dequeue_many(9, 5) == ["fine"]
-
-
-async def test_what_is_too_large_keeps_the_whole_batch_back() -> None:
-    async with attached(1, codec="raw", max_message_bytes=10_000, chunks=8) as (writer, (reader,)):
-        with pytest.raises(MessageTooLarge, match="10001 bytes"):
-            await writer.enqueue_many([b"small", bytes(9000), bytes(10_001)])
-        with pytest.raises(MessageTooLarge):
-            await writer.enqueue_many([b"small"] * 20 + [memoryview(bytes(10_001))])
-        assert writer.stats().messages == 0
-        await writer.enqueue_many([b"fine", bytes(10_000)])
-        assert await _drain(reader, 2) == [b"fine", bytes(10_000)]
 
 
 async def test_an_iterable_that_fails_sends_nothing() -> None:

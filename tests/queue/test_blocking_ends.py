@@ -231,19 +231,6 @@ def test_closing() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_forgotten_end_warns_and_leaks_nothing() -> None:
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    writer = make_writer()
-    reader = blocking.MessageQueue.create_from_handle(writer.export_handle(), 0)
-    with pytest.warns(ResourceWarning, match="local reader of queue .* was not closed"):
-        del reader
-        gc.collect()
-    with pytest.warns(ResourceWarning, match="writer of queue .* was not closed"):
-        del writer
-        gc.collect()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
-
-
 def test_forty_queues_leak_nothing() -> None:
     def resources() -> tuple[int, int, int]:
         gc.collect()

@@ -7,14 +7,14 @@ import logging
 import os
 import signal
 import time
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
 from children import Child, child
 from pairs import attached
-from remotes import wide_writer
-from support import eventually
+from remotes import ready_ends, wide_writer
+from support import eventually, until
 
 from aioshm import Handle, HandleError, MessageQueue, Options, PeerDied, QueueClosed, QueueFull
 from aioshm.ring.layout import PREAMBLE
@@ -82,29 +82,38 @@ async def _enqueue_until_error(writer: MessageQueue, reader: Child) -> None:
         await writer.enqueue("into the void")
 
 
-@pytest.mark.parametrize("role", [("hold",), ("idle",)], ids="-".join)
-async def test_an_evicted_reader_holds_nobody_up(role: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
-    async with _writer(2, on_reader_death="evict") as writer:
+@pytest.mark.parametrize(
+    ("n_local", "n_remote", "role"), [(2, 0, "hold"), (2, 0, "idle"), (1, 2, "idle")], ids=["hold", "idle", "remote"]
+)
+async def test_an_evicted_reader_holds_nobody_up(
+    n_local: int, n_remote: int, role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"remote_timeout": 0.8, "remote_window": 4, "on_reader_death": "evict"}
+    async with wide_writer(n_local, n_remote, **options) as writer, AsyncExitStack() as stack:
         handle = writer.export_handle().to_json()
-        async with child(*role, handle, "1") as victim, child("collect", handle, "0") as survivor:
-            await writer.wait_until_ready(20)
-            for number in range(4):
-                await writer.enqueue((number, b""))
-            if role[0] == "hold":
-                await victim.says("ready")
-                await victim.says("holding")
-            waiting = asyncio.ensure_future(writer.enqueue((4, b"\x04")))
-            await asyncio.sleep(0.05)
-            assert not waiting.done()
-            victim.signal(signal.SIGKILL)
-            await asyncio.wait_for(waiting, 5)
-            for number in range(5, 100):
-                await writer.enqueue((number, bytes([number]) * (number * 100)), 5)
-            assert writer.stats().readers == 1
-            await writer.aclose()
+        victim = await stack.enter_async_context(child(role, handle, "1"))
+        ranks = [rank for rank in range(n_local + n_remote) if rank != 1]
+        survivors = [await stack.enter_async_context(child("collect", handle, str(rank))) for rank in ranks]
+        await writer.wait_until_ready(20)
+        for number in range(4):
+            await writer.enqueue((number, b""))
+        if role == "hold":
+            await victim.says("ready")
+            await victim.says("holding")
+        waiting = asyncio.ensure_future(writer.enqueue((4, b"\x04")))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        victim.signal(signal.SIGKILL)
+        await asyncio.wait_for(waiting, 5)
+        for number in range(5, 100):
+            await writer.enqueue((number, bytes([number]) * (number * 100)), 5)
+        assert writer.stats().readers == len(survivors)
+        await writer.aclose()
+        for survivor in survivors:
             await survivor.says("ready")
             await survivor.says("100 then closed")
-    assert f"reader 1 (pid {victim.pid}) died and was evicted" in caplog.text
+    assert f"reader 1 (pid {victim.pid}" in caplog.text
+    assert "died and was evicted" in caplog.text
 
 
 @pytest.mark.parametrize("n_remote", [0, 1])
@@ -118,40 +127,58 @@ async def test_writer_whose_every_reader_was_evicted_is_told(n_remote: int) -> N
                     await writer.enqueue("x", 5)
 
 
-async def test_readers_that_leave_hold_nobody_up() -> None:
-    async with attached(2) as (writer, readers):
+@pytest.mark.parametrize(("n_local", "n_remote"), [(2, 0), (1, 2)])
+async def test_readers_that_leave_hold_nobody_up(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote, remote_window=4) as (writer, (*readers, leaver)):
         for _ in range(4):
             await writer.enqueue("x")
         waiting = asyncio.ensure_future(writer.enqueue("y"))
-        for _ in range(4):
-            assert await readers[0].dequeue(5) == "x"
-        await asyncio.sleep(0.01)
+        for reader in readers:
+            assert [await reader.dequeue(5) for _ in range(4)] == ["x"] * 4
+        await asyncio.sleep(0.05)
         assert not waiting.done()
-        await readers[1].aclose()
+        await leaver.aclose()
         await asyncio.wait_for(waiting, 5)
-        assert await readers[0].dequeue(5) == "y"
-        await readers[0].aclose()
+        assert writer.stats().readers == len(readers)
+        while readers:
+            assert [await reader.dequeue(5) for reader in readers] == ["y"] * len(readers)
+            await readers.pop().aclose()
+            if readers:
+                for _ in range(100):
+                    await writer.enqueue("z", 5)
+                    assert [await reader.dequeue(5) for reader in readers] == ["z"] * len(readers)
+                await writer.enqueue("y", 5)
         with pytest.raises(QueueClosed, match="every reader has left"):
-            for _ in range(100):
+            for _ in range(1000):
                 await writer.enqueue("z", 5)
 
 
-@pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "overflow"])
-async def test_a_killed_writer_lets_readers_drain(size: int) -> None:
-    async with child("write", "5", str(size)) as writer:
-        reader = MessageQueue.create_from_handle(await writer.says("{"), 0)
-        async with reader:
-            await reader.wait_until_ready(20)
-            await writer.says("written")
-            writer.signal(signal.SIGKILL)
-            await writer.end()
-            for number in range(5):
-                assert await reader.dequeue(5) == (number, bytes([number]) * size)
-            with pytest.raises(PeerDied) as caught:
-                await reader.dequeue(5)
-            assert (caught.value.rank, caught.value.pid, caught.value.side) == (-1, writer.pid, "writer")
-            with pytest.raises(PeerDied):
-                reader.dequeue_nowait()
+REMOTE_WRITER = Path(__file__).with_name("remote_child.py")
+
+
+@pytest.mark.parametrize(("remote", "size"), [(False, 10), (False, 300_000), (True, 300_000)])
+async def test_a_killed_writer_lets_readers_drain(remote: bool, size: int) -> None:
+    writing = child("write", "5", str(size))
+    if remote:
+        writing = child("write", "0.8", "5", str(size), script=REMOTE_WRITER)
+    async with writing as writer, MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
+        await reader.wait_until_ready(20)
+        await writer.says("written")
+        await until(lambda: reader.stats().backlog == 5, "the arrival of all messages")
+        writer.signal(signal.SIGKILL)
+        await writer.end()
+        began = time.monotonic()
+        for number in range(5):
+            assert await reader.dequeue(5) == (number, bytes([number]) * size)
+        with pytest.raises(PeerDied) as caught:
+            await reader.dequeue()
+        assert time.monotonic() - began < 1.3
+        assert (caught.value.rank, caught.value.pid, caught.value.side) == (-1, writer.pid, "writer")
+        with pytest.raises(PeerDied):
+            reader.dequeue_nowait()
+        with pytest.raises(PeerDied):
+            async with reader.lease():
+                pytest.fail("nothing was there")
 
 
 @pytest.mark.parametrize("wait", ["park", "spin", "adaptive"])

@@ -16,7 +16,8 @@ from faces import Thread
 from faces import child as blocking_child
 from nursery import nursery, runs_of
 from pairs import EITHER_PLACE
-from remotes import becomes, bereaved, joined, ready_ends, received, wide_writer
+from remotes import ready_ends, wide_writer
+from replacing import becomes, bereaved, joined, received
 from support import cancelled_after, eventually, until
 
 from aioshm import EndClosed, MessageQueue, Options, PeerClosed, QueueFull, ReaderDied, ReaderJoined, blocking

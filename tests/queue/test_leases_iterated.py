@@ -14,7 +14,6 @@ from faces import Thread, pair
 from pairs import attached
 from remotes import ready_ends
 from support import until
-from test_blocking_threads import until_it_waits
 from test_leases_at_once import Fails
 
 from aioshm import CodecError, EndClosed, MessageQueue, QueueClosed, QueueEmpty, RoleError, blocking
@@ -440,18 +439,6 @@ class Undecodable:
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
-
-
-def test_two_threads_may_not_use_the_same_one() -> None:
-    with pair() as (writer, reader):
-        its = reader.leases()
-        waiting = Thread(lambda: next(its))
-        until_it_waits(reader)
-        with pytest.raises(RuntimeError, match="being leased already"):
-            next(its)
-        writer.enqueue("one")
-        assert waiting.result() == "one"
-        its.close()
 
 
 def test_a_blocking_end_that_is_closed_amid_a_loop() -> None:

@@ -111,22 +111,6 @@ async def test_iterating_over_what_a_subclass_or_an_observer_receives() -> None:
         assert [await anext(aiter(observed)) for _ in "ab"] == seen == ["a", "b"]
 
 
-async def test_a_cancelled_iteration_loses_nothing() -> None:
-    async with attached() as (writer, [reader]):
-        messages = aiter(reader)
-        for number in range(50):
-            waiting = asyncio.ensure_future(anext(messages))
-            for _ in range(number % 4):
-                await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            await writer.enqueue(number)
-            if waiting.cancelled():
-                assert await asyncio.wait_for(anext(messages), 30) == number
-            else:
-                assert waiting.result() == number
-
-
 async def test_the_writer_has_nothing_to_iterate_over() -> None:
     async with attached() as (writer, _):
         with pytest.raises(RoleError, match="dequeue"):

@@ -12,31 +12,7 @@ from typing import Any
 import pytest
 from pairs import attached
 
-from aioshm import MessageQueue, QueueClosed, RoleError
-
-
-async def test_another_thread_is_refused() -> None:
-    async with attached() as (writer, (reader,)):
-        await writer.enqueue("kept")
-        errors: list[BaseException] = []
-
-        def try_everything() -> None:
-            for call in (
-                lambda: asyncio.run(reader.dequeue(1)),
-                lambda: asyncio.run(writer.enqueue(1)),
-                reader.dequeue_nowait,
-                lambda: writer.enqueue_nowait(1),
-            ):
-                try:
-                    call()
-                except RoleError as error:
-                    errors.append(error)
-
-        await asyncio.to_thread(try_everything)
-        assert len(errors) == 4
-        assert "thread" in str(errors[0])
-        assert await reader.dequeue(5) == "kept"
-        assert writer.stats().messages == 1
+from aioshm import MessageQueue, QueueClosed, RoleError, blocking
 
 
 def test_another_loop_is_refused() -> None:
@@ -98,17 +74,18 @@ async def test_a_forked_child_is_refused_and_does_not_hide_a_death() -> None:
         os.waitpid(child, 0)
 
 
-async def test_a_forgotten_end_warns_and_leaks_nothing() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    writer = MessageQueue(1, 1, max_chunk_bytes=4096)
-    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+@pytest.mark.parametrize("face", [MessageQueue, blocking.MessageQueue], ids=["async", "blocking"])
+def test_a_forgotten_end_warns_and_leaks_nothing(face: Any) -> None:
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    writer = face(1, 1, max_chunk_bytes=4096)
+    reader = face.create_from_handle(writer.export_handle(), 0)
     with pytest.warns(ResourceWarning, match="local reader of queue .* was not closed"):
         del reader
         gc.collect()
     with pytest.warns(ResourceWarning, match="writer of queue .* was not closed"):
         del writer
         gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
 async def test_forty_queues_leak_nothing() -> None:

@@ -15,7 +15,8 @@ import pytest
 from children import child
 from faces import Thread, make_writer
 from pairs import EITHER_PLACE
-from remotes import becomes, bereaved, joined, ready_ends, received, wide_writer
+from remotes import ready_ends, wide_writer
+from replacing import becomes, bereaved, joined, received
 from support import cancelled_after, until
 
 from aioshm import (

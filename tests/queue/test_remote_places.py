@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from children import child
 from proxy import proxied
-from remotes import REMOTE_TIMEOUT_S, becomes, bereaved, elsewhere, joined, ready_ends, received, state, wide_writer
+from remotes import ready_ends, wide_writer
+from replacing import REMOTE_TIMEOUT_S, becomes, bereaved, elsewhere, joined, received, state
 from support import until
 
 from aioshm import (
@@ -182,8 +183,10 @@ class TestMaxReaders:
                     with pytest.raises(ReaderEvicted):
                         await local.dequeue(20)
 
-    async def test_one_that_died_is_replaced_by_one_of_the_other_kind(self) -> None:
-        async with wide_writer(0, 1, max_readers=2) as writer:
+    @pytest.mark.parametrize("held", [False, True])
+    async def test_one_that_died_is_replaced_by_one_of_the_other_kind_unless_it_is_held(self, held: bool) -> None:
+        options = {"max_readers": 2, "on_reader_death": "hold" if held else "raise", "linger_s": 0.1}
+        async with wide_writer(0, 1, **options) as writer:
             handle = writer.export_handle()
             async with MessageQueue.create_from_handle(handle, 0) as patient:
                 async with child("idle", handle.to_json(), "1") as doomed:
@@ -191,29 +194,19 @@ class TestMaxReaders:
                     await becomes(writer, 1, "attached")
                     doomed.signal(signal.SIGKILL)
                     await doomed.end()
-                await becomes(writer, 1, "died")
-                with pytest.raises(PeerDied):
-                    await writer.enqueue("x", 20)
+                await becomes(writer, 1, "held" if held else "died")
+                if not held:
+                    with pytest.raises(PeerDied):
+                        await writer.enqueue("x", 20)
                 async with MessageQueue.create_from_handle(elsewhere(handle), 1) as newcomer:
-                    await newcomer.wait_until_ready(20)
-                    await writer.enqueue("x", 20)
-                    assert await newcomer.dequeue(20) == await patient.dequeue(20) == "x"
-
-    async def test_what_is_held_for_one_kind_the_other_may_not_have(self) -> None:
-        async with wide_writer(0, 1, max_readers=2, on_reader_death="hold", linger_s=0.1) as writer:
-            handle = writer.export_handle()
-            async with MessageQueue.create_from_handle(handle, 0) as patient:
-                async with child("idle", handle.to_json(), "1") as doomed:
-                    await writer.wait_until_ready(20)
-                    await becomes(writer, 1, "attached")
-                    doomed.signal(signal.SIGKILL)
-                    await doomed.end()
-                await becomes(writer, 1, "held")
-                async with MessageQueue.create_from_handle(elsewhere(handle), 1) as newcomer:
-                    with pytest.raises(HandleError, match=r"rank 1 is taken: pid \d+ has died; its place is held"):
+                    if held:
+                        with pytest.raises(HandleError, match=r"rank 1 is taken: pid \d+ has died; its place is held"):
+                            await newcomer.wait_until_ready(20)
+                    else:
                         await newcomer.wait_until_ready(20)
-                await writer.enqueue("x", 20)
-                assert await patient.dequeue(20) == "x"
+                    await writer.enqueue("x", 20)
+                    assert await patient.dequeue(20) == "x"
+                    assert held or await newcomer.dequeue(20) == "x"
 
 
 class TestHistory:

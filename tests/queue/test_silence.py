@@ -91,25 +91,30 @@ WAYS = [
 ]
 
 
+@pytest.mark.parametrize("n_remote", [0, 1], ids=["local", "remote"])
 @pytest.mark.parametrize(
     ("face", "how", "level", "finding"),
     [way if number in (0, 2, 6) else pytest.param(*way, marks=pytest.mark.slow) for number, way in enumerate(WAYS)],
     ids=lambda value: str(value)[:10],
 )
 async def test_a_silent_writer_is_reported(
-    face: str, how: str, level: int, finding: str, log: list[logging.LogRecord]
+    face: str, how: str, level: int, finding: str, n_remote: int, log: list[logging.LogRecord]
 ) -> None:
-    async with silent(face, how) as (writer, handle), MessageQueue.create_from_handle(handle, 0) as reader:
-        assert await reader.dequeue(20) == "first"
-        await writer.says("silent")
-        made = await reports(reader, log)
-        state = "running" if how == "spins" else "sleeping"
-        for reported, text in made:
-            assert reported == level
-            assert f"the writer (pid {writer.pid}) is {state}" in text
-            assert "rank 0: waited" in text
-            assert "for message 1" in text
-            assert finding in text
+    async with silent(face, how, 1 - n_remote, n_remote) as (writer, handle):
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            assert await reader.dequeue(20) == "first"
+            await writer.says("silent")
+            state = "running" if how == "spins" else "sleeping"
+            for reported, text in await reports(reader, log):
+                assert reported == level
+                assert finding in text
+                if n_remote:
+                    assert f"the writer (pid {writer.pid} on " in text
+                    assert "last heard of" in text
+                else:
+                    assert f"the writer (pid {writer.pid}) is {state}" in text
+                    assert "rank 0: waited" in text
+                    assert "for message 1" in text
 
 
 @pytest.mark.slow
@@ -289,24 +294,6 @@ async def test_silent_queues_of_a_blocking_merge_are_reported(log: list[logging.
             for reported, said in of_this:
                 assert (reported, text in said, "rank 0: waited" in said) == (level, True, True), said
         assert all(f"(pid {hung.pid})" in said or f"(pid {idle.pid})" in said for _, said in told)
-
-
-@pytest.mark.parametrize(
-    ("face", "how", "level", "finding"),
-    [pytest.param(*WAYS[0], marks=pytest.mark.slow), WAYS[2], pytest.param(*WAYS[6], marks=pytest.mark.slow)],
-    ids=["idle", "hung", "away"],
-)
-async def test_a_silent_writer_on_another_host_is_reported(
-    face: str, how: str, level: int, finding: str, log: list[logging.LogRecord]
-) -> None:
-    async with silent(face, how, 0, 1) as (writer, handle), MessageQueue.create_from_handle(handle, 0) as reader:
-        assert await reader.dequeue(20) == "first"
-        await writer.says("silent")
-        for reported, text in await reports(reader, log):
-            assert reported == level
-            assert f"the writer (pid {writer.pid} on " in text
-            assert "last heard of" in text
-            assert finding in text
 
 
 @pytest.mark.parametrize("n_remote", [0, 1], ids=["local", "remote"])

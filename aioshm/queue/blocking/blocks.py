@@ -163,38 +163,22 @@ class Leases(Generic[T]):
     def __init__(self, lend: Callable[[], AbstractContextManager[T]]) -> None:
         self._lend = lend
         self._block: AbstractContextManager[T] | None = None
-        self._leasing = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T:
-        self._begin()
+        self.close()
         try:
-            self._leave()
             block = self._lend()
             message = block.__enter__()
             self._block = block
             return message
         except QueueClosed:
             raise StopIteration from None
-        finally:
-            self._leasing = False
 
     def close(self) -> None:
         """End the lease of the latest message."""
-        self._begin()
-        try:
-            self._leave()
-        finally:
-            self._leasing = False
-
-    def _begin(self) -> None:
-        if self._leasing:
-            raise RuntimeError("the next message is being leased already")
-        self._leasing = True
-
-    def _leave(self) -> None:
         block = self._block
         self._block = None
         if block is not None:
