@@ -50,21 +50,26 @@ def limit_frames(socket: zmq.Socket[bytes], nbytes: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, nbytes + ADDED_BYTES)
 
 
-RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1000
 
 SILENCE_S = 10.0
-"""After so much silence a socket that connects gives a TCP connection up, and makes a new one."""
+"""Silence after which a connecting socket replaces a TCP connection."""
 
 BOUND_SILENCE_S = 900.0
-"""The same for a socket that binds: its peers, which may be programs of others, may have no way to
-notice that it gave up. TCP itself waits that long for an acknowledgement."""
+"""Silence after which a bound socket closes a TCP connection: as long as TCP itself waits for an acknowledgement.
+
+Peers that are other programs may not notice the loss of the connection.
+"""
 
 BOUND_SUBSCRIBER_SILENCE_S = 60.0
-"""The same for a subscriber that binds. A publisher whose connection it gave up gets a reset at its
-next message, and connects again. Until then each cut of the network costs a descriptor."""
+"""The same for a bound subscriber. A publisher gets a reset at its next message, and reconnects.
+
+Until then each cut of the network costs a descriptor.
+"""
 
 HANDSHAKE_MS = 10_000
-"""How long ZeroMQ's handshake may take, with the proof of the keys."""
+"""How long the handshake of ZeroMQ and CURVE may take."""
 
 
 def open_socket(
@@ -75,10 +80,10 @@ def open_socket(
     bind: bool,
     hwm: int,
     curve: CurveKeys | None,
-    silence_s: float | None = None,  # after which a TCP connection to a silent host is given up; None: the default
-    heartbeats: bool = False,  # whether peers that do not answer them are given up
+    silence_s: float | None = None,  # closes a TCP connection to a silent host; None: the default
+    heartbeats: bool = False,  # closes connections to peers that do not answer
 ) -> zmq.Socket[bytes]:
-    """Make a socket for ``endpoint`` that is not bound or connected yet and forgets all when closed."""
+    """Make a socket for ``endpoint``, not bound or connected yet, that drops unsent messages when it is closed."""
     check_endpoint(endpoint)
     if not (curve is None or isinstance(curve, CurveKeys)):
         raise TypeError(f"curve must be CurveKeys or None, not {shown(curve)}")
@@ -88,8 +93,9 @@ def open_socket(
         try:
             _set_options(socket, endpoint, bind, hwm, curve)
             if endpoint.startswith("tcp://"):
-                default_s = BOUND_SILENCE_S if bind else SILENCE_S
-                _watch_connections(socket, default_s if silence_s is None else silence_s, heartbeats)
+                if silence_s is None:
+                    silence_s = BOUND_SILENCE_S if bind else SILENCE_S
+                _watch_connections(socket, silence_s, heartbeats)
         except BaseException:
             socket.close()
             raise
@@ -99,7 +105,7 @@ def open_socket(
 
 
 def check_endpoint(endpoint: object) -> str:
-    """Return an endpoint that is text at all; whether it makes sense is for ZeroMQ to say."""
+    """Return ``endpoint`` if it is valid text; ZeroMQ checks the meaning."""
     if not isinstance(endpoint, str):
         raise TypeError(f"an endpoint must be a str such as tcp://HOST:PORT or ipc://PATH, not {shown(endpoint)}")
     try:
@@ -113,24 +119,28 @@ def check_endpoint(endpoint: object) -> str:
 
 def _refused(error: zmq.ZMQError, what: str, endpoint: str) -> EndpointError:
     number = error.errno or 0
-    no_port = number == errno.EADDRINUSE and endpoint.endswith((":*", ":0"))
-    remedy = _NO_PORT if no_port else _REMEDIES.get(number)
-    return EndpointError(number, f"cannot {what} {endpoint}: {zmq.strerror(number)}{f': {remedy}' if remedy else ''}")
+    text = f"cannot {what} {endpoint}: {zmq.strerror(number)}"
+    remedy = _REMEDIES.get(number)
+    if number == errno.EADDRINUSE and endpoint.endswith((":*", ":0")):
+        remedy = _NO_PORT
+    if remedy:
+        text += f": {remedy}"
+    return EndpointError(number, text)
 
 
 _NO_PORT = "no port is free: end programs that have ports, or on Linux widen net.ipv4.ip_local_port_range"
 
 _REMEDIES = {
-    errno.EADDRINUSE: "it is in use already: take another one, for tcp the port * for a free one",
-    errno.EADDRNOTAVAIL: "this host has no such address: bind one that it has, or *",
-    errno.ENODEV: "this host has no such address or interface: bind one that it has, or *",
+    errno.EADDRINUSE: "it is in use: use another endpoint, or for tcp the port *",
+    errno.EADDRNOTAVAIL: "this host has no such address: bind an address of this host, or *",
+    errno.ENODEV: "this host has no such address or interface: bind an address of this host, or *",
     errno.EINVAL: "an endpoint is tcp://HOST:PORT, ipc://PATH or inproc://NAME",
     errno.EPROTONOSUPPORT: "an endpoint is tcp://HOST:PORT, ipc://PATH or inproc://NAME",
     zmq.ENOCOMPATPROTO: "an endpoint is tcp://HOST:PORT, ipc://PATH or inproc://NAME",
-    errno.ENOENT: "make its directory, or take another one",
-    errno.EACCES: "this user may not do that: take another path, or a port above 1023",
-    errno.ENAMETOOLONG: "the path of a socket may have 107 bytes: take a shorter directory",
-    errno.ECONNREFUSED: "nobody has bound that name in this process",
+    errno.ENOENT: "create its directory, or use another path",
+    errno.EACCES: "this user has no permission: use another path, or a port above 1023",
+    errno.ENAMETOOLONG: "a socket path has at most 107 bytes: use a shorter directory",
+    errno.ECONNREFUSED: "no socket of this process has bound the name",
 }
 
 
@@ -154,7 +164,7 @@ def _set_options(socket: zmq.Socket[bytes], endpoint: str, bind: bool, hwm: int,
 
 
 def _watch_connections(socket: zmq.Socket[bytes], silence_s: float, heartbeats: bool) -> None:
-    """Have TCP, or ZeroMQ, notice that a peer's host is gone: nothing else ends such a connection.
+    """Let TCP, or ZeroMQ, notice that a peer's host is gone: nothing else ends such a connection.
 
     TCP probes idle connections, which every host answers, and bounds for how long sent data may be unacknowledged.
     ZeroMQ's heartbeats are for peers that answer them: some programs that read events hang up instead.
@@ -175,13 +185,13 @@ def _watch_connections(socket: zmq.Socket[bytes], silence_s: float, heartbeats: 
 def _set_key(socket: zmq.Socket[bytes], option: int, name: str, key: bytes) -> None:
     try:
         socket.setsockopt(option, key)
-    except (zmq.ZMQError, TypeError):  # the key is not for everybody to see
+    except (zmq.ZMQError, TypeError):  # the text must not show a secret key
         what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
         raise ValueError(f"curve.{name} must be a key of 40 bytes of Z85, see CurveKeys.generate, not {what}") from None
 
 
 def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
-    """Bind or connect, and return the endpoint that it really is."""
+    """Bind or connect, and return the actual endpoint."""
     verb = "bind" if bind else "connect to"
     try:
         with naming_limits(f"a socket that is to {verb} {endpoint}"):
@@ -192,23 +202,26 @@ def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
             actual = socket.getsockopt(zmq.LAST_ENDPOINT)
     except zmq.ZMQError as error:
         raise _refused(error, verb, endpoint) from error
-    return actual.rstrip(b"\0").decode() if isinstance(actual, bytes) else endpoint
+    assert isinstance(actual, bytes)
+    return actual.rstrip(b"\0").decode()
 
 
 class BoundFile:
-    """The file of an ``ipc://`` endpoint that was bound, if it has one: ZeroMQ does not remove it."""
+    """The file of a bound ``ipc://`` endpoint, if any: ZeroMQ does not remove the file."""
 
     def __init__(self, endpoint: str) -> None:
-        self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else "@"
-        self._found = self._look()
+        self._path = "@"  # an abstract socket has no file
+        if endpoint.startswith("ipc://"):
+            self._path = endpoint.removeprefix("ipc://")
+        self._found = self._stat()
 
     def remove(self) -> None:
-        """Remove it, unless another socket was bound to the same path meanwhile. Idempotent."""
-        if self._found is not None and self._look() == self._found:
+        """Remove the file, unless another socket was bound to the path meanwhile. Idempotent."""
+        if self._found is not None and self._stat() == self._found:
             os.unlink(self._path)
         self._found = None
 
-    def _look(self) -> tuple[int, int] | None:
+    def _stat(self) -> tuple[int, int] | None:
         if self._path.startswith("@"):  # an abstract socket
             return None
         try:

@@ -9,17 +9,19 @@ _WILDCARDS = ("*", "0.0.0.0", "::")
 
 
 def is_ipv6(endpoint: str) -> bool:
-    """Tell whether the socket needs IPv6 switched on."""
+    """Return whether the socket needs the option IPV6."""
     return endpoint.startswith("tcp://") and ("[" in endpoint or "::" in endpoint)
 
 
 def host_of(endpoint: str) -> str:
-    """Return the host of a ``tcp://`` endpoint, IPv6 without brackets; of others nothing."""
-    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]") if endpoint.startswith("tcp://") else ""
+    """Return the host of a ``tcp://`` endpoint, IPv6 without brackets; an empty string for other endpoints."""
+    if not endpoint.startswith("tcp://"):
+        return ""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Tell whether only programs of this machine reach an endpoint that is bound."""
+    """Return whether only programs of this machine reach a bound endpoint."""
     if not endpoint.startswith("tcp://"):
         return True
     host = host_of(endpoint)
@@ -33,7 +35,7 @@ def is_loopback(endpoint: str) -> bool:
 
 
 def own_address() -> str:
-    """Return the address that this host's packets to other hosts have, else the loopback's."""
+    """Return the source address of this host's packets to other hosts, else the loopback address."""
     # Connecting a datagram socket sends nothing; these are addresses for documentation (RFC 5737, RFC 3849).
     for family, there in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:
@@ -46,13 +48,15 @@ def own_address() -> str:
 
 
 def is_own_address(host: str) -> bool:
-    """Return whether an IP address, or ``localhost``, is this host's; no names are looked up."""
+    """Return whether an IP address, or ``localhost``, belongs to this host; other names are not resolved."""
     if host == "localhost":
         host = "127.0.0.1"
     try:
-        family = socket.AF_INET6 if ip_address(host).version == 6 else socket.AF_INET
+        family = socket.AF_INET
+        if ip_address(host).version == 6:
+            family = socket.AF_INET6
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))  # which no other host's address allows
+            probe.bind((host, 0))  # fails for addresses of other hosts
             return True
     except (OSError, ValueError):
         return False
@@ -66,8 +70,10 @@ def connectable(endpoint: str) -> str:
 
 
 def bracketed(host: str) -> str:
-    """Return a host as it stands before a port: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    """Return a host for use before a port: an IPv6 address in brackets."""
+    if ":" in host and not host.startswith("["):
+        return f"[{host}]"
+    return host
 
 
 def check_ip(address: object) -> str | None:

@@ -40,7 +40,7 @@ class HandshakeFailure(NamedTuple):
 
 
 class Monitor:
-    """Reads what a socket reports of its connections; read it before trusting what the socket received."""
+    """Reads a socket's reports of its connections; read them before trusting a message that the socket received."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, also: int = 0) -> None:
         self.connections: int = 0  # connections as of the last `read`
@@ -82,8 +82,9 @@ class Monitor:
         return came_back, failed
 
     def take_gone(self) -> set[int]:
-        """Return the descriptors of connections that have ended since the last call; they may be in use again."""
-        gone, self._gone = self._gone, set()
+        """Return the descriptors of connections that ended since the last call; the numbers may be in use again."""
+        gone = self._gone
+        self._gone = set()
         return gone
 
     def events(self) -> Iterator[tuple[int, int, str]]:
@@ -91,7 +92,7 @@ class Monitor:
         while not self._over:
             try:
                 frames = self._pair.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:  # nothing there, or closed
+            except zmq.ZMQError:  # no event, or the socket is closed
                 return
             event = parse_monitor_message(frames)
             kind = int(event["event"])
@@ -111,7 +112,7 @@ class Monitor:
             self._pair.close(linger=0)
 
     def detach_after_fork(self) -> None:
-        """Leave the sockets to the parent: ZeroMQ waits for ever for a call that it believes to be interrupted."""
+        """Leave the sockets to the parent: any call of ZeroMQ in the child retries for ever."""
         self._over = True
 
 
@@ -120,5 +121,6 @@ def _reason(kind: int, value: int) -> str:
         return "the keys were refused"
     if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         return _REASONS.get(value, "the peer does not speak ZeroMQ")
-    # The last read found nothing when the time was over; of a peer that hangs up it found the end.
-    return TIMED_OUT if value in (errno.EAGAIN, errno.ETIMEDOUT) else ENDED
+    if value in (errno.EAGAIN, errno.ETIMEDOUT):  # the last read found no bytes
+        return TIMED_OUT
+    return ENDED  # the last read found the end of the connection

@@ -1,8 +1,8 @@
-"""Read loops over a ZeroMQ socket: a callback whenever it may have something to read, until nothing is left.
+"""Read loops over a ZeroMQ socket: a callback whenever there may be a message, until no message is left.
 
-A ZeroMQ descriptor is edge-triggered: it turns readable when the socket's state *may* have changed, and only once. So
-the callback must read until there is nothing left, or come back by itself (``zmq_getsockopt(3)``, ZMQ_FD); and sending
-may swallow the sign that there is something to read.
+A ZeroMQ descriptor is edge-triggered: it turns readable once when the socket's state *may* have changed. So the
+callback must read until no message is left, or reschedule itself (``zmq_getsockopt(3)``, ZMQ_FD); and sending may
+swallow the notification of a message.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ T = TypeVar("T")
 
 
 _NOTHING = memoryview(b"")
-# As plain ints: an enumeration's operators take longer than what they are for.
-_EVENTS, _POLLIN, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
+# Plain ints: the operators of an enumeration are slow.
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
+_RCVMORE = int(zmq.RCVMORE)
 
 
 def drain(socket: Socket, receive: Callable[[], T], handle: Callable[[T], object], burst: int = BURST) -> bool:
-    """Read messages until nothing is left, or a burst is over; return whether there may be more.
+    """Read messages until none is left, or a burst is over; return whether there may be more.
 
-    ``receive`` does not wait, and raises `zmq.ZMQError` where there is no message.
+    ``receive`` does not wait, and raises `zmq.ZMQError` if there is no message.
     """
     for count in range(burst):
         try:
-            # An `Again` that is raised takes four times as long as this: mostly there is no message, or one.
+            # Raising `Again` takes four times as long as this check, and mostly there are fewer than two messages.
             if count < 2 and not int(socket.getsockopt(_EVENTS)) & _POLLIN:
                 return False
             message = receive()
@@ -43,12 +45,12 @@ def drain(socket: Socket, receive: Callable[[], T], handle: Callable[[T], object
 
 
 def whole(socket: Socket) -> Callable[[], list[bytes]]:
-    """Return what receives the messages of a socket for `drain`, all frames at once: from peers that are trusted."""
+    """Return a ``receive`` for `drain` that returns all frames of a message; for trusted peers."""
     return partial(socket.recv_multipart, zmq.NOBLOCK)
 
 
 def receive_frames(socket: Socket, kept: int) -> list[zmq.Frame]:
-    """Receive a message without waiting; of one with more frames than ``kept``, as strangers send, drop the others."""
+    """Receive a message without waiting; drop frames beyond ``kept``, which strangers may send."""
     frames = [socket.recv(zmq.NOBLOCK, copy=False)]
     while socket.getsockopt(_RCVMORE):
         frame = socket.recv(zmq.NOBLOCK, copy=False)
@@ -58,9 +60,9 @@ def receive_frames(socket: Socket, kept: int) -> list[zmq.Frame]:
 
 
 class Pump:
-    """Calls ``work`` on the loop whenever a ZeroMQ socket may have something to do, again while that returns True.
+    """Calls ``work`` on the loop whenever a ZeroMQ socket may be ready, and again while ``work`` returns True.
 
-    ``descriptor`` is a duplicate of the socket's, for a socket that another part of the program watches.
+    ``descriptor`` is a duplicate of the socket's descriptor, for a socket that another part of the program watches.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class Pump:
     ) -> None:
         self._loop = loop
         self.work = work
-        self._descriptor = int(socket.getsockopt(zmq.FD)) if descriptor is None else descriptor
+        if descriptor is None:
+            descriptor = int(socket.getsockopt(zmq.FD))
+        self._descriptor = descriptor
         self._running = False
-        self._is_coming_back = False
+        self._scheduled = False
         detach_when_forked(self)
         self.resume()
 
@@ -89,16 +93,16 @@ class Pump:
         *,
         descriptor: int | None = None,
     ) -> Pump:
-        """Return one that reads messages; see `drain` for ``handle`` and ``receive``."""
+        """Return a pump that reads messages; see `drain` for ``handle`` and ``receive``."""
         return cls(loop, socket, partial(drain, socket, receive, handle), descriptor=descriptor)
 
     @property
     def paused(self) -> bool:
-        """Whether it calls nobody at present."""
+        """Whether the pump is paused."""
         return not self._running
 
     def resume(self) -> None:
-        """Watch again, beginning with one call: the descriptor tells nothing about what came meanwhile."""
+        """Watch again, beginning with one call: the descriptor does not report messages that came meanwhile."""
         if not self._running:
             self._running = True
             self._loop.add_reader(self._descriptor, self.run)
@@ -112,30 +116,30 @@ class Pump:
                 self._loop.remove_reader(self._descriptor)
 
     def run(self) -> None:
-        """Call back now, unless it is paused."""
+        """Call ``work`` now, unless the pump is paused."""
         if self._running and self.work():
             self.run_soon()
 
     def run_soon(self) -> None:
-        """Call back on the next turn of the loop, once; never on a closed loop."""
-        if not self._is_coming_back and not self._loop.is_closed():
-            self._is_coming_back = True
-            self._loop.call_soon(self._come_back)
+        """Call ``work`` once in the next iteration of the loop; never on a closed loop."""
+        if not self._scheduled and not self._loop.is_closed():
+            self._scheduled = True
+            self._loop.call_soon(self._run_scheduled)
 
     def detach_after_fork(self) -> None:
-        """Leave the loop alone: it shares with the parent's what it waits by."""
+        """Stop without unwatching: the parent's loop shares the epoll instance."""
         self._running = False
 
-    def _come_back(self) -> None:
-        self._is_coming_back = False
+    def _run_scheduled(self) -> None:
+        self._scheduled = False
         self.run()
 
 
 class Inbox:
     """Hands out messages of one or two frames as they come; made on the running loop.
 
-    ``on_message`` gets the first frame and the second, or None; of a longer message an empty frame and None. Nobody
-    else may receive from the socket, which the caller closes after the inbox.
+    ``on_message`` gets the first frame and the second frame, or None; for a longer message an empty frame and None. No
+    other code may receive from the socket, which the caller closes after the inbox.
     """
 
     def __init__(self, socket: Socket, on_message: Callable[[memoryview, memoryview | None], None]) -> None:
@@ -144,7 +148,7 @@ class Inbox:
         self._pump = Pump(asyncio.get_running_loop(), socket, self.look)
 
     def look(self) -> bool:
-        """Hand out some of what has come, also where no loop runs; return whether there may be more."""
+        """Hand out some messages, even without a running loop; return whether there may be more."""
         for _ in range(BURST):
             if self._pump.paused:
                 return False
@@ -152,13 +156,15 @@ class Inbox:
                 frames = receive_frames(self._socket, 3)
             except zmq.ZMQError:
                 return False
-            if len(frames) > 2:
-                self._on_message(_NOTHING, None)
+            if len(frames) == 1:
+                self._on_message(frames[0].buffer, None)
+            elif len(frames) == 2:
+                self._on_message(frames[0].buffer, frames[1].buffer)
             else:
-                self._on_message(frames[0].buffer, frames[1].buffer if len(frames) == 2 else None)
+                self._on_message(_NOTHING, None)
         self._pump.run_soon()
         return True
 
     def close(self) -> None:
-        """Hand out nothing any more. Idempotent."""
+        """Hand out no more messages. Idempotent."""
         self._pump.pause()

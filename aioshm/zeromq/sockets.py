@@ -36,49 +36,46 @@ def new_context(
 ) -> zmq.Context[zmq.Socket[bytes]]:
     """Make a context whose threads run already.
 
-    What its sockets need as well is asked for before: where libzmq lacks something later, it ends the process, or tries
-    again for ever without a word.
+    The check covers its sockets, too: without a descriptor or thread, libzmq aborts the process later, or retries for
+    ever without a report.
     """
     check_threads(what, io_threads + 1 + threads)
     check_descriptors(what, SIGNAL_DESCRIPTORS * (io_threads + 2 + sockets) + io_threads + 1 + connections)
     with naming_limits(what):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
-        _start_threads(context)
+        try:
+            context.socket(zmq.PAIR).close()  # starts the threads
+        except BaseException:
+            context.term()
+            raise
     return context
 
 
 def shared_context(what: str, *, sockets: int, connections: int) -> zmq.Context[zmq.Socket[bytes]]:
-    """Return the process's own context, see `new_context`, whose threads run already."""
+    """Return the context of the process, see `new_context`."""
     with naming_limits(what):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    running = context in _shared
-    if not running:
-        check_threads(what, 2)
-    check_descriptors(what, SIGNAL_DESCRIPTORS * (2 * (not running) + sockets) + 2 * (not running) + connections)
-    if not running:
-        with naming_limits(what):
-            context.socket(zmq.PAIR).close()
-        _shared.add(context)
+    needed = SIGNAL_DESCRIPTORS * sockets + connections
+    if context in _shared:
+        check_descriptors(what, needed)
+        return context
+    check_threads(what, 2)
+    check_descriptors(what, needed + 2 * SIGNAL_DESCRIPTORS + 2)
+    with naming_limits(what):
+        context.socket(zmq.PAIR).close()
+    _shared.add(context)
     return context
 
 
 _shared: weakref.WeakSet[zmq.Context[zmq.Socket[bytes]]] = weakref.WeakSet()
 
 
-def _start_threads(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    try:
-        context.socket(zmq.PAIR).close()
-    except BaseException:
-        context.term()
-        raise
-
-
 def context_for(
     *endpoints: str | None, what: str, io_threads: int = 1, sockets: int, connections: int, threads: int = 0
 ) -> tuple[zmq.Context[zmq.Socket[bytes]], bool]:
-    """Return a context for these endpoints, see `new_context`, and whether it is the caller's own.
+    """Return a context for these endpoints, see `new_context`, and whether the caller owns it.
 
-    inproc endpoints meet only inside one context, so they share the process's.
+    inproc endpoints meet only inside one context, so they share the context of the process.
     """
     if any(endpoint is not None and endpoint.startswith("inproc://") for endpoint in endpoints):
         return shared_context(what, sockets=sockets, connections=connections), False
@@ -91,23 +88,23 @@ logger: logging.Logger = logging.getLogger("aioshm.queue")
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
 BURST = 64
-"""Messages that are read before the loop's other callbacks have their turn."""
+"""Messages that are read before other callbacks of the loop run."""
 
 CONTROL_HWM = 1000
-"""Control messages that may wait to be read, or to be sent, at either end of a connection."""
+"""Control messages that may wait for reading, or for sending, at either end of a connection."""
 
 
 class Sockets:
     """A ZeroMQ context and its sockets, which are closed together, at the latest when Python ends.
 
-    They are held on to until then. If an end were forgotten and its context came under the garbage collector before
-    its sockets, that would wait for them for ever; and so would a context that Python leaves behind when it ends.
+    A module-level set holds each instance until then. If the garbage collector came to a context before its sockets,
+    the context would wait for the sockets for ever; and so would a context that Python leaves behind at its end.
     """
 
     def __init__(
         self, what: str = "a process with ZeroMQ sockets", count: int = 8, connections: int = 4, threads: int = 0
     ) -> None:
-        # Whether `close` was called, or this is a forked child's copy, which nobody may touch.
+        # Whether `close` was called, or this is a forked child's copy, which must not be used.
         self.closed: bool = False
         self.context: zmq.Context[Socket] = new_context(what, sockets=count, connections=connections, threads=threads)
         self._sockets: list[Socket] = []
@@ -116,16 +113,16 @@ class Sockets:
         detach_when_forked(self)
 
     def add(self, socket: Socket) -> Socket:
-        """Close this socket, too, and return it."""
+        """Add a socket to close with the context, and return it."""
         self._sockets.append(socket)
         return socket
 
     def close_first(self, close: Callable[[], None]) -> None:
-        """Call this before the sockets are closed: for what a thread besides looks at, such as a guard's monitor."""
+        """Call ``close`` before the sockets are closed, for example to end a thread that uses them."""
         self._first.append(close)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close everything and forget what was not sent, at once or, blocking, after a while. Idempotent."""
+        """Close everything, and drop unsent messages, immediately or, blocking, after ``linger_ms``. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -137,14 +134,14 @@ class Sockets:
         self.context.term()
 
     def detach_after_fork(self) -> None:
-        """Leave everything to the parent: ZeroMQ takes any call in the child for one that was interrupted, for ever."""
+        """Leave everything to the parent: any call of ZeroMQ in the child retries for ever."""
         self.closed = True
         _inherited.append(self)
 
 
 _open: set[Sockets] = set()
 _inherited: list[Sockets] = []
-"""In a forked child, what must not come under the garbage collector, which would warn of it."""
+"""In a forked child, the sockets of the parent: kept, since the garbage collector would warn of them."""
 
 
 def _close_all() -> None:
@@ -152,16 +149,16 @@ def _close_all() -> None:
         sockets.close()
 
 
-assert util  # imported first, so that its finalizers run later: they remove the files of sockets that are closed
+assert util  # imported first, so that its finalizers run later: they remove the files of closed sockets
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_open.clear)  # they are the parent's to close
+os.register_at_fork(after_in_child=_open.clear)  # the parent closes them
 
 
 def can_share_memory() -> bool:
-    """Return whether ZeroMQ can be given memory to send without copying it.
+    """Return whether ZeroMQ can send memory without copying it.
 
-    For that pyzmq has a context and a thread, which tell when the memory is not used any more. It starts them for the
-    first message, after the sender has counted it, and ends the process where a descriptor or a thread is lacking.
+    pyzmq has a context and a thread that report when the memory is free again. It starts both for the first message,
+    after the sender has counted the message, and aborts the process without a descriptor or a thread.
     """
     what = "sending without a copy"
     try:
@@ -177,7 +174,7 @@ def can_share_memory() -> bool:
 
 
 def send_frames(socket: Socket, head: bytes, body: bytes | memoryview | None) -> zmq.MessageTracker | None:
-    """Send a message without waiting; return what tells when the body's memory is free, None where it is already."""
+    """Send a message without waiting; return a tracker of the body's memory, or None if the memory is free already."""
     if body is None:
         socket.send(head, zmq.NOBLOCK)
         return None

@@ -69,7 +69,7 @@ async def test_one_that_cannot_be_bound(make: Make, taken: str) -> None:
     bound = taken.replace("127.0.0.1", "*") if make in (BINDS["publisher"], BINDS["threaded publisher"]) else taken
     for endpoint, number, remedy in (
         (bound, errno.EADDRINUSE, "port * for a free one"),
-        ("ipc:///nowhere/at/all", errno.ENOENT, "make its directory"),
+        ("ipc:///nowhere/at/all", errno.ENOENT, "create its directory"),
         ("ipc:///tmp/" + "x" * 300, errno.ENAMETOOLONG, "a shorter directory"),
     ):
         with pytest.raises(EndpointError, match="cannot bind") as caught:
