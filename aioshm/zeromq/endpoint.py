@@ -131,7 +131,7 @@ def _refused(error: zmq.ZMQError, what: str, endpoint: str) -> EndpointError:
 _NO_PORT = "no port is free: end programs that have ports, or on Linux widen net.ipv4.ip_local_port_range"
 
 _REMEDIES = {
-    errno.EADDRINUSE: "it is in use: use another endpoint, or for tcp the port *",
+    errno.EADDRINUSE: "it is in use: use another endpoint, for tcp the port * for a free port",
     errno.EADDRNOTAVAIL: "this host has no such address: bind an address of this host, or *",
     errno.ENODEV: "this host has no such address or interface: bind an address of this host, or *",
     errno.EINVAL: "an endpoint is tcp://HOST:PORT, ipc://PATH or inproc://NAME",

@@ -68,7 +68,7 @@ CONNECTS: dict[str, Make] = {
 async def test_one_that_cannot_be_bound(make: Make, taken: str) -> None:
     bound = taken.replace("127.0.0.1", "*") if make in (BINDS["publisher"], BINDS["threaded publisher"]) else taken
     for endpoint, number, remedy in (
-        (bound, errno.EADDRINUSE, "port * for a free one"),
+        (bound, errno.EADDRINUSE, "port * for a free port"),
         ("ipc:///nowhere/at/all", errno.ENOENT, "create its directory"),
         ("ipc:///tmp/" + "x" * 300, errno.ENAMETOOLONG, "a shorter directory"),
     ):
@@ -89,7 +89,7 @@ def test_error_for_any_port_where_none_is_free_says_so(endpoint: str, monkeypatc
         with pytest.raises(EndpointError, match=f"cannot bind {re.escape(endpoint)}: .*{NO_PORT}") as caught:
             attach(publisher, endpoint, bind=True)
     assert caught.value.errno == errno.EADDRINUSE
-    assert "take" not in str(caught.value)
+    assert "use another" not in str(caught.value)
 
 
 def test_error_for_any_port_is_the_same_where_the_system_has_no_port_left() -> None:
