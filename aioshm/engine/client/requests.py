@@ -242,14 +242,18 @@ class Pending:
     def abort(self, request_id: str) -> None:
         """End a request that its user does not want any more."""
         rank = self.inboxes[request_id].engine
-        if rank in self._unmarked:
-            now = monotonic()
-            while self._aborted and now - next(iter(self._aborted.values())) > REUSE_AFTER_S:
-                del self._aborted[next(iter(self._aborted))]
-            self._aborted.pop((rank, request_id), None)  # the dict is in the order of time
-            self._aborted[rank, request_id] = now
+        self._note_abort(rank, request_id)
         text = f"request {request_id!r} was aborted before its last output"
         self._end(request_id, lambda: RequestAborted(text, engine=rank, request_id=request_id))
+
+    def _note_abort(self, rank: int, request_id: str) -> None:
+        if rank not in self._unmarked:
+            return
+        now = monotonic()
+        while self._aborted and now - next(iter(self._aborted.values())) > REUSE_AFTER_S:
+            del self._aborted[next(iter(self._aborted))]
+        self._aborted.pop((rank, request_id), None)  # the dict is in the order of time
+        self._aborted[rank, request_id] = now
 
     def finish(self, request_id: str, error: Callable[[], Exception] | None = None) -> None:
         """End a request; ``error`` creates its error, if it failed."""
@@ -339,6 +343,7 @@ class Pending:
             if self._inbox(engine, request_id, generation) is None:
                 self.late_outputs += 1
             elif self._deliver(engine, request_id, output) and request_id not in (envelope.finished_requests or ()):
+                self._note_abort(engine, request_id)
                 unwanted.append((engine, request_id))
         self._finish_all(envelope)
         if without_id is not None:

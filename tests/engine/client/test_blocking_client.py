@@ -76,7 +76,8 @@ class Slow(Engine):
 def served(*engines: Any, loop: Callable[[], Any] | None = None, **options: Any) -> Iterator[EngineClient]:
     """Let engines in a loop in another thread serve a client."""
     engines = engines or (Slow(is_async=True),)
-    handshake, ending = get_engine_client_zmq_addr(True, ""), threading.Event()
+    handshake = get_engine_client_zmq_addr(True, "")
+    ending = threading.Event()
     with EngineClient(here_and_there(), len(engines), loop_factory=loop, options=ClientOptions(**options)) as client:
 
         async def serve() -> None:
@@ -288,7 +289,8 @@ class TestInterrupts:
         """No request is left open, nobody else loses an output, and everything goes on."""
         chance = random.Random(3)
         with served() as client:
-            ending, counts = threading.Event(), []
+            ending = threading.Event()
+            counts = []
 
             def others() -> None:
                 while not ending.is_set():

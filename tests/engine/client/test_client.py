@@ -131,7 +131,8 @@ class TestStreams:
 class TestLeaving:
     async def test_every_way_to_leave_aborts(self) -> None:
         async with served(Engine()) as serving:
-            client, engine = serving.client, serving.engines[0]
+            client = serving.client
+            engine = serving.engines[0]
             async for _output in client.submit(ask("broken off", None)):
                 break
             await until(lambda: engine.aborted == ["broken off"])
@@ -165,7 +166,8 @@ class TestLeaving:
 
     async def test_timeout_for_one_output_aborts_nothing_while_its_task_goes_on(self) -> None:
         async with served(Slow()) as serving:
-            client, engine = serving.client, serving.engines[0]
+            client = serving.client
+            engine = serving.engines[0]
             stream = client.submit(ask("a", 4))
             outputs: list[Any] = []
             timeouts = 0
@@ -347,7 +349,8 @@ class TestTwoClients:
     async def test_one_that_leaves_takes_its_requests_with_it(self) -> None:
         async with served(Engine(), n_clients=2) as serving:
             one, other = serving.clients
-            stream, kept = one.submit(ask("a", None)), other.submit(ask("b", None))
+            stream = one.submit(ask("a", None))
+            kept = other.submit(ask("b", None))
             await anext(stream)
             waiting = asyncio.create_task(anext(stream))
             calling = asyncio.create_task(one.call("never"))

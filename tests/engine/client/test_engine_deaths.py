@@ -281,10 +281,12 @@ def test_arguments(options: Any, text: str) -> None:
 class Elsewhere:
     """The process of an engine on another host, whose exit is known late."""
 
-    exitcode, host = None, "10.0.0.6"
+    exitcode = None
+    host = "10.0.0.6"
 
     def __init__(self, rank: int, pid: int) -> None:
-        self.name, self.pid = f"EngineCore_{rank}", pid
+        self.name = f"EngineCore_{rank}"
+        self.pid = pid
         self.sentinel, self._open = os.pipe()
 
     def end(self) -> None:

@@ -28,7 +28,9 @@ def widest_gaps(*, published: bool) -> list[int]:
     """Return how far the loads of four engines lie apart after 4,000 requests that end in any order, in 20 runs."""
     gaps = []
     for seed in range(20):
-        chance, balance, open_ = random.Random(seed), LoadBalancer(range(4)), []
+        chance = random.Random(seed)
+        balance = LoadBalancer(range(4))
+        open_ = []
         for number in range(4000):
             chosen = balance.choose()
             balance.sent(chosen)

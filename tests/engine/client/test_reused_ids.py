@@ -92,7 +92,8 @@ async def test_id_of_a_request_that_somebody_waits_for_is_refused() -> None:
 
 async def test_request_of_a_restarted_front_end_replaces_that_of_its_life_before() -> None:
     async with served(Engine()) as serving:
-        client, engine = serving.client, serving.engines[0]
+        client = serving.client
+        engine = serving.engines[0]
         former = mark([msgspec.msgpack.encode(ask("a", None))], 7)
         client._link.send(0, b"\x00", former)  # as if sent before a restart that the engine has not noticed
         await until(lambda: engine.given.get("a"))

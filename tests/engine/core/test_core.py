@@ -159,7 +159,8 @@ class TestEndings:
 
     async def test_cancelled_at_any_moment_of_its_start(self) -> None:
         for turns in range(0, 64, 4):
-            handshake, addresses = get_engine_client_zmq_addr(True, ""), here_and_there()
+            handshake = get_engine_client_zmq_addr(True, "")
+            addresses = here_and_there()
             async with EngineClient(addresses, 1):
                 async with EngineStartupCoordinator(handshake, [CoreEngine(0)], addresses):
                     engine = asyncio.create_task(run_engine_core(Engine(is_async=True), handshake, 0))

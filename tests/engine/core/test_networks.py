@@ -9,7 +9,8 @@ import pytest
 from two_hosts import two_hosts
 
 CHILD = Path(__file__).parent.parent / "network_child.py"
-ENGINE, FRONT_END = 0, 1
+ENGINE = 0
+FRONT_END = 1
 
 
 def wait_for_answer(front_end: subprocess.Popen[str]) -> None:

@@ -65,7 +65,8 @@ class Unread:
     """A front end whose sockets have hardly any buffers, like those of a stopped process."""
 
     def __init__(self, context: zmq.asyncio.Context, addresses: EngineZmqAddresses) -> None:
-        self.router, self.pull = context.socket(zmq.ROUTER), context.socket(zmq.PULL)
+        self.router = context.socket(zmq.ROUTER)
+        self.pull = context.socket(zmq.PULL)
         self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.pull.setsockopt(zmq.RCVHWM, 1)
         self.pull.setsockopt(zmq.RCVBUF, 1 << 16)

@@ -82,7 +82,9 @@ class TestSubscriptions:
 class TestWaves:
     async def test_one_engine_wakes_the_others(self) -> None:
         with coordination(2) as peers:
-            engines, front_end, reporter = await peers.engines(2), await peers.front_end(), peers.reporter()
+            engines = await peers.engines(2)
+            front_end = await peers.front_end()
+            reporter = peers.reporter()
             assert await published(front_end) == [[IDLE, IDLE], 0, False]
             await reporter.send(start(1, 0))
             assert [await starts(engine) for engine in engines] == [(0, 1), (0, 1)]
@@ -95,7 +97,8 @@ class TestWaves:
 
     async def test_a_front_end_of_an_older_release_wakes_engines(self) -> None:
         with coordination(2) as peers:
-            engines, front_end = await peers.engines(2), await peers.front_end()
+            engines = await peers.engines(2)
+            front_end = await peers.front_end()
             await published(front_end)
             await front_end.send(pack((1, 0)))
             assert [await starts(engine) for engine in engines] == [(0, 1), (0, 1)]
@@ -104,7 +107,8 @@ class TestWaves:
     async def test_without_lockstep_there_are_only_counts(self) -> None:
         with coordination(1, lockstep=False, kv_cache_usage=False) as peers:
             await peers.engines(1)
-            front_end, reporter = await peers.front_end(), peers.reporter()
+            front_end = await peers.front_end()
+            reporter = peers.reporter()
             await reporter.send(start(0, 3))
             await reporter.send(counts(0, 5, 6))
             await until(front_end, [[[5, 6]], 0, False])
@@ -124,7 +128,9 @@ class TestCounts:
     async def test_go_out_rarely_while_they_come_often(self) -> None:
         with coordination(1) as peers:
             await peers.engines(1)
-            front_end, reporter, loop = await peers.front_end(), peers.reporter(), asyncio.get_running_loop()
+            front_end = await peers.front_end()
+            reporter = peers.reporter()
+            loop = asyncio.get_running_loop()
             began = loop.time()
             for number in range(40):
                 await reporter.send(counts(0, number, 0, step_counter=number))
@@ -145,7 +151,8 @@ class TestCounts:
     async def test_a_new_number_of_engines(self) -> None:
         with coordination(1) as peers:
             await peers.engines(1)
-            front_end, reporter = await peers.front_end(), peers.reporter()
+            front_end = await peers.front_end()
+            reporter = peers.reporter()
             await front_end.send(pack(("SCALE_ELASTIC_EP", 2)))
             await until(front_end, [[IDLE, IDLE], 0, False])
             await reporter.send(counts(1, 8, 9))
@@ -175,7 +182,8 @@ class TestGarbage:
     async def test_does_no_harm(self, garbage: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
         with coordination(1) as peers:
             (engine,) = await peers.engines(1)
-            front_end, reporter = await peers.front_end(), peers.reporter()
+            front_end = await peers.front_end()
+            reporter = peers.reporter()
             for peer in (engine, front_end, reporter):
                 for _ in range(3):
                     await peer.send_multipart(garbage)
@@ -190,7 +198,9 @@ class TestGarbage:
     async def test_what_is_far_too_large_ends_a_connection_only(self) -> None:
         with coordination(1) as peers:
             await peers.engines(1)
-            front_end, reporter, other = await peers.front_end(), peers.reporter(), peers.reporter()
+            front_end = await peers.front_end()
+            reporter = peers.reporter()
+            other = peers.reporter()
             await reporter.send(bytes(17 << 20))
             await other.send(counts(0, 1, 2))
             await until(front_end, [[[1, 2, 0.0]], 0, False])
@@ -198,7 +208,8 @@ class TestGarbage:
     async def test_an_engine_that_there_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
         with coordination(2) as peers:
             await peers.engines(2)
-            front_end, reporter = await peers.front_end(), peers.reporter()
+            front_end = await peers.front_end()
+            reporter = peers.reporter()
             for message in (counts(2, 9, 9), start(7, 9), complete(7, 9), counts(0, 1, 2)):
                 await reporter.send(message)
             await until(front_end, [[[1, 2, 0.0], IDLE], 0, False])

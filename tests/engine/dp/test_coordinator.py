@@ -46,7 +46,9 @@ def places(coordinator: DPCoordinator) -> CoordinatorAddresses:
 
 async def some_traffic(coordinator: DPCoordinator, keys: EngineKeys | None = None) -> None:
     with Peers(places(coordinator), keys) as peers:
-        engines, front_end, reporter = await peers.engines(2), await peers.front_end(), peers.reporter(1)
+        engines = await peers.engines(2)
+        front_end = await peers.front_end()
+        reporter = peers.reporter(1)
         await reporter.send(counts(1, 3, 4))
         await reporter.send(start_of_a_wave(1, 0))
         assert [await starts(each) for each in engines] == [(0, 1), (0, 1)]
@@ -56,7 +58,8 @@ async def some_traffic(coordinator: DPCoordinator, keys: EngineKeys | None = Non
 class TestLife:
     @pytest.mark.parametrize("local", [True, False])
     async def test_of_one_that_is_used(self, local: bool, runtime_dir: Path) -> None:
-        before, keys = open_things(), EngineKeys.generate()
+        before = open_things()
+        keys = EngineKeys.generate()
         async with await DPCoordinator.start(2, local_engines=local, local_front_ends=local, keys=keys) as coordinator:
             assert coordinator.proc.name == "DPCoordinator"
             for place in places(coordinator):
@@ -110,7 +113,8 @@ class TestFailure:
         eventually(lambda: open_things() <= before)
 
     async def test_start_that_is_cancelled_leaves_nothing(self, runtime_dir: Path) -> None:
-        before, children = open_things(), set(psutil.Process().children())
+        before = open_things()
+        children = set(psutil.Process().children())
         starting = asyncio.create_task(DPCoordinator.start(2))
         while not set(psutil.Process().children()) - children:
             await asyncio.sleep(0.001)

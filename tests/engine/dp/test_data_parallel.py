@@ -41,7 +41,8 @@ class Agreement:
         self.votes.append(unfinished)
         if len(self.votes) == self.engines:
             agreed.set_result(any(self.votes))
-            self.votes, self.agreed = [], None
+            self.votes = []
+            self.agreed = None
         return await asyncio.shield(agreed)
 
 
@@ -87,7 +88,8 @@ async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None
             streams = [collected(serving.client.submit(ask(f"s{number}", 20))) for number in range(30)]
             assert [len(outputs) for outputs in await asyncio.gather(*streams)] == [20] * 30
         with Peers(CoordinatorAddresses(coordinator.get_stats_publish_address(), "", "")) as peers:
-            front_end, paused = await peers.front_end(), False
+            front_end = await peers.front_end()
+            paused = False
             while not paused:
                 counts, wave, running = await published(front_end)
                 paused = not running and counts == [[0, 0, 0.0] if kv_cache_usage else [0, 0]] * 3
@@ -97,7 +99,9 @@ async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None
 
 async def test_over_tcp_everybody_has_keys() -> None:
     """The coordinator's sockets, too: engines subscribe and report with theirs, the client gets counts with its own."""
-    agreement, keys, loopback = Agreement(2), EngineKeys.generate(), "tcp://127.0.0.1:0"
+    agreement = Agreement(2)
+    keys = EngineKeys.generate()
+    loopback = "tcp://127.0.0.1:0"
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(
             await DPCoordinator.start(2, local_engines=False, local_front_ends=False, keys=keys)
@@ -131,7 +135,8 @@ class Caching(Engine):
 
 
 async def test_requests_go_where_the_cache_is_emptier() -> None:
-    full, empty = Caching(0.9), Caching(0.1)
+    full = Caching(0.9)
+    empty = Caching(0.1)
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(await DPCoordinator.start(2))
         serving = await stack.enter_async_context(served(full, empty, addresses=coordinated(coordinator)))
@@ -144,17 +149,20 @@ async def test_requests_go_where_the_cache_is_emptier() -> None:
                 assert stream.engine == 1 - fuller
                 await collected(stream)
                 await until(lambda: balance._published == {0: 0, 1: 0})
-            full.usage, empty.usage = 0.2, 0.8
+            full.usage = 0.2
+            empty.usage = 0.8
             await serving.client.call("report")  # an engine that does nothing tells nothing
 
 
 async def test_an_engine_with_a_front_end_of_its_own() -> None:
     """External load balancing: rank 1 has a client of its own, and the head node's coordinator."""
-    handshake, beside = get_engine_client_zmq_addr(True, ""), get_engine_client_zmq_addr(True, "")
+    handshake = get_engine_client_zmq_addr(True, "")
+    beside = get_engine_client_zmq_addr(True, "")
     engines = [Engine(), Engine()]
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(await DPCoordinator.start(2))
-        head_addresses, own_addresses = coordinated(coordinator), here_and_there()
+        head_addresses = coordinated(coordinator)
+        own_addresses = here_and_there()
         head = (await stack.enter_async_context(clients_of(head_addresses, 1, 1))).client
         (own,) = (await stack.enter_async_context(clients_of(own_addresses, [CoreEngine(1)], 1))).clients
         await stack.enter_async_context(

@@ -25,7 +25,8 @@ from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, MAX_PAYLOAD_BYTES
 from aioshm.errors import EngineStartupError, HandshakeError
 
 NEW, CONNECTED, READY = CoreEngineState
-encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+encode = msgspec.msgpack.encode
+decode = msgspec.msgpack.decode
 
 # The bytes of vLLM's releases, built from their definitions.
 HELLO_0_9_1 = b"\x82\xa6status\xa5HELLO\xa5local\xc3"
@@ -333,7 +334,8 @@ class TestRepetitions:
             at(READY).receive(b"\x01\0", again(hello()))
 
     def test_engine_marks_a_repeated_hello_and_names_its_process(self) -> None:
-        plain, named = EngineHandshake(0), EngineHandshake(0, named=True)
+        plain = EngineHandshake(0)
+        named = EngineHandshake(0, named=True)
         assert plain.hello() == HELLO_LATER
         hello = {"status": "HELLO", "local": True, "headless": False}
         assert decode(plain.again) == {**hello, "process": decode(plain.again)["process"], "again": True}

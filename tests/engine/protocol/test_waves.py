@@ -274,7 +274,8 @@ class Model(RuleBasedStateMachine):
         # What is published is news, unless it has not been for long; but two steps may happen to have the same counts.
         assert self.changed_at is not None or self.last_was_news or since >= QUIET_INTERVAL_S - 1e-9
         self.last_was_news = self.changed_at is not None
-        self.last, self.last_at = self.waves.publish(self.now), self.now
+        self.last = self.waves.publish(self.now)
+        self.last_at = self.now
         assert self.last.counts is not None
         assert len(self.last.counts) == len(self.loads)
         if self.last.counts == self.current():
