@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 import msgspec
 
@@ -436,11 +436,12 @@ class Calls:
             task.cancel()
 
     def _method(self, name: str) -> Callable[..., Any]:
-        found = getattr(self._engine, name, None)
-        if not callable(found) or name.startswith("_") or name in _NOT_TO_BE_CALLED:
+        method: Any = None
+        if not name.startswith("_") and name not in _NOT_TO_BE_CALLED:
+            method = getattr(self._engine, name, None)
+        if not callable(method):
             raise AttributeError(f"the engine has no method {name!r} that may be called")
-        method: Callable[..., Any] = found
-        return method
+        return cast("Callable[..., Any]", method)
 
     async def _finish(self, client: int, call: Call, result: Any) -> None:
         try:
