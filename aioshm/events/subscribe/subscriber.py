@@ -219,18 +219,18 @@ def _pair_up(
     Raises:
         ValueError: No endpoints, different numbers of them, or an invalid endpoint.
     """
-    if isinstance(endpoints, str):
-        endpoints = [endpoints]
-    if replay_endpoints is None:
-        replay_endpoints = [None] * len(endpoints)
-    elif isinstance(replay_endpoints, str):
-        replay_endpoints = [replay_endpoints]
-    if not endpoints:
+    lives = [endpoints] if isinstance(endpoints, str) else list(endpoints)
+    replays: list[str | None] = [None] * len(lives)
+    if isinstance(replay_endpoints, str):
+        replays = [replay_endpoints]
+    elif replay_endpoints is not None:
+        replays = list(replay_endpoints)
+    if not lives:
         raise ValueError("endpoints must name at least one publisher")
-    if len(endpoints) != len(replay_endpoints):
-        raise ValueError(f"replay_endpoints has {len(replay_endpoints)} entries for {len(endpoints)} endpoints")
+    if len(lives) != len(replays):
+        raise ValueError(f"replay_endpoints has {len(replays)} entries for {len(lives)} endpoints")
     pairs = []
-    for live, replay in zip(endpoints, replay_endpoints, strict=True):
+    for live, replay in zip(lives, replays, strict=True):
         if replay is not None:
             check_endpoint(replay, "replay_endpoints")
         pairs.append((check_endpoint(live, "endpoints"), replay))
