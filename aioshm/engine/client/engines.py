@@ -61,7 +61,6 @@ class LoadBalancer:
         return min(choices, key=lambda rank: (max(published[rank], n_clients * in_flight[rank]), usage[rank]))
 
     def sent(self, rank: int) -> None:
-        """Note that an engine was sent a request."""
         self.in_flight[rank] += 1
         if self._published:
             self._published[rank] += self._n_clients * self._weights[rank]
@@ -70,7 +69,6 @@ class LoadBalancer:
             self.choices.append(rank)
 
     def done(self, rank: int) -> None:
-        """Note that a request has ended."""
         self.in_flight[rank] -= 1
 
     def leave_out(self, rank: int) -> None:
@@ -131,7 +129,7 @@ class Engines:
         self.deaths: dict[int, EngineDead] = {}  # by rank: dead engines, while others continue
         self.died: int = 0  # deaths in total
         self.leaving: set[int] = set()  # the ranks of engines that get no more requests
-        # Clients begin with different engines, so that not all of them choose the same one.
+        # Clients begin with different engines: otherwise all would choose the same engine.
         first = len(self.ranks) * client_index // n_clients
         self.balance: LoadBalancer = LoadBalancer(self.ranks, first, n_clients)
         self.pending: Pending = Pending(EnvelopeDecoder(output_type), self.balance)
@@ -250,12 +248,12 @@ class Engines:
         self.balance.add(rank)
 
     def begin_to_leave(self, rank: int) -> None:
-        """Mark an engine as leaving, so that it gets no more requests."""
+        """Mark an engine as leaving: it gets no more requests."""
         self.leaving.add(rank)
         self.balance.leave_out(rank)
 
     def stay(self, rank: int) -> None:
-        """Cancel the leaving of an engine, so that it gets requests again."""
+        """Cancel the leaving of an engine: it gets requests again."""
         self.leaving.discard(rank)
         if rank in self.ready:
             self.take_in(rank)
@@ -289,5 +287,5 @@ class Engines:
 
 
 def again(error: EngineDead) -> EngineDead:
-    """Return a copy of an error, so that each call that raises it has its own traceback."""
+    """Return a copy of an error: each call raises an error with a traceback of its own."""
     return EngineDead(*error.args, engine=error.engine, pid=error.pid)

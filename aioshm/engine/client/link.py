@@ -171,10 +171,10 @@ class EngineLink:
             self.liveness.lost(rank)
             raise EngineDead(f"engine {rank} cannot be reached: {error}", engine=rank) from None
         if not self.settled.is_set():
-            self.sockets.registrations.run_soon()  # sending may clear the sign that there is one to read
+            self.sockets.registrations.run_soon()  # a send may clear the event of a waiting registration
 
     def abort(self, rank: int, request_ids: list[str]) -> None:
-        """Abort requests at their engine, if it is still there."""
+        """Abort requests at a living engine."""
         if self.dead is None and rank not in self.engines.deaths:
             try:
                 self.send(rank, _ABORT, [_encode_plain(request_ids)])
@@ -182,7 +182,6 @@ class EngineLink:
                 pass  # its death will be reported
 
     def leave(self, inbox: Inbox) -> None:
-        """Abort a request whose stream was left."""
         if inbox.ended or self.closed or self._loop.is_closed():
             return
         if threading.get_ident() != self._thread:  # the garbage collector may run in any thread
@@ -194,7 +193,6 @@ class EngineLink:
     # Receiving
 
     def registered(self, registration: Registration) -> None:
-        """Handle an engine's registration."""
         name = registration.name
         try:
             if self.sockets.register_by_keys:
@@ -255,7 +253,6 @@ class EngineLink:
             self._limiter.warn(logger, "there are no counts from the coordinator: %s", error)
 
     def disconnected(self, connection: int) -> None:
-        """Handle the end of a connection."""
         if self._membership is not None:
             self._membership.forget_early(connection)
         self.liveness.disconnected(connection)
@@ -275,7 +272,6 @@ class EngineLink:
             self.abort(rank, [request_id])
 
     def counts(self, payload: bytes) -> None:
-        """Handle a publication of the coordinator."""
         try:
             counts, self.wave, _running = _decode_counts(payload)
             if counts is not None:
@@ -312,7 +308,6 @@ class EngineLink:
         self.report_progress()
 
     def give_up(self, error: EngineDead) -> None:
-        """Fail all pending and later calls with this error."""
         if not self.closed and self.dead is None:
             self.dead = error
             self.liveness.stop()

@@ -1,4 +1,4 @@
-"""Detects deaths of engines, and which engines they were."""
+"""Detects deaths of engines."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Liveness:
             self._lose(rank)
 
     def said_dead(self, rank: int | None = None) -> None:
-        """Note that an engine reports its end, and which engine, if known."""
+        """Note an engine's report of its end; ``rank``: the engine, if known."""
         if rank is not None:
             if not self._of(rank).told:
                 self._lose(rank, said_dead=True)

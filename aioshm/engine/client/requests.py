@@ -37,7 +37,7 @@ REUSE_AFTER_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class Inbox:
-    """The received outputs of a request that its user has not taken yet.
+    """The received outputs of a request, until its user takes them.
 
     The client references this object, and the user a stream, which the garbage collector can free.
     """
@@ -98,7 +98,7 @@ class Inbox:
         self._stay = partial(consumer.remove_done_callback, on_end)
 
     def resume(self) -> None:
-        """Note that a task waits again, or that no wait is needed."""
+        """Note another wait, or the end."""
         if self._stay is not None:
             self._stay()
             self._stay = None
@@ -172,7 +172,7 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
 
 
 class PendingCall(NamedTuple):
-    """A call that waits for its answer."""
+    """A call without an answer yet."""
 
     call_id: int
     method: str
@@ -225,14 +225,12 @@ class Pending:
             )
 
     def add(self, request_id: str, rank: int, generation: int, request: list[Frame] | None = None) -> Inbox:
-        """Add a request that was sent to an engine."""
         self._balance.sent(rank)
         self.requests += 1
         inbox = self.inboxes[request_id] = Inbox(request_id, rank, generation, request)
         return inbox
 
     def move(self, inbox: Inbox, rank: int, generation: int) -> None:
-        """Move a request of a dead engine to another engine."""
         self._balance.done(inbox.engine)
         self._balance.sent(rank)
         inbox.tried += (inbox.engine,)
@@ -240,7 +238,7 @@ class Pending:
         inbox.generation = generation
 
     def abort(self, request_id: str) -> None:
-        """End a request that its user does not want any more."""
+        """End a request at its user's wish."""
         rank = self.inboxes[request_id].engine
         self._note_abort(rank, request_id)
         text = f"request {request_id!r} was aborted before its last output"
@@ -267,7 +265,6 @@ class Pending:
         self._note_idle(inbox.engine)
 
     def of_engine(self, rank: int) -> list[Inbox]:
-        """Return the requests of an engine."""
         return [inbox for inbox in self.inboxes.values() if inbox.engine == rank]
 
     def by_engine(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
@@ -282,32 +279,28 @@ class Pending:
     # Calls
 
     def call(self, method: str, rank: int) -> PendingCall:
-        """Add a call of an engine."""
         call = PendingCall(next(self._call_ids), method, rank, asyncio.get_running_loop().create_future())
         self.calls[call.call_id] = call
         return call
 
     def forget(self, calls: Iterable[PendingCall]) -> None:
-        """Remove calls that are answered, or that no task waits for."""
+        """Remove answered calls, and calls without a waiting task."""
         for call in calls:
             del self.calls[call.call_id]
             if call.answer.done() and not call.answer.cancelled():
-                call.answer.exception()  # retrieved, so that asyncio does not report it
+                call.answer.exception()  # retrieved: otherwise asyncio reports the exception
             self._note_idle(call.engine)
 
     # Engines
 
     def is_busy(self, rank: int) -> bool:
-        """Return whether an engine has requests or calls."""
         return self._balance.in_flight.get(rank, 0) > 0 or any(call.engine == rank for call in self.calls.values())
 
     def fail(self, error: Callable[[], Exception]) -> None:
-        """Fail all requests and calls."""
         for rank in list(self._balance.in_flight):
             self.fail_engine(rank, error)
 
     def fail_engine(self, rank: int, error: Callable[[], Exception]) -> None:
-        """Fail the requests and calls of one engine."""
         for inbox in self.of_engine(rank):
             self.finish(inbox.request_id, error)
         for call in self.calls.values():
@@ -372,7 +365,7 @@ class Pending:
                 self.finish(request_id)
 
     def _inbox(self, engine: int, request_id: str, generation: int | None) -> Inbox | None:
-        """Return the inbox of a request that this engine has, in this generation if the engine sends one."""
+        """Return the inbox of a request of this engine, and of this generation if the engine sends generations."""
         inbox = self.inboxes.get(request_id)
         if inbox is None or inbox.engine != engine:
             return None

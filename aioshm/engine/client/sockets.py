@@ -119,7 +119,6 @@ class ClientSockets:
         self._router.send_multipart([identity, kind, *frames], zmq.NOBLOCK)
 
     def subscribe(self, address: str, curve: CurveKeys | None) -> None:
-        """Subscribe to the coordinator's publications, with these keys."""
         sockets = self._bound.sockets
         sub = sockets.add(open_socket(sockets.context, zmq.XSUB, address, bind=False, hwm=_UNBOUNDED, curve=curve))
         attach(sub, address, bind=False)
@@ -131,7 +130,7 @@ class ClientSockets:
         """Send a message to the coordinator, if there is one."""
         if self._coordinator is not None:
             self._coordinator.send(payload, zmq.NOBLOCK)
-            self._counts.run_soon()  # sending may clear the sign that there is something to read
+            self._counts.run_soon()  # a send may clear the event of a waiting message
 
     async def aclose(self) -> None:
         """Close the sockets once all messages have left. Idempotent."""
@@ -209,14 +208,13 @@ class MembershipListener:
             del self.early[name]
 
     def report(self, missing: list[int], busy: list[int]) -> None:
-        """Report the progress of this front end, if it has changed."""
+        """Report a changed progress of this front end."""
         progress = Progress(self.version, missing, busy)
         if progress != self._progress:
             self._progress = progress
             self._send()
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
         self._pump.pause()
         self._connection.pause()
         self._monitor.close()
@@ -224,7 +222,7 @@ class MembershipListener:
 
     def _send(self) -> None:
         self._dealer.send(encode(self._progress), zmq.NOBLOCK)
-        self._pump.run_soon()  # sending may clear the sign that there is something to read
+        self._pump.run_soon()  # a send may clear the event of a waiting message
 
     def _read_monitor(self) -> None:
         came_back, _ = self._monitor.read()
@@ -241,7 +239,6 @@ class MembershipListener:
             self._apply(membership)
 
     def _apply(self, membership: Membership) -> None:
-        """Apply a membership: more engines, fewer, leaving ones, and deaths."""
         link = self._link
         engines = link.engines
         for rank in sorted(membership.engines.keys() - engines.ranks):

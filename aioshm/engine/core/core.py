@@ -178,7 +178,6 @@ class EngineCore:
         self._arrived.set()
 
     async def _wait(self, seconds: float | None) -> None:
-        """Wait for a message until the timeout."""
         if not self._messages:
             self._arrived.clear()
             with suppress(TimeoutError):
@@ -294,7 +293,6 @@ class EngineCore:
     # Sending
 
     def answer(self, client: int, answer: UtilityOutput) -> None:
-        """Send the answer to a call."""
         self._send(client, EngineCoreOutputs(self.index, utility_output=answer), counts=False)
 
     async def _send_outputs(self, outputs: Iterable[Any]) -> bool:
@@ -326,7 +324,7 @@ class EngineCore:
             self._send(client, EngineCoreOutputs(self.index, outputs, finished_requests=finished or None))
 
     async def _send_one_by_one(self, client: int, batch: _Batch) -> None:
-        """Send the outputs that can be encoded; the requests of the others fail."""
+        """Send each output; a request fails if its output cannot be encoded."""
         for output, generation in zip(batch.outputs, batch.generations, strict=True):
             request_id = request_id_of(output)
             single = _Batch([output], [generation], set())
@@ -431,7 +429,6 @@ class Calls:
             self._succeed(client, call, result)
 
     def cancel(self) -> None:
-        """Cancel running calls. Idempotent."""
         for task in self._running:
             task.cancel()
 

@@ -280,7 +280,6 @@ class _FrontEnd:
         return self._state.receive(frames)
 
     def ready(self, fields: ReadyFields) -> None:
-        """Say READY."""
         self._dealer.send(self._state.ready(fields), zmq.NOBLOCK)
 
     async def flush(self) -> None:
@@ -289,7 +288,6 @@ class _FrontEnd:
         await give_back(lambda: self._sockets.close(LINGER_MS))
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
         self._stop()
         self._sockets.close()
 
@@ -304,7 +302,7 @@ class _FrontEnd:
             self._carrier += 1  # the next connection
         with suppress(zmq.Again):  # no connection has taken the messages before
             self._dealer.send(message, zmq.NOBLOCK)
-        self._messages.run_soon()  # sending may clear the sign that there is something to read
+        self._messages.run_soon()  # a send may clear the event of a waiting message
 
     def _take(self, frames: list[bytes]) -> None:
         if not self._init.done():
@@ -312,7 +310,7 @@ class _FrontEnd:
             self._messages.pause()
 
     def _read_monitor(self) -> None:
-        """Send HELLO again if the connection that carried it is gone, and there is another connection."""
+        """Send HELLO again over a new connection, if the connection that carried HELLO is gone."""
         failed = self._monitor.read()[1]
         if self._init.done():
             return
@@ -322,7 +320,6 @@ class _FrontEnd:
             self._send_hello(self._state.again)
 
     def _note_failure(self, reason: str) -> None:
-        """Log why the connection failed, with a hint."""
         # The end that finds a mismatch hangs up, so the other end may name the mismatch at a later attempt only.
         if self._failure and reason == ENDED:
             return

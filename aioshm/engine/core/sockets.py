@@ -92,7 +92,6 @@ class _Output:
             self.pause()
 
     def pause(self) -> None:
-        """Stop watching the socket."""
         if self._pump is not None:
             self._pump.pause()
 
@@ -286,7 +285,7 @@ class CoreSockets:
                 front_end.output = _Output(address, self._open(zmq.PUSH, address))
                 front_end.dealer.send(self._registration, zmq.NOBLOCK)
                 if front_end.requests is not None:
-                    front_end.requests.run_soon()  # sending may clear the sign that there is something to read
+                    front_end.requests.run_soon()  # a send may clear the event of a waiting message
 
     def _lose(self, front_end: _FrontEnd) -> None:
         """Drop the pending outputs of a front end, and abort its requests."""

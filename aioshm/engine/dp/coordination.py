@@ -196,7 +196,6 @@ class Coordination(Closing):
         return rank
 
     def notice(self, notice: Notice) -> None:
-        """Handle a notice of the launching process."""
         if notice.engines is not None and notice.engines != self._waves.n_engines:
             self._scale(notice.engines)
         if notice.dead is not None:

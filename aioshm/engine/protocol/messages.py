@@ -208,7 +208,6 @@ class EnvelopeDecoder:
         self._decode_plain = PayloadDecoder(MarkedOutputs[Any]).decode
 
     def decode(self, frames: Sequence[Frame]) -> MarkedOutputs[Any]:
-        """Decode an envelope."""
         try:
             envelope: MarkedOutputs[Any] = self._decode_typed(frames)
             return envelope

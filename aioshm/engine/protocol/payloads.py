@@ -46,7 +46,6 @@ class PayloadEncoder:
         self._aside: list[Frame] = []
 
     def encode(self, payload: Any) -> list[Frame]:
-        """Return the frames."""
         try:
             main = self._pack(payload)
         except Exception as error:
@@ -62,7 +61,6 @@ class PayloadEncoder:
         return frames
 
     def _stand_in(self, obj: Any) -> Any:
-        """Convert an object that msgspec does not know."""
         if is_loaded("numpy"):
             import numpy as np
 
@@ -112,7 +110,6 @@ class PayloadDecoder:
         self._saw_raw = False
 
     def decode(self, frames: Sequence[Frame]) -> Any:
-        """Return the payload."""
         if len(frames) > MAX_FRAMES:
             raise CodecError(f"a message of {len(frames)} frames, more than {MAX_FRAMES}")
         self._frames = frames

@@ -56,7 +56,6 @@ class Waves:
 
     @property
     def n_engines(self) -> int:
-        """The number of engines."""
         return len(self._loads)
 
     # Engines come and go
