@@ -241,10 +241,8 @@ class MessageQueue:
             PeerDied: A reader died.
             QueueClosed: Every reader has left.
         """
-        if timeout is not None and timeout < 0:
-            timeout = 0
         try:
-            self._queue.enqueue(obj, timeout)
+            self._queue.enqueue(obj, timeout and max(timeout, 0))
         except AioshmError as error:
             self._translate(error)
 
@@ -263,10 +261,8 @@ class MessageQueue:
             RuntimeError: "cancelled": this end was shut down, or ``cancel`` is set.
             PeerDied, QueueClosed: The writer died, or has closed the queue, and all of its messages have been received.
         """
-        if timeout is not None and timeout < 0:
-            timeout = 0
         try:
-            return self._queue.dequeue(timeout, cancel, indefinite)
+            return self._queue.dequeue(timeout and max(timeout, 0), cancel, indefinite)
         except AioshmError as error:
             self._translate(error)
 

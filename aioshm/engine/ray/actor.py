@@ -1,4 +1,4 @@
-"""An engine as a Ray actor: the code on its node, and its state in the launching process."""
+"""An engine as a Ray actor: the code on the node, and the state in the launching process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EngineCoreActor:
     def run(
         self, target: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], keys: AnyKeys | None = None
     ) -> int:
-        """Run an engine with these keys; return its exit code."""
+        """Run an engine; return the exit code."""
         vars(multiprocessing.current_process()).update(as_attributes(keys))
         try:
             target(*args, **kwargs)
@@ -48,23 +48,23 @@ class EngineActor:
         self.rank = rank
         self.name: str = f"EngineCore_{rank}"
         self.local = local
-        self.group = group  # its placement group
+        self.group = group  # the placement group
         self.handle: Any = _create(group, runtime_env)  # Ray's
         self.where_ref: Any = self.handle.where.remote()
-        self.host: str = ""  # the address of its node
+        self.host: str = ""  # the address of the node
         self.node_id: str = ""
         self.pid: int = 0
-        self.local_rank: int = -1  # its rank on its node; -1: undecided
+        self.local_rank: int = -1  # the rank on the node; -1: undecided
         self.run_ref: Any = None  # Ray's reference to the result of the run; None before
         self.exitcode: int | None = None  # 1 if the engine raised; None while it runs, and after a kill or a crash
         self._ended = threading.Event()
-        self.sentinel: int  # readable when its run is over
+        self.sentinel: int  # readable when the run is over
         self.sentinel, self._held = os.pipe()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
     def await_process(self, timeout: float) -> bool:
-        """Wait until the process runs, and note its address; return whether it does."""
+        """Wait until the process runs, and note address and pid; return False after the timeout."""
         ray = require_ray()
         try:
             self.host, self.pid = ray.get(self.where_ref, timeout=max(0.0, timeout))
@@ -87,22 +87,22 @@ class EngineActor:
 
     @property
     def last_words(self) -> list[str]:
-        """Ray's report about its failure."""
+        """Ray's report about the failure."""
         if self._error is None:
             return []
         return _COLOUR.sub("", str(self._error)).splitlines()
 
     @property
     def ended(self) -> bool:
-        """Whether its run is over."""
+        """Whether the run is over."""
         return self._ended.is_set()
 
     def wait(self, deadline: float) -> bool:
-        """Block until its run is over, or the deadline has passed; return whether it is over."""
+        """Block until the run is over; return False after the deadline."""
         return self.run_ref is None or self._ended.wait(max(0.0, deadline - time.monotonic()))
 
     def release(self) -> None:
-        """Close its descriptors; its run counts as over. Idempotent."""
+        """Close the descriptors; the run counts as over. Idempotent."""
         self._end()
         with self._lock:
             if self.sentinel >= 0:

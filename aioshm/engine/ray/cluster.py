@@ -33,7 +33,7 @@ def require_ray() -> Any:
 
 
 def connect(options: Mapping[str, Any]) -> None:
-    """Use this process's connection to Ray; create it by ``ray.init(**options)`` if missing."""
+    """Use this process's connection to Ray; without a connection call ``ray.init(**options)``."""
     global _users, _connected_here
     ray = require_ray()
     with _lock:
@@ -44,7 +44,7 @@ def connect(options: Mapping[str, Any]) -> None:
 
 
 def disconnect() -> None:
-    """Release the connection; its last user closes a connection that `connect` created."""
+    """Release the connection; the last user closes a connection that `connect` created."""
     global _users, _connected_here
     with _lock:
         _users -= 1
@@ -71,7 +71,7 @@ def nodes(device: str) -> list[Node]:
 def create_dp_placement_groups(
     engine_count: int, local_engine_count: int, needs: EngineNeeds | None = None, *, timeout: float
 ) -> tuple[list[Any], list[int]]:
-    """Reserve room for engines: local ones on the node of this process, the others packed on the other nodes.
+    """Reserve room for engines: local engines on the node of this process, remote engines packed on other nodes.
 
     Args:
         engine_count: The number of engines.

@@ -36,7 +36,7 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class _Plan(NamedTuple):
-    """The arguments of a manager that hold for all of its actors."""
+    """The arguments that all actors of a manager share."""
 
     target: Callable[..., object]
     args: Sequence[Any]
@@ -88,7 +88,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         max_engines: The number of given placement groups; None: `start_engine` creates as many as there is room for.
 
     Raises:
-        EngineStartupError: The cluster is too small, or an actor could not be started in time; the others are killed.
+        EngineStartupError: The cluster is too small, or an actor could not be started in time; all actors are killed.
         ImportError: Ray is not installed.
         TypeError, ValueError: An argument is invalid.
     """
@@ -218,7 +218,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
                 self._changed.notify_all()
 
     async def stop_engine(self, rank: int) -> None:
-        """Kill the actor of an engine, free the room that was reserved for it here, and remove it.
+        """Kill the actor of an engine, remove it, and free the room that the manager reserved.
 
         Cancelling this ends the wait only.
 
@@ -262,7 +262,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         return EngineActor(rank, self.is_local(rank), self._groups[rank], self._plan.runtime_env)
 
     def _run(self, actor: EngineActor, deadline: float) -> None:
-        """Wait until the process of an actor runs, let the engine run in it, and add it to the actors."""
+        """Wait until the process of an actor runs, start the engine there, and register the actor."""
         rank = actor.rank
         while not actor.await_process(min(_POLL_NODE_S, deadline - time.monotonic())):
             self._check_wanted(rank)
@@ -341,7 +341,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         return [actor.handle for actor in self.actors if not actor.local]
 
     def sentinels(self) -> list[int]:
-        """Return a descriptor for each actor, readable when its run is over; none after closing."""
+        """Return a descriptor for each actor, readable when the run is over; none after closing."""
         return [] if self._closed else [actor.sentinel for actor in self.actors]
 
     def finished_procs(self) -> dict[str, int | None]:
@@ -409,7 +409,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
     def __del__(self) -> None:
         if not self._closed:
             warn_not_closed(self)
-            self._close(wait=False)  # a thread of Ray may run this, and would wait for itself
+            self._close(wait=False)  # in a thread of Ray, waiting would be a deadlock
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {', '.join(actor.name for actor in self.actors)}>"

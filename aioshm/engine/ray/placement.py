@@ -75,7 +75,7 @@ class Node:
 
 
 def place_engines(nodes: Sequence[Node], engine_count: int, local_engine_count: int, needs: EngineNeeds) -> list[Node]:
-    """Return the node of each engine: local engines on the head node, the others packed on the other nodes.
+    """Return the node of each engine: local engines on the head node, remote engines packed on the remaining nodes.
 
     Nodes with the most room come first, so that few nodes have engines.
     """

@@ -30,7 +30,7 @@ AHEAD = 16
 """How many restarts of an engine the owner of a socket may have missed."""
 
 MORE_RANKS = 1024
-"""Engines below this rank are recognised also where they are not expected, so that an error can name them."""
+"""Unexpected engines below this rank are recognised, too, so that an error can name the rank."""
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -152,7 +152,7 @@ def over_tcp(addresses: Iterable[str | None]) -> bool:
 
 
 def warn_of_strangers(addresses: Iterable[str]) -> None:
-    """Log a warning, once per process, if other hosts can reach one of these addresses."""
+    """Log a warning, once per process, if other hosts can reach an address."""
     global _warned
     for address in addresses:
         if not _warned and over_tcp([address]) and not is_loopback(address):

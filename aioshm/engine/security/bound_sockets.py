@@ -63,7 +63,7 @@ class Connections(Monitor):
         super().close()
 
     def events(self) -> Iterator[tuple[int, int, str]]:
-        """Yield each event since the last call, except new connections, which this only records."""
+        """Yield the events since the last call, without new connections, which are only recorded."""
         for event in super().events():
             if event[0] == zmq.EVENT_ACCEPTED:
                 self._open.add(event[1])
@@ -162,7 +162,7 @@ class BoundSockets:
         return self.add(Pump.of_messages(self._loop, socket, handle, receive, descriptor=descriptor))
 
     def add(self, pump: Pump) -> Pump:
-        """Register a pump, so that `stop` pauses it."""
+        """Register a pump for `stop`."""
         self._pumps.append(pump)
         return pump
 
@@ -190,7 +190,7 @@ def with_sender(socket: Socket) -> tuple[zmq.Frame, list[bytes]]:
 
 
 def with_views(socket: Socket) -> list[Any]:
-    """Read a message: its first frame as bytes, the others as views of ZeroMQ's memory."""
+    """Read a message: the first frame as bytes, further frames as views of ZeroMQ's memory."""
     frames: list[Any] = [socket.recv(zmq.NOBLOCK)]
     if socket.getsockopt(zmq.RCVMORE):
         frames += [frame.buffer for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False)]
@@ -198,7 +198,7 @@ def with_views(socket: Socket) -> list[Any]:
 
 
 def with_property(socket: Socket, name: str) -> tuple[str, list[Any]]:
-    """Read a message as views, and a property of its sender, such as ``"User-Id"``."""
+    """Read a message as views, and a property of the sender, such as ``"User-Id"``."""
     frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
     return property_of(frames[0], name), [frame.buffer for frame in frames]
 

@@ -213,7 +213,7 @@ _created: EngineKeys | None = None
 
 
 def keys_for_front_end(given: object = None) -> EngineKeys:
-    """Return the given keys, or else this process's own; create keys if there are none."""
+    """Return the given keys, or this process's own, created if necessary."""
     global _created
     keys = _checked(given) or own_keys()
     if keys is None:

@@ -156,7 +156,7 @@ class EngineStartupCoordinator(AsyncClosing):
             raise
 
     def watch_also(self, processes: Iterable[WatchedProcess]) -> None:
-        """Watch more processes, from the next `wait` on; call this before the first one."""
+        """Watch more processes; call this before the first `wait`."""
         self._processes.watched += tuple(processes)
 
     async def wait(self, timeout: float | None = None) -> StartupReport:
@@ -340,7 +340,7 @@ class EngineStartupCoordinator(AsyncClosing):
 
     async def _watch_time(self) -> None:
         """Remind of a lack of progress, and fail at last."""
-        progress = monotonic()  # the last one
+        progress = monotonic()  # the latest time of any progress
         reminder_s = REMINDER_S
         while True:
             deadline = progress + self.progress_timeout

@@ -182,7 +182,7 @@ class FrontEnds(Closing):
         known = self._progress.get(name)
         self._progress[name] = progress
         self._names[connection] = name
-        if not self._connections.is_open(connection):  # its end was reported before this message
+        if not self._connections.is_open(connection):  # the end was reported before this message
             self._left(connection)
         elif known is None or not progress.version:
             self._send(name)

@@ -88,7 +88,7 @@ class CoreEngineLaunch:
 
     @property
     def members(self) -> EngineClient | FrontEnds | None:
-        """All clients of these engines as one object: the client here, or the clients in API servers."""
+        """All clients of the engines as one object: the client here, or the clients in API servers."""
         if self.front_ends is None:
             return self._client
         return self.front_ends

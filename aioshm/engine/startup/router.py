@@ -56,7 +56,7 @@ class HandshakeRouter:
             self.protection = Protection(None, None, (), secure=False)
             self._encrypts = False
             encrypted = place.getsockopt(zmq.MECHANISM) != zmq.NULL
-        # Whether all peers are trusted: they have keys, or are on this host.
+        # Whether all peers are trusted: peers with keys, or on this host.
         self.trusted: bool = encrypted or not over_tcp([self.address])
         if not self.trusted and not isinstance(place, str):
             warn_of_strangers([self.address])
@@ -65,8 +65,8 @@ class HandshakeRouter:
             self._router = self._open(place) if isinstance(place, str) else zmq.Socket.shadow(place)
             # Sending INIT to a disconnected engine is an error.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            # The second of two engines with one rank is received, so that the handshake can refuse it: the socket would
-            # ignore it otherwise. Where strangers can connect, they must not replace an engine.
+            # A second engine with the same rank must reach the handshake, which refuses the engine. Without handover
+            # the socket would ignore the second engine. Strangers must not replace an engine.
             self._router.setsockopt(zmq.ROUTER_HANDOVER, int(self.trusted))
             if isinstance(place, str):
                 self.address = self._bound.bind(self._router, place)

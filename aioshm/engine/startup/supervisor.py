@@ -1,4 +1,4 @@
-"""Restarts dead engines while the others serve."""
+"""Restarts dead engines while the remaining engines serve."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EngineSupervisor(AsyncClosing):
                 ...
             await supervisor.scale(6)
 
-    A dead engine is restarted and shakes hands while the others serve; its requests fail with `EngineDead`, see
+    A dead engine restarts and shakes hands while the remaining ones serve; its requests fail with `EngineDead`, see
     ``on_engine_death="continue"`` in `ClientOptions`. The coordinator is restarted, too. Other programs restart engines
     of other hosts; the supervisor admits them when they say HELLO. Ray's actors are recreated where there is room. A
     crash loop, see `Restart`, ends everything: the client, and `wait`, raise `EngineDead` with the cause of every
