@@ -20,6 +20,7 @@ from faces import Thread
 from proxy import proxied
 from support import until
 from test_names import NAMED
+from test_names_files import SPOILED, spoil
 
 from aioshm import (
     Handle,
@@ -325,25 +326,10 @@ def test_it_is_this_users_alone(identity: Path) -> None:
     assert os.listdir(identity.parent) == [identity.name]
 
 
-@pytest.mark.parametrize("what", ["mode", "owner", "symlink", "fifo", "directory"])
+@SPOILED
 def test_what_is_no_file_of_this_users_alone(identity: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made(identity)
-    expected = "is no regular file"
-    if what == "mode":
-        identity.chmod(0o604)
-        expected = "its mode is 0604 instead of 0600"
-    elif what == "owner":
-        monkeypatch.setattr(files, "_own_uid", lambda: os.geteuid() + 1)
-        expected = f"it belongs to uid {os.geteuid()}, this process runs as uid {os.geteuid() + 1}"
-    elif what == "symlink":
-        identity.rename(identity.with_name("elsewhere"))
-        identity.symlink_to(identity.with_name("elsewhere"))
-    else:
-        identity.unlink()
-        if what == "fifo":
-            os.mkfifo(identity, 0o600)
-        else:
-            identity.mkdir(0o700)
+    expected = spoil(identity, what, monkeypatch)
     with pytest.raises(IdentityError, match=rf"steps\.identity: .*{expected}"):
         new_writer(identity)
 

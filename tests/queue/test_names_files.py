@@ -149,27 +149,32 @@ async def test_a_directory_that_is_not_this_users_alone(names: Path) -> None:
             make()
 
 
-@pytest.mark.parametrize("what", ["mode", "owner", "symlink", "fifo", "directory"])
-async def test_what_is_no_file_of_this_users_alone(names: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    await leave_a_name(names)
-    path = file_of(names)
-    expected = "is no regular file"
+SPOILED = pytest.mark.parametrize("what", ["mode", "owner", "symlink", "fifo", "directory"])
+
+
+def spoil(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make a file one that is not private to this user; return the error's text."""
     if what == "mode":
-        path.chmod(0o640)
-        expected = "others may use it: its mode is 0640"
-    elif what == "owner":
+        path.chmod(0o604)
+        return "others may use it: its mode is 0604 instead of 0600"
+    if what == "owner":
         stranger = os.geteuid() + 1
         monkeypatch.setattr(files, "_own_uid", lambda: stranger)
-        expected = f"it belongs to uid {os.geteuid()}, this process runs as uid {stranger}"
-    elif what == "symlink":
-        path.rename(names / "elsewhere")
-        path.symlink_to(names / "elsewhere")
+        return f"it belongs to uid {os.geteuid()}, this process runs as uid {stranger}"
+    path.rename(path.with_name("elsewhere"))
+    if what == "symlink":
+        path.symlink_to(path.with_name("elsewhere"))
+    elif what == "fifo":
+        os.mkfifo(path, 0o600)
     else:
-        path.unlink()
-        if what == "fifo":
-            os.mkfifo(path, 0o600)
-        else:
-            path.mkdir(0o700)
+        path.mkdir(0o700)
+    return "is no regular file"
+
+
+@SPOILED
+async def test_what_is_no_file_of_this_users_alone(names: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    await leave_a_name(names)
+    expected = spoil(file_of(names), what, monkeypatch)
     with pytest.raises(SharedMemoryError, match=rf"steps\.queue: .*{expected}.*remove it"):
         new_writer()
     async with MessageQueue.attach("steps", 0) as reader:

@@ -82,10 +82,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._raises = errors == "raise"
         self._shared = SharedSleep()
         places = [self._place(rank, queue) for rank, queue in readers.items()]
-        self._options = Options()
-        if places:
-            self._options = places[0].reader.state.options
-        self._round = Round(places, self._options.stall_warning_s, monotonic())
+        options = [place.reader.state.options for place in places] or [Options()]
+        self._round = Round(places, options[0].stall_warning_s, monotonic())
         self.failed: dict[int, AioshmError] = self._round.failed
         self._turn = 0
         self._turn_ends_ns = 0
@@ -122,8 +120,6 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._check_here()
         place = self._place(rank, queue)
         self._round.check_addition(rank, place.reader)
-        if not self._round.running:
-            self._options = place.reader.state.options
         if self._loop is not None:
             place.start()
         self._round.add(place, monotonic())
@@ -319,7 +315,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         if not others:  # there is no ring to spin on
             return self._poller_of(Policy(may_spin=False))
         known = {pid for pid in others if pid}
-        policy = policy_for([*known, *(pid for pid in others if not pid)], self._options)
+        policy = policy_for([*known, *(pid for pid in others if not pid)], self._round.running[0].reader.state.options)
         self._shared.yields = policy.crowded
         return self._poller_of(policy)
 

@@ -6,9 +6,11 @@ import logging
 import os
 import secrets
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
 import msgspec
 import zmq
+from msgspec import Meta
 
 from aioshm.arguments import shown
 from aioshm.config import Options
@@ -21,23 +23,23 @@ from aioshm.zeromq.endpoint import CurveKeys
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 TOKEN_BYTES = 32
-_KEY_BYTES = 40
-MAX_PORT = 65535
+
+_Key: TypeAlias = Annotated[bytes, Meta(min_length=40, max_length=40)]
+_Token: TypeAlias = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+_Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class _Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A CURVE key pair."""
 
-    public: bytes
-    secret: bytes
+    public: _Key
+    secret: _Key
 
     def keys(self, server: bytes | None = None) -> CurveKeys:
         return CurveKeys(public=self.public, secret=self.secret, server=server)
 
     def check(self) -> None:
         """Raise `ValueError` unless the keys match."""
-        if len(self.public) != _KEY_BYTES or len(self.secret) != _KEY_BYTES:
-            raise ValueError("keys of another length")
         try:
             public = zmq.curve_public(self.secret)
         except zmq.ZMQError as error:
@@ -49,10 +51,10 @@ class _Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Content(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm-identity", forbid_unknown_fields=True):
     """The content of an identity's file."""
 
-    token: bytes
+    token: _Token
     # 0 until the first writer has chosen its ports.
-    data: int = 0
-    control: int = 0
+    data: _Port = 0
+    control: _Port = 0
     # None where connections are not encrypted.
     server: _Pair | None = None
     client: _Pair | None = None
@@ -176,9 +178,7 @@ def _checked(path: Path, text: bytes) -> _Content:
 
 def _check(content: _Content) -> None:
     ports = content.data, content.control
-    if len(content.token) != TOKEN_BYTES:
-        raise ValueError(f"a token of {len(content.token)} bytes")
-    if any(ports) and not (all(0 < port <= MAX_PORT for port in ports) and content.data != content.control):
+    if any(ports) and (not all(ports) or content.data == content.control):
         raise ValueError(f"the ports {ports}")
     if (content.server is None) != (content.client is None):
         raise ValueError("keys of one side only")

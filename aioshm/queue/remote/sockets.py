@@ -167,22 +167,17 @@ class ReaderSockets:
                 silence_s=options.remote_timeout,
                 max_frame_bytes=wire.MAX_FRAME_BYTES,
             )
-            self._dealer = self._sockets.add(
-                open_socket(
-                    self._sockets.context,
-                    zmq.DEALER,
-                    remote.control,
-                    bind=False,
-                    hwm=CONTROL_HWM,
-                    curve=remote.keys,
-                    silence_s=options.remote_timeout,
-                    heartbeats=True,
-                )
+            self._dealer = _control_socket(
+                self._sockets,
+                zmq.DEALER,
+                remote.control,
+                bind=False,
+                curve=remote.keys,
+                silence_s=options.remote_timeout,
             )
             self.control_connection: Connection = Connection(self._dealer)
             self._sockets.add(self.control_connection.pair)
             self._dealer.setsockopt(zmq.ROUTING_ID, b"\x01" + secrets.token_bytes(15))
-            limit_frames(self._dealer, wire.MAX_CONTROL_BYTES)
             attach(self._dealer, remote.control, bind=False)
         except BaseException:
             self._sockets.close()
@@ -276,21 +271,11 @@ class WriterSockets:
             hwm = min(2 * (options.remote_window + parts) + CONTROL_HWM, _MAX_HWM)
             silence_s = options.remote_timeout
             self._data = DataPublisher(self._sockets, endpoint, topic, hwm=hwm, curve=server, silence_s=silence_s)
-            self._router = self._sockets.add(
-                open_socket(
-                    self._sockets.context,
-                    zmq.ROUTER,
-                    endpoint,
-                    bind=True,
-                    hwm=CONTROL_HWM,
-                    curve=server,
-                    silence_s=silence_s,
-                    heartbeats=True,
-                )
+            self._router = _control_socket(
+                self._sockets, zmq.ROUTER, endpoint, bind=True, curve=server, silence_s=silence_s
             )
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to an unreachable reader fails
             self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reader's new connection replaces the old one
-            limit_frames(self._router, wire.MAX_CONTROL_BYTES)
             data_port = control_port = 0
             if identity is not None:
                 data_port, control_port = identity.ports
@@ -351,6 +336,26 @@ class WriterSockets:
     def _receive(self, frames: list[bytes]) -> None:
         if len(frames) == 2:
             self._readers.receive(*frames)
+
+
+def _control_socket(
+    sockets: Sockets, kind: int, endpoint: str, *, bind: bool, curve: CurveKeys | None, silence_s: float
+) -> Socket:
+    """Open a DEALER or ROUTER whose frames have a bounded size."""
+    sock = sockets.add(
+        open_socket(
+            sockets.context,
+            kind,
+            endpoint,
+            bind=bind,
+            hwm=CONTROL_HWM,
+            curve=curve,
+            silence_s=silence_s,
+            heartbeats=True,
+        )
+    )
+    limit_frames(sock, wire.MAX_CONTROL_BYTES)
+    return sock
 
 
 def _keys(identity: Identity | None) -> tuple[CurveKeys, CurveKeys]:
