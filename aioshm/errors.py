@@ -1,7 +1,7 @@
-"""The one error tree: everything aioshm raises on purpose, except ``TimeoutError``, ``TypeError`` and ``ValueError``.
+"""The errors of aioshm; besides these, calls raise ``TimeoutError``, ``TypeError`` and ``ValueError``.
 
-Four words run through it, as in trio: *closed* (this end, or the other on purpose), *died* (the other end, not on
-purpose), *nothing now* (the ``_nowait`` calls) and *wrong place* (role, loop, thread, process).
+The names follow trio: *closed* (this end, or the peer on purpose), *died* (the peer, not on purpose), *empty* and
+*full* (the ``_nowait`` calls), and *role* (wrong end, loop, thread or process).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class AioshmError(Exception):
     """The root of every error that aioshm defines.
 
     Attributes:
-        rank: Whom it is about, where that is a matter of ranks; raised by a merge: the rank that this has the queue by.
+        rank: The rank that the error is about, if any; from `merge`, the rank of the queue there.
     """
 
     rank: int | None = None
@@ -28,30 +28,30 @@ class AioshmError(Exception):
 
 
 def _remade(kind: type[E], args: tuple[Any, ...]) -> E:
-    """Return a pickled error's like, without its constructor, whose arguments are not its text."""
+    """Recreate a pickled error without its constructor, whose arguments are not the text."""
     error = kind.__new__(kind, *args)
     error.args = args
     return error
 
 
 class QueueClosed(AioshmError):
-    """Nothing more passes, on purpose: `EndClosed` if that was decided here, `PeerClosed` if on the other side."""
+    """The queue was closed: `EndClosed` if this end was closed, `PeerClosed` if the peer has closed."""
 
 
 class EndClosed(QueueClosed):
-    """This end was closed here, by `aclose`, `close`, or the end of its block; make a new one to go on."""
+    """This end was closed, by `aclose`, `close`, or the end of its block; create a new one to continue."""
 
 
 class PeerClosed(QueueClosed):
-    """The other side has finished: the writer closed and all that it sent was read, or every reader has left."""
+    """The peer has finished: the writer closed and this end has read every message, or every reader has left."""
 
 
 class PublisherClosed(EndClosed, RuntimeError):
-    """A batch was published after its publisher was closed, or waited for room when it was; it is not sent."""
+    """The publisher was closed before it sent the batch."""
 
 
 class QueueCancelled(AioshmError, RuntimeError):
-    """The ``cancel`` event that was passed to a waiting call has been set; a `RuntimeError`, as in vLLM."""
+    """The ``cancel`` event of a waiting call was set; a `RuntimeError`, as in vLLM."""
 
 
 class QueueEmpty(AioshmError, asyncio.QueueEmpty, queue.Empty):
@@ -63,44 +63,47 @@ class QueueFull(AioshmError, asyncio.QueueFull, queue.Full):
 
 
 class RoleError(AioshmError, RuntimeError):
-    """The call does not belong here: wrong end of the queue, wrong event loop, wrong thread or wrong process."""
+    """The call came from the wrong end of the queue, event loop, thread or process."""
 
 
 class PeerDied(AioshmError):
-    """The process at the other end is gone without having said goodbye.
+    """The process at the other end of the queue is gone, and had not closed its end.
 
     Attributes:
-        rank: Reader rank, or -1 for the writer; raised by a merge: the rank that this has the queue by.
-        pid: Its process id as it saw itself.
+        rank: Reader rank, or -1 for the writer; from `merge`, the rank of the queue there.
+        pid: The process id in the process's own pid namespace.
         side: ``"reader"`` or ``"writer"``: which end died.
     """
 
     rank: int
 
     def __init__(self, rank: int, pid: int, side: str, detail: str = "") -> None:
-        who = "the writer" if side == "writer" else f"reader {rank}"
-        super().__init__(f"{who} (pid {pid}) died{': ' + detail if detail else ''}")
+        text = "the writer" if side == "writer" else f"reader {rank}"
+        text += f" (pid {pid}) died"
+        if detail:
+            text += f": {detail}"
+        super().__init__(text)
         self.rank = rank
         self.pid = pid
         self.side = side
 
 
 class QueueRestarted(AioshmError):
-    """The writer of a name, or of an identity, is another one now; the next call receives what that one sends.
+    """A queue's name, or identity, has a new writer; the next call receives its messages.
 
-    Or it is the same (``pid`` is ``old_pid``), that had given this reader up, and has it again.
+    Or the same writer (``pid`` is ``old_pid``) had dropped this reader, and has attached it again.
 
-    Told once, to a reader with ``reconnect=True`` that had been ready before, when it is ready again.
+    Raised once, by a reader with ``reconnect=True`` that had been ready before, when it is ready again.
 
     Attributes:
-        name: The queue's.
-        old_pid: The process of the writer that is gone.
-        pid: The process of the one that has come.
-        ended: What the reader would have been told of the old one without ``reconnect``: how it has gone.
+        name: The name of the queue.
+        old_pid: The process id of the old writer.
+        pid: The process id of the new writer.
+        ended: The error about the old writer, which a reader without ``reconnect`` raises.
     """
 
     def __init__(self, name: str, old_pid: int, pid: int, ended: AioshmError) -> None:
-        super().__init__(f"queue {name} has another writer (pid {pid}): {ended}")
+        super().__init__(f"queue {name} has a new writer (pid {pid}): {ended}")
         self.name = name
         self.old_pid = old_pid
         self.pid = pid
@@ -119,11 +122,11 @@ class _RangeLost(AioshmError):
 
 
 class ReaderEvicted(AioshmError):
-    """This reader was too slow, and its queue goes on without it (``slow_reader="evict"``)."""
+    """This reader was too slow, and the queue continues without this reader (``slow_reader="evict"``)."""
 
 
 class MessagesLost(_RangeLost):
-    """Messages that a reader missed and the writer no longer holds: one that was too slow, with ``slow_reader="skip"``.
+    """This reader was too slow, and the writer no longer holds these messages (``slow_reader="skip"``).
 
     Attributes:
         first: Sequence number of the first lost message.
@@ -134,29 +137,29 @@ class MessagesLost(_RangeLost):
 
 
 class PublisherRestarted(AioshmError):
-    """A publisher's numbers went back: it is another one now, and what the old one held is gone.
+    """A publisher's numbers went back: the publisher has restarted, and its replay buffer is lost.
 
     Attributes:
-        source: Which publisher, as `aioshm.events.Source` says it.
-        expected: The number that should have come next.
+        source: The publisher, an `aioshm.events.Source`.
+        expected: The expected next number.
     """
 
     def __init__(self, source: Any, expected: int) -> None:
-        super().__init__(f"publisher {source} began again, where batch {expected} should have been next")
+        super().__init__(f"publisher {source} restarted, where batch {expected} was expected next")
         self.source = source
         self.expected = expected
 
 
 class PublisherDisconnected(AioshmError):
-    """A publisher's connection ended, and nothing was heard of it for a while: the subscriber has forgotten it.
+    """A publisher's connection ended, and did not come back in time: the subscriber has dropped the publisher.
 
     Attributes:
         source: The publisher, an `aioshm.events.Source`.
-        after_s: Seconds since the last sign of it.
+        after_s: Seconds since its last message.
     """
 
     def __init__(self, source: Any, after_s: float) -> None:
-        super().__init__(f"publisher {source} is gone: no sign of it for {after_s:.3g} s")
+        super().__init__(f"publisher {source} is gone: no message for {after_s:.3g} s")
         self.source = source
         self.after_s = after_s
 
@@ -173,53 +176,59 @@ class EventsLost(_RangeLost):
 
 
 class HandleError(AioshmError, ValueError):
-    """Not a handle, or one of another version, host, user or queue, or one whose queue is gone."""
+    """Not a handle, a handle of another version, host, user or queue, or the queue is gone."""
 
 
 class QueueGone(HandleError):
-    """Nobody listens where the handle says: its queue's writer is gone."""
+    """No writer listens at the address of the handle: the queue is gone."""
 
 
 class NoPlaceVacant(HandleError):
-    """All places of the queue have readers; the text names them."""
+    """All ranks of the queue have readers; the text names the readers."""
 
 
 class NameTaken(AioshmError):
-    """A queue's name, or its identity, is that of a writer that lives.
+    """A running writer has the name, or the identity.
 
     Attributes:
-        name: The name, or the identity's path.
-        pid: The writer's process id as it saw itself; 0 where it is not known.
-        path: The file by which it has it.
+        name: The name, or the path of the identity.
+        pid: The writer's process id in its own pid namespace; 0 if unknown.
+        path: The file of the name.
     """
 
     def __init__(self, name: str, pid: int, path: str) -> None:
-        who = f"pid {pid}" if pid else "its pid is not known"
-        super().__init__(f"{name!r} is taken by a writer that lives ({who}): close that one, or take another ({path})")
+        writer = f"pid {pid}" if pid else "pid unknown"
+        super().__init__(f"{name!r} is taken by a running writer ({writer}): close it, or use another name ({path})")
         self.name = name
         self.pid = pid
         self.path = path
 
 
 class IdentityError(AioshmError, ValueError):
-    """The file of a writer's identity is not one: cut short, forged, another user's, or open to others."""
+    """The file of a writer's identity is invalid: cut short, forged, of another user, or readable by others."""
 
 
 class GroupBroken(AioshmError, ConnectionError):
-    """The members of a process group, or its store, cannot be reached; or another group or process is in the way."""
+    """The members of a process group, or its store, cannot be reached, or another group uses the address."""
 
 
 class CorruptSlot(AioshmError):
-    """A slot holds something else than the next message; it was skipped.
+    """A slot does not hold the expected message; the reader has skipped the slot.
 
     Attributes:
-        found: The sequence number in the slot, or None where even that is unreadable.
-        expected: The sequence number that should be there.
+        found: The sequence number in the slot, or None if unreadable.
+        expected: The expected sequence number.
     """
 
     def __init__(self, found: int | None, expected: int, detail: str = "") -> None:
-        what = f"found message {found}" if found is not None and found != expected else "damaged"
-        super().__init__(f"slot of message {expected}: {what}{': ' + detail if detail else ''}")
+        text = f"slot of message {expected}: "
+        if found is None or found == expected:
+            text += "damaged"
+        else:
+            text += f"found message {found}"
+        if detail:
+            text += f": {detail}"
+        super().__init__(text)
         self.found = found
         self.expected = expected
 
@@ -233,26 +242,26 @@ class MessageTooLarge(CodecError):
 
 
 class UnsafePayload(CodecError):
-    """Decoding this payload could run code, and its sender is not known."""
+    """Decoding this payload could run code, and the sender is not authenticated."""
 
 
 class SharedMemoryError(AioshmError, OSError):
-    """Shared memory could not be created or mapped; the text says what was asked for, what is free, what to do."""
+    """Shared memory could not be created or mapped; the text has the size, the free memory, and a remedy."""
 
 
 class EndpointError(AioshmError, OSError):
-    """A ZeroMQ socket cannot be made for an endpoint, bound to it or connected to it; the text says what to do."""
+    """A ZeroMQ socket cannot be created for, bound or connected to an endpoint; the text has a remedy."""
 
 
 class LimitReached(AioshmError):
-    """This process may not have more of something; the text says of what, what the limit is, and what to do.
+    """This process has reached a limit of the system; the text names the limit and a remedy.
 
-    What was begun has been given back: it can be tried again once there is room.
+    The failed call has released everything, and can be repeated later.
     """
 
 
 class OutOfDescriptors(LimitReached, OSError):
-    """There is no file descriptor left, for this process (``errno`` is EMFILE) or for the whole system (ENFILE)."""
+    """No file descriptor is left, for this process (``errno`` is EMFILE) or for the whole system (ENFILE)."""
 
 
 class OutOfThreads(LimitReached, RuntimeError):
@@ -260,11 +269,10 @@ class OutOfThreads(LimitReached, RuntimeError):
 
 
 class EngineStartupError(AioshmError, RuntimeError):
-    """Engines did not come up; the text names each with its exit code, phase and last lines of stderr.
+    """Engines did not start; the text names each with its exit code, phase and last lines of stderr.
 
     Attributes:
-        failed: Of every process that exited, by name: its exit code (minus the signal that killed it), or None where
-            nobody knows it.
+        failed: The exit code of each exited process, by name; ``-n`` if signal ``n`` killed it, None if unknown.
     """
 
     def __init__(self, *args: object, failed: Mapping[str, int | None] | None = None) -> None:
@@ -273,12 +281,12 @@ class EngineStartupError(AioshmError, RuntimeError):
 
 
 class HandshakeError(EngineStartupError):
-    """A handshake message was refused; the text names engine, state and what was expected.
+    """A handshake message was refused; the text names the engine, its state and the expected message.
 
     Attributes:
-        engine: The engine's rank; None where the sender's identity is not even one.
-        state: What the engine's state was (``"NEW"``, ``"CONNECTED"``, ``"READY"``); None for an unknown sender.
-        expected: What was expected instead.
+        engine: The engine's rank; None if the sender's identity is invalid.
+        state: The engine's state (``"NEW"``, ``"CONNECTED"``, ``"READY"``); None for an unknown sender.
+        expected: The expected message.
     """
 
     def __init__(
@@ -296,11 +304,11 @@ class HandshakeError(EngineStartupError):
 
 
 class EngineDead(AioshmError):
-    """An engine that was running is gone.
+    """A running engine has died.
 
     Attributes:
-        engine: Its rank; None where nobody knows which one it was.
-        pid: Its process id; None where it is not known.
+        engine: The rank of the engine; None if unknown.
+        pid: The process id of the engine; None if unknown.
     """
 
     def __init__(self, *args: object, engine: int | None = None, pid: int | None = None) -> None:
@@ -310,7 +318,7 @@ class EngineDead(AioshmError):
 
 
 class CallFailed(AioshmError, RuntimeError):
-    """A method that was called in an engine or in workers has raised there; the text says what it raised.
+    """A called method has raised in an engine or in workers; the text has the exception.
 
     Attributes:
         engine: The engine's rank; None for workers, see `WorkerError`.
@@ -324,11 +332,11 @@ class CallFailed(AioshmError, RuntimeError):
 
 
 class RequestFailed(AioshmError, RuntimeError):
-    """An engine has refused a request, its last output says "error", or its output cannot be decoded; see the text.
+    """An engine refused a request, the last output says "error", or an output cannot be decoded; see the text.
 
     Attributes:
         engine: The engine's rank.
-        request_id: Of the request.
+        request_id: The id of the request.
     """
 
     def __init__(self, *args: object, engine: int | None = None, request_id: str = "") -> None:
@@ -338,11 +346,11 @@ class RequestFailed(AioshmError, RuntimeError):
 
 
 class RequestAborted(AioshmError):
-    """A request was aborted before its last output: its stream was left, or its id was aborted or submitted again.
+    """A request was aborted before its last output: its stream was closed, or its id was aborted or submitted again.
 
     Attributes:
-        engine: The rank of the engine that had the request, or of the worker that had the stream.
-        request_id: Of the request; of a worker's stream the name of its method.
+        engine: The rank of the engine, or of the worker of the stream.
+        request_id: The id of the request; for a worker's stream the name of the method.
     """
 
     def __init__(self, *args: object, engine: int | None = None, request_id: str = "") -> None:
@@ -352,17 +360,20 @@ class RequestAborted(AioshmError):
 
 
 class ProcessDied(AioshmError, RuntimeError):
-    """A process that was to run, or to exit well, has exited with a code other than 0.
+    """A process has exited that should run, or has exited with a code other than 0.
 
     Attributes:
         name: The name of the process.
         pid: Its process id.
         exitcode: Its exit code; ``-n`` if signal ``n`` killed it.
-        story: What else there is to tell, such as the deaths before this one; in the text, too.
+        story: More about the death, such as earlier deaths; also in the text.
     """
 
     def __init__(self, name: str, pid: int | None, exitcode: int | None, story: str = "") -> None:
-        super().__init__(f"Process {name} (PID: {pid}) died with exit code {exitcode}{story and f'; {story}'}")
+        text = f"Process {name} (PID: {pid}) died with exit code {exitcode}"
+        if story:
+            text += f"; {story}"
+        super().__init__(text)
         self.name = name
         self.pid = pid
         self.exitcode = exitcode
@@ -373,9 +384,9 @@ class WorkerDied(ProcessDied):
     """A worker of a group has exited while the group was open, with any exit code; the group is broken.
 
     Attributes:
-        rank: Its rank.
-        exitcode: As in `ProcessDied`, but it may be 0, or None where nobody knows it.
-        last_lines: The last lines that it wrote to its standard error.
+        rank: The rank of the worker.
+        exitcode: As in `ProcessDied`; may be 0, or None if unknown.
+        last_lines: The last lines of its standard error.
     """
 
     rank: int
@@ -386,17 +397,18 @@ class WorkerDied(ProcessDied):
         super().__init__(name, pid, exitcode)
         self.rank = rank
         self.last_lines: list[str] = list(last_lines)
-        tail = [f"last lines of {name}'s stderr:", *(f"  {line}" for line in last_lines)] if last_lines else []
-        self.args: tuple[Any, ...] = ("\n".join([text, *tail]),)
+        if last_lines:
+            text = "\n  ".join([f"{text}\nlast lines of {name}'s stderr:", *last_lines])
+        self.args: tuple[Any, ...] = (text,)
 
 
 class RemoteFailure(NamedTuple):
-    """An exception in another process, as it can be told here.
+    """An exception of another process, as text.
 
     Attributes:
-        kind: The exception's type, with its module unless that is ``builtins``.
+        kind: The type of the exception, with its module unless the module is ``builtins``.
         text: The exception as a string.
-        traceback: Its traceback as Python prints it; empty where there is none.
+        traceback: The traceback as Python prints it; may be empty.
     """
 
     kind: str
@@ -404,7 +416,9 @@ class RemoteFailure(NamedTuple):
     traceback: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.text}" if self.text else self.kind
+        if not self.text:
+            return self.kind
+        return f"{self.kind}: {self.text}"
 
 
 class WorkerError(CallFailed):

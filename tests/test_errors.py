@@ -149,22 +149,22 @@ EXAMPLES: list[tuple[AioshmError, dict[str, object], str]] = [
     (
         PublisherRestarted("tcp://a:1 rank 0", 7),
         {"source": "tcp://a:1 rank 0", "expected": 7},
-        "publisher tcp://a:1 rank 0 began again, where batch 7 should have been next",
+        "publisher tcp://a:1 rank 0 restarted, where batch 7 was expected next",
     ),
     (
         PublisherDisconnected("tcp://a:1 rank 0", 60.2),
         {"source": "tcp://a:1 rank 0", "after_s": 60.2},
-        "publisher tcp://a:1 rank 0 is gone: no sign of it for 60.2 s",
+        "publisher tcp://a:1 rank 0 is gone: no message for 60.2 s",
     ),
     (
         RESTARTED,
         {"name": "steps", "old_pid": 7, "pid": 8},
-        "queue steps has another writer (pid 8): the writer has closed the queue",
+        "queue steps has a new writer (pid 8): the writer has closed the queue",
     ),
     (
         NameTaken("steps", 7, "/run/steps.queue"),
         {"name": "steps", "pid": 7, "path": "/run/steps.queue"},
-        "'steps' is taken by a writer that lives (pid 7): close that one, or take another (/run/steps.queue)",
+        "'steps' is taken by a running writer (pid 7): close it, or use another name (/run/steps.queue)",
     ),
     (
         ProcessDied("EngineCore_1", 7, -9),

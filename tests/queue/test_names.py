@@ -246,7 +246,7 @@ async def test_what_does_not_go_with_the_writer_that_is_found() -> None:
 async def test_a_second_writer_is_told_who_has_the_name(names: Path) -> None:
     async with new_writer() as writer:
         with pytest.raises(
-            NameTaken, match=rf"'steps' is taken by a writer that lives \(pid {os.getpid()}\)"
+            NameTaken, match=rf"'steps' is taken by a running writer \(pid {os.getpid()}\)"
         ) as caught:
             new_writer()
         assert (caught.value.name, caught.value.pid) == ("steps", os.getpid())
@@ -360,7 +360,7 @@ async def test_a_writer_that_is_killed_and_comes_back() -> None:
         for _ in range(2):
             async with named_child("write", "steps", "4") as running:
                 if pids:
-                    with pytest.raises(QueueRestarted, match=rf"has another writer \(pid {running.pid}\)") as caught:
+                    with pytest.raises(QueueRestarted, match=rf"has a new writer \(pid {running.pid}\)") as caught:
                         await reader.dequeue(20)
                     assert (caught.value.old_pid, caught.value.pid) == (pids[-1], running.pid)
                     assert isinstance(caught.value.ended, PeerDied)
