@@ -1,6 +1,6 @@
 """aioshm: messages between the processes of one asyncio service.
 
-What stands here is imported when it is first used: whoever imports aioshm for one of its parts pays for that part.
+The names of this package are imported at first use, so that a program pays for the parts that it uses.
 """
 
 from typing import TYPE_CHECKING
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from aioshm.ring import ShmRingBuffer, memory_fence
     from aioshm.ring.cores import native_core
 
-__version__ = "0.1.0"  # the only place that says so: pyproject.toml reads it here
+__version__ = "0.1.0"  # pyproject.toml reads it
 
 __all__ = [
     "AioshmError",
@@ -135,70 +135,30 @@ __all__ = [
     "register_codec",
 ]
 
-if not TYPE_CHECKING:  # to which any name would be one of the package's
-    __getattr__, __dir__ = _import_when_used(
-        __name__,
-        {
-            "aioshm.codec": ("Codec", "MsgpackCodec", "register_codec"),
-            "aioshm.config": ("Options",),
-            "aioshm.errors": (
-                "AioshmError",
-                "CallFailed",
-                "CodecError",
-                "CorruptSlot",
-                "EndClosed",
-                "EndpointError",
-                "EngineDead",
-                "EngineStartupError",
-                "EventsLost",
-                "GroupBroken",
-                "HandleError",
-                "HandshakeError",
-                "IdentityError",
-                "LimitReached",
-                "MessagesLost",
-                "MessageTooLarge",
-                "NameTaken",
-                "NoPlaceVacant",
-                "OutOfDescriptors",
-                "OutOfThreads",
-                "PeerClosed",
-                "PeerDied",
-                "ProcessDied",
-                "QueueCancelled",
-                "QueueClosed",
-                "QueueEmpty",
-                "QueueFull",
-                "QueueGone",
-                "QueueRestarted",
-                "ReaderEvicted",
-                "RemoteFailure",
-                "RequestAborted",
-                "RequestFailed",
-                "RoleError",
-                "SharedMemoryError",
-                "UnsafePayload",
-                "WorkerDied",
-                "WorkerError",
-            ),
-            "aioshm.queue": (
-                "ChangesLost",
-                "Handle",
-                "Latency",
-                "Merged",
-                "MessageQueue",
-                "QueueStats",
-                "ReaderDied",
-                "ReaderInfo",
-                "ReaderJoined",
-                "ReaderLeft",
-                "ReaderStats",
-                "StatelessProcessGroup",
-                "TraceContext",
-                "in_the_same_node_as",
-                "merge",
-            ),
-            "aioshm.ring": ("ShmRingBuffer", "memory_fence"),
-            "aioshm.ring.cores": ("native_core",),
-        },
-    )
+if not TYPE_CHECKING:  # a type checker would accept any name
+    _homes = {
+        "aioshm.codec": ["Codec", "MsgpackCodec", "register_codec"],
+        "aioshm.config": ["Options"],
+        "aioshm.queue": [
+            "ChangesLost",
+            "Handle",
+            "Latency",
+            "Merged",
+            "MessageQueue",
+            "QueueStats",
+            "ReaderDied",
+            "ReaderInfo",
+            "ReaderJoined",
+            "ReaderLeft",
+            "ReaderStats",
+            "StatelessProcessGroup",
+            "TraceContext",
+            "in_the_same_node_as",
+            "merge",
+        ],
+        "aioshm.ring": ["ShmRingBuffer", "memory_fence"],
+        "aioshm.ring.cores": ["native_core"],
+    }
+    _others = {name for names in _homes.values() for name in names}
+    _homes["aioshm.errors"] = [name for name in __all__ if name not in _others]
+    __getattr__, __dir__ = _import_when_used(__name__, _homes)

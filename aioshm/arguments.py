@@ -9,18 +9,22 @@ from typing import TypeVar
 T = TypeVar("T")
 
 MAX_SECONDS = 1e9
-"""No number of seconds may be larger: 31 years are for ever, and more is what no timer of the system takes."""
+"""Upper bound of durations, 31 years: timers of the system overflow soon above."""
 
 _SHOWN = 100  # characters of a value in an error
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it: in one line, not too long, whatever it is."""
+    """Return any value as a short line for an error text."""
     try:
         text = repr(value)
-    except Exception as error:  # its own code, or an int of more digits than Python writes
-        text = f"an int of {value.bit_length()} bits" if isinstance(value, int) else f"{type(value).__name__} ({error})"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    except Exception as error:  # of the value's own code, or of an int with too many digits
+        text = f"{type(value).__name__} ({error})"
+        if isinstance(value, int):
+            text = f"an int of {value.bit_length()} bits"
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}..."
 
 
 def check_int(name: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
@@ -46,7 +50,7 @@ def check_seconds(name: str, value: object) -> float:
 
 
 def check_timeout(name: str, value: object) -> float | None:
-    """Return ``value`` if it is None or a number of seconds, 0 or more; infinity, too, which is for ever as None is."""
+    """Return ``value`` if it is None or a number of seconds from 0 on; infinity waits for ever, as None does."""
     if value is None:
         return None
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -56,14 +60,14 @@ def check_timeout(name: str, value: object) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} must be a number of seconds that a float can be, not {shown(value)}") from None
+        raise ValueError(f"{name} must be a number of seconds that fits a float, not {shown(value)}") from None
 
 
 def check_plain(name: str, value: T) -> T:
-    """Return ``value`` unless calling it would make a coroutine that nothing awaits; the error names the argument."""
+    """Return ``value`` unless it is a coroutine function, which nothing would await; the error names the argument."""
     for each in (value, getattr(type(value), "__call__", None)):  # noqa: B004
         if inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
-            raise TypeError(f"{name} must be a plain function, and nothing would await {shown(value)}")
+            raise TypeError(f"{name} must be a plain function: nothing would await {shown(value)}")
     return value
 
 

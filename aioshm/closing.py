@@ -1,4 +1,4 @@
-"""What ``with`` and ``async with`` do at the end of a block, and the warning where an object was never closed."""
+"""Base classes of context managers that close at the end of a block, and the warning about unclosed objects."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Self
 
 
 class Closing:
-    """A class whose objects are closed with ``close`` at the end of ``with``."""
+    """Calls ``close`` at the end of a ``with`` block."""
 
     __slots__ = ()
 
     def close(self) -> None:
-        """Give back what this holds. Idempotent."""
+        """Release all resources. Idempotent."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -26,12 +26,12 @@ class Closing:
 
 
 class AsyncClosing:
-    """A class whose objects are closed with ``aclose`` at the end of ``async with``."""
+    """Calls ``aclose`` at the end of an ``async with`` block."""
 
     __slots__ = ()
 
     async def aclose(self) -> None:
-        """Give back what this holds. Idempotent; finishes also when it is cancelled."""
+        """Release all resources. Idempotent; finishes even if cancelled."""
         raise NotImplementedError
 
     async def __aenter__(self) -> Self:
@@ -44,5 +44,5 @@ class AsyncClosing:
 
 
 def warn_not_closed(owner: object, remedy: str = "use `async with`") -> None:
-    """Issue the `ResourceWarning` for an object that is collected, and was never closed; called by its ``__del__``."""
+    """Issue a `ResourceWarning` for an unclosed object; ``__del__`` calls this."""
     warnings.warn(f"{owner!r} was not closed: {remedy}", ResourceWarning, stacklevel=3, source=owner)

@@ -1,4 +1,4 @@
-"""A package's names, each imported when it is first asked for."""
+"""Imports at first use: the names of a package, and optional dependencies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 def import_when_used(
     package: str, homes: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's ``__getattr__`` and ``__dir__`` (PEP 562), which know names of modules not yet imported.
+    """Return ``__getattr__`` and ``__dir__`` for a package (PEP 562), which import a name at first use.
 
     Args:
-        package: Its ``__name__``.
-        homes: Which modules define what it exports. Their first parts below the package, which importing the package
-            has always imported, are attributes of it, too.
+        package: The ``__name__`` of the package.
+        homes: The names that each module defines. The submodules of the package among these modules are attributes of
+            the package, too.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
     inside = f"{package}."
@@ -26,10 +26,10 @@ def import_when_used(
         if (home := home_of.get(name)) is not None:
             found = getattr(import_module(home), name)
         elif name in below:
-            return import_module(f"{package}.{name}")  # which makes it an attribute
+            return import_module(f"{package}.{name}")  # sets the attribute, too
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        setattr(sys.modules[package], name, found)  # from now on without a call
+        setattr(sys.modules[package], name, found)  # later lookups do not call this function
         return found
 
     def names() -> list[str]:
@@ -39,15 +39,15 @@ def import_when_used(
 
 
 def import_extra(module: str, extra: str, what: str) -> Any:
-    """Return a module that is not among what aioshm itself needs.
+    """Import an optional dependency.
 
     Args:
-        module: Its name.
-        extra: Of aioshm, which installs it.
-        what: What needs it, as the beginning of the error.
+        module: The name of the module.
+        extra: The extra of aioshm that installs the module.
+        what: The feature that needs the module, for the error.
 
     Raises:
-        ImportError: It cannot be imported; the text says what to install.
+        ImportError: The module cannot be imported; the text names the extra.
     """
     try:
         return import_module(module)

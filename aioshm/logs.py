@@ -1,4 +1,4 @@
-"""Rate limits of log messages: how many were held back is said with the next one."""
+"""Rate limits of log messages."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ import time
 
 
 class LogLimiter:
-    """Lets one message through every ``interval`` seconds and counts the others."""
+    """Admits one message every ``interval`` seconds and counts the messages in between."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._next = 0.0
-        self._held_back = 0
+        self._suppressed = 0
 
     def admit(self) -> int | None:
-        """Return None to say nothing now, else how many were held back since the last one."""
+        """Return None to suppress a message, else the number of messages suppressed since the last one."""
         now = time.monotonic()
         if now < self._next:
-            self._held_back += 1
+            self._suppressed += 1
             return None
         self._next = now + self._interval
-        held, self._held_back = self._held_back, 0
-        return held
+        suppressed = self._suppressed
+        self._suppressed = 0
+        return suppressed
 
     def warn(self, logger: logging.Logger, text: str, *args: object, level: int = logging.WARNING) -> None:
-        """Log a message, with how many were held back since the last one, or hold it back."""
-        held_back = self.admit()
-        if held_back:
-            logger.log(level, f"{text} (and %d more like this)", *args, held_back)
-        elif held_back is not None:
+        """Log or suppress a message; a logged message has the number of suppressed ones."""
+        suppressed = self.admit()
+        if suppressed:
+            logger.log(level, f"{text} (and %d more like this)", *args, suppressed)
+        elif suppressed is not None:
             logger.log(level, text, *args)

@@ -245,9 +245,7 @@ async def test_what_does_not_go_with_the_writer_that_is_found() -> None:
 
 async def test_a_second_writer_is_told_who_has_the_name(names: Path) -> None:
     async with new_writer() as writer:
-        with pytest.raises(
-            NameTaken, match=rf"'steps' is taken by a running writer \(pid {os.getpid()}\)"
-        ) as caught:
+        with pytest.raises(NameTaken, match=rf"'steps' is taken by a running writer \(pid {os.getpid()}\)") as caught:
             new_writer()
         assert (caught.value.name, caught.value.pid) == ("steps", os.getpid())
         assert caught.value.path == str(names / "steps.queue")
