@@ -52,7 +52,7 @@ _PATIENCE_S = 1.0
 _RECEIVE_S = 3600.0
 
 _WIRES: dict[Encoding, Wire] = {"map": "vllm-0.24+", "array": "vllm-0.9"}
-_NOBODY = "no publisher speaks here yet; waiting for one"
+_NO_PUBLISHER = "no publisher is connected yet; waiting for one"
 
 events: typer.Typer = typer.Typer(no_args_is_help=True, help="KV-cache events: tail, record, replay, stats.")
 
@@ -117,12 +117,12 @@ def record(
                             written += 1
                         else:
                             gaps += isinstance(item, Lost)
-                            _complain(item)
+                            _print_notices(item)
                         if written == count:
                             break
             finally:
                 found = {"recorded": written, "file": str(output), "gaps": gaps}
-                _say(found, f"{written} batches recorded in {output}, {gaps} gaps", as_json)
+                _print_result(found, f"{written} batches recorded in {output}, {gaps} gaps", as_json)
 
     _run(run())
 
@@ -165,7 +165,7 @@ def replay(
             ) as publisher:
                 where = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
                 text = f"publishing {form}s at {publisher.endpoint}, replay at {publisher.replay_endpoint}"
-                _say(where | {"wire": like, "encoding": form}, text, as_json)
+                _print_result(where | {"wire": like, "encoding": form}, text, as_json)
                 await asyncio.sleep(wait)
                 begin = time.monotonic()
                 first = None
@@ -180,7 +180,7 @@ def replay(
                         await publisher.flush()
                 await publisher.flush()
                 await asyncio.sleep(hold)
-        _say({"published": published}, f"{published} batches published", as_json)
+        _print_result({"published": published}, f"{published} batches published", as_json)
 
     _run(run())
 
@@ -205,7 +205,7 @@ def stats(
                 async for item in _deliveries(subscriber, seconds):
                     if isinstance(item, PublisherGone):
                         meters.pop(str(item.source), None)
-                        _complain(item)
+                        _print_notices(item)
                     else:
                         meters.setdefault(str(item.source), EventMeter()).count(item)
                 reports = {name: meter.report(seconds) for name, meter in meters.items()}
@@ -256,9 +256,9 @@ async def _reporting_silence(subscriber: EventSubscriber, as_json: bool) -> Asyn
         await asyncio.sleep(_PATIENCE_S)
         for endpoint in subscriber.unconnected:
             if as_json:
-                _print(json.dumps({"endpoint": endpoint, "type": "nobody", "reason": _NOBODY}))
+                _print(json.dumps({"endpoint": endpoint, "type": "nobody", "reason": _NO_PUBLISHER}))
             else:
-                print(f"{endpoint}: {_NOBODY}", file=sys.stderr, flush=True)
+                print(f"{endpoint}: {_NO_PUBLISHER}", file=sys.stderr, flush=True)
 
     reporting_silence = asyncio.create_task(report())
     try:
@@ -272,11 +272,11 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def _say(found: dict[str, Any], text: str, as_json: bool) -> None:
+def _print_result(found: dict[str, Any], text: str, as_json: bool) -> None:
     _print(json.dumps(found) if as_json else text)
 
 
-def _complain(item: Delivery) -> None:
+def _print_notices(item: Delivery) -> None:
     for line in lines_of(item, set(), as_json=False):
         print(line, file=sys.stderr, flush=True)
 

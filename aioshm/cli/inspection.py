@@ -65,7 +65,7 @@ def inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) -> 
             return
         console = tables.console()
         for name, text in tables.facts_of(one).items():
-            tables.say(console, f"{name:<11}{text}", bold=name)
+            tables.print_folded(console, f"{name:<11}{text}", bold=name)
         console.print()
         console.print(tables.ends_rows([watched], queues=False))
 
@@ -191,7 +191,7 @@ def _show_report(console: Console, report: Report) -> None:
     label = report.queue.label
     if not any(suspect.grave for suspect in report.suspects):
         texts = [f"{tables.count(report.messages_per_s)} messages/s", *(suspect.text for suspect in report.suspects)]
-        tables.say(console, f"{label}: nobody holds it up ({'; '.join(texts)})", bold=label)
+        tables.print_folded(console, f"{label}: no end holds the queue up ({'; '.join(texts)})", bold=label)
         return
     for suspect in report.suspects:
         name = f"reader {suspect.rank}"
@@ -199,9 +199,9 @@ def _show_report(console: Console, report: Report) -> None:
             name = "the writer"
         if suspect.pid:
             name += f", pid {suspect.pid} ({suspect.command})"
-        tables.say(console, f"{label}: {name}: {suspect.text}", bold=label)
+        tables.print_folded(console, f"{label}: {name}: {suspect.text}", bold=label)
         if suspect.pid and suspect.state != "gone":
-            tables.say(console, f"{suspect.state}{_in_kernel(suspect)}", "  ")
+            tables.print_folded(console, f"{suspect.state}{_in_kernel(suspect)}", "  ")
         _show_code(console, suspect)
 
 
@@ -209,7 +209,7 @@ def _show_process(console: Console, report: ProcessReport) -> None:
     process = report.process
     name = f"pid {process.pid}"
     text = f"{name} ({process.command}) has no queue: {process.state}{_in_kernel(report)}"
-    tables.say(console, text, bold=name)
+    tables.print_folded(console, text, bold=name)
     _show_code(console, report)
 
 
@@ -219,14 +219,14 @@ def _in_kernel(report: Suspect | ProcessReport) -> str:
 
 def _show_code(console: Console, report: Suspect | ProcessReport) -> None:
     if report.line is not None:
-        tables.say(console, f"at {report.line}", "  ", bold=str(report.line))
+        tables.print_folded(console, f"at {report.line}", "  ", bold=str(report.line))
     own = [stack for stack in report.stacks if stack.is_main or stack.is_running or any(f.own for f in stack.frames)]
     for stack in own or report.stacks:
-        tables.say(console, stack.name + " (runs)" * stack.is_running, "  ")
+        tables.print_folded(console, stack.name + " (runs)" * stack.is_running, "  ")
         for frame in stack.frames[:_MAX_FRAMES]:
-            tables.say(console, str(frame), "    ", bold=str(frame) * frame.own)
+            tables.print_folded(console, str(frame), "    ", bold=str(frame) * frame.own)
     if report.hint:
-        tables.say(console, report.hint, "  ")
+        tables.print_folded(console, report.hint, "  ")
 
 
 # dump

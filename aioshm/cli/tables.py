@@ -104,7 +104,7 @@ def console() -> Console:
     return Console(highlight=False)
 
 
-def say(console: Console, text: str, indent: str = "", *, bold: str = "") -> None:
+def print_folded(console: Console, text: str, indent: str = "", *, bold: str = "") -> None:
     """Print a text in lines that fit, with a hanging indent; the part ``bold`` is bold."""
     shown = Text(folded(text, console.width, indent, indent + _INDENT))
     start = shown.plain.find(bold)

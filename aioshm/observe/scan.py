@@ -71,7 +71,7 @@ class Segment:
                 if (status.st_dev, status.st_ino) == self.identity:
                     return fd
                 os.close(fd)  # the holder has opened something else meanwhile
-        raise FileNotFoundError(f"nobody has {self.link} open any more")
+        raise FileNotFoundError(f"no process has {self.link} open any more")
 
 
 def find_segments() -> tuple[list[Segment], int]:

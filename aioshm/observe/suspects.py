@@ -87,7 +87,7 @@ def suspects(
     """Return the ends that hold a queue up, the gravest first; none if the queue moves."""
     found = [*_hung(now)]
     known = {end.pid for _, end, _ in found}
-    found += [("absent", now.readers[place], "nobody has attached yet") for place in sorted(awaited)]
+    found += [("absent", now.readers[place], "no process has attached yet") for place in sorted(awaited)]
     seconds = max((now.taken_ns - before.taken_ns) / 1e9, 1e-9)
     for place, (then, reader) in enumerate(zip(before.readers, now.readers, strict=True)):
         if reader.there and reader.pid not in known:

@@ -84,7 +84,7 @@ def test_tail_without_publisher_reports_that(publisher: ThreadedEventPublisher, 
         nowhere = f"tcp://127.0.0.1:{unheard.getsockname()[1]}"
         result = invoke("tail", nowhere, publisher.endpoint, "--duration", "1.3")
         assert result.exit_code == 0, result.output
-        assert result.stderr == f"{nowhere}: no publisher speaks here yet; waiting for one\n"
+        assert result.stderr == f"{nowhere}: no publisher is connected yet; waiting for one\n"
         assert result.stdout == ""
         result = invoke("tail", nowhere, "--duration", "1.3", "--json")
         [line] = result.stdout.splitlines()

@@ -149,7 +149,7 @@ def test_a_reader_that_is_gone(planted: Planted) -> None:
 @pytest.mark.slow
 def test_moving_queue_has_no_suspects(planted: Planted) -> None:
     planted.queue("write", "read")
-    eventually(lambda: not who(planted.name)[0].suspects, "the verdict that nobody holds it up")
+    eventually(lambda: not who(planted.name)[0].suspects, "no suspects")
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_absent_reader_is_named(planted: Planted) -> None:
     assert reader.stdout is not None
     eventually(lambda: any(_is_absent(planted)), "a queue that waits for reader 0")
     [suspect] = [each for each in who(planted.name)[0].suspects if each.kind == "absent"]
-    assert (suspect.rank, suspect.pid, suspect.text) == (0, 0, "nobody has attached yet")
+    assert (suspect.rank, suspect.pid, suspect.text) == (0, 0, "no process has attached yet")
     assert writer.poll() is None
 
 

@@ -224,6 +224,6 @@ async def test_segment_is_opened_through_its_last_holder() -> None:
         finally:
             os.close(fd)
         assert (status.st_dev, status.st_ino) == segment.identity
-    with pytest.raises(FileNotFoundError, match="nobody has /memfd:aioshm"):
+    with pytest.raises(FileNotFoundError, match="no process has /memfd:aioshm"):
         segment.open()
     assert of_this_process() == []

@@ -218,13 +218,13 @@ class CallTable:
             if call.missing:
                 return f"no answer from {describe(sorted(call.missing))}"
             if self.absent:
-                return "waits for the successors of workers that have died"
+                return "waits for the replacements of dead workers"
             return "waits for the calls before it"
         if call.rank is None:
             return f"no idle worker: {describe(sorted(self.channels)) or 'all are being restarted'}"
         if call.rank in self.channels:
             return f"no answer from {describe([call.rank])}"
-        return f"no successor of {describe([call.rank])}"
+        return f"no replacement of {describe([call.rank])}"
 
     def _register(self, call: Call, ranks: Iterable[int]) -> None:
         self._number += 1

@@ -75,7 +75,7 @@ class Replacer:
             if info.state != "running":
                 text = f"worker {info.rank} is {info.state}"
                 if info.cause:
-                    text = f"{info.cause}, and its successor is {info.state}"
+                    text = f"{info.cause}, and its replacement is {info.state}"
                 if info.state == "starting":
                     text += f" (pid {info.pid})"
                 texts.append(text)
@@ -104,7 +104,7 @@ class Replacer:
         life.pid = process.pid
         life.enter("starting")
         self._processes.assign(process, rank)
-        cause = await self._prepare(process, self._create(rank, process), "made")
+        cause = await self._prepare(process, self._create(rank, process), "created")
         if not cause:
             life.enter("running")  # if the worker dies from now on, another task replaces it
             logger.info("%s is worker %d: pid %d", process.name, rank, process.pid)
@@ -115,11 +115,11 @@ class Replacer:
     async def _create(self, rank: int, process: WorkerProcess) -> str:
         failure = await self._session.construct(process)
         if failure is not None:
-            return f"{process} could not be made: {failure}"
+            return f"{process} could not be created: {failure}"
         try:
             await self._session.connect(rank, process)
         except AioshmError as error:
-            return f"the queues of {process} cannot be attached to: {error}"
+            return f"cannot attach to the queues of {process}: {error}"
         return ""
 
     async def _prepare(self, process: WorkerProcess, work: Coroutine[Any, Any, str], what: str) -> str:
@@ -149,7 +149,7 @@ class Replacer:
     async def _start_standbys(self, cause: str) -> None:
         while len(self._standbys) < self._wanted:
             if not await bring_back(self._standby_history, cause, self._start_standby):
-                logger.error("no standbys any more: %s", self._standby_history.story)
+                logger.error("standbys are not restarted any more: %s", self._standby_history.story)
                 self._wanted = 0
             cause = ""
 

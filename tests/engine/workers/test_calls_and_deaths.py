@@ -53,7 +53,7 @@ async def test_death_fails_calls_in_flight_of_the_dead_worker_and_queues_later_c
         assert await other == "untouched"
 
 
-async def test_a_call_that_waits_for_a_successor_runs_out_of_time_and_any_passes_over(tmp_path: Path) -> None:
+async def test_call_that_waits_for_a_replacement_times_out_and_call_any_skips_the_rank(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     options: dict[str, Any] = {"worker": targets.Fragile, "kwargs": {"flag": str(flag), "how": "hang"}}
     async with group_of(**options, shutdown_timeout=0.2) as group:
@@ -61,9 +61,11 @@ async def test_a_call_that_waits_for_a_successor_runs_out_of_time_and_any_passes
         flag.touch()
         os.kill(pid := group.pids[0], signal.SIGKILL)
         await until(lambda: group.workers[0].state == "starting")
-        successor = group.pids[0]
-        assert successor != pid or group.workers[0].state == "starting"
-        with pytest.raises(TimeoutError, match=rf"^add: no successor of Worker_0 .* within 0.05 s: .*{pid}\) was kill"):
+        replacement = group.pids[0]
+        assert replacement != pid or group.workers[0].state == "starting"
+        with pytest.raises(
+            TimeoutError, match=rf"^add: no replacement of Worker_0 .* within 0.05 s: .*{pid}\) was kill"
+        ):
             await group.call(0, "add", timeout=0.05)
         assert [await group.call_any("add", timeout=60) for _ in range(4)] == [1] * 4
 
@@ -83,7 +85,7 @@ async def test_a_crash_loop_ends_every_call_with_every_cause(tmp_path: Path) -> 
             assert isinstance(outcome, WorkerDied)
             assert "crash loop: 3 deaths within 60 s" in str(outcome)
             assert "was killed by SIGKILL" in str(outcome)
-            assert str(outcome).count("could not be made: ValueError: not now") == 2
+            assert str(outcome).count("could not be created: ValueError: not now") == 2
         for call in (group.call(0, "add"), group.collective_rpc("add")):
             with pytest.raises(WorkerDied, match="crash loop"):
                 await call

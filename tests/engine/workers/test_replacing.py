@@ -106,11 +106,11 @@ async def test_constructor_that_exceeds_ready_timeout_is_killed_and_tried_again(
         os.kill(group.pids[0], signal.SIGKILL)
         await until(lambda: group.workers[0].state == "starting")
         victim = group.workers[0].pid
-        await until(lambda: "was not made after 0.5 s, and was killed" in group.workers[0].cause)
+        await until(lambda: "was not created after 0.5 s, and was killed" in group.workers[0].cause)
         with pytest.raises(
             TimeoutError,
-            match=r"waits for the successors of workers that have died within 0.01 s: "
-            rf"Worker_0 \(pid {victim}\) was .*, and its successor is (waiting|starting \(pid \d+\))",
+            match=r"waits for the replacements of dead workers within 0.01 s: "
+            rf"Worker_0 \(pid {victim}\) was .*, and its replacement is (waiting|starting \(pid \d+\))",
         ):
             await group.collective_rpc("add", timeout=0.01)
         group._session.replacer._ready_timeout = None  # type: ignore[union-attr]
@@ -180,7 +180,7 @@ async def test_constructor_that_fails_with_a_large_text_is_the_cause(tmp_path: P
     async with group_of(1, targets.Fragile, kwargs={"flag": str(flag), "how": text}) as group:
         flag.touch()
         os.kill(group.pids[0], signal.SIGKILL)
-        await until(lambda: f"could not be made: ValueError: {text}" in group.workers[0].cause)
+        await until(lambda: f"could not be created: ValueError: {text}" in group.workers[0].cause)
         flag.unlink()
         assert await group.collective_rpc("add", timeout=60) == [0]
 

@@ -67,7 +67,7 @@ def test_assignment_ends_when_the_worker_dies_before_sending() -> None:
     schedule.gone(0)
     assert not schedule.holds(call)
     schedule.arrived(0)
-    assert not schedule.holds(call), "the successor has not been asked"
+    assert not schedule.holds(call), "the replacement has no calls"
     schedule.forget(0)
     assert not schedule.holds(call)
 
