@@ -217,7 +217,7 @@ class EnvelopeDecoder:
         envelope = self._decode_plain(frames)
         for number, output in enumerate(envelope.outputs):
             try:
-                envelope.outputs[number] = msgspec.convert(output, self._type)
+                envelope.outputs[number] = msgspec.convert(output, self._type, dec_hook=_as_type)
             except Exception as error:  # not only a ValidationError: arrays have other errors
                 envelope.outputs[number] = self._unreadable(output, error)
         return envelope
@@ -229,6 +229,12 @@ class EnvelopeDecoder:
             return output  # without an id it is rejected later
         text = refusal_of(output) or f"its output is no {self._type}: {error}"
         return Unreadable(request_id, text, is_finished(output))
+
+
+def _as_type(wanted: Any, value: Any) -> Any:
+    if wanted is slice:
+        return slice(*value)
+    return value  # an array or a tensor; msgspec checks its type
 
 
 def generations_of(envelope: MarkedOutputs[Any]) -> Sequence[int | None]:

@@ -260,6 +260,15 @@ class TestArrays:
         assert (unreadable.request_id, unreadable.finished) == ("a", False)
         assert (envelope.engine_index, envelope.finished_requests) == (3, {"b"})
 
+    def test_output_with_a_slice_is_readable_beside_one_of_another_type(self) -> None:
+        class Sliced(msgspec.Struct, array_like=True):
+            request_id: str
+            part: slice
+
+        envelope = EnvelopeDecoder(Sliced).decode(encoded(EngineCoreOutputs(0, [["a", 5], ["b", slice(1, 2)]])))
+        assert envelope.outputs[0].request_id == "a"
+        assert envelope.outputs[1] == Sliced("b", slice(1, 2, None))
+
     def test_numbers_and_slices(self) -> None:
         [frame] = encoded([np.float32(1.5), np.bool_(True), slice(1, None, 2)])
         assert PayloadDecoder().decode([frame]) == [1.5, True, [1, None, 2]]
