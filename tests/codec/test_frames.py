@@ -160,7 +160,7 @@ class TestGarbage:
 
 
 def placed(main: bytes, buffers: list[bytes], spare: int = 0) -> bytearray:
-    """Return a body whose buffers are in their places, with gaps between them."""
+    """Return a placed body, with gaps between the buffers."""
     body, places = bytearray(ALIGNMENT), []
     for buffer in buffers:
         body += b"\xdd" * (-len(body) % ALIGNMENT)

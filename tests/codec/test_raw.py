@@ -79,8 +79,7 @@ def test_the_view_keeps_its_memory_alive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("obj", "name"),
-    [("text", "str"), (1, "int"), (None, "NoneType"), ([1], "list"), (torch.zeros(3), "Tensor")],
+    ("obj", "name"), [("text", "str"), (1, "int"), (None, "NoneType"), ([1], "list"), (torch.zeros(3), "Tensor")]
 )
 def test_objects_that_are_not_bytes_like_are_refused(obj: Any, name: str) -> None:
     with pytest.raises(CodecError, match=f"bytes-like objects, not {name}$"):
@@ -89,11 +88,7 @@ def test_objects_that_are_not_bytes_like_are_refused(obj: Any, name: str) -> Non
 
 @pytest.mark.parametrize(
     ("obj", "name"),
-    [
-        (memoryview(b"abcdef")[::2], "memoryview"),
-        (np.zeros((3, 4)).T, "ndarray"),
-        (np.zeros((3, 4))[:, 1], "ndarray"),
-    ],
+    [(memoryview(b"abcdef")[::2], "memoryview"), (np.zeros((3, 4)).T, "ndarray"), (np.zeros((3, 4))[:, 1], "ndarray")],
 )
 def test_memory_that_is_not_contiguous_is_refused(obj: Any, name: str) -> None:
     with pytest.raises(CodecError, match=f"a {name} that is not C-contiguous"):

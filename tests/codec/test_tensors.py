@@ -194,7 +194,7 @@ class TestShapes:
 
 
 class TestOwnReductions:
-    """What is not a dense CPU tensor goes through torch's own pickling."""
+    """Tensors that are not dense CPU tensors use torch's own pickling."""
 
     def test_meta(self, carry: Carry) -> None:
         for source in (

@@ -1,4 +1,4 @@
-"""How tensors travel, where test_tensors.py asks what arrives."""
+"""The encoding of tensors; test_tensors.py checks the decoded tensors."""
 
 from __future__ import annotations
 

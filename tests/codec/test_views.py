@@ -1,4 +1,4 @@
-"""Decoding in place, for leases: what points into the given memory, and what may be written to."""
+"""Decoding in place, for leases: views of the given memory, and their writability."""
 
 from __future__ import annotations
 

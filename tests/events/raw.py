@@ -44,7 +44,7 @@ class RawPublisher:
         attach(self._socket, endpoint, bind=bind)
 
     async def subscribed(self) -> RawPublisher:
-        """Wait for a subscription: what is sent from now on arrives."""
+        """Wait for a subscription: later batches arrive."""
         await until(lambda: bool(self._socket.poll(0)), "a subscription")
         self._socket.recv()
         return self

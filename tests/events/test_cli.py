@@ -236,7 +236,7 @@ def test_interrupted_recording_is_readable(
 
 
 def stats(publisher: ThreadedEventPublisher, word: str, *options: str) -> str:
-    """Return what is said for half a second, or for longer where a word has not come by then."""
+    """Return the output of half a second, or of a longer time until a word is in the output."""
     for duration_s in ("0.5", "5", "20"):
         output: str = invoke("stats", *where(publisher)[:-1], duration_s, "--interval", "0.2", *options).output
         if word in output:

@@ -54,8 +54,7 @@ class TestBlockIndex:
     def test_media_and_groups_are_kept_apart(self) -> None:
         index: BlockIndex[int] = BlockIndex()
         index.apply(
-            0,
-            EventBatch(0, [stored(1, 2), stored(1, medium="CPU"), stored(1, group=3), BlockRemoved([1], "GPU")]),
+            0, EventBatch(0, [stored(1, 2), stored(1, medium="CPU"), stored(1, group=3), BlockRemoved([1], "GPU")])
         )
         assert index.blocks(0) == {Shelf("GPU", None): {2}, Shelf("CPU", None): {1}, Shelf("GPU", 3): {1}}
         assert index.longest_prefix([1, 2, 3]) == {0: 2}

@@ -102,11 +102,7 @@ class TestOutbox:
 
 
 class TestReplayBuffer:
-    @given(
-        size=st.integers(0, 700),
-        steps=st.lists(st.integers(1, 3), max_size=1500),
-        start=st.integers(0, 5000),
-    )
+    @given(size=st.integers(0, 700), steps=st.lists(st.integers(1, 3), max_size=1500), start=st.integers(0, 5000))
     @settings(max_examples=60, deadline=None)
     def test_buffer_holds_the_last_batches(self, size: int, steps: list[int], start: int) -> None:
         buffer = ReplayBuffer(size)

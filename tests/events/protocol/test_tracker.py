@@ -21,7 +21,7 @@ def message(seq: int, body: str = "", rank: int = 0, topic: bytes | None = b"") 
 
 
 def said(tracker: SourceTracker) -> list[object]:
-    """Take what came out, in short: numbers, (first, last) of a loss, "restarted", "gone"."""
+    """Take the deliveries in short: numbers, (first, last) of a loss, "restarted", "gone"."""
     out: list[object] = []
     while tracker.out:
         item = tracker.out.popleft()

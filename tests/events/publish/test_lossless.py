@@ -33,7 +33,7 @@ def wait_until(condition: Any) -> None:
 
 
 class Held:
-    """A threaded publisher whose thread is busy with something else until the block ends, and its queue full."""
+    """Within the block, the thread of a threaded publisher is busy, and the queue is full."""
 
     def __init__(self, publisher: ThreadedEventPublisher, room: int) -> None:
         self._publisher, self._room = publisher, room

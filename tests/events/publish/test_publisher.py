@@ -242,7 +242,7 @@ async def test_publishers_can_connect_to_a_subscriber_that_binds(nothing_left: N
                     continue
                 if isinstance(item, Received):
                     seen[item.source.topic].append(item.seq)
-                else:  # what was published before the subscription arrived
+                else:  # batches published before the subscription arrived
                     assert isinstance(item, Lost)
                     assert item.first == 0
         for numbers in seen.values():

@@ -40,10 +40,7 @@ class TestThreaded:
 
             assert asyncio.run(read()) == list(range(2000))
             config = publisher.get_publisher_config()
-            assert (config.endpoint, config.replay_endpoint) == (
-                publisher.endpoint,
-                publisher.replay_endpoint,
-            )
+            assert (config.endpoint, config.replay_endpoint) == (publisher.endpoint, publisher.replay_endpoint)
         publisher.shutdown()
         with pytest.raises(PublisherClosed):
             publisher.publish(batch(0))
@@ -122,12 +119,7 @@ class TestFactory:
     def test_defaults_are_the_fields(self) -> None:
         config = KVEventsConfig(enable_kv_cache_events=True)
         assert (config.publisher, config.endpoint, config.replay_endpoint) == ("zmq", "tcp://*:5557", None)
-        assert (config.buffer_steps, config.hwm, config.max_queue_size, config.topic) == (
-            10_000,
-            100_000,
-            100_000,
-            "",
-        )
+        assert (config.buffer_steps, config.hwm, config.max_queue_size, config.topic) == (10_000, 100_000, 100_000, "")
         assert KVEventsConfig().publisher == "null"
 
     async def test_on_a_loop(self, nothing_left: None) -> None:

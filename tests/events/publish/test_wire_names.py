@@ -103,7 +103,7 @@ class ArrayBatch(msgspec.Struct, array_like=True):
 
 
 async def published(ends: Ends, raw: Any, **options: Any) -> tuple[list[bytes], list[list[bytes]]]:
-    """Return a live message and what a replay answers, the empty frame in front taken off."""
+    """Return a live message, and the answer of a replay without the empty first frames."""
     publisher = ends.publisher(topic="kv", **options)
     subscriber: Raw = raw(zmq.SUB, publisher.endpoint)
     async with asyncio.timeout(PATIENCE_S):

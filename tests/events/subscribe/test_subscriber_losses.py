@@ -210,10 +210,7 @@ STEPS = st.lists(
 
 
 @given(
-    steps=STEPS,
-    share=st.sampled_from([0.0, 0.3, 0.7]),
-    buffer=st.sampled_from([20, 10_000]),
-    seed=st.integers(0, 99),
+    steps=STEPS, share=st.sampled_from([0.0, 0.3, 0.7]), buffer=st.sampled_from([20, 10_000]), seed=st.integers(0, 99)
 )
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 def test_soak(steps: list[tuple[str, int]], share: float, buffer: int, seed: int) -> None:

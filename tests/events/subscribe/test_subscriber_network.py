@@ -1,4 +1,4 @@
-"""Subscribers and publishers whose peer's host goes away without a packet."""
+"""Subscribers and publishers after the peer's host lost power."""
 
 from __future__ import annotations
 

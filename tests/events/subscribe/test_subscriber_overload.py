@@ -22,6 +22,8 @@ from support import until
 from aioshm.events import BlockIndex, BlockRemoved, Delivery, EventBatch, EventSubscriber, Lost, Received, follow
 from aioshm.events import Source as Publisher
 from aioshm.events.config import DEFAULT_MAX_BACKLOG_BYTES
+from aioshm.events.protocol.wire import pack_seq
+from aioshm.events.subscribe.backlog import FRAME_OVERHEAD, MESSAGE_OVERHEAD, RECONNECTED, Backlog
 
 from ..flood_child import LAST
 from ..helpers import PATIENCE_S, Ends, batch, publish_until_delivery
@@ -31,7 +33,7 @@ from ..raw import RawPublisher
 CHILD = Path(__file__).parent.parent / "flood_child.py"
 FLOOD_S = float(os.environ.get("EVENTS_OVERLOAD_S", "3"))
 MEMORY_BYTES = DEFAULT_MAX_BACKLOG_BYTES + (64 << 20)
-"""Beside the backlog: what is decoded and waits for the consumer, and ZeroMQ's own queue."""
+"""In addition to the backlog: decoded batches for the consumer, and ZeroMQ's own queue."""
 LARGE = EventBatch(0.0, [BlockRemoved([bytes(1000)], "GPU")])
 BACKLOG_BYTES = 100_000
 
@@ -137,7 +139,7 @@ async def test_flood_takes_bounded_memory_and_each_number_comes_or_is_lost(
 
 
 class NotReading:
-    """A subscriber whose consumer has read one batch, and reads no more."""
+    """A subscriber; its consumer has stopped reading after one batch."""
 
     def __init__(self, publisher: Any, subscriber: EventSubscriber, first: int) -> None:
         self.subscriber = subscriber
@@ -242,3 +244,62 @@ async def test_publisher_replaced_while_the_consumer_does_not_read_is_reported_i
             new.close()
     kinds = [type(item).__name__ for item in items]
     assert kinds == ["Received"] * 10 + ["Restarted", "Lost"] + ["Received"] * 5
+
+
+# The backlog
+
+PAYLOAD = bytes(1000)
+SIZE = MESSAGE_OVERHEAD + 3 * FRAME_OVERHEAD + 1 + 8 + len(PAYLOAD)
+
+
+def put(backlog: Backlog, *numbers: int, topic: bytes = b"t", connection: object = 1) -> None:
+    for number in numbers:
+        backlog.put(connection, [topic, pack_seq(number), PAYLOAD])
+
+
+def shrink(backlog: Backlog) -> None:
+    while backlog.is_shrinking:
+        backlog.shrink()
+
+
+def taken(backlog: Backlog) -> list[object]:
+    """Take all entries: numbers of messages, connections of markers."""
+    found: list[object] = []
+    while (entry := backlog.take()) is not None:
+        connection, frames, _ = entry
+        found.append(connection if frames is None else int.from_bytes(frames[1], "big"))
+    return found
+
+
+def test_message_larger_than_the_bound_is_kept_if_it_is_the_newest() -> None:
+    backlog = Backlog(SIZE // 2)
+    put(backlog, 0)
+    shrink(backlog)
+    assert taken(backlog) == [0]
+    put(backlog, 1, 2)
+    shrink(backlog)
+    assert taken(backlog) == [2]
+    assert backlog.dropped == 1
+
+
+def test_many_messages_are_dropped_in_several_calls() -> None:
+    backlog = Backlog(40_000 * SIZE)
+    put(backlog, *range(40_001))
+    calls = 0
+    while backlog.is_shrinking:
+        backlog.shrink()
+        calls += 1
+    assert calls > 2
+    assert (backlog.size, backlog.dropped) == (20_000 * SIZE, 20_001)
+
+
+def test_markers_stay_in_order_when_the_messages_between_them_are_dropped() -> None:
+    backlog = Backlog(4 * SIZE)
+    put(backlog, 0, 1, connection="a")
+    backlog.note("a")
+    backlog.note(RECONNECTED)
+    put(backlog, 2, connection="b")
+    backlog.note("b")
+    put(backlog, 3, 4, connection="c")
+    shrink(backlog)
+    assert taken(backlog) == ["a", RECONNECTED, "b", 3, 4]
