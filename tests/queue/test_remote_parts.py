@@ -19,8 +19,7 @@ from support import until
 from aioshm import MessageQueue, MessageTooLarge, PeerDied
 from aioshm.codec.frames import RAW
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.outgoing import Outbox
-from aioshm.queue.remote.sockets import Assembly
+from aioshm.queue.remote.messages import Assembly, Outbox
 from aioshm.queue.remote.wire import PART_BYTES
 
 SECRET = bytes(wire.SECRET_BYTES)

@@ -4,7 +4,7 @@
  * each may be cut at any moment, with all that is under way, CUTS times. Either process may die.
  *
  *     step here      queue/remote/window.py                              queue/remote/
- *     send           SendWindow.room, sent                               outgoing.py Flow
+ *     send           SendWindow.room, sent                               messages.py Flow
  *     subscribed     SendWindow.connected                                readers.py RemoteReaders.subscribed
  *     resend         SendWindow.resend                                   RemoteReaders._handle
  *     acknowledge    SendWindow.acknowledged; ReceiveWindow.finished     link.py WriterLink._acknowledge

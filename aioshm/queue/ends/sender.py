@@ -20,7 +20,7 @@ from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot, Slots
 
 if TYPE_CHECKING:  # a queue that has only local readers does not import ZeroMQ
-    from aioshm.queue.remote.outgoing import Outgoing
+    from aioshm.queue.remote.messages import Outgoing
     from aioshm.queue.remote.readers import RemoteReaders
 
 

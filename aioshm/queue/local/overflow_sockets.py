@@ -34,7 +34,7 @@ from aioshm.lifeline.sockets import new_address
 from aioshm.process.limits import Reserve, naming_limits, start_thread
 from aioshm.queue.local.overflow import Overflow, OverflowReader, pack_marker
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.outgoing import Outbox, Outgoing
+from aioshm.queue.remote.messages import Outbox, Outgoing
 from aioshm.queue.remote.sockets import DataPublisher, DataSubscriber
 from aioshm.ring.segment import check_memory
 from aioshm.zeromq.endpoint import BoundFile, attach

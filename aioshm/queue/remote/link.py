@@ -27,7 +27,8 @@ from aioshm.logs import LogLimiter
 from aioshm.process.limits import shortage
 from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.sockets import Assembly, ReaderSockets
+from aioshm.queue.remote.messages import Assembly
+from aioshm.queue.remote.sockets import ReaderSockets
 from aioshm.queue.remote.window import ReceiveWindow
 from aioshm.queue.state import EndState
 from aioshm.ring.layout import VERSION

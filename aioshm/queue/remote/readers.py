@@ -22,7 +22,7 @@ from aioshm.queue.handle import RemoteAddress
 from aioshm.queue.names.identity import Identity
 from aioshm.queue.registry import ReaderRegistry, ReaderSlot
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.outgoing import Flow
+from aioshm.queue.remote.messages import Flow
 from aioshm.queue.remote.sockets import WriterSockets
 from aioshm.ring.layout import VERSION
 from aioshm.wait.limits import seconds

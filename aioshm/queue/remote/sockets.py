@@ -1,4 +1,4 @@
-"""The ZeroMQ sockets of a writer and its remote readers, and the memory of received messages.
+"""The ZeroMQ sockets of a writer and its remote readers.
 
 Data: from the writer's XPUB to the SUB of each reader. Control: between each reader's DEALER and the writer's ROUTER.
 Local readers with ``overflow="zmq"`` receive large bodies over the same kind of data sockets.
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import mmap
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-import msgspec
 import zmq
 from zmq.utils import z85
 
-from aioshm.codec.base import OwnMemory
 from aioshm.config import Options
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.queue.handle import RemoteAddress
@@ -398,58 +394,3 @@ def _bind(sock: Socket, host: str, port: int) -> str:
 
 def _port(endpoint: str) -> int:
     return int(endpoint.rpartition(":")[2])
-
-
-class MessageMemory(mmap.mmap, OwnMemory):
-    """Anonymous memory of one message, with huge pages where the kernel has them.
-
-    Raises:
-        OSError: There is no memory.
-    """
-
-    def __new__(cls, nbytes: int) -> Self:
-        """Map so many bytes."""
-        memory = super().__new__(cls, -1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without huge pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
-
-
-class Assembly:
-    """Joins the parts of a message, which arrive in order; a new connection sends an incomplete message anew."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._memory: MessageMemory | None = None
-        self._seq = 0
-        self._filled = 0
-
-    def add(self, part: wire.Data) -> wire.Data | None:
-        """Add the next part; return the message when complete.
-
-        Raises:
-            WireError: The message is larger than a writer may send.
-            OSError: There is no memory for the message.
-        """
-        if part.offset == 0:
-            self.clear()
-            if part.total > self._max_bytes:
-                raise wire.WireError(f"a message of {part.total} bytes, more than {self._max_bytes}")
-            self._memory = MessageMemory(part.total)
-            self._seq = part.seq
-        memory = self._memory
-        if memory is None or (part.seq, part.offset, part.total) != (self._seq, self._filled, len(memory)):
-            self.clear()  # an earlier connection carried the first parts
-            return None
-        self._filled += len(part.body)
-        memory[part.offset : self._filled] = part.body
-        if self._filled < part.total:
-            return None
-        self.clear()
-        return msgspec.structs.replace(part, body=memoryview(memory), offset=0)
-
-    def clear(self) -> None:
-        """Drop an incomplete message."""
-        self._memory = None
-        self._filled = 0

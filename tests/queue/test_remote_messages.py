@@ -12,7 +12,7 @@ from support import eventually
 
 from aioshm.codec.frames import HEADER, INLINE, RAW, body_bytes, split_body
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.outgoing import Outbox, Outgoing
+from aioshm.queue.remote.messages import Outbox, Outgoing
 from aioshm.queue.remote.wire import ONE_FRAME_BYTES
 
 SECRET = bytes(wire.SECRET_BYTES)

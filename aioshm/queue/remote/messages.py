@@ -1,23 +1,42 @@
-"""Messages to remote readers: encoded once, kept until every reader has consumed them, and sent again on request."""
+"""Messages of remote queues: at the writer encoded, kept and sent again; at the reader joined from parts."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from time import monotonic_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
+import msgspec
 import zmq
 
 from aioshm.codec import Encoded
+from aioshm.codec.base import OwnMemory
 from aioshm.codec.frames import HEADER, message_bytes, write_body
 from aioshm.config import Options
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.sockets import MessageMemory
 from aioshm.queue.remote.window import SendWindow
 from aioshm.ring.layout import TRACE_BYTES
 
 if TYPE_CHECKING:
     from aioshm.queue.remote.sockets import WriterSockets
+
+
+class MessageMemory(mmap.mmap, OwnMemory):
+    """Anonymous memory of one message, with huge pages where the kernel has them.
+
+    Raises:
+        OSError: There is no memory.
+    """
+
+    def __new__(cls, nbytes: int) -> Self:
+        """Map so many bytes."""
+        memory = super().__new__(cls, -1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
 
 
 class Outgoing:
@@ -179,3 +198,42 @@ class Flow:
     def _window_bytes(self, message: Encoded) -> int:
         """Return the most bytes of the window that a message takes."""
         return self._head_bytes + message_bytes(message)
+
+
+class Assembly:
+    """Joins the parts of a message, which arrive in order; a new connection sends an incomplete message anew."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._memory: MessageMemory | None = None
+        self._seq = 0
+        self._filled = 0
+
+    def add(self, part: wire.Data) -> wire.Data | None:
+        """Add the next part; return the message when complete.
+
+        Raises:
+            WireError: The message is larger than a writer may send.
+            OSError: There is no memory for the message.
+        """
+        if part.offset == 0:
+            self.clear()
+            if part.total > self._max_bytes:
+                raise wire.WireError(f"a message of {part.total} bytes, more than {self._max_bytes}")
+            self._memory = MessageMemory(part.total)
+            self._seq = part.seq
+        memory = self._memory
+        if memory is None or (part.seq, part.offset, part.total) != (self._seq, self._filled, len(memory)):
+            self.clear()  # an earlier connection carried the first parts
+            return None
+        self._filled += len(part.body)
+        memory[part.offset : self._filled] = part.body
+        if self._filled < part.total:
+            return None
+        self.clear()
+        return msgspec.structs.replace(part, body=memoryview(memory), offset=0)
+
+    def clear(self) -> None:
+        """Drop an incomplete message."""
+        self._memory = None
+        self._filled = 0
