@@ -159,7 +159,7 @@ class TestStreams:
                 next(stream)
 
     @pytest.mark.parametrize("way", ["break", "with", "close", "forget", "abort"])
-    def test_whoever_leaves_aborts(self, way: str) -> None:
+    def test_leaving_a_stream_aborts_the_request(self, way: str) -> None:
         with served() as client:
             stream = client.submit(ask("a", None))
             assert next(stream)["token"] == 0
@@ -198,7 +198,7 @@ class TestStreams:
             sys.setprofile(None)
         assert called == []
 
-    def test_two_threads_of_one_stream(self) -> None:
+    def test_second_thread_that_waits_for_a_stream_is_refused(self) -> None:
         with served() as client:
             stream = client.submit(ask("a", None))
             next(stream)
@@ -220,7 +220,7 @@ class TestStreams:
                 thread.join()
             assert [type(error) for error in errors] == [RoleError, RequestAborted]
 
-    def test_errors_are_raised_where_it_was_called(self) -> None:
+    def test_errors_are_raised_in_the_calling_thread(self) -> None:
         with served(request_type=dict) as client:
             with pytest.raises(TypeError, match="request must be a dict"):
                 client.submit(5)
@@ -249,7 +249,7 @@ class TestCalls:
 
 
 class TestInterrupts:
-    def test_one_aborts_the_request_that_it_meets(self) -> None:
+    def test_interrupt_aborts_the_waiting_request(self) -> None:
         with served() as client:
             others: list[list[int]] = []
             thread = threading.Thread(target=lambda: others.append(tokens(client.submit(ask("other", 400)))))
@@ -268,7 +268,7 @@ class TestInterrupts:
             thread.join()
             assert others == [[*range(400)]]
 
-    def test_what_a_handler_raises(self) -> None:
+    def test_exception_of_a_handler_aborts_the_waiting_request(self) -> None:
         def handle(*_: object) -> None:
             raise LookupError("now")
 
@@ -351,7 +351,7 @@ class TestEnding:
             with pytest.raises(RoleError, match="once"):
                 client.open()
 
-    def test_before_it_is_open_and_ready(self) -> None:
+    def test_calls_before_open_and_ready_are_refused(self) -> None:
         client = EngineClient(here_and_there(), 1)
         with pytest.raises(RoleError, match="inside `with`"):
             client.submit(ask("a"))
@@ -375,7 +375,7 @@ class TestEnding:
             del client
             gc.collect()
 
-    def test_its_own_thread_is_refused(self) -> None:
+    def test_call_in_the_loop_s_thread_is_refused(self) -> None:
         with served() as client:
             assert client._host is not None
             with pytest.raises(RoleError, match="would wait for itself"):

@@ -71,7 +71,7 @@ class TestStreams:
                 assert len(await collected(stream)) == number % 5 + 1
             assert [len(engine.seen) for engine in serving.engines] == [50, 50]
 
-    async def test_a_request_for_one_engine(self) -> None:
+    async def test_request_with_a_rank_goes_to_this_engine(self) -> None:
         async with served(Engine(), Engine()) as serving:
             for number in range(3):
                 stream = serving.client.submit(ask(str(number)), engine=1)
@@ -292,7 +292,7 @@ class TestCalls:
                 await serving.client.call(method, *args)
             assert await serving.client.call("add", 1, engine=0) == 2
 
-    async def test_one_that_fails_is_enough(self) -> None:
+    async def test_first_failure_ends_a_call_of_all_engines(self) -> None:
         class Failing(Engine):
             async def never(self) -> None:
                 raise RuntimeError("now")
@@ -322,7 +322,7 @@ class TestCalls:
 
 
 class TestTwoClients:
-    async def test_each_gets_its_own(self) -> None:
+    async def test_each_client_gets_its_outputs_and_answers(self) -> None:
         async with served(Engine(), Engine(), n_clients=2) as serving:
             one, other = serving.clients
             streams = [
@@ -334,7 +334,7 @@ class TestTwoClients:
                 assert {output["request_id"] for output in await collected(stream)} == {stream.request_id}
             assert await asyncio.gather(one.call("add", 1, engine=0), other.call("add", 2, engine=0)) == [2, 3]
 
-    async def test_an_id_of_the_other_one_is_refused_and_cannot_be_aborted(self) -> None:
+    async def test_id_of_another_client_is_refused_and_cannot_be_aborted(self) -> None:
         async with served(Engine(), n_clients=2) as serving:
             one, other = serving.clients
             stream = one.submit(ask("a", None))
@@ -346,7 +346,7 @@ class TestTwoClients:
             assert serving.engines[0].aborted == []
             await stream.aclose()
 
-    async def test_one_that_leaves_takes_its_requests_with_it(self) -> None:
+    async def test_client_that_closes_aborts_its_requests(self) -> None:
         async with served(Engine(), n_clients=2) as serving:
             one, other = serving.clients
             stream = one.submit(ask("a", None))
@@ -366,7 +366,7 @@ class TestTwoClients:
             await anext(kept)
             await kept.aclose()
 
-    async def test_one_may_be_followed_by_another(self) -> None:
+    async def test_next_client_at_the_same_addresses_is_served(self) -> None:
         async with served(Engine()) as serving:
             stream = serving.client.submit(ask("a", None))
             await anext(stream)
@@ -389,7 +389,7 @@ class TestLife:
             assert serving.client.ready == {0: {"num_gpu_blocks": 5}}
             assert len(await collected(serving.client.submit(ask("a")))) == 3
 
-    async def test_nothing_works_before_it_is_ready(self) -> None:
+    async def test_calls_before_ready_are_refused(self) -> None:
         client = EngineClient(here_and_there(), 2)
         with pytest.raises(RoleError, match="async with"):
             client.submit(ask("a"))

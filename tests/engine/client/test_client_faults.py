@@ -36,7 +36,7 @@ class Explained(msgspec.Struct):
 
 class TestRefusals:
     @pytest.mark.parametrize("output_type", [None, Output, Explained])
-    async def test_refused_request_raises_whatever_the_type_of_outputs(self, output_type: Any) -> None:
+    async def test_refused_request_raises_with_every_type_of_outputs(self, output_type: Any) -> None:
         async with served(Engine(), output_type=output_type) as serving:
             good = serving.client.submit(ask("good", 3))
             with pytest.raises(RequestFailed, match=r"^ValueError: too long$") as caught:
@@ -69,7 +69,7 @@ class TestRefusals:
             with pytest.raises(RequestFailed, match="Expected `int`"):
                 await collected(serving.client.submit({"request_id": "a", "number": "x"}))
 
-    async def test_the_engine_s_own_form_of_an_error(self) -> None:
+    async def test_engine_with_error_output_decides_the_last_output(self) -> None:
         class Field(Engine):
             def error_output(self, request_id: str, message: str) -> list[Any]:
                 return [request_id, [], None, None, None, 3, message]
@@ -79,7 +79,7 @@ class TestRefusals:
                 ["a", [], None, None, None, 3, "ValueError: no"]
             ]
 
-    async def test_an_engine_whose_errors_cannot_be_sent(self, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_error_output_that_fails_is_replaced(self, caplog: pytest.LogCaptureFixture) -> None:
         class Mumbling(Engine):
             def error_output(self, request_id: str, message: str) -> Any:
                 return object() if message.endswith("object") else 1 / 0
@@ -190,7 +190,7 @@ class TestBadFrames:
 
 
 @pytest.mark.parametrize("address", ["ipc", "tcp"])
-async def test_an_engine_that_is_gone_before_it_is_heard_of(address: str) -> None:
+async def test_engine_that_is_gone_before_its_registration_is_read_is_dead(address: str) -> None:
     """The client reads the registration after the end of the connection."""
     loopback = "tcp://127.0.0.1:0"
     addresses = here_and_there() if address == "ipc" else EngineZmqAddresses([loopback], [loopback])

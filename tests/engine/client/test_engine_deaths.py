@@ -63,7 +63,7 @@ async def end(serving: Serving, rank: int) -> None:
         await until(lambda client=client: rank in client.deaths)
 
 
-async def test_only_what_the_dead_engine_had_fails() -> None:
+async def test_death_fails_only_requests_and_calls_of_the_dead_engine() -> None:
     async with served(Engine(), Engine(), on_engine_death="continue") as serving:
         client = serving.client
         streams = [client.submit(ask(f"{rank}", None), engine=rank) for rank in (0, 1)]
@@ -97,7 +97,7 @@ async def test_only_what_the_dead_engine_had_fails() -> None:
         waiting[0].cancel()
 
 
-async def test_one_that_comes_back_is_served_again() -> None:
+async def test_engine_that_comes_back_gets_requests() -> None:
     async with served(Engine(), Engine(), n_clients=2, on_engine_death="continue") as serving:
         for _ in range(2):
             await end(serving, 0)
@@ -183,7 +183,7 @@ async def test_resubmitted_request_carries_what_was_submitted(x: Any) -> None:
         assert stream.engine == 1
 
 
-async def test_request_is_kept_only_where_it_may_be_sent_again() -> None:
+async def test_request_is_kept_only_until_its_first_output() -> None:
     for resubmit in ("unstarted", None):
         async with served(Idle(), on_engine_death="continue", resubmit=resubmit) as serving:
             stream = serving.client.submit({**ask("a", 1), "x": np.zeros(1000)})
@@ -193,7 +193,7 @@ async def test_request_is_kept_only_where_it_may_be_sent_again() -> None:
             assert stream.inbox.request is None
 
 
-async def test_without_any_engine_everything_says_so_until_one_is_back() -> None:
+async def test_calls_without_any_engine_name_the_deaths_until_engines_are_back() -> None:
     async with served(Engine(), Engine(), on_engine_death="continue") as serving:
         client = serving.client
         await end(serving, 1)
@@ -211,7 +211,7 @@ async def test_without_any_engine_everything_says_so_until_one_is_back() -> None
                 assert len(await collected(client.submit(ask("y", 2)))) == 2
 
 
-async def test_what_a_dead_engine_had_sent_is_not_taken_for_another_one_s() -> None:
+async def test_late_output_of_a_dead_engine_reaches_no_request() -> None:
     engines = Idle(), Idle()
     async with served(*engines, on_engine_death="continue", resubmit="unstarted") as serving:
         client = serving.client

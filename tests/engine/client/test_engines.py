@@ -96,7 +96,7 @@ class TestBalance:
         balance.update([[0, 0], [0, 8]])
         assert spread(balance, 3) == [0, 0, 1], "8 on either side once the other clients have sent theirs"
 
-    def test_what_was_sent_since_counts(self) -> None:
+    def test_requests_since_the_publication_count(self) -> None:
         balance = LoadBalancer(range(2))
         balance.update([[0, 10], [0, 8]])
         assert sorted(spread(balance, 6)) == [0, 0, 1, 1, 1, 1]

@@ -118,7 +118,7 @@ def said(word: str, **more: Any) -> dict[str, Any]:
     return {"request_id": "a", "word": word, **more}
 
 
-async def test_late_outputs_and_ends_of_other_generations_reach_nobody() -> None:
+async def test_outputs_and_ends_of_other_generations_reach_no_request() -> None:
     async with clients_of(here_and_there(), 1, 1) as serving:
         client = serving.client
         with zmq.Context() as context, Remote(context, client) as engine:
@@ -140,7 +140,7 @@ async def test_late_outputs_and_ends_of_other_generations_reach_nobody() -> None
             assert client.late_outputs == 3
 
 
-async def test_unreadable_output_of_another_generation_fails_nobody() -> None:
+async def test_unreadable_output_of_another_generation_fails_no_request() -> None:
     class Said(msgspec.Struct):
         request_id: str
         word: str

@@ -71,7 +71,7 @@ class TestBadFrames:
             warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
             assert len(warnings) == (0 if frames == [encode([1, None, "nobody's"])] else 1)
 
-    async def test_an_answer_to_nobody(self) -> None:
+    async def test_call_of_an_unknown_client_changes_nothing(self) -> None:
         async with served(Engine()) as serving:
             serving.client._link.sockets.send(b"\0\0", b"\x03", [encode([7, 99, "add", [1]])])
             assert await serving.client.call("add", 1) == [2]
@@ -96,7 +96,7 @@ class TestBadFrames:
             assert len(await collected(good)) == 5
             assert len(await collected(serving.client.submit(ask("next")))) == 3
 
-    async def test_an_abort_that_fails_harms_nobody(self, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_failing_abort_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         class Stubborn(Engine):
             def abort_requests(self, ids: list[str]) -> None:
                 raise RuntimeError("no")
@@ -135,7 +135,7 @@ class TestEndings:
             assert caught.group_contains(MemoryError, match="too small")
         assert engine.shut_down
 
-    async def test_sigterm_ends_it_well(self) -> None:
+    async def test_sigterm_ends_the_engine_without_an_error(self) -> None:
         async with served(Engine()) as serving:
             stream = serving.client.submit(ask("a", None))
             await anext(stream)
@@ -288,7 +288,7 @@ class TestCoordinator:
             await stream.aclose()
             assert await coordinator.report() == (1, (0, 0), None, None)
 
-    async def test_an_engine_s_own_counts(self) -> None:
+    async def test_request_counts_of_the_engine_are_reported(self) -> None:
         class Counting(Engine):
             def request_counts(self) -> tuple[int, int]:
                 return 7, len(self.requests)
@@ -353,7 +353,7 @@ class _Alone:
 
 
 class TestTurns:
-    async def test_an_engine_that_has_work_of_its_own(self) -> None:
+    async def test_engine_with_has_work_steps_without_requests(self) -> None:
         class Busy(Engine):
             left = 5
 
@@ -375,7 +375,7 @@ class TestTurns:
         async with served(Lazy()) as serving:
             assert len(await collected(serving.client.submit(ask("a")))) == 3
 
-    async def test_what_outputs_hold_may_change_afterwards(self) -> None:
+    async def test_arrays_of_outputs_may_change_after_the_step(self) -> None:
         class Reusing(Engine):
             def __init__(self) -> None:
                 super().__init__()

@@ -136,7 +136,7 @@ async def test_an_engine_stopped_by_its_manager_ends_well() -> None:
                 await anext(stream)
 
 
-async def test_an_engine_whose_client_is_gone_ends_at_once() -> None:
+async def test_engine_without_client_ends_immediately() -> None:
     async with served_by_processes(1) as serving:
         assert serving.manager is not None
         stream = serving.client.submit(ask("a", None))

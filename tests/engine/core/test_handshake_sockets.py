@@ -76,7 +76,7 @@ async def test_no_answer(front: BareFrontEnd, path: str) -> None:
 
 
 @pytest.mark.parametrize("frames", [[b"\xc1"], [b""], [INIT, b""], [b"\x80"]])
-async def test_an_answer_that_is_none(front: BareFrontEnd, path: str, frames: list[bytes]) -> None:
+async def test_invalid_init_is_refused(front: BareFrontEnd, path: str, frames: list[bytes]) -> None:
     async with tasks(shake_hands(path, 5, initialize=ready_with())) as (engine,):
         await front.hears()
         front.says(*frames)
@@ -170,7 +170,7 @@ class TestTwoFrontEnds:
 
     @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("silent", ["head", "own"])
-    async def test_the_silent_one_is_named(
+    async def test_silent_front_end_is_named(
         self, silent: str, front: BareFrontEnd, path: str, beside: tuple[BareFrontEnd, str]
     ) -> None:
         own, own_path = beside
@@ -191,7 +191,7 @@ class TestTwoFrontEnds:
             with pytest.raises(TimeoutError, match=f"no answer from {path if silent == 'head' else own_path} within"):
                 await engine
 
-    async def test_an_engine_that_cannot_be_made_says_ready_to_nobody(
+    async def test_failing_initialize_sends_no_ready(
         self, front: BareFrontEnd, path: str, beside: tuple[BareFrontEnd, str]
     ) -> None:
         own, own_path = beside
@@ -213,7 +213,7 @@ class TestTwoFrontEnds:
         assert own.idle()
 
     @pytest.mark.parametrize("options", [{"headless": True}, {"local": False}])
-    async def test_it_has_a_front_end_beside_it(self, options: dict[str, Any]) -> None:
+    async def test_two_front_ends_need_a_local_engine(self, options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="must be local and not headless"):
             await shake_hands(
                 "ipc:///h",

@@ -48,7 +48,7 @@ class TestSubscriptions:
             assert await early == b"READY"
             assert await published(front_end) == [[IDLE, IDLE], 0, False]
 
-    async def test_those_that_leave_are_not_counted_and_are_told_again(self) -> None:
+    async def test_engine_that_subscribes_again_gets_ready_again(self) -> None:
         state = Waves(2)
         with Coordination(state, wanted()) as made, Peers(made.addresses) as peers:
             engines = await peers.engines(2)
@@ -59,7 +59,7 @@ class TestSubscriptions:
             await peers.engines(1)
             assert state.subscribed == 2
 
-    async def test_what_comes_before_is_kept(self) -> None:
+    async def test_reports_before_ready_are_kept(self) -> None:
         with coordination(1) as peers:
             front_end = await peers.front_end()
             await peers.reporter().send(start(0, 0))
@@ -68,7 +68,7 @@ class TestSubscriptions:
             assert await starts(engine) == (0, 0)
             await until(front_end, [[IDLE], 0, True])
 
-    async def test_who_is_waited_for_is_said(
+    async def test_missing_subscriptions_are_logged(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("aioshm.engine.dp.coordination.REMINDER_S", 0.01)
@@ -195,7 +195,7 @@ class TestGarbage:
         assert len(said) == 1
         assert said[0].startswith("dropped a message: ")
 
-    async def test_what_is_far_too_large_ends_a_connection_only(self) -> None:
+    async def test_huge_frame_ends_its_connection_only(self) -> None:
         with coordination(1) as peers:
             await peers.engines(1)
             front_end = await peers.front_end()
@@ -231,7 +231,7 @@ class TestEnd:
                 Coordination(Waves(2), wanted()._replace(engine_output=address))
         assert os.listdir(runtime_dir) == []
 
-    async def test_an_error_of_its_own_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_internal_error_ends_the_coordination(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: object) -> None:
             raise ZeroDivisionError("a mistake")
 

@@ -57,7 +57,7 @@ async def some_traffic(coordinator: DPCoordinator, keys: EngineKeys | None = Non
 
 class TestLife:
     @pytest.mark.parametrize("local", [True, False])
-    async def test_of_one_that_is_used(self, local: bool, runtime_dir: Path) -> None:
+    async def test_coordinator_serves_and_ends(self, local: bool, runtime_dir: Path) -> None:
         before = open_things()
         keys = EngineKeys.generate()
         async with await DPCoordinator.start(2, local_engines=local, local_front_ends=local, keys=keys) as coordinator:
@@ -75,14 +75,14 @@ class TestLife:
             assert len(set(places(coordinator))) == 3
         assert coordinator.finished_procs() == {"DPCoordinator": 0}
 
-    async def test_of_one_that_is_killed(self, runtime_dir: Path) -> None:
+    async def test_killed_coordinator_leaves_no_files(self, runtime_dir: Path) -> None:
         coordinator = await DPCoordinator.start(2)
         coordinator.proc.kill()
         assert await coordinator.join_first() == {"DPCoordinator": -signal.SIGKILL}
         await coordinator.aclose()
         assert os.listdir(runtime_dir) == []
 
-    async def test_what_it_says_is_kept(self) -> None:
+    async def test_last_lines_of_stderr_are_kept(self) -> None:
         async with await DPCoordinator.start(1) as coordinator:
             with Peers(places(coordinator)) as peers:
                 await peers.engines(1)
@@ -105,7 +105,7 @@ class TestFailure:
         assert "cannot bind tcp://192.0.2.7:0" in last
         eventually(lambda: open_things() <= before)
 
-    def test_it_takes_too_long(self, runtime_dir: Path) -> None:
+    def test_coordinator_that_is_not_bound_in_time_is_an_error(self, runtime_dir: Path) -> None:
         before = open_things()
         with pytest.raises(EngineStartupError, match=r"^DPCoordinator \(pid [0-9]+\) was not bound after 0.001 s$"):
             DPCoordinator(2, timeout=0.001)
@@ -173,7 +173,7 @@ class TestWithTheOthers:
             assert report.stats_address == coordinator.get_stats_publish_address()
             assert not coordinator.finished_procs()
 
-    async def test_a_startup_names_it_when_it_dies(self, path: str) -> None:
+    async def test_startup_names_a_dead_coordinator(self, path: str) -> None:
         async with await DPCoordinator.start(1) as coordinator:
             pid = coordinator.proc.pid
             async with EngineStartupCoordinator(
@@ -183,7 +183,7 @@ class TestWithTheOthers:
                 with pytest.raises(EngineStartupError, match=rf"DPCoordinator \(pid {pid}\) was killed by SIGKILL"):
                     await startup.wait(timeout=20)
 
-    async def test_a_front_end_names_it_when_it_dies(self) -> None:
+    async def test_front_end_names_a_dead_coordinator(self) -> None:
         coordinator = await DPCoordinator.start(1)
         pid = coordinator.proc.pid
         servers = APIServerProcessManager(targets.serve_badly, "here", None, [None], 1, ["a"], ["b"])

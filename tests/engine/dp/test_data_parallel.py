@@ -97,7 +97,7 @@ async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None
         assert not coordinator.last_lines("DPCoordinator")
 
 
-async def test_over_tcp_everybody_has_keys() -> None:
+async def test_keys_admit_engines_and_clients_over_tcp() -> None:
     """The coordinator's sockets, too: engines subscribe and report with theirs, the client gets counts with its own."""
     agreement = Agreement(2)
     keys = EngineKeys.generate()

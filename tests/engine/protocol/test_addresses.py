@@ -99,7 +99,7 @@ class TestConstantList:
 
 
 class TestClientAddress:
-    def test_local_ones_are_new_paths_in_a_private_directory(self, runtime_dir: Path) -> None:
+    def test_local_addresses_are_new_paths_in_a_private_directory(self, runtime_dir: Path) -> None:
         first, second = (get_engine_client_zmq_addr(True, "ignored", 1) for _ in range(2))
         assert first != second
         for address in (first, second):
@@ -123,7 +123,7 @@ class TestClientAddress:
     def test_others(self, host: str, port: int, address: str) -> None:
         assert get_engine_client_zmq_addr(False, host, port) == address
 
-    def test_port_0_is_chosen_by_whoever_binds(self) -> None:
+    def test_port_0_is_chosen_by_the_kernel(self) -> None:
         address = get_engine_client_zmq_addr(False, "127.0.0.1")
         assert address == "tcp://127.0.0.1:0"
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -141,17 +141,17 @@ class TestClientAddress:
             ("h", True, TypeError),
         ],
     )
-    def test_what_makes_no_sense_is_refused(self, host: Any, port: Any, error: type[Exception]) -> None:
+    def test_invalid_host_or_port_is_refused(self, host: Any, port: Any, error: type[Exception]) -> None:
         with pytest.raises(error, match=r"^(host|port) must be"):
             get_engine_client_zmq_addr(False, host, port)
 
     @pytest.mark.parametrize("address", ["", "tcp://", "inproc://here", "127.0.0.1:5", 5, None])
-    def test_a_handshake_address_is_one_that_can_be_bound(self, address: Any) -> None:
+    def test_handshake_address_that_cannot_be_bound_is_refused(self, address: Any) -> None:
         with pytest.raises((TypeError, ValueError), match=r"^handshake_address must be"):
             check_handshake_address(address)
 
 
-def test_one_line_says_who_is_waited_for() -> None:
+def test_progress_names_waiting_engines() -> None:
     waiting = (Waiting(1, NEW, 12.3, 4711), Waiting(2, CONNECTED, 3.0), Waiting(3, NEW, 12.3, 4713))
     assert str(StartupProgress(4, 2, 1, waiting)) == (
         "2 of 4 engines connected, 1 ready; waiting for engines 1 (pid 4711, before HELLO, 12 s), "
@@ -160,7 +160,7 @@ def test_one_line_says_who_is_waited_for() -> None:
     assert str(StartupProgress(4, 4, 4)) == "4 of 4 engines connected, 4 ready"
 
 
-def test_many_are_counted() -> None:
+def test_progress_of_many_engines_is_short() -> None:
     waiting = tuple(Waiting(index, NEW, 1.0) for index in range(1000))
     text = str(StartupProgress(1000, 0, 0, waiting))
     assert text.endswith("7 (before HELLO, 1 s) and 992 more")
@@ -178,7 +178,7 @@ def test_many_are_counted() -> None:
         (ProcessExit("DPCoordinator", None, None), None, "DPCoordinator exited; its exit code is not known"),
     ],
 )
-def test_what_became_of_a_process(found: ProcessExit, state: CoreEngineState | None, text: str) -> None:
+def test_exit_is_described(found: ProcessExit, state: CoreEngineState | None, text: str) -> None:
     assert found.describe("" if state is None else PHASES[state]) == text
     assert engine_of(found) == (1 if found.managed else None)
 
@@ -186,11 +186,11 @@ def test_what_became_of_a_process(found: ProcessExit, state: CoreEngineState | N
 @pytest.mark.parametrize(
     ("name", "index"), [("EngineCore_12", 12), ("EngineCore_DP0", 0), ("EngineCore", None), ("Engine-1-a", None)]
 )
-def test_the_rank_in_a_name(name: str, index: int | None) -> None:
+def test_rank_is_at_the_end_of_a_name(name: str, index: int | None) -> None:
     assert engine_index(name) == index
 
 
-def test_the_text_of_a_failure() -> None:
+def test_text_of_a_failure() -> None:
     progress = StartupProgress(2, 1, 0)
     assert describe_failure("no progress for 5 s", [], progress, {}) == (
         "engine startup failed: no progress for 5 s (1 of 2 engines connected, 0 ready)"

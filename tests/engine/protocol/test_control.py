@@ -54,7 +54,7 @@ class TestReports:
         found = decode_report([frame])
         assert (found.engine_index, found.scheduler_stats, found.wave_complete, found.start_wave) == report
 
-    def test_what_is_left_off_is_empty(self) -> None:
+    def test_missing_fields_have_defaults(self) -> None:
         report = decode_report(pack([3, [], {"num_running_reqs": 1}]))
         assert report.scheduler_stats == SchedulerStats(num_running_reqs=1)
 

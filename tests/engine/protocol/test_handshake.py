@@ -92,7 +92,7 @@ def at(state: CoreEngineState, *engines: CoreEngine, **options: Any) -> FrontEnd
 
 
 class TestWire:
-    def test_both_ends_write_what_the_field_writes(self) -> None:
+    def test_both_ends_write_vllm_s_bytes(self) -> None:
         engine = EngineHandshake(0)
         assert engine.hello() == HELLO_LATER
         assert front_end().receive(b"\0\0", [HELLO_LATER]) == [b"\0\0", INIT_0_33]
@@ -165,10 +165,10 @@ class TestFrontEnd:
         assert front.complete
         assert front.num_gpu_blocks == 12
 
-    def test_without_engines_it_is_complete(self) -> None:
+    def test_front_end_without_engines_is_complete(self) -> None:
         assert FrontEndHandshake([], ADDRESSES).complete
 
-    def test_init_is_what_the_addresses_are_at_hello(self) -> None:
+    def test_init_has_the_addresses_as_of_hello(self) -> None:
         addresses = EngineZmqAddresses([], [])
         front = FrontEndHandshake([CoreEngine(0)], addresses)
         addresses.inputs = ["tcp://127.0.0.1:9"]
@@ -217,14 +217,14 @@ class TestFrontEnd:
                     front.receive(b"\0\0", hello(local=False, headless=says))
                 assert engine.state is NEW
 
-    def test_who_does_not_say_headless_is_not_asked(self) -> None:
+    def test_hello_without_headless_is_accepted(self) -> None:
         assert front_end(CoreEngine(0, local=False)).receive(b"\0\0", hello(local=False)) is not None
 
     def test_ranks_are_apart(self) -> None:
         with pytest.raises(ValueError, match="two have 4"):
             front_end(CoreEngine(4), CoreEngine(4))
 
-    def test_what_cannot_be_sent_is_refused_at_once(self) -> None:
+    def test_settings_that_cannot_be_encoded_are_refused(self) -> None:
         with pytest.raises(TypeError, match="parallel_config cannot be sent"):
             FrontEndHandshake([], ADDRESSES, {"lock": object()})
 
@@ -350,7 +350,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("state", "identity", "frames", "text"), [row[1:] for row in REFUSED], ids=[r[0] for r in REFUSED]
     )
-    def test_each_says_who_in_which_state_and_what_was_expected(
+    def test_refusal_names_engine_state_and_expectation(
         self, state: CoreEngineState, identity: bytes, frames: list[bytes], text: str
     ) -> None:
         front = at(state)
@@ -369,7 +369,7 @@ class TestRefusals:
         assert len(str(error)) < 600
         assert [engine.state for engine in front.engines.values()] == states, "a refused message changes nothing"
 
-    def test_it_can_go_on_after_a_refusal(self) -> None:
+    def test_handshake_continues_after_a_refusal(self) -> None:
         front = front_end(CoreEngine(0))
         for frames in ([b"\xc1"], ready(), hello(local=False)):
             with pytest.raises(HandshakeError):
@@ -394,7 +394,7 @@ class TestRefusals:
         with pytest.raises(HandshakeError, match="'bbbb', expected 'aaaa', the front end's"):
             front.receive(b"\x01\0", ready(parallel_config_hash="bbbb"))
 
-    def test_what_is_said_of_long_values_is_short(self) -> None:
+    def test_long_values_are_cut_in_errors(self) -> None:
         front = at(CONNECTED, config_hash="a" * 100_000)
         with pytest.raises(HandshakeError) as caught:
             front.receive(b"\x01\0", ready(parallel_config_hash="b" * 100_000))
@@ -511,7 +511,7 @@ class TestEngine:
             ([bytes(MAX_INIT_BYTES + 1)], "more than"),
         ],
     )
-    def test_what_is_no_init_is_refused(self, frames: list[bytes], text: str) -> None:
+    def test_invalid_init_is_refused(self, frames: list[bytes], text: str) -> None:
         engine = EngineHandshake(1)
         engine.hello()
         with pytest.raises(HandshakeError, match=text) as caught:

@@ -156,7 +156,7 @@ class TestFromTheField:
         assert decode(field("answer None")).utility_output == UtilityOutput(78, None, (None, None))
         assert decode(field("failed call")).utility_output == UtilityOutput(79, "Call to x method failed: no")
 
-    def test_what_coordinators_get(self) -> None:
+    def test_reports_to_coordinators(self) -> None:
         decode = EnvelopeDecoder().decode
         stats = msgspec.convert(decode(field("counts")).scheduler_stats, SchedulerStats)
         assert stats == SchedulerStats(3, 4, 5, 6, 0.5)
@@ -283,7 +283,7 @@ class TestArrays:
         [object(), np.array([object()]), np.zeros(2, "i4,f4"), torch.ones(3).to_sparse(), torch.ones(2, device="meta")],
         ids=lambda value: type(value).__name__,
     )
-    def test_what_cannot_travel(self, value: Any) -> None:
+    def test_values_that_cannot_be_encoded_are_refused(self, value: Any) -> None:
         encoder = PayloadEncoder(1 << 30)
         with pytest.raises(CodecError, match="cannot encode list"):
             encoder.encode([np.zeros(1000), value])
@@ -309,7 +309,7 @@ class TestArrays:
             ["<f4", 128, 1],
         ],
     )
-    def test_what_is_no_array(self, array: list[Any]) -> None:
+    def test_list_that_is_no_array_stays_a_list(self, array: list[Any]) -> None:
         frames = [
             msgspec.msgpack.encode(["req", [1, 2, 300], None, None, None, 1.0, None, None, None, array]),
             bytes(512),

@@ -103,7 +103,7 @@ class TestUnknownEngines:
                 call()
         assert made.publish(0) == ([[0, 0, 0.0]] * 2, 0, False)
 
-    def test_a_new_one_starts_a_wave_before_it_is_announced(self) -> None:
+    def test_new_engine_starts_a_wave_before_the_scaling_is_known(self) -> None:
         made = waves(2)
         made.subscribe()
         assert made.start(2, 0) == StartWave(0, exclude=2)
@@ -160,7 +160,7 @@ class TestPublishing:
         made.greet(12)
         assert made.due() <= 12
 
-    def test_waits_for_the_others_of_a_step(self) -> None:
+    def test_publication_waits_for_the_other_engines_of_a_step(self) -> None:
         made = waves()
         made.publish(10)
         made.load(0, load(1, 1, step=1), 12)
@@ -170,14 +170,14 @@ class TestPublishing:
         assert made.publish(12.07).counts == [[1, 1, 0.0], [2, 2, 0.0]]
         assert made.due() == 12.07 + QUIET_INTERVAL_S
 
-    def test_waits_no_longer_for_those_that_never_stop(self) -> None:
+    def test_publication_does_not_wait_for_ever(self) -> None:
         made = waves()
         made.publish(10)
         for number in range(20):
             made.load(0, load(number, step=1), 12 + number / 100)
         assert made.due() == 12 + INTERVAL_S
 
-    def test_a_step_is_whole(self) -> None:
+    def test_publication_has_counts_of_one_step(self) -> None:
         made = waves()
         made.publish(10)
         made.load(0, load(1, 1, step=1), 12)
@@ -196,7 +196,7 @@ class TestPublishing:
         made.load(0, load(2, wave=1, step=0), 12)
         assert made.publish(12).counts == [[1, 0, 0.0], [0, 0, 0.0]]
 
-    def test_what_comes_late_counts(self) -> None:
+    def test_late_counts_of_a_step_count(self) -> None:
         made = waves()
         made.load(0, load(1, step=5), 12)
         made.load(1, load(1, step=4), 12)
@@ -216,7 +216,7 @@ class TestLockstep:
         assert (engine.wave, engine.running, engine.step) == (1, False, 0)
         assert engine.add(0) == 1
 
-    def test_only_the_first_one_reports(self) -> None:
+    def test_only_rank_0_reports_the_end_of_a_wave(self) -> None:
         engine = Lockstep(1)
         engine.add(0)
         assert engine.stepped(unfinished=False) is None
