@@ -4,17 +4,17 @@
 |--------------------------|-------------------|----------------------------------------------------------------------|
 | `AIOSHM_BACKING`         | `backing`         | `memfd` (Linux) or `named`: what kind of shared memory holds the ring |
 | `AIOSHM_LIFELINE`        | `lifeline`        | `abstract` (Linux) or `directory`: where the lifeline socket is bound |
-| `AIOSHM_RUNTIME_DIR`     | `runtime_dir`     | the directory of names and socket files; `Options()` reads it, too    |
-| `AIOSHM_OVERFLOW`        | `overflow`        | `segments` or `zmq`: what carries messages that do not fit a chunk    |
+| `AIOSHM_RUNTIME_DIR`     | `runtime_dir`     | the directory of names and socket files; also for `Options()`         |
+| `AIOSHM_OVERFLOW`        | `overflow`        | `segments` or `zmq`: carries messages that do not fit a chunk         |
 | `AIOSHM_WAIT`            | `wait`            | `adaptive`, `spin` or `park`                                          |
-| `AIOSHM_MAX_SPIN_CPU`    | `max_spin_cpu`    | share of a core that waiting for periodic messages may spin away      |
-| `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without movement before a report, and between reports         |
-| `AIOSHM_REMOTE_TIMEOUT_S` | `remote_timeout` | seconds of silence after which the other end of a connection is dead  |
-| `AIOSHM_NATIVE`          |                   | `0` runs the Python twins although the native parts were built        |
+| `AIOSHM_MAX_SPIN_CPU`    | `max_spin_cpu`    | share of a core to spend on spinning for periodic messages            |
+| `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without progress before a report, and between reports         |
+| `AIOSHM_REMOTE_TIMEOUT_S` | `remote_timeout` | seconds of silence after which the peer of a connection is dead       |
+| `AIOSHM_NATIVE`          |                   | `0` runs the Python reference instead of the native core              |
 | `AIOSHM_ENGINE_READY_TIMEOUT_S` |            | seconds without progress after which a startup of engines has failed  |
 | `AIOSHM_ENGINE_KEYS`     |                   | the file with the keys of a front end, or of one engine               |
-| `AIOSHM_VLLM`            |                   | `1` puts this queue in the place of vLLM's own, in vLLM's processes   |
-| `AIOSHM_USAGE_STATS`    |                   | the file that usage reports are appended to; without, there are none  |
+| `AIOSHM_VLLM`            |                   | `1` replaces vLLM's queue by this one in vLLM's processes             |
+| `AIOSHM_USAGE_STATS`    |                   | the file for usage reports; unset: no reports                         |
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from aioshm.arguments import check_bool as check_bool
-from aioshm.arguments import check_int as check_int
-from aioshm.arguments import check_seconds as check_seconds
-from aioshm.arguments import check_timeout as check_timeout
-from aioshm.arguments import shown as shown
+from aioshm.arguments import check_bool, check_int, check_seconds, shown
 from aioshm.process.limits import shortage
 
 Backing = Literal["memfd", "named"]
@@ -48,17 +44,18 @@ PREFAULT_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 36
 LINGER_S = 10.0
 REMOTE_TIMEOUT_S = 10.0
-MIN_REMOTE_TIMEOUT_S, MAX_REMOTE_TIMEOUT_S = 0.1, 86_400.0
+MIN_REMOTE_TIMEOUT_S = 0.1
+MAX_REMOTE_TIMEOUT_S = 86_400.0
 REMOTE_WINDOW = 4096
 MAX_REMOTE_WINDOW = 1 << 20
 REMOTE_WINDOW_BYTES = 64 << 20
 ENGINE_READY_TIMEOUT_S = 600.0
 
 MAX_READERS = 1 << 16
-"""Of one queue: each has a line in the ring's header, and a flag in every slot, which each message clears."""
+"""Readers of one queue: each has a cache line in the ring's header, and a flag in every slot."""
 
 MAX_BYTES = (1 << 63) - 1
-"""The same of bytes: what a file can have, and what a handle can carry."""
+"""The largest size of a file, and in a handle."""
 
 
 _ON_LINUX = sys.platform == "linux"
@@ -73,37 +70,37 @@ def default_runtime_dir() -> str:
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return str(Path(runtime) / "aioshm")
     try:
-        import tempfile  # costs 6 ms, and is only wanted for socket files and names
+        import tempfile  # takes 6 ms, and only socket files and names need it
 
         temporary = tempfile.gettempdir()
-    except OSError as error:  # it tries to write to each; or there was no descriptor to import it
+    except OSError as error:  # no writable directory, or no descriptor for the import
         raise shortage("looking for the directory of temporary files") or error from None
     return str(Path(temporary) / f"aioshm-{os.getuid()}")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How a queue behaves. The writer's options travel in its handle, and hold for its readers, too.
+    """Options of a queue. The handle carries the writer's options to its readers.
 
     Attributes:
-        backing: ``"memfd"``: memory without a name, so that nothing is left behind, and sealed, so that nobody can
-            truncate it. ``"named"``: a POSIX segment; if a process of the same user truncates it, all ends get SIGBUS.
-        prefault_bytes: How much of the ring both ends touch before use, spread over its slots; 0: nothing. A reader
-            that joins later touches nothing.
-        lifeline: ``"abstract"``: a Linux abstract Unix socket, which vanishes with its process. ``"directory"``: a
+        backing: ``"memfd"``: memory without a name, which leaves nothing behind, and sealed against truncation.
+            ``"named"``: a POSIX segment; if a process of the same user truncates the segment, all ends get SIGBUS.
+        prefault_bytes: Bytes of the ring that both ends touch before use, spread over the slots. A reader that joins
+            later touches none.
+        lifeline: ``"abstract"``: a Linux abstract Unix socket, which ends with its process. ``"directory"``: a
             socket file in ``runtime_dir``, for hosts that share a directory but not a network namespace, and for macOS.
         runtime_dir: The directory of names and socket files, with mode 0700; refused if it belongs to another user.
-            Default: ``AIOSHM_RUNTIME_DIR``, so that writers and readers with options of their own agree.
+            Default: ``AIOSHM_RUNTIME_DIR``, so that writers and readers agree.
         overflow: Carries messages that do not fit a chunk to local readers. ``"segments"``: shared memory; without
             memory for a segment, the call raises `SharedMemoryError`. ``"zmq"``: sockets with a file in
             ``runtime_dir``, several times slower.
         wait: ``"adaptive"`` spins while that is cheaper than sleeping, ``"spin"`` never sleeps, ``"park"`` always.
-        max_spin_cpu: Share of a core (0 to 1) that an end may spin away for messages that come with a steady period;
-            the hot streams of ``"adaptive"`` do not count.
-        stall_warning_s: Seconds without progress before a report names who holds the queue up, and between reports.
+        max_spin_cpu: Share of a core (0 to 1) that an end may spend on spinning for messages with a steady period;
+            spins for streams of messages do not count.
+        stall_warning_s: Seconds without progress before a report names the stalled end, and between reports.
         on_reader_death: ``"raise"``: every ``enqueue`` raises `PeerDied` until the reader is replaced or dismissed.
             ``"evict"``: the queue continues with the others, and the rank is vacant. ``"hold"``: rank and unread
             messages are kept for a replacement; the writer waits when the ring, or the window, is full. A remote
-            replacement may get messages again that the dead reader had finished with.
+            replacement may receive messages again that the dead reader had finished with.
         linger_s: Seconds that closing waits for a replacement of a held reader; then a log line says what is lost.
         max_readers: Readers in all, the ones that come and go included: ranks from ``n_reader`` on, which
             ``wait_until_ready()`` does not wait for. They are local; with remote readers, or ``connect_ip``, the first
@@ -184,13 +181,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Options:
-        """Return the defaults as changed by ``AIOSHM_*`` variables.
+        """Return the defaults, changed by ``AIOSHM_*`` variables.
 
         Args:
-            environ: Where they are; None: in this process' environment, as it is now.
+            environ: The variables; None: the environment of this process.
 
         Raises:
-            ValueError: A variable has a value that its option refuses; the text names the variable.
+            ValueError: A variable has an invalid value; the text names the variable.
         """
         options = cls()
         for variable, (field, parse) in _VARIABLES.items():
@@ -205,8 +202,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _environment(given: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Return the given environment, or this process': as a default value, `help` would print that."""
-    return os.environ if given is None else given
+    """Return the given environment, or the environment of this process."""
+    if given is None:
+        return os.environ
+    return given
 
 
 def _number(text: str) -> float:
@@ -229,17 +228,17 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def native_wanted(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether native parts may be used: unless ``AIOSHM_NATIVE`` is ``0``."""
+    """Return whether to use the native core: unless ``AIOSHM_NATIVE`` is ``0``."""
     return _switch("AIOSHM_NATIVE", environ) != "0"
 
 
 def vllm_wanted(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether vLLM is to use this library's queue: if ``AIOSHM_VLLM`` is ``1``."""
+    """Return whether vLLM uses this library's queue: if ``AIOSHM_VLLM`` is ``1``."""
     return _switch("AIOSHM_VLLM", environ) == "1"
 
 
 def _switch(variable: str, environ: Mapping[str, str] | None) -> str:
-    """Return a variable that is ``0``, ``1`` or empty, or raise `ValueError`."""
+    """Return the value of a variable, ``0``, ``1`` or empty; raise `ValueError` for other values."""
     text = _environment(environ).get(variable, "")
     if text not in {"", "0", "1"}:
         raise ValueError(f"{variable}={shown(text)}: it must be 0 or 1")
@@ -247,14 +246,14 @@ def _switch(variable: str, environ: Mapping[str, str] | None) -> str:
 
 
 def vllm_options(max_spin_cpu: float, environ: Mapping[str, str] | None = None) -> Options:
-    """Return the options of a queue that vLLM uses: `Options.from_env`, and below that vLLM's own interval of warnings.
+    """Return the options of vLLM's queues: `Options.from_env`, with vLLM's interval of warnings as a default.
 
     Args:
-        max_spin_cpu: Where ``AIOSHM_MAX_SPIN_CPU`` does not say otherwise.
-        environ: With ``VLLM_RINGBUFFER_WARNING_INTERVAL``, which holds where ``AIOSHM_STALL_WARNING_S`` is not set.
+        max_spin_cpu: The default of ``AIOSHM_MAX_SPIN_CPU``.
+        environ: The variables. ``VLLM_RINGBUFFER_WARNING_INTERVAL`` is the default of ``AIOSHM_STALL_WARNING_S``.
 
     Raises:
-        ValueError: A variable has a value that cannot be used; the text names the variable.
+        ValueError: A variable has an invalid value; the text names the variable.
     """
     environ = _environment(environ)
     options = Options.from_env(environ)
@@ -271,10 +270,10 @@ def vllm_options(max_spin_cpu: float, environ: Mapping[str, str] | None = None) 
 
 
 def engine_ready_timeout(environ: Mapping[str, str] | None = None) -> float:
-    """Return after how many seconds without progress a startup of engines has failed.
+    """Return the seconds without progress after which a startup of engines has failed.
 
     Raises:
-        ValueError: ``AIOSHM_ENGINE_READY_TIMEOUT_S`` is no such number.
+        ValueError: ``AIOSHM_ENGINE_READY_TIMEOUT_S`` is invalid.
     """
     text = _environment(environ).get("AIOSHM_ENGINE_READY_TIMEOUT_S", "")
     if not text:
@@ -286,15 +285,15 @@ def engine_ready_timeout(environ: Mapping[str, str] | None = None) -> float:
 
 
 def engine_keys_path(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the file that this process' keys of engines are read from, ``AIOSHM_ENGINE_KEYS``; None without."""
+    """Return the file with the engine keys of this process, ``AIOSHM_ENGINE_KEYS``, if set."""
     return _environment(environ).get("AIOSHM_ENGINE_KEYS") or None
 
 
 def usage_stats_path(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the file that usage reports go to, ``AIOSHM_USAGE_STATS``; None, and no reports, without.
+    """Return the file for usage reports, ``AIOSHM_USAGE_STATS``; None: no reports.
 
     Raises:
-        ValueError: It is not an absolute path.
+        ValueError: The path is not absolute.
     """
     text = _environment(environ).get("AIOSHM_USAGE_STATS", "")
     if text and not Path(text).is_absolute():
@@ -312,7 +311,7 @@ def _check_share(name: str, value: object) -> None:
 def check_slow(name: str, value: object, overflow: OverflowWay) -> SlowReader:
     """Return ``value`` if it is a `SlowReader` that goes with ``overflow``, or raise `ValueError`."""
     _check_choice(name, value, SLOW_READER)
-    if value != "block" and overflow == "zmq":  # ZeroMQ would pile up what the reader is to lose
+    if value != "block" and overflow == "zmq":  # ZeroMQ would queue messages that the reader should lose
         raise ValueError(f"{name}={value!r} does not go with overflow='zmq': use overflow='segments'")
     return cast(SlowReader, value)
 

@@ -24,11 +24,10 @@ from hypothesis import strategies as st
 
 import aioshm
 from aioshm import config
+from aioshm.arguments import check_int, check_seconds
 from aioshm.config import (
     SLOW_READER,
     Options,
-    check_int,
-    check_seconds,
     default_runtime_dir,
     engine_ready_timeout,
     native_wanted,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aioshm.config import shown
+from aioshm.arguments import shown
 from aioshm.deferred import import_extra
 from aioshm.ring.layout import TRACE, TRACE_BYTES
 

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
+from aioshm.arguments import check_int
 from aioshm.closing import Closing
 from aioshm.codec import Codec, S, T
-from aioshm.config import Options, check_int
+from aioshm.config import Options
 from aioshm.errors import QueueClosed, QueueEmpty, QueueFull
 from aioshm.process.loop_thread import process_lock
 from aioshm.queue import api

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from aioshm.arguments import check_bool, check_int, check_timeout, shown
 from aioshm.codec import Codec, get_codec, typed_codec
 from aioshm.codec.pickle5 import PickleCodec
-from aioshm.config import MAX_READERS, Options, SlowReader, check_bool, check_int, check_slow, check_timeout, shown
+from aioshm.config import MAX_READERS, Options, SlowReader, check_slow
 from aioshm.errors import AioshmError, HandleError, UnsafePayload
 from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.process.limits import naming_limits

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from aioshm.arguments import check_int
 from aioshm.codec import Codec, Encoded, cannot_decode
-from aioshm.config import check_int
 from aioshm.errors import AioshmError, CodecError, QueueEmpty
 from aioshm.queue.closing import Closable
 from aioshm.queue.ends.leasing import AwaitedReadBlock

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from aioshm.config import check_int, shown
+from aioshm.arguments import check_int, shown
 from aioshm.errors import GroupBroken, HandleError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from aioshm.config import check_int, check_seconds, shown
+from aioshm.arguments import check_int, check_seconds, shown
 from aioshm.errors import GroupBroken, RoleError
 from aioshm.process.background import run_apart
 from aioshm.queue.groups.process_group import check_rank
