@@ -260,7 +260,8 @@ class TestTop:
 
 
 def _read_until(fd: int, *wanted: str) -> str:
-    seen, end = "", time.monotonic() + 30
+    seen = ""
+    end = time.monotonic() + 30
     while not all(text in seen for text in wanted):
         assert time.monotonic() < end, seen
         if select.select([fd], [], [], 0.1)[0]:

@@ -135,7 +135,8 @@ async def test_events() -> None:
 
             await until(arrived)
             await publisher.flush(20)
-            samples, stats = scraped(collector), publisher.stats()
+            samples = scraped(collector)
+            stats = publisher.stats()
             of: dict[str, str] = {"publisher": publisher.endpoint}
             assert value(samples, "aioshm_events_publisher_published_batches_total", **of) == stats.published
             assert value(samples, "aioshm_events_publisher_queued_batches", **of) == 0
@@ -148,7 +149,9 @@ async def test_scrapes_in_other_threads_while_readers_come_and_go() -> None:
     async with MessageQueue(1, 1, name="busy") as writer, MessageQueue.attach("busy", 0) as reader:
         collector = PrometheusCollector(writer, reader)
         await writer.wait_until_ready(20)
-        over, failures, scrapes = threading.Event(), [], []
+        over = threading.Event()
+        failures: list[Exception] = []
+        scrapes: list[int] = []
 
         def scrape() -> None:
             while not over.is_set():

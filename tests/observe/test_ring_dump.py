@@ -15,7 +15,8 @@ from aioshm.observe.scan import RingFile, find_rings
 
 
 def ring_of(mq: MessageQueue) -> RingFile:
-    key, found = mq.export_handle().queue_id.hex(), find_rings()[0]
+    key = mq.export_handle().queue_id.hex()
+    found = find_rings()[0]
     for each in found:
         if each.queue_id != key:
             each.close()
@@ -112,7 +113,8 @@ async def test_message_that_is_being_overwritten_is_left_out(monkeypatch: pytest
     async with queue() as (writer, _, ring):
         for number in range(3):
             await writer.enqueue(number)
-        read, slot = ring.read, ring.layout.slot(1)
+        read = ring.read
+        slot = ring.layout.slot(1)
         monkeypatch.setattr(ring, "read", lambda at, n: b"\xee" * n if (at, n) == (slot + 8, 8) else read(at, n))
         assert [each.seq for each in last_messages(ring, 3)] == [0, 2]
 
@@ -120,7 +122,8 @@ async def test_message_that_is_being_overwritten_is_left_out(monkeypatch: pytest
 async def test_damage() -> None:
     async with queue() as (writer, _, ring):
         await writer.enqueue("x")
-        read, slot = ring.read, ring.layout.slot(0)
+        read = ring.read
+        slot = ring.layout.slot(0)
         for damage in (b"\xff" * 4, b"\x01\x01\x00\x00\xff\xff\xff\x00", b"\x02\x00\x01\x00"):
             with pytest.MonkeyPatch.context() as patch:
 

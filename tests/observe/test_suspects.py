@@ -85,7 +85,8 @@ class TestVerdict:
         assert "held for another" in suspect.text
 
     def test_blocked(self) -> None:
-        before, now = look(5, 5, 3), look(6, 6, 3, ns=250_000_000)
+        before = look(5, 5, 3)
+        now = look(6, 6, 3, ns=250_000_000)
         assert found(before, now) == [("blocked", 1)]
         assert text_of(before, now) == (
             "took nothing in the last 0.2 s, 3 messages behind: its event loop waits for something else"
@@ -105,7 +106,8 @@ class TestVerdict:
         assert found(look(50, 50, 48), look(53, 53, 50)) == [], "it is not far behind"
 
     def test_reader_that_keeps_a_parked_writer_waiting_is_slow(self) -> None:
-        before, now = look(50, 49, 48, parked=True), look(53, 52, 51, parked=True)
+        before = look(50, 49, 48, parked=True)
+        now = look(53, 52, 51, parked=True)
         assert found(before, now, keeping=[1]) == [("slow", 1)]
         assert found(before, now, keeping=[0, 1]) == [("slow", 0), ("slow", 1)]
 
@@ -114,7 +116,8 @@ class TestVerdict:
         assert found(before, now, awaited=[1]) == [("absent", 1)]
 
     def test_an_idle_writer_is_no_culprit(self) -> None:
-        before, now = look(5, 5, 5), look(5, 5, 5, ns=1_000_000_000)
+        before = look(5, 5, 5)
+        now = look(5, 5, 5, ns=1_000_000_000)
         assert found(before, now) == [("writer idle", -1)]
         assert not suspects(before, now, (), (), {WRITER: LOOP})[0].grave
         assert found(before, now, writer=SLEEP) == [("writer blocked", -1)]

@@ -66,7 +66,9 @@ class TestCall:
             [begun, others] = await group.collective_rpc("begin", ("last",))
             expected: list[Any] = ["first"]
             for number in range(40):
-                expected += [number, f"step {number}"] if number % 10 == 5 else [number]
+                expected.append(number)
+                if number % 10 == 5:
+                    expected.append(f"step {number}")
             assert begun == [*expected, "last"]
             assert others == ["step 5", "step 15", "step 25", "step 35", "last"]
 
@@ -121,7 +123,7 @@ class TestCallOfAllAndOfOne:
                 with pytest.raises(WorkerError) as caught:
                     await call(group, alone, "fail_in_a_strange_way", way)
                 errors = {rank: error.kind for rank, error in caught.value.errors.items()}
-                assert errors == ({1: kind} if alone else {0: kind, 1: kind})
+                assert errors == dict.fromkeys([1] if alone else [0, 1], kind)
             assert (await call(group, alone, "add", 1))[-1] == 2
 
     async def test_arguments_that_cannot_be_sent_or_received_fail_their_call_alone(self, alone: bool) -> None:
@@ -141,7 +143,9 @@ class TestCallOfAllAndOfOne:
 
 async def call(group: WorkerGroup, alone: bool, method: str, *args: Any) -> list[Any]:
     """Call all workers, or only the last one; return the results."""
-    return [await group.call(1, method, *args)] if alone else await group.broadcast(method, *args)
+    if alone:
+        return [await group.call(1, method, *args)]
+    return await group.broadcast(method, *args)
 
 
 class TestTime:
@@ -181,7 +185,9 @@ class TestTime:
                 return [item async for item in group.stream(number % 2, "count", 3)]
             if kind == "all":
                 return await group.broadcast("add", number)
-            return await (group.call(0, "add", number) if kind == "call" else group.call_any("add", number))
+            if kind == "any":
+                return await group.call_any("add", number)
+            return await group.call(0, "add", number)
 
         async with group_of() as group:
             for number in range(80):

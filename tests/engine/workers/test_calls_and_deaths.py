@@ -199,7 +199,9 @@ async def test_scaling_survives_deaths_of_staying_and_leaving_workers(tmp_path: 
 @pytest.mark.slow
 async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
     async with group_of(3, standbys=1) as group:
-        stopping, good, bad = False, [0] * 4, [0] * 4
+        stopping = False
+        good = [0] * 4
+        bad = [0] * 4
 
         async def load(which: int, number: int) -> None:
             while not stopping:

@@ -133,7 +133,8 @@ async def test_standby_that_hangs_in_its_import_is_killed_after_ready_timeout(
         async with group_of(1, worker) as group:
             replacer = group._session.replacer  # type: ignore[union-attr]
             flag.touch()
-            replacer._ready_timeout, replacer._wanted = 0.5, 1
+            replacer._ready_timeout = 0.5
+            replacer._wanted = 1
             replacer._fill()
             await until(lambda: "was not ready after 0.5 s, and was killed" in caplog.text)
             replacer._ready_timeout = None
@@ -245,7 +246,8 @@ async def test_process_that_cannot_be_started_is_tried_again_until_a_crash_loop(
 ) -> None:
     async with group_of(1, max_workers=2, restart=Restart(max_restarts=2, backoff_s=0.001)) as group:
         processes = group._session.processes  # type: ignore[union-attr]
-        start, failures = processes._start, 1
+        start = processes._start
+        failures = 1
 
         def start_later(*args: Any) -> Any:
             nonlocal failures

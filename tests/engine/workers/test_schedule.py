@@ -38,7 +38,7 @@ class Asked(Schedule):
 
 
 def turn_of(call: Call) -> int | None:
-    return None if call.slot is None else call.slot.rank
+    return getattr(call.slot, "rank", None)
 
 
 def test_call_of_any_gets_the_worker_that_has_been_idle_longest() -> None:
@@ -54,7 +54,8 @@ def test_call_of_one_queues_behind_waiting_calls_of_any_unless_the_worker_has_a_
     schedule = Asked(2)
     busy = [schedule.make(0), schedule.make(1, stream=True)]
     waiting = schedule.make(None)
-    behind, beside = schedule.make(0), schedule.make(1)
+    behind = schedule.make(0)
+    beside = schedule.make(1)
     assert (turn_of(waiting), turn_of(behind), turn_of(beside)) == (None, None, 1)
     schedule.answered(busy[0])
     assert (turn_of(waiting), turn_of(behind)) == (0, 0)

@@ -281,7 +281,8 @@ async def test_death_is_raised_after_earlier_items_and_ends_no_stream_of_another
     async with group_of(2, restart=Restart(max_restarts=1000, backoff_s=0.001)) as group:
         other = group.stream(1, "count")
         for how in ("SIGKILL", "_exit"):
-            pid, items = await group.call(0, "pid", timeout=60), []  # the second time of the replacement
+            pid = await group.call(0, "pid", timeout=60)  # the second time of the replacement
+            items = []
             with pytest.raises(WorkerDied, match=rf"pid {pid}\)"):
                 async for item in group.stream(0, "count_and_end", 5, how, prefetch=100):
                     items.append(item)

@@ -313,10 +313,16 @@ class TestStarting:
         eventually(lambda: open_things() <= before, f"the end of {open_things() - before}")
 
 
+def own_loop_factory() -> Any:
+    """Return the factory of loops of the test's kind."""
+    if type(asyncio.get_running_loop()).__module__.startswith("uvloop"):
+        return uvloop.new_event_loop
+    return None
+
+
 async def closed_by_sigterm_at_line(log: Path, number: int, *, scheduling: bool = False) -> None:
     """Assert that a SIGTERM at a line after a call closes the worker."""
-    on_uvloop = type(asyncio.get_running_loop()).__module__.startswith("uvloop")
-    factory = uvloop.new_event_loop if on_uvloop else None
+    factory = own_loop_factory()
     sent = log / "sent"
     async with group_of(1, kwargs={"log": str(log)}, loop_factory=factory) as group:
         await group.call(0, "add", 1)
@@ -349,13 +355,14 @@ class TestClosing:
     @pytest.mark.parametrize("method", [None, "say_and_wait", "say_and_block"], ids=["idle", "awaiting", "blocking"])
     @pytest.mark.parametrize("alone", [False, True], ids=["of all", "of one"])
     async def test_worker_that_gets_sigterm_is_closed(self, method: str | None, alone: bool, tmp_path: Path) -> None:
-        on_uvloop = type(asyncio.get_running_loop()).__module__.startswith("uvloop")
-        factory = uvloop.new_event_loop if on_uvloop else None
+        factory = own_loop_factory()
         begun = tmp_path / "begun"
         async with group_of(1, kwargs={"log": str(tmp_path)}, loop_factory=factory) as group:
 
             def call(name: str, *args: Any) -> Any:
-                return group.call(0, name, *args) if alone else group.collective_rpc(name, args)
+                if alone:
+                    return group.call(0, name, *args)
+                return group.collective_rpc(name, args)
 
             await call("add", 1)
             calls = [asyncio.ensure_future(call(method, str(begun)))] if method else []

@@ -69,7 +69,7 @@ class Worker:
             raise Mute
         if way == "lambda":
             return lambda: None
-        return FaultyAt("driver") if way == "faulty" else None
+        return FaultyAt("driver")
 
     def end(self, rank: int, how: str) -> None:
         if rank != self.rank:
@@ -172,7 +172,7 @@ def fails_to_start(rank: int, failing: int, how: str = "raise") -> Worker:
     if how == "raise":
         worker.fail(failing)
     elif how == "hang":
-        time.sleep(LONG_S if rank == failing else 0)
+        time.sleep(LONG_S * (rank == failing))
     else:
         worker.end(failing, how)
     return worker
