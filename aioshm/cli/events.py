@@ -30,7 +30,7 @@ from aioshm.events import (
     ZmqEventPublisher,
 )
 from aioshm.events.config import DEFAULT_MAX_QUEUE_SIZE
-from aioshm.events.protocol.decoding import BatchDecoder
+from aioshm.events.protocol.encoding import BatchDecoder
 from aioshm.events.protocol.wire import WIRES, Encoding, Wire, resolve_wire
 from aioshm.events.recording import Record, Recorder, read_records
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from aioshm.events.protocol.decoding import MAX_PAYLOAD_BYTES
+from aioshm.events.protocol.encoding import MAX_PAYLOAD_BYTES
 from aioshm.events.protocol.outbox import Overflow
 from aioshm.events.protocol.tracker import Start
 from aioshm.events.protocol.wire import (

@@ -1,4 +1,4 @@
-"""Batches to bytes, in either of the two encodings that consumers of vLLM's events read.
+"""Batches to bytes, in either of the two encodings that consumers of vLLM's events read, and back.
 
 ``"array"``: an event is ``[tag, field, field, ...]``. Fields of the first vLLM releases are always written, later
 fields up to the last one that is set, and the newest fields never. ``"map"``: an event is
@@ -6,15 +6,27 @@ fields up to the last one that is set, and the newest fields never. ``"map"``: a
 
 The native encoder, if it was built, encodes usual batches, three times as fast as msgspec. msgspec encodes all
 further batches, and reports errors.
+
+A small batch of one encoding is decoded in one call. A large batch, a batch of mixed encodings, or one with an
+unknown or malformed event is decoded event by event, in slices of time: a bad event spoils only itself, and a large
+payload does not block the loop.
+
+The size of the payload bounds the memory of decoding. Numbers, text, bytes and tokens take at most 25 bytes of memory
+for each byte of the payload. Lists and maps take up to 112, so in a large batch the decoder counts the values of fields
+and events that may contain lists and maps before it decodes them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+import time
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from msgspec.structs import astuple
 
+from aioshm.codec.msgpack import count_values
 from aioshm.config import native_wanted
 from aioshm.errors import CodecError
 from aioshm.events.protocol.messages import (
@@ -25,8 +37,10 @@ from aioshm.events.protocol.messages import (
     EventBatch,
     KnownEvent,
     KVCacheEvent,
+    KVEvent,
     KVEventBatch,
     UnknownEvent,
+    derived,
 )
 from aioshm.events.protocol.wire import ENCODINGS, Encoding
 
@@ -124,3 +138,250 @@ def _to_array(event: Any) -> Any:
     while end > always and fields[end - 1] is None:
         end -= 1
     return (event.__struct_config__.tag, *fields[:end])
+
+
+# Decoding
+
+# Default bound of a payload that a subscriber accepts.
+MAX_PAYLOAD_BYTES = 1 << 24
+# Bytes of the shortest meaningful event, ["BlockRemoved", []]: bounds the number of events in a payload.
+MIN_EVENT_BYTES = 15
+# Accepted payload bytes per value in fields and events that may contain lists and maps.
+BYTES_PER_VALUE = 16
+# A batch of this size is decoded in one call, whatever it contains: at most 7 MB, 25 ms.
+SMALL_BYTES = 1 << 16
+
+# https://github.com/msgpack/msgpack/blob/master/spec.md
+_NIL = 0xC0
+_ARRAYS = frozenset([*range(0x90, 0xA0), 0xDC, 0xDD])
+_MAPS = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
+
+_Decoder: TypeAlias = msgspec.msgpack.Decoder[Any]
+
+# msgspec raises these for malformed bytes; the last four for strings, nesting and map keys.
+_BAD_BYTES = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, ValueError, OverflowError)
+
+# How many fields an event must have; the first releases of vLLM, and other engines, omit further fields.
+_REQUIRED: dict[type[KnownEvent], int] = {BlockStored: 4, BlockRemoved: 1, AllBlocksCleared: 0}
+_TAGS = frozenset(kind.__name__ for kind in _REQUIRED)
+# Fields that may contain lists and maps of any size: in a large batch their values are counted first.
+_OPEN_FIELDS = ("extra_keys", "lookahead_token_ids", "mm_keys")
+_NONE = msgspec.Raw(bytes([_NIL]))
+_RAW_FIELDS: dict[str, tuple[Any, Any]] = dict.fromkeys(_OPEN_FIELDS, (msgspec.Raw, _NONE))
+
+_public: dict[type, type[KnownEvent]] = {}
+"""The public event class for each struct class that is only used while decoding."""
+
+
+def _decoder(kind: Any) -> _Decoder:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def _union(maps: bool, replaced: dict[str, tuple[Any, Any]]) -> Any:
+    """Return the union of the struct classes of the known events in one encoding."""
+    union: Any = None
+    for kind, required in _REQUIRED.items():
+        last = ARRAY_FIELDS[kind] if not maps else None
+        struct = derived(kind, required, replaced, last=last, array_like=not maps)
+        _public[struct] = kind
+        if union is None:
+            union = struct
+        else:
+            union |= struct
+    return union
+
+
+def _batch_decoders(events: Any) -> list[_Decoder]:
+    """Return the decoders of batches that are arrays, and of batches that are maps, as some releases write them."""
+    fields = {"events": (events, None)}
+    return [_decoder(derived(EventBatch, 2, fields, tag=None, array_like=not maps)) for maps in (False, True)]
+
+
+class _EventDecoders:
+    """The decoders for events of one encoding."""
+
+    def __init__(self, *, maps: bool) -> None:
+        self.small_batch = _batch_decoders(GenericAlias(list, (_union(maps, {}),)))
+        self.event = _decoder(_union(maps, _RAW_FIELDS))
+        self.tag = _decoder(msgspec.defstruct("Tag", [("type", str)], array_like=not maps))
+        self.open_fields: list[tuple[int, str, _Decoder]] = []  # position, name and decoder, of `BlockStored`
+        for position, field in enumerate(msgspec.structs.fields(BlockStored)):
+            if field.name in _OPEN_FIELDS and (maps or position < ARRAY_FIELDS[BlockStored]):
+                self.open_fields.append((position, field.name, _decoder(field.type)))
+
+
+_of_arrays = _EventDecoders(maps=False)
+_of_maps = _EventDecoders(maps=True)
+_any_batch = _batch_decoders(msgspec.Raw)
+_raw_events: msgspec.msgpack.Decoder[list[msgspec.Raw]] = _decoder(list[msgspec.Raw])
+
+
+class Decoding:
+    """A payload that is decoded event by event, in slices of time."""
+
+    def __init__(self, payload: bytes, max_events: int, max_values: int) -> None:
+        try:
+            self._batch = _any_batch[_is_map(payload)].decode(payload)
+        except _BAD_BYTES as error:
+            raise CodecError(f"not an event batch: {error}") from None
+        count = _length(memoryview(self._batch.events))
+        if count is None:
+            raise CodecError("not an event batch: no array of events")
+        if count > max_events:
+            raise CodecError(f"a batch of {count} events, at most {max_events} are taken: max_payload_bytes")
+        self.maps: bool | None = None  # whether the first event is a map; None if there is no event
+        self.unknown: UnknownEvent | None = None  # the first unknown event so far
+        self.unknown_events: int = 0
+        self._values_left = max_values
+        self._raws = _raw_events.decode(self._batch.events)
+        self._events: list[KVEvent] = []
+        if self._raws:
+            self.maps = _is_map(self._raws[0])
+
+    def work(self, deadline: float) -> KVEventBatch | None:
+        """Decode events until the deadline (``time.perf_counter``); None if some are left."""
+        events = self._events
+        raws = self._raws
+        for index in range(len(events), len(raws)):
+            event = self._decode(raws[index])
+            if isinstance(event, UnknownEvent):
+                self.unknown = self.unknown or event
+                self.unknown_events += 1
+            events.append(event)
+            if time.perf_counter() > deadline and len(events) < len(raws):
+                return None
+        return KVEventBatch(self._batch.ts, events, self._batch.data_parallel_rank)
+
+    def _decode(self, raw: msgspec.Raw) -> KVEvent:
+        """Decode one event, known or not."""
+        first = memoryview(raw)[0]
+        if first in _MAPS:
+            decoders = _of_maps
+        elif first in _ARRAYS:
+            decoders = _of_arrays
+        else:
+            return self._unknown(None, raw, "no type")
+        try:
+            found = decoders.event.decode(raw)
+            kind = _public[type(found)]
+            fields = [*astuple(found)]
+            if kind is BlockStored:
+                self._decode_open_fields(fields, decoders)
+            return kind(*fields)
+        except CodecError as error:
+            return UnknownEvent(kind.__name__, _copied(raw), str(error))
+        except _BAD_BYTES as error:
+            reason = f"malformed: {error}"
+        try:
+            tag = decoders.tag.decode(raw).type
+        except _BAD_BYTES:
+            return self._unknown(None, raw, "no type")
+        if tag not in _TAGS:
+            reason = "unknown type"
+        return self._unknown(tag, raw, reason)
+
+    def _decode_open_fields(self, fields: list[Any], decoders: _EventDecoders) -> None:
+        for position, name, decoder in decoders.open_fields:
+            raw = fields[position]
+            if raw is _NONE:
+                fields[position] = None
+                continue
+            if not self._can_afford(raw):
+                raise CodecError(f"{name} has too many values")
+            try:
+                fields[position] = decoder.decode(raw)
+            except _BAD_BYTES as error:
+                raise ValueError(f"{error}, in {name}") from None
+
+    def _unknown(self, tag: str | None, raw: msgspec.Raw, reason: str) -> UnknownEvent:
+        data: Any = _copied(raw)
+        if self._can_afford(raw):
+            try:
+                data = msgspec.msgpack.decode(raw)
+            except _BAD_BYTES as error:
+                reason = f"unreadable: {error}"
+        return UnknownEvent(tag, data, reason)
+
+    def _can_afford(self, raw: msgspec.Raw) -> bool:
+        """Charge the values in ``raw`` to this batch; False if the batch has fewer left."""
+        count = count_values(memoryview(raw), self._values_left)
+        if count > self._values_left:
+            return False
+        self._values_left -= count
+        return True
+
+
+class BatchDecoder:
+    """Decodes payloads."""
+
+    def __init__(self, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._max_events = max_bytes // MIN_EVENT_BYTES
+        self._max_values = max(max_bytes // BYTES_PER_VALUE, SMALL_BYTES)
+        self._maps = True
+
+    @property
+    def encoding(self) -> Encoding:
+        """Encoding of the first event of the last batch that had events; ``"map"`` before the first batch."""
+        return "map" if self._maps else "array"
+
+    def begin(self, payload: bytes) -> KVEventBatch | Decoding:
+        """Return the batch in ``payload``, or a `Decoding` if decoding may take long.
+
+        A payload that is no batch raises CodecError; a single bad event becomes an ``UnknownEvent`` with the reason.
+        """
+        if len(payload) > self._max_bytes:
+            raise CodecError(
+                f"a payload of {len(payload)} bytes, at most {self._max_bytes} are taken: max_payload_bytes"
+            )
+        if len(payload) <= SMALL_BYTES:
+            for maps in (self._maps, not self._maps):
+                batch = _decode_small(payload, maps)
+                if batch is not None:
+                    if batch.events:
+                        self._maps = maps
+                    return batch
+        decoding = Decoding(payload, self._max_events, self._max_values)
+        if decoding.maps is not None:
+            self._maps = decoding.maps
+        return decoding
+
+    def decode(self, payload: bytes) -> KVEventBatch:
+        """Return the batch in ``payload``, however long decoding takes; raises the errors of ``begin``."""
+        found = self.begin(payload)
+        while isinstance(found, Decoding):
+            found = found.work(math.inf) or found
+        return found
+
+
+def _decode_small(payload: bytes, maps: bool) -> KVEventBatch | None:
+    """Decode a batch in one call; None if an event is malformed, unknown, or of the other encoding."""
+    decoders = _of_maps if maps else _of_arrays
+    try:
+        batch = decoders.small_batch[_is_map(payload)].decode(payload)
+    except _BAD_BYTES:
+        return None
+    events: list[KVEvent] = [_public[type(event)](*astuple(event)) for event in batch.events]
+    return KVEventBatch(batch.ts, events, batch.data_parallel_rank)
+
+
+def _copied(raw: msgspec.Raw) -> msgspec.Raw:
+    """Return a copy, which does not keep the payload alive."""
+    return msgspec.Raw(bytes(memoryview(raw)))
+
+
+def _is_map(value: bytes | msgspec.Raw) -> bool:
+    view = memoryview(value)
+    return len(view) > 0 and view[0] in _MAPS
+
+
+def _length(array: memoryview) -> int | None:
+    """Return the item count in the head of an array; None if this is no array."""
+    kind = array[0]
+    if kind & 0xF0 == 0x90:
+        return kind & 0x0F
+    if kind == 0xDC:
+        return int.from_bytes(array[1:3], "big")
+    if kind == 0xDD:
+        return int.from_bytes(array[1:5], "big")
+    return None

@@ -17,7 +17,7 @@ import zmq
 from aioshm.errors import CodecError
 from aioshm.events.config import SubscriberSettings
 from aioshm.events.protocol import wire
-from aioshm.events.protocol.decoding import BatchDecoder, Decoding
+from aioshm.events.protocol.encoding import BatchDecoder, Decoding
 from aioshm.events.protocol.messages import KVEventBatch, Lost, Received
 from aioshm.events.protocol.tracker import Message, SourceTracker
 from aioshm.events.subscribe.backlog import RECONNECTED, Inbox

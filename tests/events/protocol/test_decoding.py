@@ -16,15 +16,15 @@ import pytest
 from aioshm.errors import CodecError
 from aioshm.events import AllBlocksCleared, BlockIndex, BlockRemoved, BlockStored, EventBatch, UnknownEvent
 from aioshm.events.config import OPEN_MAX_PAYLOAD_BYTES
-from aioshm.events.protocol.decoding import (
+from aioshm.events.protocol.encoding import (
     BYTES_PER_VALUE,
     MAX_PAYLOAD_BYTES,
     MIN_EVENT_BYTES,
     SMALL_BYTES,
     BatchDecoder,
+    BatchEncoder,
     Decoding,
 )
-from aioshm.events.protocol.encoding import BatchEncoder
 
 from ..strain import STORED, array
 
@@ -229,7 +229,7 @@ HOSTILE = {
 }
 PROGRAM = """
 import resource, sys
-from aioshm.events.protocol.decoding import BatchDecoder
+from aioshm.events.protocol.encoding import BatchDecoder
 from tests.events.protocol.test_decoding import OPEN_MAX_PAYLOAD_BYTES, payload_of
 payload = payload_of(sys.argv[1], sys.argv[2])
 status = lambda key: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))

@@ -13,8 +13,7 @@ from support import examples
 
 from aioshm.errors import CodecError
 from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, UnknownEvent
-from aioshm.events.protocol.decoding import BatchDecoder
-from aioshm.events.protocol.encoding import BatchEncoder
+from aioshm.events.protocol.encoding import BatchDecoder, BatchEncoder
 
 both_encoders = pytest.mark.usefixtures("encoder")
 pack = msgspec.msgpack.encode

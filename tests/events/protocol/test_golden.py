@@ -16,8 +16,7 @@ import pytest
 
 from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from aioshm.events.protocol import wire
-from aioshm.events.protocol.decoding import BatchDecoder
-from aioshm.events.protocol.encoding import BatchEncoder
+from aioshm.events.protocol.encoding import BatchDecoder, BatchEncoder
 
 pytestmark = pytest.mark.usefixtures("encoder")
 GOLDEN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("golden.json").read_text())

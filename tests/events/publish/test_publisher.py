@@ -24,7 +24,7 @@ from aioshm.events import (
     Received,
     ZmqEventPublisher,
 )
-from aioshm.events.protocol.decoding import BatchDecoder
+from aioshm.events.protocol.encoding import BatchDecoder
 
 from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until, take, within
 

@@ -12,7 +12,7 @@ from support import until
 
 from aioshm.events import Received
 from aioshm.events.protocol import wire
-from aioshm.events.protocol.decoding import BatchDecoder
+from aioshm.events.protocol.encoding import BatchDecoder
 from aioshm.events.publish import replay_server
 
 from ..helpers import PATIENCE_S, Ends, batch, take

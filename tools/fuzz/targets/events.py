@@ -9,8 +9,7 @@ import msgspec
 
 from aioshm.errors import CodecError
 from aioshm.events.protocol import wire
-from aioshm.events.protocol.decoding import BatchDecoder
-from aioshm.events.protocol.encoding import BatchEncoder
+from aioshm.events.protocol.encoding import BatchDecoder, BatchEncoder
 from aioshm.events.protocol.index import BlockIndex
 from aioshm.events.protocol.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, UnknownEvent
 from tools.fuzz.target import Pieces, Target, attempt, framed
