@@ -1,9 +1,11 @@
-"""Where sockets are bound: whose directory it must be, how long a path may be, what is swept away."""
+"""Addresses of sockets: directories, lengths of paths, the removal of leftovers; and doorbells."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import select
 import socket
 import stat
 import struct
@@ -16,10 +18,12 @@ import pytest
 
 from aioshm.config import Options
 from aioshm.errors import SharedMemoryError
-from aioshm.lifeline.sockets import new_address, peer_credentials, remove, sockaddr
+from aioshm.lifeline.sockets import HAVE_EVENTFD, Doorbell, new_address, peer_credentials, remove, sockaddr
 
 QUEUE_ID = bytes(range(16))
 LONG_AGO = time.time() - 3600
+
+needs_eventfd = pytest.mark.skipif(not HAVE_EVENTFD, reason="there is no eventfd here")
 
 
 def address_in(directory: Path) -> str:
@@ -179,7 +183,7 @@ PROGRAM = """
 import os, socket, sys
 import zmq
 from aioshm.config import Options
-from aioshm.lifeline.sockets import new_address, sweep_leftovers
+from aioshm.lifeline.sockets import HAVE_EVENTFD, Doorbell, new_address, sweep_leftovers
 from aioshm.ring.segment import Segment
 from aioshm.zeromq.sockets import Sockets
 
@@ -224,3 +228,40 @@ class TestCredentials:
                 return struct.pack("=iII", 42, uid, 7)
 
         assert peer_credentials(Kernel()) == (42, uid)  # type: ignore[arg-type]
+
+
+def readable(doorbell: Doorbell) -> bool:
+    return bool(select.select([doorbell.fd], [], [], 0)[0])
+
+
+@needs_eventfd
+def test_full_doorbell_does_not_block() -> None:
+    doorbell = Doorbell.create()
+    os.eventfd_write(doorbell.fd, 2**64 - 2)  # the most it holds (eventfd(2))
+    doorbell.ring()
+    doorbell.drain()
+    assert not readable(doorbell)
+    doorbell.close()
+
+
+@needs_eventfd
+async def test_watching_a_closed_doorbell_does_nothing() -> None:
+    loop = asyncio.get_running_loop()
+    doorbell = Doorbell.create()
+    doorbell.close()
+    doorbell.watch(loop, lambda: None)
+    doorbell.unwatch(loop)
+
+
+@needs_eventfd
+def test_closed_doorbell_has_no_descriptor() -> None:
+    doorbell = Doorbell.create()
+    fd = doorbell.fd
+    assert not os.get_inheritable(fd)
+    assert not os.get_blocking(fd)
+    doorbell.close()
+    doorbell.close()
+    doorbell.ring()
+    assert doorbell.fd == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
