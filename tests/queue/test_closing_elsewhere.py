@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from faces import Thread
+from remotes import wide_writer
 
-from aioshm import MessageQueue, Options, QueueClosed, RoleError
+from aioshm import MessageQueue, QueueClosed, RoleError
 
 
 class LoopThread:
@@ -47,11 +48,7 @@ def elsewhere() -> Any:
 
 
 def make(remote: bool) -> MessageQueue:
-    options = Options(remote_timeout=5)
-    n_local = 0 if remote else 1
-    return MessageQueue(
-        1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096, max_chunks=4, slots=4, options=options
-    )
+    return wide_writer(1 - remote, int(remote), remote_timeout=5, connect_ip="127.0.0.1")
 
 
 async def attached(writer: MessageQueue, there: LoopThread) -> MessageQueue:

@@ -23,20 +23,9 @@ from aioshm.ring.segment import remove_orphan
 pytestmark = pytest.mark.slow_on_uvloop
 
 
-def _writer(n_reader: int = 1, chunks: int = 4, **options: object) -> MessageQueue:
-    return MessageQueue(
-        n_reader,
-        n_reader,
-        max_chunk_bytes=4096,
-        max_chunks=chunks,
-        slots=chunks,
-        options=Options(**options),  # type: ignore[arg-type]
-    )
-
-
 @pytest.mark.parametrize("role", [("hold",), ("wait", "park"), ("wait", "spin"), ("idle",)], ids="-".join)
 async def test_a_killed_reader_is_named_to_a_waiting_writer(role: tuple[str, ...]) -> None:
-    async with _writer() as writer, child(role[0], writer.export_handle().to_json(), "0", *role[1:]) as reader:
+    async with wide_writer(1, 0) as writer, child(role[0], writer.export_handle().to_json(), "0", *role[1:]) as reader:
         await writer.wait_until_ready(20)
         await reader.says("ready")
         if role[0] == "hold":
@@ -61,7 +50,7 @@ async def test_a_killed_reader_is_named_to_a_waiting_writer(role: tuple[str, ...
 
 
 async def test_no_call_goes_on_in_the_room_that_a_death_makes() -> None:
-    async with _writer() as writer, child("idle", writer.export_handle().to_json(), "0") as reader:
+    async with wide_writer(1, 0) as writer, child("idle", writer.export_handle().to_json(), "0") as reader:
         await writer.wait_until_ready(20)
         await reader.says("ready")
         with pytest.raises(QueueFull):
@@ -209,7 +198,7 @@ async def test_a_writer_killed_before_it_answers() -> None:
 
 
 async def test_a_reader_killed_before_it_attaches_is_missed_by_name() -> None:
-    async with _writer(2) as writer:
+    async with wide_writer(2, 0) as writer:
         handle = writer.export_handle().to_json()
         async with child("sleep_before_attaching", handle, "1") as victim, child("idle", handle, "0"):
             await victim.says("dialled")
@@ -221,7 +210,7 @@ async def test_a_reader_killed_before_it_attaches_is_missed_by_name() -> None:
 
 
 async def test_a_stopped_reader_is_reported_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    async with _writer(2, stall_warning_s=0.3) as writer:
+    async with wide_writer(2, 0, stall_warning_s=0.3) as writer:
         handle = writer.export_handle().to_json()
         async with child("collect", handle, "0"), child("collect", handle, "1") as stopped:
             await writer.wait_until_ready(20)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from pairs import attached
+from slots import slot_of
 
 from aioshm import CodecError, CorruptSlot, Handle, HandleError, MessageQueue, SharedMemoryError
 from aioshm.codec.frames import HEADER, pack_header
@@ -19,20 +20,13 @@ from aioshm.lifeline.sockets import sockaddr
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 
 
-def _slot(queue: Any, number: int) -> memoryview:
-    """Return the bytes of the slot that holds message ``number``, as any process of the queue could write them."""
-    layout = queue.end.ring.buffer.layout
-    start = layout.slot(number % layout.slots)
-    return queue.end.ring.buffer.view[start : start + layout.slot_bytes]
-
-
 async def test_another_sequence_number_is_reported_with_both_numbers() -> None:
     async with attached() as (writer, (reader,)):
         await writer.enqueue("damaged")
         await writer.enqueue("next")
-        header = list(HEADER.unpack_from(_slot(writer, 0)))
+        header = list(HEADER.unpack_from(slot_of(writer, 0)))
         header[4] = 77
-        pack_header(_slot(writer, 0), 0, *header)
+        pack_header(slot_of(writer, 0), 0, *header)
         with pytest.raises(CorruptSlot) as caught:
             await reader.dequeue(5)
         assert (caught.value.found, caught.value.expected) == (77, 0)
@@ -49,7 +43,7 @@ async def test_random_garbage_in_slots_never_stops_the_queue() -> None:
                     assert await reader.dequeue(5) == b"good %d" % number
                 continue
             await writer.enqueue(bytes(rng.randrange(257)))
-            slot = _slot(writer, number)
+            slot = slot_of(writer, number)
             for _ in range(rng.randrange(1, 6)):
                 slot[rng.randrange(SLOT_HEADER_BYTES if rng.random() < 0.8 else len(slot))] = rng.randrange(256)
             for reader in readers:
@@ -62,7 +56,7 @@ async def test_random_garbage_in_slots_never_stops_the_queue() -> None:
 async def test_a_header_that_claims_a_payload_elsewhere_is_no_hang() -> None:
     async with attached() as (writer, (reader,)):
         await writer.enqueue("damaged")
-        _slot(writer, 0)[0] = 2  # OVERFLOW
+        slot_of(writer, 0)[0] = 2  # OVERFLOW
         await writer.enqueue("next")
         with pytest.raises(CorruptSlot):
             await reader.dequeue(5)
@@ -73,7 +67,7 @@ async def test_undecodable_pickle_in_a_slot() -> None:
     async with attached() as (writer, (reader,)):
         await writer.enqueue({"k": list(range(50))})
         await writer.enqueue("next")
-        slot = _slot(writer, 0)
+        slot = slot_of(writer, 0)
         slot[SLOT_HEADER_BYTES + 10 : SLOT_HEADER_BYTES + 40] = b"\xff" * 30
         with pytest.raises(CodecError):
             reader.dequeue_nowait()
@@ -84,7 +78,7 @@ async def test_an_acquired_read_of_a_damaged_slot() -> None:
     async with attached() as (writer, (reader,)):
         for kind in (200, 2):  # no kind at all, and one that says that the payload is elsewhere
             await writer.enqueue("damaged")
-            _slot(writer, writer.stats().messages - 1)[0] = kind
+            slot_of(writer, writer.stats().messages - 1)[0] = kind
             with pytest.raises(CorruptSlot):
                 async with reader.acquire_read(5):
                     pytest.fail("damaged bytes were handed out")
