@@ -132,7 +132,7 @@ async def over_tcp(secure: bool) -> AsyncIterator[tuple[Serving, list[str]]]:
 
 
 class TestSecure:
-    async def test_connection_that_ends_in_its_handshake_is_not_called_one_with_other_keys(
+    async def test_connection_that_ends_during_the_handshake_is_not_reported_as_other_keys(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         """As those do that a front end finds which was stopped for longer than they waited."""
@@ -319,7 +319,7 @@ class TestInsecure:
             await joining
 
     @pytest.mark.slow
-    async def test_what_was_ignored_is_told_in_the_end(self) -> None:
+    async def test_ignored_message_is_in_the_error_of_a_timeout(self) -> None:
         where = EngineZmqAddresses(["ipc:///nowhere/1"], ["ipc:///nowhere/2"])
         async with starting(LOOPBACK, where=where, secure=False, progress_timeout=4) as startup:
             waiting = asyncio.ensure_future(startup.wait(30))
@@ -359,7 +359,7 @@ class TestOtherUsers:
             yield Path(base, "run")
 
     @pytest.mark.parametrize("secure", [True, False])
-    async def test_what_keeps_them_out(self, secure: bool, runtime_dir: Path) -> None:
+    async def test_directory_and_peer_credentials_keep_other_users_out(self, secure: bool, runtime_dir: Path) -> None:
         """The directory does; and without it, unless ``secure=False``, the kernel's word on who connects."""
         async with served(Engine(), secure=secure) as serving:
             ports = serving.client.addresses.inputs[0], serving.client.addresses.outputs[0]
@@ -382,7 +382,7 @@ class TestOtherUsers:
 
 
 class TestWarning:
-    def test_one_for_addresses_that_others_reach(
+    def test_one_warning_for_addresses_that_other_hosts_reach(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         from aioshm.engine.security import binding as security

@@ -77,7 +77,7 @@ def peers(mine: EngineCredentials, *where: tuple[int, str], server: bytes | None
 
 
 class TestKeys:
-    def test_each_incarnation_has_its_own(self, tmp_path: Path) -> None:
+    def test_each_incarnation_has_its_own_keys(self, tmp_path: Path) -> None:
         keys = EngineKeys.generate()
         first = keys.for_engine(1)
         second = keys.for_engine(1, 1)

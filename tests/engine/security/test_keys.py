@@ -85,14 +85,14 @@ class TestFiles:
         with pytest.raises(FileExistsError):
             keys.save(path)
 
-    def test_others_may_not_read_it(self, tmp_path: Path) -> None:
+    def test_file_that_other_users_can_read_is_refused(self, tmp_path: Path) -> None:
         EngineKeys.generate().save(tmp_path / "keys")
         (tmp_path / "keys").chmod(0o640)
         with pytest.raises(PermissionError, match="must be this user's alone: chmod 600"):
             EngineKeys.load(tmp_path / "keys")
 
     @pytest.mark.parametrize("text", ["", "{}", "[]", '{"type":"aioshm-engine-keys"}', '{"type":"x","secret":"AA=="}'])
-    def test_what_holds_no_keys(self, text: str, tmp_path: Path) -> None:
+    def test_file_without_keys_is_refused(self, text: str, tmp_path: Path) -> None:
         path = tmp_path / "keys"
         path.touch(0o600)
         path.write_text(text)
@@ -174,7 +174,7 @@ class TestHandingOver:
 
 class TestOverTCP:
     @pytest.mark.parametrize("how", ["keys", "no keys", "options"])
-    async def test_in_one_loop(self, how: str) -> None:
+    async def test_engines_in_one_loop(self, how: str) -> None:
         more: Any = {"secure": how == "keys"}
         if how == "options":
             more["options"] = Options(secure=False)

@@ -41,7 +41,7 @@ def zmtp_2(kind: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("way", ["ipc", "tcp"])
-async def test_they_are_not_heard_and_keep_nobody_else_from_it(way: str) -> None:
+async def test_old_peers_are_ignored_and_block_no_engine(way: str) -> None:
     wrong: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
     addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK]) if way == "tcp" else here_and_there()

@@ -168,7 +168,7 @@ def simple(codes: list[int | None], **options: Any) -> APIServerProcessManager:
 
 
 @pytest.mark.slow
-async def test_one_is_killed_under_load_and_the_other_serves_on(listener: socket.socket) -> None:
+async def test_server_killed_under_load_is_restarted_while_the_other_serves(listener: socket.socket) -> None:
     seen: list[RankInfo] = []
     async with serving(listener, 1, 2, on_change=seen.append) as (supervisor, servers):
         other = await connected_to(listener, servers, 1)

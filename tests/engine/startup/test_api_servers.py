@@ -226,7 +226,9 @@ class TestWaiting:
         assert all_ended(api)
         assert api.sentinels() == []
 
-    async def test_what_cannot_be_stopped_does_not_keep_the_rest(self, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_manager_that_cannot_be_stopped_does_not_keep_other_managers_running(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         api = servers([0])
         actors = Actors()
 
@@ -263,7 +265,9 @@ if __name__ == "__main__":
 @pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("run", ["asyncio.run(main())", "import uvloop; uvloop.run(main())"])
 @pytest.mark.parametrize(("target", "interrupts"), [("say_and_stay", 1), ("refuse_to_serve_and_to_end", 2)])
-def test_ctrl_c_stops_everything_and_a_second_one_kills(target: str, interrupts: int, run: str, tmp_path: Path) -> None:
+def test_ctrl_c_stops_everything_and_a_second_ctrl_c_kills(
+    target: str, interrupts: int, run: str, tmp_path: Path
+) -> None:
     script = tmp_path / "front_end.py"
     script.write_text(textwrap.dedent(FRONT_END.format(target=target, run=run)))
     with subprocess.Popen(

@@ -180,7 +180,7 @@ def _free_port() -> int:
         return port
 
 
-async def test_one_that_leaves_is_drained_by_all() -> None:
+async def test_leaving_engine_is_drained_by_all_front_ends() -> None:
     async with supervised(3) as (supervisor, clients):
         one, other = clients
         stream = other.submit(ask("long", None), engine=2)
@@ -216,7 +216,7 @@ async def test_one_that_leaves_is_drained_by_all() -> None:
 
 
 @pytest.mark.parametrize("secure", [pytest.param(False, marks=pytest.mark.slow), True])
-async def test_each_is_told_how_one_has_died(secure: bool, tmp_path: Path) -> None:
+async def test_front_ends_learn_the_cause_of_a_death(secure: bool, tmp_path: Path) -> None:
     """Also where nothing but its keys says which process it was; and that it will not come back."""
     crash = tmp_path / "crash"
     keys = EngineKeys.generate() if secure else None
@@ -245,7 +245,7 @@ async def test_each_is_told_how_one_has_died(secure: bool, tmp_path: Path) -> No
                 client.submit(ask("b"))
 
 
-async def test_one_that_was_given_another_address(tmp_path: Path) -> None:
+async def test_membership_address_needs_continue(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="membership_address needs on_engine_death='continue'"):
         EngineClient(
             EngineZmqAddresses(["ipc:///a"], ["ipc:///b"]), 1, options=ClientOptions(membership_address="ipc:///c")
@@ -253,7 +253,7 @@ async def test_one_that_was_given_another_address(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
-async def test_engine_that_comes_before_its_front_end_knows_of_it_is_let_in_later(
+async def test_engine_that_registers_before_its_front_end_knows_the_rank_is_admitted_later(
     late: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = EngineKeys.generate()

@@ -97,7 +97,7 @@ class TestServing:
                 assert len(await collected(launch.client.submit(ask("a")))) == 3
         assert not caplog.records
 
-    async def test_addresses_of_ones_own(self) -> None:
+    async def test_given_addresses_are_used(self) -> None:
         addresses = EngineZmqAddresses([ANY], [ANY])
         async with launch_core_engines(
             targets.serve, 2, layout=EngineLayout(addresses=addresses, handshake_address=ANY, coordinator=False)
@@ -108,7 +108,7 @@ class TestServing:
                 assert not address.endswith(":0")
             assert len(await collected(launch.client.submit(ask("a")))) == 3
 
-    async def test_all_addresses_of_the_host(self) -> None:
+    async def test_wildcard_is_sent_as_an_address_of_the_host(self) -> None:
         """What is bound with a wildcard is told with an address that others can connect to."""
         addresses = EngineZmqAddresses(["tcp://*:0"], ["tcp://0.0.0.0:0"])
         async with launch_core_engines(
@@ -253,7 +253,7 @@ class TestFailures:
             caught.match(text)
         assert "EngineCore_1" in caught.value.failed
 
-    async def test_one_that_hangs(self) -> None:
+    async def test_engine_that_hangs(self) -> None:
         with pytest.raises(
             EngineStartupError, match=r"no progress for .* waiting for engines 0 \(pid \d+, before HELLO"
         ):
@@ -262,7 +262,7 @@ class TestFailures:
             ):
                 raise AssertionError("not reached")
 
-    async def test_what_cannot_be_started(self) -> None:
+    async def test_target_that_cannot_be_pickled(self) -> None:
         with pytest.raises(Exception, match="pickle"):
             async with launch_core_engines(lambda: None, 2):
                 raise AssertionError("not reached")

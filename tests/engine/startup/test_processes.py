@@ -127,7 +127,7 @@ class TestStarting:
             assert [process.name for process in manager.processes] == ["EngineCore_5", "EngineCore_6"]
 
     @pytest.mark.parametrize("failing", [0, 2])
-    def test_one_that_cannot_be_started_takes_the_rest_along(
+    def test_failed_start_kills_the_started_processes(
         self, failing: int, monkeypatch: pytest.MonkeyPatch, nothing_kept: None
     ) -> None:
         started: list[subprocess.Popen[bytes]] = []
@@ -145,7 +145,7 @@ class TestStarting:
         assert len(started) == failing
         assert all(gone(process.pid) for process in started)
 
-    def test_one_that_is_gone_before_it_gets_its_arguments(
+    def test_process_that_exits_before_it_gets_its_arguments(
         self, monkeypatch: pytest.MonkeyPatch, nothing_kept: None
     ) -> None:
         """It has exited, as any other, and the rest is as it was."""
@@ -307,7 +307,7 @@ class TestStandardError:
             assert manager.finished_procs() == {"EngineCore_0": 1}
             assert manager.last_lines("EngineCore_0")[-1] == "ModuleNotFoundError: No module named 'only_here'"
 
-    def test_much_of_it_holds_nobody_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_much_output_blocks_no_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         size = 20_000_000
         reader, writer = os.pipe()
         kept = os.dup(2)
@@ -407,7 +407,7 @@ class TestStopping:
         with CoreEngineProcManager(targets.stay, 1) as manager:
             assert os.getpgid(manager.processes[0].pid or 0) != os.getpgid(0)
 
-    async def test_what_an_engine_leaves_behind_is_killed(self) -> None:
+    async def test_children_that_an_engine_leaves_behind_are_killed(self) -> None:
         async with CoreEngineProcManager(targets.start_another_and_leave, 1, code=3) as manager:
             assert await manager.join_first() == {"EngineCore_0": 3}
             check_killed(int(wait_for_line(manager, "EngineCore_0", "started")))

@@ -139,7 +139,7 @@ class TestSuccess:
                     await startup.wait(20)
 
     @pytest.mark.slow_on_uvloop
-    async def test_those_who_connect_and_say_nothing_keep_nobody_out(self, address: str) -> None:
+    async def test_silent_connections_block_no_engine(self, address: str) -> None:
         async with starting(address) as startup:
             with zmq.Context() as context:
                 silent = [context.socket(zmq.DEALER) for _ in range(4)]
@@ -162,7 +162,7 @@ class TestGivenSocket:
             assert not router.closed
             await still_works(path, router)
 
-    async def test_one_of_zmq_asyncio(self, path: str) -> None:
+    async def test_socket_of_zmq_asyncio(self, path: str) -> None:
         with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
             router.bind(path)
             with pytest.raises(zmq.Again):

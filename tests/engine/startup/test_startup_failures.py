@@ -44,7 +44,7 @@ class TestFailure:
                     await startup.wait(20)
         assert (caught.value.engine, caught.value.state, caught.value.expected) == (1, "NEW", "a local one")
 
-    async def test_one_that_came_before_anybody_waited(self, path: str) -> None:
+    async def test_refused_message_that_came_before_the_wait(self, path: str) -> None:
         async with managed(path, LOADING) as manager:
             async with starting(path) as startup:
                 async with tasks(engine(path, 9)):
@@ -81,14 +81,14 @@ class TestFailure:
                         await startup.wait(20)
 
     @pytest.mark.parametrize("address", ["ipc", "tcp"])
-    async def test_it_says_where_a_message_came_from(self, path: str, address: str) -> None:
+    async def test_error_names_the_sender(self, path: str, address: str) -> None:
         place, sender = (path, f"pid {os.getpid()}") if address == "ipc" else ("tcp://127.0.0.1:0", "127.0.0.1")
         async with starting(place) as startup:
             async with tasks(engine(startup.handshake_address, 5)):
                 with pytest.raises(HandshakeError, match=rf"engine 5 .*; it came from {sender} \("):
                     await startup.wait(20)
 
-    async def test_forgetting_it_is_warned_of(self, path: str) -> None:
+    async def test_forgotten_startup_warns(self, path: str) -> None:
         startup = starting(path)
         startup.open()
         router = startup._router
@@ -142,7 +142,7 @@ class TestProcesses:
                 await startup.wait(20)
         assert caught.value.failed == {"ApiServer_0": -15}
 
-    async def test_one_that_was_dead_before(self, path: str) -> None:
+    async def test_process_that_was_dead_before_the_startup(self, path: str) -> None:
         async with managed(path, ("before HELLO", "exit 3")) as manager:
             manager.processes[0].said()
             with pytest.raises(EngineStartupError, match="exited with code 3"):
@@ -201,7 +201,7 @@ class TestProcesses:
                     raise ZeroDivisionError
             assert manager.closes == 0
 
-    async def test_what_goes_wrong_in_stopping_is_logged(self, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_error_while_stopping_is_logged(self, path: str, caplog: pytest.LogCaptureFixture) -> None:
         async def aclose() -> None:
             raise ValueError("cannot stop")
 
@@ -229,7 +229,7 @@ class TestProcesses:
                 await ready(path, 1, manager)
             assert manager.closed
 
-    async def test_cancelled_while_it_stops_it_stops_all_the_same(self, path: str) -> None:
+    async def test_cancellation_does_not_interrupt_the_stop(self, path: str) -> None:
         stopping = asyncio.Event()
         go_on = asyncio.Event()
         stopped = asyncio.Event()

@@ -125,7 +125,7 @@ async def test_a_process_that_hangs(path: str, phase: str) -> None:
         assert len(manager.finished_procs()) == 2
 
 
-async def test_all_that_end_at_once_are_named(path: str) -> None:
+async def test_simultaneous_exits_are_all_named(path: str) -> None:
     async with managed(path, LOADING, LOADING, LOADING) as manager:
         heard = asyncio.Event()
         async with starting(

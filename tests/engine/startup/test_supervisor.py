@@ -28,7 +28,7 @@ from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 
-async def test_one_that_is_killed_comes_back_while_the_others_serve() -> None:
+async def test_killed_engine_comes_back_while_the_others_serve() -> None:
     seen: list[RankInfo] = []
     async with EngineSupervisor(serve, 2, restart=MANY, on_change=seen.append) as supervisor:
         client = supervisor.client
@@ -149,7 +149,7 @@ async def test_a_crash_loop_ends_everything_with_every_cause(tmp_path: Path) -> 
             supervisor.client.submit(ask("b"))
 
 
-async def test_one_that_does_not_get_ready_is_killed_and_tried_again(tmp_path: Path) -> None:
+async def test_engine_that_is_not_ready_in_time_is_killed_and_restarted(tmp_path: Path) -> None:
     stuck = tmp_path / "stuck"
     async with EngineSupervisor(serve, 1, restart=MANY, start_timeout=2.0, kwargs={"stuck": str(stuck)}) as supervisor:
         stuck.touch()
@@ -257,7 +257,7 @@ async def test_engines_in_lockstep_are_started_again_together() -> None:
 
 
 @pytest.mark.slow
-async def test_one_in_lockstep_that_dies_while_others_start_has_all_started_again(tmp_path: Path) -> None:
+async def test_death_in_lockstep_while_engines_start_restarts_all(tmp_path: Path) -> None:
     stuck = tmp_path / "stuck"
     async with EngineSupervisor(
         serve_one_by_one,
