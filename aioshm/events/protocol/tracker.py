@@ -168,7 +168,9 @@ class SourceTracker:
         if job.stream is None or job.why is _Why.SCAN:
             return 0
         numbers = job.stream.numbers
-        return numbers.expected if numbers.last is None else numbers.last[0]
+        if numbers.last is None:
+            return numbers.expected
+        return numbers.last[0]
 
     def live(self, message: Message, connection: object = 0, arrival: int = 0) -> None:
         """Take a live message that ``arrival`` live messages preceded; read no more while ``asking`` is not None."""
