@@ -20,7 +20,7 @@ from aioshm.queue.ends.writer import Membership, Writer
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
-from aioshm.ring.calls import Calls
+from aioshm.ring.cores import Calls
 from aioshm.wait.limits import deadline_after
 
 if TYPE_CHECKING:

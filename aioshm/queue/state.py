@@ -26,8 +26,7 @@ from aioshm.queue.closing import ClosingOrder
 from aioshm.queue.source import NoRing
 from aioshm.queue.stats import QueueStats, Rates
 from aioshm.ring import RingReader, RingWriter
-from aioshm.ring.copying import CopyingCore
-from aioshm.ring.cores import ReaderCore, WriterCore
+from aioshm.ring.cores import CopyingCore, ReaderCore, WriterCore
 from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import Stall, settle
 from aioshm.wait.poller import Poller, ThreadPoller, WaitStats

@@ -1,4 +1,4 @@
-from aioshm.ring.calls import bind_calls as bind_calls
+from aioshm.ring.cores import bind_calls as bind_calls
 from aioshm.ring.reference import EMPTY as EMPTY
 from aioshm.ring.reference import SLOW_PATH as SLOW_PATH
 from aioshm.ring.reference import ReaderBase as ReaderBase

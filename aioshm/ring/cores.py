@@ -1,4 +1,4 @@
-"""The cores of a ring's ends: the rare calls, on top of the hot calls in C where they were built, else in Python.
+"""The cores of a ring's ends: rare calls in Python, on top of the hot calls in C, or in Python where C was not built.
 
 For the memory order on x86 and Arm see docs/explanation/platform-notes.md, "Memory ordering".
 """
@@ -6,11 +6,12 @@ For the memory order on x86 and Arm see docs/explanation/platform-notes.md, "Mem
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from aioshm.config import native_wanted
 from aioshm.ring import layout as at
+from aioshm.ring import reference
 from aioshm.ring.layout import Layout, chunk_at
 from aioshm.ring.record import NO_MESSAGE, Chunks, ReaderRecord, WriterRecord
 from aioshm.ring.reference import STRONG_ORDER
@@ -22,6 +23,8 @@ __all__ = [
     "RECHECK_S",
     "SLOW_PATH",
     "STRONG_ORDER",
+    "Calls",
+    "CopyingCore",
     "ReaderBase",
     "ReaderCore",
     "WriterBase",
@@ -34,7 +37,7 @@ RECHECK_S = 0.005
 """How long a parked end sleeps at most where there is no `FULL_FENCE`."""
 
 _WORD = 8  # bytes
-_SEQ = 1  # the index of the sequence number in a slot's header, in words
+_SEQ_AT = 8  # of the sequence number, in a slot's header
 
 
 def _load() -> bool:
@@ -236,7 +239,7 @@ class WriterControl(_WriterBase):
     def _header(self, index: int) -> tuple[int, int, int]:
         """Return a message's kind, its sequence number, and 1 + the number of its chunk (0: no chunk)."""
         begin = self._slots.begin(index)
-        return self._slots.view[begin], self._word(begin + _SEQ * _WORD), self._word(begin + at.CHUNK)
+        return self._slots.view[begin], self._word(begin + _SEQ_AT), self._word(begin + at.CHUNK)
 
     def _word(self, begin: int) -> int:
         return int.from_bytes(self._slots.view[begin : begin + _WORD], "little")
@@ -286,3 +289,182 @@ class ReaderControl(_ReaderBase):
 
 class ReaderCore(ReaderControl, ReaderBase):
     """The core of a reader: `peek` at the next message, `release` its slot when done; or both in one call."""
+
+
+class CopyingCore(ReaderControl, reference.ReaderBase):
+    """The core of a reader that the writer does not wait for: copies a message, then checks the copy. Python only.
+
+    The reader's flags belong to the writer: when the writer needs a slot, it sets the flag on the reader's behalf (it
+    *passes over* the message), so that the two ends never store to one byte. A copy is valid if afterwards the slot's
+    written flag is set, the reader's flag is clear, and the sequence number is the same. Else the message is lost; then
+    `take` returns `SLOW_PATH`, and `lose` skips the lost messages.
+    """
+
+    copies = True
+
+    def __init__(self, layout: Layout, view: memoryview, slots: Slots, reader: int, /) -> None:
+        super().__init__(layout, view, slots, reader)
+        with view[at.WRITER_LINE : at.WRITER_LINE + at.LINE].cast("Q") as words:
+            self._written = words[at.COUNT : at.COUNT + 1]
+        self._views.append(self._written)
+        self._lost_at = -1
+        self._staged = (bytes(at.TRACE_BYTES), 0)  # trace context and size of the next message
+
+    @property
+    def slot(self) -> Slot:
+        """The slot of the next message."""
+        return self._slots[self._index]
+
+    def intact(self) -> bool:
+        """Return whether the next message, and any copy made of it before, is valid."""
+        return self._is_intact(self.slot, self.seq)
+
+    def lose(self) -> tuple[int, int]:
+        """Skip to the oldest message, or halfway if none was read since; return the lost range."""
+        first = self.seq
+        written = self._written[0]
+        seq = max(first + 1, written - self._amount)
+        while seq < written and not self._is_intact(self._slots[seq % self._amount], seq):
+            seq += 1
+        if first == self._lost_at:
+            seq = max(seq, (seq + written) // 2)
+        self.seq = seq
+        self._count[0] = seq
+        self._lost_at = seq
+        return first, seq - 1
+
+    def was_evicted(self) -> bool:
+        """Return False: the writer never waits for this reader."""
+        return False
+
+    # As `ReaderCore`
+
+    def peek(self) -> Slot | None:
+        self.check_unused()
+        return self.slot if self.ready() else None
+
+    def release(self) -> bool:
+        """Finish with the message; the writer never waits for it."""
+        self.check_unused()
+        self._finish()
+        return False
+
+    def take(self) -> Any:
+        return self._own_markers(super().take())
+
+    def receive(self) -> Any:
+        return self._own_markers(super().receive())
+
+    def _own_markers(self, obj: Any) -> Any:
+        """Return this module's `EMPTY` and `SLOW_PATH`, which the C core defines, for those of the reference."""
+        if obj is reference.EMPTY:
+            return EMPTY
+        if obj is reference.SLOW_PATH:
+            return SLOW_PATH
+        return obj
+
+    def _wake_peer(self) -> None:
+        """Wake nobody: the writer does not wait for this reader."""
+
+    def stage(self) -> None:
+        """Copy trace context and size of the next message, before `intact` checks the copy."""
+        trace = b""
+        if self._sizes.trace_at:
+            trace = super()._read_trace()
+        self._staged = (trace, super()._read_size())
+
+    def _read_trace(self) -> bytes:
+        return self._staged[0]
+
+    def _read_size(self) -> int:
+        return self._staged[1]
+
+    def _copy_plain(self) -> bytes | None:
+        message = super()._copy_plain()
+        self.stage()
+        if message is None or not self.intact():
+            return None
+        return message
+
+    def ready(self) -> bool:
+        return self._written[0] > self.seq
+
+    def _finish(self) -> None:
+        self._note_taken()
+        self._advance()
+
+    def _is_intact(self, slot: Slot, seq: int) -> bool:
+        memory_fence()  # after the copy was made
+        flags = slot.flags
+        return (
+            bool(flags[0] and not flags[self._flag])
+            and int.from_bytes(slot.header[_SEQ_AT : _SEQ_AT + _WORD], "little") == seq
+        )
+
+
+# The calls of an awaited queue
+
+Call: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
+
+if TYPE_CHECKING or not native_core:
+
+    def bind_calls(parts: list[Any], *docs: str) -> tuple[Call, Call]:
+        """Return `enqueue` and `dequeue` for the core and the slow path in a list, whose items may be exchanged."""
+
+        async def enqueue(obj: Any, timeout: float | None = None) -> None:
+            core, slow_path = parts
+            outcome = None
+            if isinstance(core, WriterBase):
+                try:
+                    outcome = core.send(obj)
+                except Exception as error:
+                    outcome = error
+                if outcome is None:
+                    return
+            await slow_path(outcome, obj, timeout)
+
+        async def dequeue(timeout: float | None = None, cancel: Any = None, indefinite: bool = False) -> Any:
+            core, slow_path = parts
+            outcome = None
+            if isinstance(core, ReaderBase):
+                try:
+                    obj = outcome = core.receive()
+                except Exception as error:
+                    obj = EMPTY
+                    outcome = error
+                if obj is not EMPTY and obj is not SLOW_PATH:
+                    return obj
+            return await slow_path(outcome, timeout, cancel, indefinite)
+
+        enqueue.__doc__ = docs[0]
+        dequeue.__doc__ = docs[1]
+        return enqueue, dequeue
+
+else:
+    from aioshm.ring._native import bind_calls
+
+
+class Calls:
+    """`enqueue` and `dequeue` of an awaited end: a call of the core, and a coroutine only if the call has to wait.
+
+    ``slow_path`` is the coroutine function for calls that the core cannot finish. Its arguments are the core's result
+    or exception, None without a core, and then the arguments of `enqueue` or `dequeue`.
+    """
+
+    docs: ClassVar[tuple[str, str]] = "", ""
+    """The docstrings of `enqueue` and `dequeue`."""
+
+    def __init__(self, slow_path: Call) -> None:
+        self._parts = [None, slow_path]
+        self.enqueue: Call
+        self.dequeue: Call
+        self.enqueue, self.dequeue = bind_calls(self._parts, *self.docs)
+
+    @property
+    def core(self) -> Any:
+        """The core that is called first; None: the slow path handles all calls."""
+        return self._parts[0]
+
+    @core.setter
+    def core(self, core: Any) -> None:
+        self._parts[0] = core

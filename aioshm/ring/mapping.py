@@ -41,8 +41,8 @@ if sys.platform == "linux":
 
 def map_shared(fd: int, size: int) -> mmap.mmap:
     """Map the beginning of a file, writable, without the duplicate descriptor of ``mmap``."""
-    # Only a range of addresses at first, which the object will unmap; nothing is reserved for it. Shared already:
-    # what is private and writable counts for RLIMIT_DATA (getrlimit(2)).
+    # At first a range of addresses without memory, which the object will unmap. Shared, because private writable
+    # memory counts for RLIMIT_DATA (getrlimit(2)).
     mapped = mmap.mmap(-1, size, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE, _READ_WRITE)
     map_memory(address_of(mapped), size, _READ_WRITE, mmap.MAP_SHARED, fd)
     return mapped
@@ -50,7 +50,9 @@ def map_shared(fd: int, size: int) -> mmap.mmap:
 
 def map_memory(address: int | None, length: int, prot: int, flags: int, fd: int = -1, offset: int = 0) -> int:
     """Map memory, over ``address`` if given; return its address. A failure changes nothing."""
-    mapped = _libc.mmap(address, length, prot, flags if address is None else flags | _MAP_FIXED, fd, offset)
+    if address is not None:
+        flags |= _MAP_FIXED
+    mapped = _libc.mmap(address, length, prot, flags, fd, offset)
     if mapped == _MAP_FAILED:
         raise _last_error()
     return int(mapped)
@@ -62,31 +64,16 @@ def move_memory(address: int, length: int, target: int) -> None:
         raise _last_error()
 
 
-_moves: bool | None = None  # whether `move_pages` works; None: nobody has asked yet
+_moves = sys.platform == "linux"  # whether `move_pages` works, as far as known
 
 
 def can_move_pages() -> bool:
-    """Return whether `move_pages` works: from Linux 5.13 on, unless it has failed."""
-    global _moves
-    if _moves is None:
-        _moves = sys.platform == "linux" and _try_to_move_a_page()
+    """Return whether `move_pages` may work: on Linux (from 5.13 on), until it has failed."""
     return _moves
 
 
-def _try_to_move_a_page() -> bool:
-    size = mmap.PAGESIZE
-    old = map_memory(None, size, _READ_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
-    # To any address: a kernel that refuses this flag unmaps a given target before it says so.
-    new = _libc.mremap(old, size, size, _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP, None)
-    unmap_memory(old, size)
-    if new == _MAP_FAILED:
-        return False
-    unmap_memory(new, size)
-    return True
-
-
 def move_pages(address: int, length: int, target: int) -> None:
-    """Move pages over ``target``, which a failure may unmap; the old range stays mapped."""
+    """Move pages over ``target``, which a failure may unmap; the old range stays mapped. Linux only."""
     global _moves
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     if _libc.mremap(address, length, length, flags, target) == _MAP_FAILED:
@@ -95,7 +82,7 @@ def move_pages(address: int, length: int, target: int) -> None:
 
 
 def unmap_memory(address: int, length: int) -> None:
-    """Unmap memory that no object will."""
+    """Unmap memory that belongs to no ``mmap`` object."""
     _libc.munmap(address, length)
 
 
@@ -124,7 +111,7 @@ class _Buffer(ctypes.Structure):
 
 def address_of(mapped: mmap.mmap | memoryview) -> int:
     """Return the address of a mapping, or of a view's memory."""
-    buffer = _Buffer()  # ctypes' own from_buffer() takes writable memory only
+    buffer = _Buffer()  # from_buffer() of ctypes accepts writable memory only
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(mapped), ctypes.byref(buffer), 0)
     address = int(buffer.buf)
     ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
@@ -150,7 +137,7 @@ class Pagemap:
 
     def __init__(self) -> None:
         self._fd = -1
-        self._scans = True  # whether this kernel has ``PAGEMAP_SCAN``, as far as known
+        self._scans = True  # whether the kernel has ``PAGEMAP_SCAN``, as far as known
         self._found = (ctypes.c_uint64 * 3)()  # one struct page_region
 
     def written(self, address: int, nbytes: int) -> bool:
@@ -172,10 +159,9 @@ class Pagemap:
     def _scan(self, start: int, end: int) -> bool:
         """Return whether there is a page that is not the file's."""
         # size, flags, start, end, walk_end, vec, vec_len, max_pages, categories: inverted, all of, any of, reported
-        to_do = 0, start, end, 0, ctypes.addressof(self._found), 1, 1
-        argument = bytearray(
-            _SCAN_ARGUMENT.pack(_SCAN_ARGUMENT.size, *to_do, _IS_FILE, _IS_FILE, _IS_PRESENT_OR_SWAPPED, 0)
-        )
+        scan = (_SCAN_ARGUMENT.size, 0, start, end, 0, ctypes.addressof(self._found), 1, 1)
+        categories = (_IS_FILE, _IS_FILE, _IS_PRESENT_OR_SWAPPED, 0)
+        argument = bytearray(_SCAN_ARGUMENT.pack(*scan, *categories))
         return bool(fcntl.ioctl(self._fd, _SCAN, argument))
 
     def close(self) -> None:

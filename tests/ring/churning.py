@@ -17,7 +17,7 @@ from rings import Cores, content
 from aioshm.codec.frames import OVERFLOW, pack_header
 from aioshm.queue.local.overflow import SECRET_BYTES, OverflowSegments, PassedSegments, unpack_marker
 from aioshm.ring import Layout, RingReader, RingWriter, ShmRingBuffer
-from aioshm.ring.copying import CopyingCore
+from aioshm.ring.cores import CopyingCore
 
 ROOM = 64
 PLAIN = 3  # what the header of a message begins with that batches may have

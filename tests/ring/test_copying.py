@@ -8,8 +8,7 @@ import pytest
 from rings import CORES, Cores, NewRing
 
 from aioshm.ring import RingReader, RingWriter, ShmRingBuffer
-from aioshm.ring.copying import CopyingCore
-from aioshm.ring.cores import EMPTY, SLOW_PATH
+from aioshm.ring.cores import EMPTY, SLOW_PATH, CopyingCore
 
 CHUNKS = 4
 SIZE = 17

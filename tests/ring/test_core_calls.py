@@ -14,8 +14,7 @@ import pytest
 from pairs_of_cores import NewPair, Notes, Pair
 from rings import CORES, Cores
 
-from aioshm.ring.calls import Calls
-from aioshm.ring.cores import EMPTY, native_core
+from aioshm.ring.cores import EMPTY, Calls, native_core
 
 
 @pytest.fixture

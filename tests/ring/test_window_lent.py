@@ -146,15 +146,6 @@ def test_a_move_that_fails_is_the_last_one_and_unmaps_nothing(
     assert len(windows._abandoned) == before + 1
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are moved on Linux")
-def test_a_kernel_that_moves_no_pages_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(mapping, "_moves", None)
-    monkeypatch.setattr(mapping._libc, "mremap", lambda *_: asked.append(1) or mapping._MAP_FAILED)
-    assert [mapping.can_move_pages() for _ in range(3)] == [False] * 3
-    assert asked == [1]
-
-
 def test_closed_with_something_kept(fd: int, window: LoanWindow) -> None:
     array = _array(window)
     array[:] = 3

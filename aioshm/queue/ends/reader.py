@@ -20,8 +20,7 @@ from aioshm.queue.source import Source, nothing
 from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext, unpack_trace
-from aioshm.ring.calls import Calls
-from aioshm.ring.cores import EMPTY, SLOW_PATH, ReaderCore
+from aioshm.ring.cores import EMPTY, SLOW_PATH, Calls, ReaderCore
 from aioshm.ring.layout import TRAIL
 from aioshm.wait.limits import Inquiry, Stall, deadline_after, settle
 

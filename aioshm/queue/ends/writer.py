@@ -29,7 +29,7 @@ from aioshm.queue.names.registry import register
 from aioshm.queue.registry import ReaderRegistry
 from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
-from aioshm.ring.calls import Calls
+from aioshm.ring.cores import Calls
 from aioshm.ring.layout import VERSION
 from aioshm.wait.limits import deadline_after, seconds, settle
 

@@ -17,8 +17,7 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.local.overflow import OverflowReader, PassedSegments
 from aioshm.queue.state import EndState
 from aioshm.ring import RingReader, ShmRingBuffer
-from aioshm.ring.copying import CopyingCore
-from aioshm.ring.cores import ReaderCore
+from aioshm.ring.cores import CopyingCore, ReaderCore
 
 if TYPE_CHECKING:  # readers of segments need no ZeroMQ
     from aioshm.queue.local.overflow_sockets import OverflowSubscriber

@@ -14,8 +14,7 @@ from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.source import OpenedMessage
 from aioshm.queue.state import EndState
 from aioshm.ring import RingReader
-from aioshm.ring.copying import CopyingCore
-from aioshm.ring.cores import SLOW_PATH, ReaderCore
+from aioshm.ring.cores import SLOW_PATH, CopyingCore, ReaderCore
 
 if TYPE_CHECKING:
     from aioshm.queue.local.slots import Header

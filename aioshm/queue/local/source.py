@@ -28,7 +28,7 @@ from aioshm.queue.source import Source, findings, nothing
 from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
-from aioshm.ring.copying import CopyingCore
+from aioshm.ring.cores import CopyingCore
 from aioshm.ring.layout import VERSION
 from aioshm.wait.limits import seconds
 
