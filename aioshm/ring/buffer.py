@@ -5,9 +5,9 @@ order of the stores is the whole protocol:
 
 * The writer clears the written flag, fills the slot and its chunk, clears the reader flags, then sets the written flag.
 * A reader sets its flag after it has finished with both.
-* Then either one fences and looks whether the other is parked (`RingWriter.commit`, `RingReader.release`). An end that
-  parks sets its parked flag, fences and looks at the slot once more. Of two ends that do this at the same time, at
-  least one sees the other, so no wake-up is lost.
+* Then the end fences and checks whether its peer is parked (`RingWriter.commit`, `RingReader.release`). An end that
+  parks sets its parked flag, fences and checks the slot once more. Of two ends that do so at the same time, at least
+  one sees the peer's store, so no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -46,19 +46,18 @@ class RingHandle(NamedTuple):
 class ShmRingBuffer:
     """A ring in shared memory.
 
-    Pickling it gives a ring over the same memory. A ring that was unpickled where that memory cannot be reached is
-    still an object; using it raises `SharedMemoryError`.
+    A pickled ring is unpickled as a ring over the same memory. In a process that cannot reach the memory, every use of
+    the unpickled ring raises `SharedMemoryError`.
 
     Args:
-        n_reader: Readers; each reads every message. With none, a slot is free again as soon as it is written.
+        n_reader: Readers; each reads every message. With no readers, a slot is free again as soon as it is written.
         max_chunk_bytes: Room for one message, in bytes.
-        max_chunks: Messages too large for a slot's own room that can be in the ring at a time, if they are of that
-            size; of smaller ones, more.
-        name: An existing named segment to open instead of creating one.
-        backing: ``"memfd"`` or ``"named"``, when creating; None takes the platform's best.
+        max_chunks: How many messages of ``max_chunk_bytes`` can be in the ring at a time; more of smaller messages.
+        name: Open this named segment, instead of creating a segment.
+        backing: ``"memfd"`` or ``"named"``, when creating; None: the platform's best.
         slots: Messages that can be in the ring at a time, of any size; None: thousands.
-        inline_bytes: Room for a message in a slot; what is larger takes a chunk. None: what is good for small objects.
-        traced: Whether each message comes with a trace context.
+        inline_bytes: Room for a message in a slot; larger messages take a chunk. None: suits small objects.
+        traced: Whether each message carries a trace context.
 
     Raises:
         SharedMemoryError: There is not enough memory.
@@ -83,7 +82,8 @@ class ShmRingBuffer:
                 raise TypeError(f"name must be a str or None, not {shown(name)}")
             self._adopt(sizes, Segment.open(name, sizes.total_bytes), queue_id=None)
             return
-        backing = DEFAULT_BACKING if backing is None else backing
+        if backing is None:
+            backing = DEFAULT_BACKING
         if backing not in ("memfd", "named"):
             raise ValueError(f"backing must be 'memfd', 'named' or None, not {shown(backing)}")
         chunks = sizes.pools[0].start, sizes.pools[-1].end
@@ -111,7 +111,7 @@ class ShmRingBuffer:
     def _adopt(self, sizes: Layout, segment: Segment, queue_id: bytes | None, *, reads: bool = False) -> Self:
         try:
             found = bytes(segment.view[: at.PREAMBLE.size])
-            expected = sizes.preamble(found[-at.QUEUE_ID_BYTES :] if queue_id is None else queue_id)
+            expected = sizes.preamble(queue_id or found[-at.QUEUE_ID_BYTES :])
             if found != expected:
                 raise HandleError(_difference(found, expected))
             if reads:
@@ -163,15 +163,13 @@ class ShmRingBuffer:
         count = pools[-1].first + pools[-1].chunks
         place = chunk_at(pools, check_int("a chunk's number", number, minimum=0, maximum=count - 1))
         assert place is not None
-        start, room = place[0] + at.CHUNK_HEADER_BYTES, place[1]
-        chunk = self.view[start : start + room]
-        return chunk.toreadonly() if self._reads else chunk
+        start = place[0] + at.CHUNK_HEADER_BYTES
+        return self._shown(self.view[start : start + place[1]])
 
     def room(self, index: int) -> memoryview:
         """Return the room of a slot, without its header; read-only where this process only reads."""
         start = self.layout.slot(self._checked(index)) + at.SLOT_HEADER_BYTES
-        room = self.view[start : start + self.layout.inline_bytes]
-        return room.toreadonly() if self._reads else room
+        return self._shown(self.view[start : start + self.layout.inline_bytes])
 
     def flags(self, index: int) -> memoryview:
         """Return the flags of a slot: written, then one per reader."""
@@ -180,7 +178,8 @@ class ShmRingBuffer:
 
     def prefault(self, total: int, *, write: bool) -> None:
         """Fault in the header, the flags, and ``total`` bytes of the slots and chunks that are used first."""
-        segment, sizes = self._mapped(), self.layout
+        segment = self._mapped()
+        sizes = self.layout
         if total <= 0:
             return
         segment.prefault(0, sizes.header_bytes, write=write)
@@ -206,8 +205,9 @@ class ShmRingBuffer:
 
     def handle(self) -> RingHandle:
         """Return the handle that reopens this ring; a memfd can be reopened while this process runs."""
-        sizes, segment = self.layout, self._mapped()
-        numbers = sizes.n_reader, sizes.max_chunk_bytes, sizes.max_chunks, sizes.slots, sizes.inline_bytes
+        segment = self._mapped()
+        sizes = self.layout
+        numbers = (sizes.n_reader, sizes.max_chunk_bytes, sizes.max_chunks, sizes.slots, sizes.inline_bytes)
         return RingHandle(*numbers, self.queue_id, segment.name, os.getpid(), segment.fd, sizes.traced)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -226,6 +226,11 @@ class ShmRingBuffer:
             self._segment.close()
             self._segment = None
             self._why = "the ring was closed"
+
+    def _shown(self, view: memoryview) -> memoryview:
+        if self._reads:
+            return view.toreadonly()
+        return view
 
     def _checked(self, index: int) -> int:
         return check_int("a slot's index", index, minimum=0, maximum=self.layout.slots - 1)
@@ -246,7 +251,10 @@ def _reopen(handle: RingHandle) -> ShmRingBuffer:
             segment = Segment.open_memfd(handle.pid, handle.fd, sizes.total_bytes)
         ring._adopt(sizes, segment, handle.queue_id)
     except AioshmError as error:
-        ring.layout, ring.queue_id, ring._segment, ring._reads = sizes, handle.queue_id, None, False
+        ring.layout = sizes
+        ring.queue_id = handle.queue_id
+        ring._segment = None
+        ring._reads = False
         ring._why = f"this ring cannot be reached from here: {error}"
     return ring
 

@@ -91,7 +91,9 @@ class WriterControl(_WriterBase):
 
     def claim(self, nbytes: int = 0, /) -> Slot | None:
         """Claim the next slot for ``nbytes``, and a chunk if a slot is too small; return None if there is no room."""
-        return self._slots[self.seq % self._layout.slots] if self.claim_slot(nbytes) else None
+        if not self.claim_slot(nbytes):
+            return None
+        return self._slots[self.seq % self._layout.slots]
 
     @property
     def trace(self) -> bytes:
@@ -123,8 +125,12 @@ class WriterControl(_WriterBase):
             raise ValueError(f"a ring of {amount} slots cannot have {slots} of them free")
         # The message now in the last of these slots. In the first lap the slot is unused, so free unless damaged.
         last = self.seq + slots - 1
-        message = last - amount if last >= amount else last
-        blocker = -1 if self.finished(message) else message
+        message = last
+        if last >= amount:
+            message -= amount
+        blocker = message
+        if self.finished(message):
+            blocker = -1
         for chunks, number in wanted.items():
             blocker = max(blocker, self._chunk_blocker(chunks, number))
         return blocker
@@ -145,7 +151,9 @@ class WriterControl(_WriterBase):
     def spin_for(self, slots: int = 1, large: Sequence[int] = (), /) -> int:
         """Make busy-waits end when this much room is free; return the result of `blocker`."""
         blocker = self.blocker(slots, large)
-        self.awaited = NO_MESSAGE if blocker < 0 else blocker
+        self.awaited = blocker
+        if blocker < 0:
+            self.awaited = NO_MESSAGE
         return blocker
 
     # Memory for the chunks of a named segment
@@ -177,10 +185,12 @@ class WriterControl(_WriterBase):
 
     def evict(self, reader: int, /) -> None:
         """Evict a reader: it counts as having read every message, past and future."""
-        layout, view = self._layout, self._slots.view
+        layout = self._layout
+        view = self._slots.view
         self.check_open()
         self._check_reader(reader)
-        begin, row = layout.flags(0), layout.flag_bytes
+        begin = layout.flags(0)
+        row = layout.flag_bytes
         flags = view[begin : begin + layout.slots * row]
         flags[1 + reader :: row] = bytes([1]) * layout.slots
         self._record.set_unread(reader, 1)
@@ -197,10 +207,10 @@ class WriterControl(_WriterBase):
             first = self._oldest_of(history, gone)
         finally:
             self.in_use -= 1
-        slots, amount = self._slots, self._layout.slots
+        slots = self._slots
         for seq in range(self.seq - 1, first - 1, -1):
             self._keep_again(seq)
-            slots.flags(seq % amount)[1 + reader] = 0
+            slots.flags(seq % self._layout.slots)[1 + reader] = 0
         self._record.set_unread(reader, 0)
         slots.view[at.READERS_PARKED + reader] = 0
         return first
@@ -224,8 +234,10 @@ class WriterControl(_WriterBase):
             return False
         if kind == at.OVERFLOW_KIND:  # the body lies in an overflow segment, which ``gone`` knows
             return gone is None or not gone(seq)
-        place = chunk_at(self._layout.pools, number - 1) if number else None
-        return not number or (place is not None and self._word(place[0]) == seq + 1)
+        if not number:
+            return True
+        place = chunk_at(self._layout.pools, number - 1)
+        return place is not None and self._word(place[0]) == seq + 1
 
     def _keep_again(self, seq: int) -> None:
         """Take a message's chunk off the free stack, if the chunk is free."""
@@ -261,13 +273,22 @@ class ReaderControl(_ReaderBase):
         self._amount = layout.slots
         self._reader = reader
         self._record = ReaderRecord(layout.sizes)
-        line, histogram = layout.reader_line(reader), layout.histogram(reader)
-        super().__init__(layout.sizes, layout.pools, view, self._record.memory, reader, line, histogram)
+        super().__init__(
+            layout.sizes,
+            layout.pools,
+            view,
+            self._record.memory,
+            reader,
+            layout.reader_line(reader),
+            layout.histogram(reader),
+        )
 
     def peek(self) -> Slot | None:
         """Return the slot of the next message; None: there is no message."""
         self.check_unused()
-        return self._slots[self.seq % self._amount] if self.ready() else None
+        if not self.ready():
+            return None
+        return self._slots[self.seq % self._amount]
 
     def give_back(self, index: int, /) -> bool:
         """Release a slot that `skip` retained, in order; return whether the writer must be woken."""
@@ -341,7 +362,9 @@ class CopyingCore(ReaderControl, reference.ReaderBase):
 
     def peek(self) -> Slot | None:
         self.check_unused()
-        return self.slot if self.ready() else None
+        if not self.ready():
+            return None
+        return self.slot
 
     def release(self) -> bool:
         """Finish with the message; the writer never waits for it."""

@@ -38,13 +38,13 @@ class _Cursor:
         return self._words[(self.layout.reader_line(reader) + at.COUNT) // 8]
 
     def gives_way(self) -> bool:
-        """Return whether a reader has just been admitted that may need the CPU of this end."""
+        """Return whether a newly admitted reader may need the CPU of this end."""
         until = self._words[at.GIVE_WAY_UNTIL // 8]
         return until != 0 and monotonic_ns() < until
 
     def reader_row(self, reader: int) -> ReaderRow:
-        """Return one reader's part of the header as inspection shows it."""
-        from aioshm.ring.header import read_reader  # imported when needed: few ask for it
+        """Return one reader's part of the header for inspection."""
+        from aioshm.ring.header import read_reader  # imported when needed: few programs inspect
 
         return read_reader(self._header, self.layout, reader, self.messages_written())
 
@@ -78,7 +78,7 @@ class RingWriter(_Cursor):
         super().__init__(layout, view, writes=True)
         self.core: WriterCore = core(layout, view, self.slots)
         self.parked: memoryview = self.writer_parked
-        self._passed: dict[int, int] = {}  # from which message on the flags of a reader that copies are to be set
+        self._passed: dict[int, int] = {}  # by reader that copies: the first message whose flag is not set yet
         self.free: Callable[..., bool] = self.core.free
         self.claim: Callable[..., Slot | None] = self.core.claim
         self.commit: Callable[[], bool] = self.core.commit
@@ -90,17 +90,23 @@ class RingWriter(_Cursor):
         return self.core.seq
 
     def laggards(self, slots: int = 1, large: Sequence[int] = ()) -> list[int]:
-        """Return the readers that keep so many messages from being written; the arguments are those of `free`."""
+        """Return the readers that the writer waits for; the arguments are those of `free`."""
         blocker = self.core.blocker(slots, large)
-        return [] if blocker < 0 else self._unread_by(blocker)
+        if blocker < 0:
+            return []
+        return self._unread_by(blocker)
 
     def large(self, nbytes: int) -> tuple[int, ...]:
-        """Return what `free` takes as ``large`` for one message of so many bytes."""
-        return (nbytes,) if nbytes > self.layout.inline_bytes else ()
+        """Return the ``large`` argument of `free` for one message of ``nbytes``."""
+        if nbytes <= self.layout.inline_bytes:
+            return ()
+        return (nbytes,)
 
     def pass_over(self, reader: int, blocker: int) -> bool:
         """Release a copying reader's messages up to ``blocker``; return whether it loses one that it had not read."""
-        seq, amount, read = self.seq, self.layout.slots, self.messages_read(reader)
+        seq = self.seq
+        amount = self.layout.slots
+        read = self.messages_read(reader)
         begin = max(self._passed.get(reader, 0), seq - amount)
         end = min(seq, max(read, blocker + 1))
         for number in range(begin, end):
@@ -110,20 +116,23 @@ class RingWriter(_Cursor):
         return read <= blocker
 
     def admit(self, reader: int, history: int = 0, gone: Callable[[int], object] | None = None) -> int:
-        """Admit a reader to the place of an evicted one; see `WriterControl.admit`."""
+        """Admit a reader to a vacant place; see `WriterControl.admit`."""
         first = self.core.admit(reader, history, gone)
         self._passed[reader] = first
         self._words[(self.layout.reader_line(reader) + at.COUNT) // 8] = first
         return first
 
     def resume(self, reader: int, *, copies: bool = False) -> int:
-        """Admit a reader to the place of a dead one; return the first message that the dead one had not taken.
+        """Admit a reader to a dead reader's place; return the first message that the dead reader had not taken.
 
         The dead reader's leases are released. It may have died between setting a message's flag and counting the
-        message. If both ``copies``, the flags are the writer's, and the new reader reports what was lost.
+        message. ``copies``: both readers copy; the flags are the writer's, and the new reader reports lost messages.
         """
-        seq, amount, flag = self.seq, self.layout.slots, 1 + reader
-        first = kept = min(max(self.messages_read(reader), seq - amount, 0), seq)
+        seq = self.seq
+        amount = self.layout.slots
+        flag = 1 + reader
+        first = min(max(self.messages_read(reader), seq - amount, 0), seq)
+        kept = first
         while kept > max(0, seq - amount) and not (flags := self.slots[(kept - 1) % amount].flags)[flag]:
             flags[flag] = 1
             kept -= 1
@@ -154,12 +163,12 @@ class RingWriter(_Cursor):
         self._header[line + at.PID : line + at.PID + 4] = pid.to_bytes(4, "little")
 
     def want(self, slots: int = 1, large: Sequence[int] = ()) -> None:
-        """Make spins, and the readers of a parked writer, wait for this much room; see `WriterControl.free`."""
+        """Set the room that spins, and the readers of a parked writer, wait for; see `WriterControl.free`."""
         self._words[at.WRITER_WANTS // 8] = max(0, self.core.spin_for(slots, large))
         memory_fence()  # before the parked flag is seen
 
     def want_nothing(self) -> None:
-        """Let spins wait for the next slot again."""
+        """Reset: spins wait for the next slot."""
         self.core.spin_for()
 
     def set_writer_state(self, closed: bool, pid: int) -> None:
@@ -169,8 +178,9 @@ class RingWriter(_Cursor):
         self._header[line + at.STATE] = closed
 
     def describe(self, name: str | None, codec: int, ranks: Sequence[int], remote_readers: int) -> None:
-        """Write what inspection shows to the header; ``name``: at most 120 bytes in UTF-8, ``codec``: its code."""
-        begin, encoded = self.layout.name_at, (name or "").encode()
+        """Write the header's fields for inspection; ``name``: at most 120 bytes in UTF-8, ``codec``: its code."""
+        begin = self.layout.name_at
+        encoded = (name or "").encode()
         self._header[begin + at.NAME : begin + at.NAME + len(encoded)] = encoded
         self._header[begin] = len(encoded)
         self._header[begin + at.REMOTE_READERS : begin + at.REMOTE_READERS + 4] = remote_readers.to_bytes(4, "little")
@@ -192,7 +202,7 @@ class RingReader(_Cursor):
     def __init__(self, layout: Layout, view: memoryview, reader: int, core: type[ReaderCore] = ReaderCore) -> None:
         super().__init__(layout, view, writes=False)
         self.core: ReaderCore = core(layout, view, self.slots, reader)
-        self.copies: bool = getattr(self.core, "copies", False)  # whether the writer does not wait for it
+        self.copies: bool = getattr(self.core, "copies", False)  # whether the writer does not wait for this reader
         self.parked: memoryview = self.readers_parked[reader : reader + 1]
         self.reader = reader
         self._state_at = layout.reader_line(reader) + at.STATE
@@ -207,19 +217,19 @@ class RingReader(_Cursor):
         return self.core.seq
 
     def writer_can_go_on(self) -> bool:
-        """Return whether the writer is parked although all have read the message that it waits for.
+        """Return whether the writer is parked although all readers have read the message that it waits for.
 
-        Each reader asks this after its own release, so that the last one to read that message sees it read by all.
+        Each reader calls this after its own release, so that the last reader of the message sees it read by all.
         """
         if self.writer_parked[0] == 0:
             return False
         memory_fence()
-        # Messages are read in order, so the last one that is waited for stands for all of them.
+        # Messages are read in order, so the last awaited message stands for all awaited messages.
         flags = self.slots[self._words[at.WRITER_WANTS // 8] % self.layout.slots].flags
         return flags == self._read_by_all or not flags[0]
 
     def messages_wanted(self) -> int:
-        """Return how many messages there are from the one that a parked writer waits for to the latest."""
+        """Return how many messages there are from the message that a parked writer waits for to the latest."""
         return max(0, self.messages_written() - self._words[at.WRITER_WANTS // 8])
 
     def laggards(self) -> list[int]:

@@ -1,7 +1,7 @@
 """The header of a ring for inspection: bytes to structs, no I/O.
 
-The header is read while others write: each number stood there, but two numbers need not belong to the same moment. The
-header is not trusted: impossible sizes are an error, and an unknown state is ``"unknown"``.
+Other processes write while the header is read: two numbers need not belong to the same moment. The header is not
+trusted: impossible sizes are an error, and an unknown state is ``"unknown"``.
 """
 
 from __future__ import annotations
@@ -56,11 +56,15 @@ class Latency(msgspec.Struct, frozen=True):
         """
         if not 0 <= q <= 1:
             raise ValueError(f"q must be 0 to 1, not {q!r}")
-        wanted, below = q * self.samples, 0
+        bounds = (0, *self.BOUNDS_NS)
+        wanted = q * self.samples
+        below = 0
         for bucket, count in enumerate(self.counts):
             if count and below + count >= wanted:
-                low = 0 if bucket == 0 else self.BOUNDS_NS[bucket - 1]
-                high = 2 * low if bucket == len(self.BOUNDS_NS) else self.BOUNDS_NS[bucket]
+                low = bounds[bucket]
+                high = 2 * low
+                if bucket == 0:
+                    high = bounds[1]
                 return (low + (high - low) * max(0.0, wanted - below) / count) / 1e9
             below += count
         return None
@@ -179,13 +183,13 @@ class RingHeader(msgspec.Struct, frozen=True, kw_only=True):
 def read_layout(preamble: bytes | memoryview) -> tuple[Layout, bytes]:
     """Return the layout of a ring and the queue's id from the segment's first bytes."""
     if len(preamble) < at.PREAMBLE.size or bytes(preamble[: len(at.MAGIC)]) != at.MAGIC:
-        raise HandleError("this is no ring of aioshm")
+        raise HandleError("the memory is not a ring of aioshm")
     _, version, n_reader, chunk_bytes, chunks, slots, inline, traced, queue_id = at.PREAMBLE.unpack_from(preamble)
     if version != at.VERSION:
         raise HandleError(f"the ring has layout version {version}, this aioshm reads {at.VERSION}")
     layout = Layout(n_reader, chunk_bytes, chunks, slots, inline, bool(traced))
     if not (chunk_bytes and chunks and slots and inline <= chunk_bytes and layout.header_bytes <= MAX_HEADER_BYTES):
-        raise HandleError(f"the sizes of the ring make none: {layout}")
+        raise HandleError(f"the sizes of the ring are impossible: {layout}")
     return layout, queue_id
 
 
@@ -194,10 +198,12 @@ def read_header(header: bytes | bytearray | memoryview, now_ns: int | None = Non
     view = memoryview(header)
     layout, queue_id = read_layout(view)
     if len(view) < layout.header_bytes:
-        raise HandleError(f"the header of this ring has {layout.header_bytes} bytes, of which {len(view)} are here")
-    view = memoryview(bytes(view[: layout.header_bytes]))  # at one moment, nearly
-    now_ns = monotonic_ns() if now_ns is None else now_ns
-    name_at, written = layout.name_at, _u64(view, at.WRITER_LINE + at.COUNT)
+        raise HandleError(f"the header of this ring has {layout.header_bytes} bytes, but only {len(view)} were read")
+    view = memoryview(bytes(view[: layout.header_bytes]))  # nearly a snapshot
+    if now_ns is None:
+        now_ns = monotonic_ns()
+    name_at = layout.name_at
+    written = _u64(view, at.WRITER_LINE + at.COUNT)
     return RingHeader(
         layout_version=at.VERSION,
         queue_id=queue_id.hex(),
@@ -215,7 +221,11 @@ def read_header(header: bytes | bytearray | memoryview, now_ns: int | None = Non
 
 
 def _writer(view: memoryview, layout: Layout, now_ns: int) -> WriterRow:
-    line, created = at.WRITER_LINE, _u64(view, at.WRITER_LINE + at.CREATED)
+    line = at.WRITER_LINE
+    created = _u64(view, line + at.CREATED)
+    age_s = 0.0
+    if created:
+        age_s = max(0, now_ns - created) / 1e9
     return WriterRow(
         pid=_u32(view, line + at.PID),
         closed=view[line + at.STATE] != 0,
@@ -226,24 +236,31 @@ def _writer(view: memoryview, layout: Layout, now_ns: int) -> WriterRow:
         spinning=view[line + at.SPINNING] != 0,
         wants=_u64(view, at.WRITER_WANTS),
         remote_readers=_u32(view, layout.name_at + at.REMOTE_READERS),
-        age_s=max(0, now_ns - created) / 1e9 if created else 0.0,
+        age_s=age_s,
     )
 
 
 def read_reader(view: memoryview, layout: Layout, place: int, written: int) -> ReaderRow:
     """Decode one reader's place in a ring's header, after ``written`` messages."""
-    line, histogram = layout.reader_line(place), layout.histogram(place)
-    state, read, pid = view[line + at.STATE], _u64(view, line + at.COUNT), _u32(view, line + at.PID)
+    line = layout.reader_line(place)
+    histogram = layout.histogram(place)
+    code = view[line + at.STATE]
+    read = _u64(view, line + at.COUNT)
     counts = view[histogram : histogram + 8 * at.LATENCY_BUCKETS].cast("Q").tolist()
-    known: State = STATES[state] if state < len(STATES) else "unknown"
+    state: State = "unknown"
+    if code < len(STATES):
+        state = STATES[code]
+    lag = 0
+    if state in ("attached", "held"):
+        lag = max(0, written - read)
     return ReaderRow(
         place=place,
         rank=_u32(view, line + at.RANK),
-        pid=pid,
-        state=known,
+        pid=_u32(view, line + at.PID),
+        state=state,
         read=read,
         bytes=_u64(view, line + at.BYTES),
-        lag=max(0, written - read) if known in ("attached", "held") else 0,
+        lag=lag,
         parked=view[at.READERS_PARKED + place] != 0,
         spinning=view[line + at.SPINNING] != 0,
         latency=Latency(tuple(counts), _u64(view, line + at.LATENCY_NS)),

@@ -100,7 +100,8 @@ LATENCY_FIRST_BIT = 8
 LATENCY_EVERY = 8
 
 NAME_BYTES = 2 * LINE  # u8: bytes of the name; u32 at REMOTE_READERS; the name at NAME
-REMOTE_READERS, NAME = 4, 8
+REMOTE_READERS = 4
+NAME = 8
 
 ABSENT, ATTACHED, LEFT, DIED, EVICTED, DISMISSED, HELD = range(7)
 
@@ -174,14 +175,11 @@ class Layout:
         traced: bool = False,
     ) -> Layout:
         """Return the layout of a ring; None: as many slots, and as much room in each, as are good for most."""
-        return cls(
-            n_reader,
-            max_chunk_bytes,
-            max_chunks,
-            max(SLOTS, max_chunks) if slots is None else slots,
-            min(INLINE_BYTES if inline_bytes is None else inline_bytes, max_chunk_bytes),
-            traced,
-        )
+        if slots is None:
+            slots = max(SLOTS, max_chunks)
+        if inline_bytes is None:
+            inline_bytes = INLINE_BYTES
+        return cls(n_reader, max_chunk_bytes, max_chunks, slots, min(inline_bytes, max_chunk_bytes), traced)
 
     @functools.cached_property
     def reader_lines(self) -> int:
@@ -198,12 +196,14 @@ class Layout:
 
     @functools.cached_property
     def slot_bytes(self) -> int:
-        return SLOT_HEADER_BYTES + round_up(self.inline_bytes, LINE) + (LINE if self.traced else 0)
+        return SLOT_HEADER_BYTES + round_up(self.inline_bytes, LINE) + LINE * self.traced
 
     @property
     def trace_at(self) -> int:
         """The offset of the trace context in a slot; 0: there is none."""
-        return self.slot_bytes - LINE if self.traced else 0
+        if not self.traced:
+            return 0
+        return self.slot_bytes - LINE
 
     @property
     def slots_end(self) -> int:
@@ -271,8 +271,10 @@ def _pool(behind: int, room: int, count: int, first: int) -> Pool:
 
 def pool_for(pools: tuple[Pool, ...], nbytes: int) -> Pool:
     """Return the smallest chunks that have room for so many bytes; the largest, if none have."""
-    fitting = [pool for pool in pools if nbytes <= pool.room]
-    return fitting[-1] if fitting else pools[0]
+    for pool in reversed(pools):
+        if nbytes <= pool.room:
+            return pool
+    return pools[0]
 
 
 def chunk_at(pools: tuple[Pool, ...], number: int) -> tuple[int, int] | None:

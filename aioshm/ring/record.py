@@ -24,10 +24,12 @@ CHUNK_LISTS = 24
 UNREAD = 48
 TRACES = 16
 
-_CLAIMED, _PLACES = 0, 1
+_CLAIMED = 0
+_PLACES = 1
 _TRACE = 16
 _GIVEN, _TAKEN, _ALLOCATED, _LISTS = range(4)
-_NOTED_TRACES, _NOTED = 0, 1
+_NOTED_TRACES = 0
+_NOTED = 1
 
 
 class Chunks:
@@ -138,11 +140,16 @@ class WriterRecord:
     def claimed(self) -> Chunks | None:
         """The chunks of which the claimed slot uses the top one; None: the slot uses no chunk."""
         number = self._words[_CLAIMED]
-        return self.chunks[number - 1] if number else None
+        if not number:
+            return None
+        return self.chunks[number - 1]
 
     @claimed.setter
     def claimed(self, chunks: Chunks | None) -> None:
-        self._words[_CLAIMED] = 0 if chunks is None else 1 + chunks.number
+        number = 0
+        if chunks is not None:
+            number = 1 + chunks.number
+        self._words[_CLAIMED] = number
 
     def set_unread(self, reader: int, flag: int) -> None:
         """Note whether a reader was evicted (1) or reads (0)."""
@@ -160,7 +167,9 @@ class ReaderRecord:
     """The record of a reader: the trace contexts of the latest messages."""
 
     def __init__(self, sizes: Sizes, memory: bytearray | None = None) -> None:
-        trail = round_up(TRAIL * TRACE_BYTES, 8) if sizes.trace_at else 0
+        trail = 0
+        if sizes.trace_at:
+            trail = round_up(TRAIL * TRACE_BYTES, 8)
         self.memory: bytearray = bytearray(TRACES + trail) if memory is None else memory
         view = memoryview(self.memory)
         self._words = view.cast("Q")

@@ -115,7 +115,9 @@ class Segment:
             raise cannot_create(size, "memfd", error) from None
         _or_close(fd, size, "memfd", lambda: os.ftruncate(fd, size))
         # Sealed: a reader that truncated it would turn the next access of every other end into a SIGBUS.
-        seals = fcntl.F_SEAL_SHRINK if may_grow else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        seals = fcntl.F_SEAL_SHRINK
+        if not may_grow:
+            seals |= fcntl.F_SEAL_GROW
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
         return cls._mapped(fd, size, None, "memfd")
 
@@ -131,7 +133,9 @@ class Segment:
         for orphan in orphans():
             remove_orphan(orphan)
         check_shm_dir(size)
-        start, end = sparse if CAN_ALLOCATE else (0, 0)
+        start, end = sparse
+        if not CAN_ALLOCATE:
+            start = end = 0
         name, fd = _new_name(size)
         try:
             if start:
@@ -160,13 +164,12 @@ class Segment:
         """Make whole pages, and if possible the descriptor, read-only in this process for good."""
         try:
             readonly = self._reopened()
-            fd = self.fd if readonly is None else readonly
             if readonly is not None:
                 if self.name is not None:
-                    _hold(fd)
+                    _hold(readonly)
                 os.close(self.fd)
-                self.fd = fd
-            map_memory(address_of(self._map) + offset, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
+                self.fd = readonly
+            map_memory(address_of(self._map) + offset, length, mmap.PROT_READ, mmap.MAP_SHARED, self.fd, offset)
         except OSError as error:
             raise refused(error, "the ring's slots cannot be mapped read-only") from None
 
@@ -174,7 +177,9 @@ class Segment:
         """Return a new descriptor of the segment, read-only where the system has such."""
         try:
             readonly = self._reopened()
-            return os.dup(self.fd) if readonly is None else readonly
+            if readonly is None:
+                readonly = os.dup(self.fd)
+            return readonly
         except OSError as error:
             raise refused(error, "there is no descriptor to pass to the readers") from None
 
@@ -219,9 +224,12 @@ class Segment:
         """Fault in the pages of a range, so that the first messages do not pay for page faults."""
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
         end = min(offset + length, self.size)
+        advice = _MADV_POPULATE_READ
+        if write:
+            advice = _MADV_POPULATE_WRITE
         if hasattr(self._map, "madvise"):
             try:
-                self._map.madvise(_MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ, start, end - start)
+                self._map.madvise(advice, start, end - start)
             except OSError:
                 pass  # an older kernel
             else:
@@ -336,7 +344,7 @@ def _or_close(fd: int, size: int, backing: Backing, step: Callable[[], None]) ->
         raise cannot_create(size, backing, error) from None
 
 
-# Errors: how much was asked for, how much is free, what to do
+# Errors: how much is needed, how much is free, a remedy
 
 
 def check_memory(size: int) -> None:
@@ -344,15 +352,16 @@ def check_memory(size: int) -> None:
     try:
         if size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
             return
-    except (OSError, ValueError):  # this system does not say
+    except (OSError, ValueError):  # unknown on this system
         pass
     try:
-        import psutil  # costs 12 ms: only what is large pays for it
+        import psutil  # costs 12 ms: only large segments pay for it
 
-        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+        memory = psutil.virtual_memory()
+        swap = psutil.swap_memory()
     except (ImportError, OSError):
-        return  # without /proc, or without a descriptor to read it, it is unknown
-    # Pages are committed when touched, so only what can never fit is refused.
+        return  # unknown without /proc, or without a descriptor to read it
+    # Pages are committed when touched, so only segments that can never fit are refused.
     if size > memory.total + swap.total:
         raise _too_large(size, memory.available, "this machine", "use fewer or smaller chunks")
 
@@ -388,19 +397,21 @@ def cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -
     return _too_large(size, _available(), "this machine", remedy)
 
 
-def refused(error: OSError, what: str) -> SharedMemoryError | OutOfDescriptors:
-    """Return the error for another refusal of the system, with what to do."""
+def refused(error: OSError, action: str) -> SharedMemoryError | OutOfDescriptors:
+    """Return the error for another refusal of the system, with a remedy; ``action``: the operation that failed."""
     if is_out_of_descriptors(error):
-        return OutOfDescriptors(error.errno, f"{what}: {why_no_descriptor(error.errno, 'this process')}")
+        return OutOfDescriptors(error.errno, f"{action}: {why_no_descriptor(error.errno, 'this process')}")
     remedies = {
         errno.ENOMEM: "this process has too much mapped: raise its limit (ulimit -v, sysctl vm.max_map_count)",
-        errno.ENOSYS: "this system has none of that kind: set AIOSHM_BACKING=named, or backing='named' in the options",
+        errno.ENOSYS: "the system does not support memfd: set AIOSHM_BACKING=named, or backing='named' in the options",
         errno.EPERM: "let the container's seccomp profile allow it, or set AIOSHM_BACKING=named",
-        errno.EACCES: "look at the permissions of /dev/shm, and at the seccomp profile of the container",
+        errno.EACCES: "check the permissions of /dev/shm, and the seccomp profile of the container",
     }
-    said = error.strerror or str(error)
+    text = f"{action}: {error.strerror or error}"
     remedy = remedies.get(error.errno or 0)
-    return SharedMemoryError(error.errno, f"{what}: {said}{f': {remedy}' if remedy else ''}")
+    if remedy:
+        text += f": {remedy}"
+    return SharedMemoryError(error.errno, text)
 
 
 def _available() -> int | None:
@@ -413,7 +424,9 @@ def _available() -> int | None:
 
 
 def _too_large(size: int, free: int | None, where: str, remedy: str) -> SharedMemoryError:
-    has = "too little" if free is None else f"{free / MIB:.1f} MiB"
+    has = "too little"
+    if free is not None:
+        has = f"{free / MIB:.1f} MiB"
     return SharedMemoryError(
         errno.ENOSPC, f"{_mib(size)} MiB of shared memory are needed, {where} has {has} free: {remedy}"
     )

@@ -56,7 +56,8 @@ class Slots:
         self._words: memoryview = self.bodies[: layout.total_bytes].cast("Q")
         self._chunks: dict[int, tuple[memoryview, memoryview]] = {}  # header's words and room, by the word naming it
         self._pools = layout.pools
-        self._first, self._stride = layout.header_bytes, layout.slot_bytes
+        self._first = layout.header_bytes
+        self._stride = layout.slot_bytes
         self._inline_bytes = layout.inline_bytes
 
     def __getitem__(self, index: int) -> Slot:
@@ -86,7 +87,9 @@ class Slots:
     def chunk(self, begin: int) -> int | None:
         """Return which chunk the header at an offset names; None: the message lies in the slot itself."""
         number = self._words[(begin >> 3) + _CHUNK]
-        return number - 1 if number else None
+        if not number:
+            return None
+        return number - 1
 
     def header(self, begin: int) -> memoryview:
         """Return the header at an offset."""
@@ -98,7 +101,8 @@ class Slots:
 
     def body(self, begin: int) -> memoryview:
         """Return the room of a slot, or of its chunk; do not release this view."""
-        words, header = self._words, begin >> 3
+        words = self._words
+        header = begin >> 3
         number = words[header + _CHUNK]
         if not number:
             begin += at.SLOT_HEADER_BYTES
@@ -109,16 +113,19 @@ class Slots:
             raise CorruptSlot(seq, seq, f"there is no chunk {number - 1}")
         stamp = found[0][0]
         if stamp != seq + 1:
-            raise CorruptSlot(stamp - 1 if stamp else None, seq)
+            found_seq = None
+            if stamp:
+                found_seq = stamp - 1
+            raise CorruptSlot(found_seq, seq)
         return found[1]
 
     def _cut_chunk(self, word: int) -> tuple[memoryview, memoryview] | None:
         place = chunk_at(self._pools, word - 1)
         if place is None:
             return None
-        start, room = place[0] + at.CHUNK_HEADER_BYTES, place[1]
+        start = place[0] + at.CHUNK_HEADER_BYTES
         header = self.bodies[place[0] : start].cast("Q")
-        self._chunks[word] = found = header, self.bodies[start : start + room]
+        self._chunks[word] = found = header, self.bodies[start : start + place[1]]
         return found
 
     def release(self) -> None:

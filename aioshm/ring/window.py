@@ -148,7 +148,8 @@ class Windows:
             raise SharedMemoryError("the windows were closed")
         if len(self.windows) >= MAX_WINDOWS:
             self._drop_one()
-        start, room = place[0] + CHUNK_HEADER_BYTES, place[1]
+        start = place[0] + CHUNK_HEADER_BYTES
+        room = place[1]
         page = start // _PAGE * _PAGE
         length = round_up(start + room, _PAGE) - page
         try:
@@ -240,11 +241,13 @@ class _Range(Mapped):
     """A range of addresses, unmapped when nothing refers to its memory any more."""
 
     def __init__(self, length: int) -> None:
-        spare = _TABLE if length >= _TABLE else 0
+        spare = 0
+        if length >= _TABLE:
+            spare = _TABLE
         # Over a descriptor, the object would keep a duplicate of that.
         super().__init__(mmap.mmap(-1, length + spare, _PRIVATE, _READ_WRITE))
         # Aligned so that pages move by whole tables of pages.
-        self.begin: int = -self.address % _TABLE if spare else 0
+        self.begin: int = -self.address % max(spare, 1)
         self.address += self.begin
 
 
@@ -276,7 +279,9 @@ class LoanWindow:
     def offset_of(self, part: memoryview) -> int:
         """Return where a view of memory begins in the range, -1 if it is not all in it."""
         offset = address_of(part) - self._range.address - self._in_page
-        return offset if 0 <= offset <= self.room - len(part) else -1
+        if not 0 <= offset <= self.room - len(part):
+            return -1
+        return offset
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Write bytes into the range."""

@@ -117,7 +117,7 @@ class TestTrouble:
             while not publisher._subscribed:
                 await asyncio.sleep(0.001)
             publisher._publisher.socket.send(wire.address(publisher._secret, 0) + damage)
-            with pytest.raises(CorruptSlot, match="slot of message 0: damaged: what rank 0 was sent"):
+            with pytest.raises(CorruptSlot, match="slot of message 0: damaged: rank 0 was sent a damaged body 0"):
                 await waiting
             release()
             assert await reader.dequeue(5) == "next"

@@ -1,4 +1,4 @@
-"""Blocks that have a reader's next message, and iterating over messages that are leased."""
+"""Blocks that hold a reader's next message, and the iterator of leased messages."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
         self._decoded = decoded
         self._block: SourceBlock | None = None
         self._value: Any = None
-        # The message has left the ring already; the end of the block releases nothing.
+        # Whether the message has left the ring already; then leaving the block releases nothing.
         self.taken: bool = False
 
     def pop_value(self) -> Any:
         """Return the block's value, once: `Leases` would count a second reference as a holder."""
-        value, self._value = self._value, None
+        value = self._value
+        self._value = None
         return value
 
     def enter_now(self) -> bool:
-        """Enter the block where the message is there and nothing is in the way; return whether that was done."""
+        """Enter the block if the message is there and no call waits; return whether the block was entered."""
         end = self._end
         if not end.enter_now(settles=not self._decoded):
             return False
@@ -58,7 +59,8 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
         return entered
 
     async def _enter(self) -> None:
-        end, (timeout, cancel, indefinite) = self._end, self._asked
+        end = self._end
+        timeout, cancel, indefinite = self._asked
         deadline = deadline_after(timeout, cancel, indefinite)
         await end.enter(deadline, cancel, settles=not self._decoded)
         entered = False
@@ -74,7 +76,7 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
                 end.state.leave()
 
     def _open(self) -> bool:
-        """Open the next message, which is there; return False where its body has yet to arrive."""
+        """Open the next message; return False if its body has yet to arrive."""
         block = self._end.source.open_block(decoded=self._decoded)
         if block is None:
             return False
@@ -89,7 +91,8 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
 
     def leave_now(self, *, undo: bool = False) -> None:
         """End the block; ``undo`` leaves an untaken message in place. Idempotent."""
-        block, self._block = self._block, None
+        block = self._block
+        self._block = None
         if block is None:
             return
         self._value = None
@@ -112,7 +115,7 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
 
 
 class AwaitedReadBlock(ReadBlock):
-    """One that ends when it is dropped; not where calls block, for an error of a signal handler would be lost there."""
+    """A block of the async API, which ends when it is dropped; a blocking block would lose a signal handler's error."""
 
     def __del__(self) -> None:
         if getattr(self, "_block", None) is None:
@@ -155,6 +158,7 @@ class Leases(Generic[T]):
     def _leave(self) -> None:
         if self._leasing:
             raise RuntimeError("the next message is being leased already")
-        block, self._block = self._block, None
+        block = self._block
+        self._block = None
         if block is not None:
             block.leave_now()

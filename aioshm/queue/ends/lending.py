@@ -1,4 +1,4 @@
-"""Loans: memory of the next message, given to a block to fill, and sent by reference when the block ends."""
+"""Loans: a block fills the memory of the next message, which is published in place when the block ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def itself(loaned: Any) -> Any:
-    """Return the argument: the object to encode is the one that was lent."""
+    """Return the argument: the loaned object itself is encoded."""
     return loaned
 
 
@@ -34,9 +34,13 @@ def room_for(nbytes: int, most: int) -> int:
 
 
 class Loan(AbstractAsyncContextManager[T], Generic[T]):
-    """The block of one loan; the timeout counts again for a copy of the message.
+    """The block of one loan. A message that is sent as a copy waits for room again, with the same timeout.
 
-    Nothing here keeps a reference to loaned memory: `Loans.take_back` would count the reference as the lender's.
+    The block keeps no reference to loaned memory: `Loans.take_back` would count the reference as the lender's.
+
+    Args:
+        lend: Returns the object to fill, in an extent.
+        as_sent: Returns the object to encode, for the filled object.
     """
 
     def __init__(
@@ -50,23 +54,25 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         self._end = end
         self._room = room
         self._lend = lend
-        # Returns the object to encode.
         self._as_sent = as_sent
-        self._timeout = None if timeout is None else check_timeout("timeout", timeout)
+        if timeout is not None:
+            timeout = check_timeout("timeout", timeout)
+        self._timeout = timeout
         self._slot: Slot | None = None
         self._extent: Extent | None = None
         self._filled: list[T] = []
 
     async def __aenter__(self) -> T:
         end = self._end
-        state, sender, ring = end.state, end.sender, end.ring
+        state = end.state
         deadline = deadline_after(self._timeout)
         await end.prepare(deadline)
         await state.enter(deadline)
         try:
-            slot = await sender.claim(self._room, deadline)
-            in_place = self._room >= IN_PLACE_BYTES and ring.ranks
-            extent = ring.loans.extent(slot, self._room) if in_place else Extent()
+            slot = await end.sender.claim(self._room, deadline)
+            extent = Extent()
+            if self._room >= IN_PLACE_BYTES and end.ring.ranks:
+                extent = end.ring.loans.extent(slot, self._room)
             state.hold()
         except BaseException:
             state.leave()
@@ -83,7 +89,8 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        slot, extent = self._slot, self._extent
+        slot = self._slot
+        extent = self._extent
         if slot is None or extent is None:
             return
         self._slot = None
@@ -96,13 +103,13 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
             if exc_type is None:
                 self._close(extent)
             else:
-                with suppress(SharedMemoryError):  # the caller is to see the error of the block
+                with suppress(SharedMemoryError):  # the caller gets the error of the block
                     self._close(extent)
 
     async def _publish(self, slot: Slot, extent: Extent) -> None:
-        """Publish the filled memory where it lies, or a copy where that costs less."""
-        state, sender, loans = self._end.state, self._end.sender, self._end.ring.loans
-        state.check_usable()
+        """Publish the filled memory in place, or a copy where a copy costs less."""
+        sender = self._end.sender
+        self._end.state.check_usable()
         message = sender.encode(self._as_sent(self._filled.pop()))
         placed = extent.place(message)
         if placed is not None:
@@ -112,12 +119,11 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
             sender.put_placed(slot, extent, placed, outgoing)
             return
         message = extent.copied_out(message)
-        loans.take_back(extent)
-        deadline = deadline_after(self._timeout)
-        await sender.put_waiting([message], deadline)
+        self._end.ring.loans.take_back(extent)
+        await sender.put_waiting([message], deadline_after(self._timeout))
 
     def _close(self, extent: Extent) -> None:
-        """Take back loaned memory, and release the call lock."""
+        """Take the memory back from the lender, and release the call lock."""
         try:
             self._end.ring.loans.take_back(extent)
         finally:
@@ -141,7 +147,7 @@ class Message(MutableMapping[str, Any]):
     """A message that is being built; see `aioshm.MessageQueue.build`.
 
     Attributes:
-        value: What is sent: the dict that indexing refers to, unless something else was set.
+        value: The object to send: a dict, to which indexing refers, unless the block sets another object.
     """
 
     def __init__(self, extent: Extent) -> None:
@@ -149,18 +155,18 @@ class Message(MutableMapping[str, Any]):
         self.value: Any = {}
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32", like: Like = "numpy") -> Any:
-        """Return an array, or a tensor, of whatever bytes are there, to be filled and to be put into the message.
+        """Return an uninitialized array or tensor, to be filled and put into the message.
 
-        It lies where readers will see it, as far as the room goes for which `build` was asked. What is not put into the
-        message is not sent.
+        The array lies in shared memory while the room lasts that `build` was called with, and in private memory after
+        that. An array that the block does not put into the message is not sent.
 
         Args:
-            shape: Its shape, or its length.
-            dtype: The name of its type, or that of NumPy or torch itself.
+            shape: The shape, or the length of a one-dimensional array.
+            dtype: The name of a dtype, or the dtype itself.
             like: ``"numpy"`` or ``"torch"``.
 
         Raises:
-            TypeError, ValueError: An argument is not what it has to be; the text names it.
+            TypeError, ValueError: An argument is invalid; the text names it.
             RoleError: The block has ended.
         """
         if self._extent is None:
@@ -168,8 +174,10 @@ class Message(MutableMapping[str, Any]):
         return self._extent.lend(ArraySpec(shape, dtype, like))
 
     def take(self) -> Any:
-        """Return the object to send, and keep nothing; for this package."""
-        value, self.value, self._extent = self.value, None, None
+        """Return the object to send, and keep no reference; internal."""
+        value = self.value
+        self.value = None
+        self._extent = None
         return value
 
     def __getitem__(self, key: str) -> Any:

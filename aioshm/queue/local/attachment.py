@@ -1,4 +1,4 @@
-"""What a local reader holds of its queue: the lifeline, the ring, overflow segments, and how to wake the writer."""
+"""A local reader's resources: the lifeline, the ring, the overflow, and the waker of the writer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # readers of segments need no ZeroMQ
 
 
 class Attachment:
-    """Made by `make`; `close` gives everything back and says goodbye last."""
+    """The resources of an attached reader, created by `make`; `close` releases them, the lifeline last."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Attachment:
         prefault_bytes: int,
         changed: Callable[[], None],
     ) -> Attachment:
-        """Wait until the writer has admitted this reader, then map the ring; ``changed``: a body has arrived.
+        """Wait until the writer has admitted this reader, then map the ring; ``changed``: called when a body arrives.
 
         Raises:
-            HandleError: The queue is gone, refused this reader, or is not what the handle says.
+            HandleError: The queue is gone, refused this reader, or does not match the handle.
             PeerClosed: The writer has closed the queue.
             PeerDied: The writer died meanwhile.
         """
@@ -59,7 +59,7 @@ class Attachment:
         try:
             buffer = _map(handle, lifeline)
             welcome = lifeline.welcome
-            if not welcome.going:  # else its messages are there already, and each touch of theirs maps 64 KiB
+            if not welcome.going:  # else the slots have messages, and are touched anyway
                 buffer.prefault(prefault_bytes, write=False)
             if welcome.rank not in handle.local_reader_ranks:
                 raise HandleError(f"the writer knows a rank {welcome.rank}, the handle does not")
@@ -70,7 +70,7 @@ class Attachment:
             if handle.options.overflow == "zmq":
                 overflow = _subscriber(handle, welcome, changed)
         except BaseException as error:
-            closed = isinstance(error, HandleError) and lifeline.has_closed()  # its segment has no name any more then
+            closed = isinstance(error, HandleError) and lifeline.has_closed()  # then the segment has no name
             lifeline.close()
             if closed:
                 raise PeerClosed(CLOSED.reason) from None
@@ -78,7 +78,7 @@ class Attachment:
         return cls(lifeline, buffer, ring, overflow)
 
     def close(self) -> None:
-        """Give everything back. Nothing may use the ring any more."""
+        """Release all resources. No call may use the ring afterwards."""
         self.overflow.close()
         self.ring.close()
         self.buffer.close()
@@ -86,10 +86,10 @@ class Attachment:
 
 
 class WriterWaker:
-    """Wakes the writer, but not for each slot: it would fill that one and go to sleep again.
+    """Wakes the writer, but not for each slot: the writer would fill the slot and sleep again.
 
-    Within one turn of the loop it is woken once, or when half of what lies between the message that it waits for and
-    the latest has become free: half of the ring, or half of the chunks of one size.
+    The reader wakes the writer once per iteration of the loop, or when half of the slots between the message that the
+    writer waits for and the latest message are free: half of the ring, or half of the chunks of one size.
     """
 
     def __init__(self, state: EndState, ring: RingReader, lifeline: Lifeline, loop: asyncio.AbstractEventLoop) -> None:
@@ -97,13 +97,13 @@ class WriterWaker:
         self._ring = ring
         self._lifeline = lifeline
         self._loop = loop
-        self.pending: bool = False  # whether the loop is to wake the writer after its turn
-        self.due: int = 0  # from which message on that is not waited for
-        # Whether the ring is unmapped; its reader may live on, with another writer's.
+        self.pending: bool = False  # whether the loop will call `wake`
+        self.due: int = 0  # from this message on, the writer is woken at once
+        # Whether the ring is unmapped; the reader may continue with another writer.
         self.closed: bool = False
 
     def slot_is_free(self) -> None:
-        """Wake the writer now or soon: it is parked, and a slot went back to it."""
+        """Wake the parked writer now or soon, after a slot was released."""
         seq = self._ring.core.seq
         if not self.pending:
             self.due = max(0, seq - 1 + self._ring.messages_wanted() // 2)
@@ -111,15 +111,15 @@ class WriterWaker:
                 self._loop.call_soon(self.wake)
             else:  # a thread has received the message
                 shared_loop().post(self.wake)
-            self.pending = True  # last: a signal's handler may interrupt this
+            self.pending = True  # last: a signal handler may interrupt this method
         if seq >= self.due:
             self.wake()
 
     def wake(self) -> None:
-        """Wake the writer if it can go on."""
+        """Wake the writer if it can continue."""
         self.pending = False  # first: as above
         if not self.closed and not self._state.dismantled and self._ring.writer_can_go_on():
-            self._ring.writer_parked[0] = 0  # one ring is enough until it wakes
+            self._ring.writer_parked[0] = 0  # one wake-up is enough until the writer runs
             try:
                 self._lifeline.ring()
             except BaseException:  # as above

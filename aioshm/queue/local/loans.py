@@ -1,7 +1,7 @@
-"""Memory that a writer loans: of a chunk, of an overflow segment, or, where a copy costs less, of its own.
+"""Memory that a writer loans: of a chunk, of an overflow segment, or private memory where a copy costs less.
 
-Loans are seen through windows (``ring/window.py``), one for each chunk and each segment, which are kept: a message
-of the same size finds a segment that the readers know, and pages that were touched before.
+The lender fills a window (``ring/window.py``). Each chunk and each segment has one, which is reused: a message of the
+same size finds a segment that the readers know, and pages that were touched before.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from aioshm.ring.window import LoanWindow
 Like: TypeAlias = Literal["numpy", "torch"]
 
 IN_PLACE_BYTES = 64 * 1024
-"""Smaller loans lie in the process's own memory: a copy takes less time than a view at either end."""
+"""Smaller loans lie in private memory: a copy takes less time than a window."""
 
 MAIN_BYTES = 1024
-"""Room for the main part of a message, which is known only when the block has ended; one that needs more is copied."""
+"""Room for the main part of a message, whose size is known when the block ends; a larger main part is copied."""
 
 
 class Placed(NamedTuple):
-    """What of a message is to be written behind its buffers, which are in their places."""
+    """The part of a message that is written behind the buffers, which were filled in place."""
 
     table: int
-    tail: bytes  # the table, and the main part unless that is in its place, too
+    tail: bytes  # the table, then the main part unless it was filled in place
     main_bytes: int  # length of the main part
     n_buffers: int
-    copied: int  # how many bytes were not in their places
+    copied: int  # bytes that were not filled in place
 
     @property
     def end(self) -> int:
@@ -48,19 +48,21 @@ class Placed(NamedTuple):
 
 
 class ArraySpec:
-    """What array is asked for.
+    """The shape, dtype and kind of a loaned array.
 
     Raises:
-        TypeError, ValueError: An argument is not what it has to be; the text names it.
+        TypeError, ValueError: An argument is invalid; the text names it.
         ImportError: NumPy or torch is not installed.
     """
 
     def __init__(self, shape: int | Sequence[int], dtype: Any, like: Like) -> None:
         if like not in ("numpy", "torch"):
             raise ValueError(f"like must be 'numpy' or 'torch', not {shown(like)}")
-        self.torch: bool = like == "torch"  # whether it is a tensor
+        self.torch: bool = like == "torch"
         try:
-            lengths: Sequence[Any] = (shape,) if isinstance(shape, int) else tuple(shape)
+            if isinstance(shape, int):
+                shape = (shape,)
+            lengths: Sequence[Any] = tuple(shape)
             if any(isinstance(length, bool) for length in lengths):
                 raise TypeError
             self.shape: tuple[int, ...] = tuple(map(index, lengths))
@@ -69,13 +71,16 @@ class ArraySpec:
         if any(length < 0 for length in self.shape):
             raise ValueError(f"shape must have no length below 0, not {shown(shape)}")
         try:
-            self.dtype: Any = _torch_dtype(dtype) if self.torch else _numpy_dtype(dtype)
+            make_dtype = _numpy_dtype
+            if self.torch:
+                make_dtype = _torch_dtype
+            self.dtype: Any = make_dtype(dtype)
         except ImportError as error:
             raise ImportError(f"like={like!r} needs {like}: pip install 'aioshm[torch]' ({error})") from error
         self.nbytes: int = prod(self.shape) * int(self.dtype.itemsize)
 
     def over(self, memory: Any, offset: int) -> Any:
-        """Return it over memory."""
+        """Return the array over memory."""
         if not self.torch:
             import numpy as np
 
@@ -83,12 +88,12 @@ class ArraySpec:
         import torch
 
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=offset)
-        # Not a view of that one, which would keep it, and with it the memory, for as long as it lives.
+        # No view of ``flat``: the view would keep ``flat``, and with it the memory, alive.
         strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         return torch.empty(0, dtype=self.dtype).set_(flat.untyped_storage(), 0, self.shape, strides)
 
     def own(self) -> Any:
-        """Return it in memory of its own."""
+        """Return the array in private memory."""
         if self.torch:
             import torch
 
@@ -104,20 +109,22 @@ def _numpy_dtype(dtype: Any) -> Any:
     try:
         found = np.dtype(dtype)
     except TypeError as error:
-        raise TypeError(f"dtype must be one of NumPy's, not {shown(dtype)}: {error}") from None
+        raise TypeError(f"dtype must be a NumPy dtype, not {shown(dtype)}: {error}") from None
     if found.hasobject:
         raise TypeError(f"dtype must be of plain numbers: Python objects cannot lie in shared memory ({shown(dtype)})")
     if not found.itemsize:
-        raise TypeError(f"dtype must say how long an element is, not {shown(dtype)}")
+        raise TypeError(f"dtype must have a fixed item size, not {shown(dtype)}")
     return found
 
 
 def _torch_dtype(dtype: Any) -> Any:
     import torch
 
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    found = dtype
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"dtype must be one of torch's, or its name, not {shown(dtype)}")
+        raise TypeError(f"dtype must be a torch.dtype or its name, not {shown(dtype)}")
     return found
 
 
@@ -128,10 +135,10 @@ class Extent:
         self.window = window
         self.number = number
         self.is_segment = is_segment
-        self.end: int = ALIGNMENT  # of the loaned memory
+        self.end: int = ALIGNMENT  # end of the loaned part
 
     def lend(self, spec: ArraySpec) -> Any:
-        """Return an array to fill; in its place, if there is room, and if that pays."""
+        """Return an array to fill: in the window if there is room, else in private memory."""
         offset = self._take(spec.nbytes)
         if offset < 0:
             return spec.own()
@@ -147,23 +154,27 @@ class Extent:
         return memoryview(self.window.memory)[offset : offset + nbytes]
 
     def _take(self, nbytes: int) -> int:
-        """Return where in the window's memory there is room; -1: nowhere."""
+        """Return the offset in the window's memory of a free range; -1: no room."""
         window = self.window
         if window is None or not nbytes or self.end + nbytes > window.room:
             return -1
-        offset, self.end = self.end, round_up(self.end + nbytes, ALIGNMENT)
+        offset = self.end
+        self.end = round_up(offset + nbytes, ALIGNMENT)
         return window.begin + offset
 
     def place(self, message: Encoded) -> Placed | None:
-        """Find the parts of an encoded message in the window, and copy those that are not; None: it is to be copied."""
+        """Complete an encoded message in the window: copy the parts that lie elsewhere; None: send a copy instead."""
         window = self.window
         if window is None:
             return None
         parts, buffers = parts_of(message)
-        main_bytes, main = sum(map(len, parts)), -1
+        main_bytes = sum(map(len, parts))
+        main = -1  # offset of the main part; -1: not filled in place
         if main_bytes >= IN_PLACE_BYTES and len(parts) == 1 and isinstance(parts[0], memoryview):
             main = window.offset_of(parts[0])
-        places, foreign, end = [], [], self.end
+        places = []
+        foreign = []
+        end = self.end
         for buffer in buffers:
             offset = window.offset_of(buffer)
             if offset < 0:
@@ -171,11 +182,13 @@ class Extent:
                 end = offset + len(buffer)
                 foreign.append((offset, buffer))
             places += [offset, len(buffer)]
-        table, copied = round_up(end, ALIGNMENT), sum(len(buffer) for _, buffer in foreign)
+        table = round_up(end, ALIGNMENT)
+        copied = sum(len(buffer) for _, buffer in foreign)
+        tail_bytes = placed_bytes(len(buffers), 0)
         if main < 0:
             copied += main_bytes
-        # Where little of it is in its place, the usual way of sending it has the smaller memory.
-        tail_bytes = placed_bytes(len(buffers), main_bytes if main < 0 else 0)
+            tail_bytes += main_bytes
+        # A message of which little was filled in place needs less memory when it is sent as a copy.
         if table + tail_bytes > window.room or table + tail_bytes - copied < IN_PLACE_BYTES:
             return None
         for offset, buffer in foreign:
@@ -186,15 +199,19 @@ class Extent:
         return Placed(table, tail, main_bytes, len(buffers), copied)
 
     def copied_out(self, message: Encoded) -> Encoded:
-        """Return an encoded message without what lies in the window: it may be put where it lies now."""
+        """Return an encoded message with private copies of the parts in the window."""
         window = self.window
         if window is None or isinstance(message, bytes):
             return message
-        kept = window.offset_of
-        return (
-            [bytes(part) if isinstance(part, memoryview) and kept(part) >= 0 else part for part in message[0]],
-            [memoryview(own_copy(part)) if kept(part) >= 0 else part for part in message[1]],
-        )
+        parts = list(message[0])
+        for number, part in enumerate(parts):
+            if isinstance(part, memoryview) and window.offset_of(part) >= 0:
+                parts[number] = bytes(part)
+        buffers = list(message[1])
+        for number, buffer in enumerate(buffers):
+            if window.offset_of(buffer) >= 0:
+                buffers[number] = memoryview(own_copy(buffer))
+        return parts, buffers
 
 
 class Loans:
@@ -228,20 +245,24 @@ class Loans:
         return Extent()
 
     def take_back(self, extent: Extent) -> None:
-        """Revoke all access to the loaned memory of an extent. Idempotent.
+        """Revoke the lender's access to an extent. Idempotent.
 
         Raises:
-            SharedMemoryError: The lender keeps something, and its memory could not be exchanged.
+            SharedMemoryError: The lender keeps an array, whose memory could not be exchanged.
         """
-        window, extent.window = extent.window, None
+        window = extent.window
+        extent.window = None
         if window is None:
             return
+        windows = self._of_chunks
+        if extent.is_segment:
+            windows = self._of_segments
         usable = False
         try:
             usable = window.take_back()
         finally:
             if not usable:
-                (self._of_segments if extent.is_segment else self._of_chunks).pop(extent.number, None)
+                windows.pop(extent.number, None)
 
     def _open_chunk(self, chunk: int) -> LoanWindow:
         place = chunk_at(self._pools, chunk)

@@ -1,12 +1,12 @@
 """Messages that do not fit a chunk, over ZeroMQ: the sockets and frames of remote readers, beside the ring.
 
-The writer's XPUB is bound to a socket file, in a directory that only this user can enter; each local reader's SUB is
-connected to it. A slot's marker has the number of its message's body, and is released when that has arrived. So the
-ring bounds the bodies on their way, and no high-water mark may: a message that ZeroMQ drops would be lost.
+The writer's XPUB is bound to a socket file, in a directory that only this user can enter; each local reader's SUB
+connects to the file. A slot's marker has the number of the body, and the reader releases the slot when the body has
+arrived. So the ring bounds the bodies in flight. There is no high-water mark: a body that ZeroMQ drops would be lost.
 
 The writer keeps each body until every reader has finished with its slot, and sends all kept bodies to a reader that
 subscribes, for the first time or after a lost connection. A writer that closes with bodies kept delivers them in a
-thread, whatever becomes of the loop.
+thread, even after the loop has ended.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 BACKLOG = 100
-"""Connections that may wait to be accepted, at least: it is ZeroMQ's default."""
+"""Connections that may wait to be accepted, at least: ZeroMQ's default."""
 
-ZEROMQ_TICK_S = 0.002  # its timers may be early by this
+ZEROMQ_TICK_S = 0.002  # timers of ZeroMQ may be early by this
 DELIVERY_POLL_MS = 50
 
 _NUMBERS = (1 << 32) - 1  # a marker has these bits of a body's number
@@ -59,8 +59,8 @@ class OverflowPublisher(Overflow):
     """The writer's side: the bodies that some reader may still need.
 
     Raises:
-        SharedMemoryError, EndpointError: The socket file cannot be had.
-        OutOfDescriptors, OutOfThreads: This process cannot have what this needs.
+        SharedMemoryError, EndpointError: The socket file cannot be created.
+        OutOfDescriptors, OutOfThreads: This process has no descriptor or thread left.
     """
 
     def __init__(self, readers: LocalReaders, options: Options) -> None:
@@ -69,24 +69,25 @@ class OverflowPublisher(Overflow):
         self._secret = readers.secret
         self._patience_s = options.remote_timeout
         self._outbox = Outbox()
-        self._kept: deque[tuple[int, Outgoing]] = deque()  # with the sequence numbers
+        self._kept: deque[tuple[int, Outgoing]] = deque()  # with their sequence numbers
         self._sent = 0
         self._subscribed: set[int] = set()
-        self._awaited: set[int] = set()  # when this closes: ranks that have yet to subscribe
+        self._awaited: set[int] = set()  # ranks that have yet to subscribe before the sockets close
         self._pump: Pump | None = None
         self._delivering: threading.Thread | None = None
-        what = "a writer that sends over ZeroMQ what does not fit a chunk"
+        user = "a writer that sends messages that do not fit a chunk over ZeroMQ"
         n_reader = len(readers.ranks)
         directory = msgspec.structs.replace(options, lifeline="directory")
         endpoint = f"ipc://{new_address(directory, readers.queue_id, 'overflow')}"
-        self._sockets = sockets = Sockets(what, count=1, connections=1 + n_reader + 2)
-        with ExitStack() as undo, naming_limits(what):
+        sockets = Sockets(user, count=1, connections=1 + n_reader + 2)
+        self._sockets = sockets
+        with ExitStack() as undo, naming_limits(user):
             undo.callback(sockets.close)
             self._publisher = DataPublisher(sockets, endpoint, readers.secret, hwm=0)
             self._publisher.socket.setsockopt(zmq.BACKLOG, max(BACKLOG, n_reader))
-            # Kept until each is told to connect: where libzmq has no descriptor to accept a connection to a socket file
-            # with, it ends the process (ipc_listener.cpp; that of TCP leaves the peer waiting).
-            self._reserve = Reserve(what, n_reader)
+            # One descriptor for each reader's connection: without a descriptor to accept a connection to a socket file,
+            # libzmq ends the process (ipc_listener.cpp; over TCP, the peer waits).
+            self._reserve = Reserve(user, n_reader)
             undo.callback(self._reserve.close)
             attach(self._publisher.socket, endpoint, bind=True)
             self._file = BoundFile(endpoint)
@@ -116,7 +117,6 @@ class OverflowPublisher(Overflow):
     def put(
         self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
     ) -> None:
-        """Send the body of a message, as `Overflow.put`."""
         seq = self._ring.seq
         self._forget_finished()
         check_memory(size)
@@ -129,10 +129,10 @@ class OverflowPublisher(Overflow):
                 f"message {seq} of {size} bytes is copied to be sent over ZeroMQ, and there is no memory for that: "
                 "raise the limits of this process (ulimit -v) or of its container (memory)",
             ) from None
-        self._sent += 1  # the number is never another body's, even if a codec's error or a signal ends this
+        self._sent += 1  # no other body gets this number, even if a codec's error or a signal handler ends this call
         self._kept.append((seq, message))
         self._send(wire.address(self._secret), message)
-        self.look()  # sending may have swallowed the sign of a subscription
+        self.look()  # sending may have consumed the notification of a subscription
         pack_marker(header, self._secret, seq, number & _NUMBERS, size)
 
     def _forget_finished(self) -> None:
@@ -145,12 +145,12 @@ class OverflowPublisher(Overflow):
         self._outbox.let_go(free)
 
     def expect_reader(self, peer: Peer) -> None:
-        """Let go of the descriptor that was kept for a reader's connection: it is about to come."""
+        """Release the descriptor that was reserved for a reader's connection, which is about to come."""
         self._reserve.spend()
-        self._subscribed.discard(peer.rank)  # that was the reader before it
+        self._subscribed.discard(peer.rank)  # the rank's previous reader
 
     def is_gone(self, seq: int) -> bool:
-        """Return whether a body is not kept any more."""
+        """Return whether a body was discarded."""
         return all(kept != seq for kept, _ in self._kept)
 
     # Closing
@@ -167,7 +167,9 @@ class OverflowPublisher(Overflow):
             return
         self._awaited = {peer.rank for peer in self._readers.peers()} - self._subscribed
         try:
-            self._delivering = start_thread(self._deliver, name="aioshm-overflow", what="delivering what was sent")
+            self._delivering = start_thread(
+                self._deliver, name="aioshm-overflow", what="delivering messages that were sent"
+            )
         except OutOfThreads:
             self._deliver()
 
@@ -176,7 +178,7 @@ class OverflowPublisher(Overflow):
         return self._delivering is None or not self._delivering.is_alive()
 
     def _deliver(self) -> None:
-        """Wait for readers that have yet to subscribe, then until ZeroMQ has delivered all, and close the socket."""
+        """Wait until all readers have subscribed and ZeroMQ has delivered all bodies; close the socket."""
         deadline = monotonic() + self._patience_s
         self.look()
         while self._awaited and monotonic() < deadline:
@@ -185,7 +187,7 @@ class OverflowPublisher(Overflow):
         self._release(max(0, ceil((deadline - monotonic()) * 1000)))
         if monotonic() >= deadline - ZEROMQ_TICK_S:
             logger.warning(
-                "queue %s: closed though readers have not received all that was sent to them within %g s",
+                "queue %s: closed although readers have not received every message within %g s",
                 self._readers.registry.name,
                 self._patience_s,
             )
@@ -206,8 +208,8 @@ class OverflowSubscriber(OverflowReader):
     """A local reader's side: the bodies that have arrived; made on the running loop.
 
     Raises:
-        EndpointError: The socket cannot be had.
-        OutOfDescriptors, OutOfThreads: This process cannot have what it needs.
+        EndpointError: The socket cannot be created.
+        OutOfDescriptors, OutOfThreads: This process has no descriptor or thread left.
     """
 
     def __init__(self, endpoint: str, secret: bytes, rank: int, patience_s: float, changed: Callable[[], None]) -> None:
@@ -216,16 +218,15 @@ class OverflowSubscriber(OverflowReader):
         self._rank = rank
         self._patience_s = patience_s
         self._changed = changed
-        self._arrived: dict[int, wire.Data] = {}  # by what of its number is in a marker
-        self._next = 0  # the first number that has not been finished with
+        self._arrived: dict[int, wire.Data] = {}  # by the number in a marker
+        self._next = 0  # the first unfinished number
         self._asked_for = -1  # the number that `body` returned last
         self._damage: wire.WireError | None = None
         self._at_end: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        # With a monitor, which is two more.
-        self._sockets = sockets = Sockets(
-            "a reader that receives over ZeroMQ what does not fit a chunk", count=3, connections=1
-        )
+        # Three: the SUB socket, and the pair of its monitor.
+        sockets = Sockets("a reader that receives messages that do not fit a chunk over ZeroMQ", count=3, connections=1)
+        self._sockets = sockets
         try:
             self._subscriber = DataSubscriber(sockets, endpoint, self._on_body)
         except BaseException:
@@ -240,11 +241,10 @@ class OverflowSubscriber(OverflowReader):
             pass
         data = self._arrived.get(number)
         if data is None:
-            damage, self._damage = self._damage, None
+            damage = self._damage
+            self._damage = None
             if damage is not None:
-                raise CorruptSlot(
-                    seq, seq, f"what rank {self._rank} was sent in the place of its body {number}: {damage}"
-                )
+                raise CorruptSlot(seq, seq, f"rank {self._rank} was sent a damaged body {number}: {damage}")
             return None
         self._asked_for = data.seq
         if len(data.body) != size:
@@ -258,13 +258,13 @@ class OverflowSubscriber(OverflowReader):
             os.close(fd)
 
     def finished(self) -> None:
-        """Let go of the body that was asked for last, and of those before it, whose slots were never published."""
+        """Discard the latest body, and earlier ones, whose slots were never published."""
         self._next = max(self._next, self._asked_for + 1)
         for number in [number for number, data in self._arrived.items() if data.seq < self._next]:
             del self._arrived[number]
 
     def after_last(self, callback: Callable[[], None]) -> None:
-        """Call back when nothing more will come: the writer is gone, but not what it sent last."""
+        """Call back once the writer is gone, and every body that it had sent has arrived."""
         self._at_end = callback
         if self._timer is None:
             # A connection may outlast its writer: a process that was forked from it holds it open.
@@ -272,7 +272,7 @@ class OverflowSubscriber(OverflowReader):
         self._look_at_connection()
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release all resources. Idempotent."""
         if self._sockets.closed:
             return
         self._at_end = None
@@ -294,15 +294,17 @@ class OverflowSubscriber(OverflowReader):
         self._changed()
 
     def _look_at_connection(self) -> None:
-        connection, inbox = self._subscriber.connection, self._subscriber.inbox
+        connection = self._subscriber.connection
+        inbox = self._subscriber.inbox
         connection.changed()
-        while not self._sockets.closed and inbox.look():  # what came before the connection's end is there now
+        while not self._sockets.closed and inbox.look():  # messages from before the connection's end are there now
             pass
         if connection.failed:
             self._end()
 
     def _end(self) -> None:
-        callback, self._at_end = self._at_end, None
+        callback = self._at_end
+        self._at_end = None
         if callback is not None:
             if self._timer is not None:
                 self._timer.cancel()

@@ -1,4 +1,4 @@
-"""The readers on the writer's host: the ring, and the lifelines over which they attach and are woken."""
+"""A writer's local readers: the ring, and the lifelines over which readers attach and are woken."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _STATES = {"left": LEFT, "died": DIED, "held": HELD}
 
 
 class LocalReaders:
-    """The transport of local readers; the `lifeline.peer.Host` of the listener.
+    """The transport of local readers; the `Host` of the lifeline listener.
 
-    ``sizes``: the bytes of a chunk, how many chunks, how many slots. Nobody waits for readers of ``extra`` ranks.
+    ``sizes``: bytes of a chunk, number of chunks, number of slots. The queue starts without readers of ``extra`` ranks.
     """
 
     kind = "local"
@@ -58,8 +58,8 @@ class LocalReaders:
         extra: frozenset[int] = frozenset(),
     ) -> None:
         self.ranks = ranks
-        self.token: bytes = secrets.token_bytes(TOKEN_BYTES) if token is None else token
-        self.secret: bytes = secrets.token_bytes(SECRET_BYTES)  # that markers of overflowing messages repeat
+        self.token: bytes = token or secrets.token_bytes(TOKEN_BYTES)
+        self.secret: bytes = secrets.token_bytes(SECRET_BYTES)  # repeated in the markers of overflowed messages
         self._options = options
         chunk_bytes, chunks, slots = sizes
         self._chunk_bytes = chunk_bytes
@@ -76,16 +76,17 @@ class LocalReaders:
                 self.buffer.close()
                 raise
         self.segment_name: str | None = self.buffer.name
-        self.buffer.prefault(options.prefault_bytes if ranks else 0, write=True)
+        if ranks:
+            self.buffer.prefault(options.prefault_bytes, write=True)
         self.ring: RingWriter = self.buffer.writer()
         self.ring.set_writer_state(closed=False, pid=os.getpid())
         self.registry: ReaderRegistry = ReaderRegistry(self.queue_id.hex()[:8], options.on_reader_death)
         self.registry.add(self, ranks, extra)
-        self._index = {rank: index for index, rank in enumerate(ranks)}  # of the ring's flags
-        self._attached: tuple[tuple[int, Peer], ...] = ()  # with the flags' indices
-        self._lenient: dict[int, ReaderSlot] = {}  # readers that are not waited for, by the flags' indices
+        self._index = {rank: index for index, rank in enumerate(ranks)}  # index of a rank's flags in the ring
+        self._attached: tuple[tuple[int, Peer], ...] = ()  # by index
+        self._lenient: dict[int, ReaderSlot] = {}  # readers that the writer does not wait for, by index
         self._limiter = LogLimiter(COMPLAINT_S)
-        self._first = 0  # of the reader that is being admitted
+        self._first = 0  # the first message of the reader that is being admitted
         for rank in extra:
             self.ring.evict(self._index[rank])
         self.overflow: Overflow = OverflowSegments(self.ring, self.queue_id, self.secret, self)
@@ -104,12 +105,12 @@ class LocalReaders:
         self.listener.start(loop, self)
 
     def poll(self) -> None:
-        """Handle now what the loop would handle later: readers that have come, or gone."""
+        """Handle attaching and leaving readers now, before the loop does."""
         self.listener.look()
 
     def go(self) -> None:
-        """Tell every reader that all are ready."""
-        self.buffer.unlink()  # all have it mapped; newcomers are passed its descriptor
+        """Notify every reader that all readers are ready."""
+        self.buffer.unlink()  # all readers have mapped the segment; later readers are passed its descriptor
         for peer in self.peers():
             peer.go()
 
@@ -118,7 +119,7 @@ class LocalReaders:
         return [peer for _, peer in self._attached]
 
     def pids(self) -> list[int]:
-        """Return the readers' process ids as this process sees them; 0 for one that it cannot see, or that is gone."""
+        """Return the readers' process ids in this process's pid namespace; 0: invisible, or gone."""
         attached = {peer.rank: peer.seen_pid for peer in self.peers()}
         slots = self.registry.slots
         return [attached.get(rank, 0) for rank in self.ranks if rank in attached or not slots[rank].extra]
@@ -128,17 +129,17 @@ class LocalReaders:
         parked = self.ring.readers_parked
         for index, peer in self._attached:
             if parked[index]:
-                parked[index] = 0  # one wake-up is enough, however many messages follow until it runs
+                parked[index] = 0  # one wake-up is enough for all messages until the reader runs
                 try:
                     peer.ring()
-                except BaseException:  # a signal's handler has interrupted this: the next call wakes it
+                except BaseException:  # a signal handler raised: the next call wakes the reader
                     parked[index] = 1
                     raise
 
     # Large messages over ZeroMQ
 
     def _publisher(self) -> Overflow:
-        with naming_limits("a writer"):  # which importing may reach; who has segments needs no ZeroMQ
+        with naming_limits("a writer"):  # imported here: writers with segments need no ZeroMQ
             from aioshm.queue.local.overflow_sockets import OverflowPublisher
         return OverflowPublisher(self, self._options)
 
@@ -154,8 +155,10 @@ class LocalReaders:
     def evidence(self, slot: ReaderSlot) -> str:
         state = process_state(slot.reader.seen_pid)
         if state in ("gone", "zombie", "dead"):
-            return f"does not live any more ({state}): something that it has left running keeps its connection open"
-        return f"lives ({state})" if slot.reader.seen_pid > 0 else f"is {state}"
+            return f"does not live any more ({state}): a process that it started keeps its connection open"
+        if slot.reader.seen_pid > 0:
+            return f"lives ({state})"
+        return f"is {state}"
 
     def row(self, slot: ReaderSlot) -> dict[str, Any]:
         row = self.ring.reader_row(self._index[slot.rank])
@@ -165,7 +168,7 @@ class LocalReaders:
         index = self._index[slot.rank]
         self._detach(index)
         self.ring.set_reader_state(index, HELD, slot.pid)
-        self.ring.resume(index, copies=slot.slow != "block")  # what the reader had leased goes back
+        self.ring.resume(index, copies=slot.slow != "block")  # releases the reader's leases
 
     def drop(self, slot: ReaderSlot) -> None:
         index = self._index[slot.rank]
@@ -177,8 +180,10 @@ class LocalReaders:
 
     def evict(self, slot: ReaderSlot, reader: Any, *, dismissed: bool) -> None:
         index = self._index[slot.rank]
-        # First: the reader looks there when its messages are gone.
-        self.ring.set_reader_state(index, DISMISSED if dismissed else EVICTED, slot.pid)
+        state = EVICTED
+        if dismissed:
+            state = DISMISSED
+        self.ring.set_reader_state(index, state, slot.pid)  # first: the reader checks the state when a message is gone
         slot.leaving = reader
         self.drop(slot)
         reader.evict()
@@ -200,7 +205,7 @@ class LocalReaders:
             self._first = self.ring.admit(index, history, self.overflow.is_gone)
         self.ring.give_way()
         going = self.registry.going
-        by_descriptor = self.segment_name is None or going  # when all were ready, the memory has lost its name
+        by_descriptor = self.segment_name is None or going  # once all readers are ready, the segment has no name
         welcome = Welcome(
             os.getpid(),
             self.secret,
@@ -210,7 +215,10 @@ class LocalReaders:
             first=self._first,
             going=going,
         )
-        return welcome, [self.buffer.fd] if by_descriptor else []
+        fds = []
+        if by_descriptor:
+            fds.append(self.buffer.fd)
+        return welcome, fds
 
     def awaits_end(self, hello: Hello) -> bool:
         return any(hello.rank in (peer.rank, ANY_RANK) and is_dying(peer.seen_pid) for peer in self.peers())
@@ -221,7 +229,9 @@ class LocalReaders:
 
     def missed(self, hello: Hello, said_goodbye: bool) -> None:
         about = f"queue {self.registry.name}, before all readers were ready"
-        death = None if said_goodbye else PeerDied(hello.rank, hello.pid, "reader", about)
+        death = None
+        if not said_goodbye:
+            death = PeerDied(hello.rank, hello.pid, "reader", about)
         self.registry.missed(hello.rank, f"pid {hello.pid}", death)
 
     def attached(self, peer: Peer) -> None:
@@ -257,7 +267,7 @@ class LocalReaders:
         else:
             registry.died(slot)
         if not registry.going or slot.trouble is not None or not self._attached:
-            registry.changed()  # now: else a call would continue in the room that this makes, as if all were well
+            registry.changed()  # now: else a waiting call would continue in the released room, without an error
 
     def woken(self) -> None:
         self.registry.changed()
@@ -265,11 +275,11 @@ class LocalReaders:
     # Room
 
     def laggards(self, slots: int = 1, large: Sequence[int] = ()) -> list[str]:
-        """Name the readers that keep so many messages from being written, as `RingWriter.laggards`."""
+        """Return the names of the readers that the writer waits for, as `RingWriter.laggards`."""
         return [self._slot(index).name for index in self.ring.laggards(slots, large)]
 
     def free(self, slots: int = 1, large: Sequence[int] = ()) -> bool:
-        """Return whether there is room for so many messages, as `RingWriter.free`; lenient readers lose theirs."""
+        """Return whether there is room, as `RingWriter.free`; lenient readers lose messages for it."""
         if self.ring.free(slots, large):
             return True
         if not self._lenient:
@@ -278,7 +288,7 @@ class LocalReaders:
         return self.ring.free(slots, large)
 
     def _make_room(self, slots: int, large: Sequence[int]) -> None:
-        """Let no reader that need not be waited for keep so many messages from being written."""
+        """Make room: pass over messages of lenient readers, or evict the readers."""
         blocker = self.ring.core.blocker(slots, large)
         for index, slot in list(self._lenient.items()):
             if not self.ring.pass_over(index, blocker):
@@ -295,14 +305,14 @@ class LocalReaders:
     # Publishing
 
     def claim(self, nbytes: int) -> Slot | None:
-        """Return the next slot for writing so many bytes, or None while there is no room."""
+        """Claim the next slot for ``nbytes``; return None while there is no room."""
         slot = self.ring.claim(nbytes)
         if slot is None and self.free(1, self.ring.large(nbytes)):
             slot = self.ring.claim(nbytes)
         return slot
 
     def put(self, message: Encoded, size: int, code: int) -> bool:
-        """Publish a message of a codec, or return False if there is no room. Sends to all readers or to none."""
+        """Publish an encoded message to all readers; return False if there is no room."""
         fits = size <= self._chunk_bytes
         slot = self.claim(size)
         if slot is None:
@@ -320,50 +330,54 @@ class LocalReaders:
         return True
 
     def put_raw(self, slot: Slot, nbytes: int) -> None:
-        """Publish a claimed slot of which so many bytes have been filled."""
+        """Publish a claimed slot with ``nbytes`` of raw message."""
         self.ring.core.claimed_bytes = nbytes
         pack_header(slot.header, 0, RAW, 0, 0, 0, self.ring.seq, monotonic_ns(), nbytes)
         self._commit()
 
     def put_placed(self, slot: Slot, extent: Extent, placed: Placed, code: int) -> None:
-        """Publish a message that was written where it lies, for which the slot is claimed.
+        """Publish a message that was written in place, in the claimed slot's extent.
 
         Raises:
-            SharedMemoryError: What the caller still holds of it could not be taken back. Nothing was sent.
+            SharedMemoryError: The memory could not be taken back from the lender. Nothing was sent.
         """
-        ring, begin, kind, window = self.ring, slot.begin, INLINE, extent.window
+        ring = self.ring
+        kind = INLINE
+        window = extent.window
         assert window is not None
         window.write(0, pack_place(placed.table))
         window.write(placed.table, placed.tail)
         del window
-        self.loans.take_back(extent)  # before anybody sees the message
+        self.loans.take_back(extent)  # before any reader sees the message
         if extent.is_segment:
             assert isinstance(self.overflow, OverflowSegments)
             kind = OVERFLOW
             self.overflow.mark(slot.header, extent.number, placed.end)
         ring.core.copied += placed.copied
         ring.core.claimed_bytes = placed.end
-        header = kind, code, PLACED, placed.n_buffers, ring.seq, monotonic_ns(), placed.main_bytes
-        pack_header(ring.slots.bodies, begin, *header)
+        header = (kind, code, PLACED, placed.n_buffers, ring.seq, monotonic_ns(), placed.main_bytes)
+        pack_header(ring.slots.bodies, slot.begin, *header)
         self._commit()
 
     def _commit(self) -> None:
         core = self.ring.core
-        core.published_ns = now = monotonic_ns()
-        core.budget = core.budget - 1 if now < core.budget_ends_ns else 0
+        core.published_ns = monotonic_ns()
+        core.budget -= 1
+        if core.published_ns >= core.budget_ends_ns:
+            core.budget = 0
         if self.ring.commit():
             self.wake_readers()
 
     # Closing
 
     def announce_close(self) -> None:
-        """Tell the readers that nothing more will come."""
-        self.listener.look_at_readers()  # nothing is delivered to those who have gone
+        """Notify the readers that the writer closes."""
+        self.listener.look_at_readers()  # nothing is delivered to readers that are gone
         self.ring.set_writer_state(closed=True, pid=os.getpid())
         self.listener.close()
 
     def close(self) -> None:
-        """Give everything back but what still has to be delivered. Idempotent."""
+        """Release all resources but messages that have yet to be delivered. Idempotent."""
         self.listener.close()
         self.loans.close()
         self.overflow.close()
@@ -371,6 +385,6 @@ class LocalReaders:
         self.buffer.close()
 
     async def finish(self) -> None:
-        """Wait until the readers have received everything, or are gone."""
-        while not self.overflow.finished():  # noqa: ASYNC110 - a thread delivers, whatever becomes of the loop
+        """Wait until the readers have received every message, or are gone."""
+        while not self.overflow.finished():  # noqa: ASYNC110 - a thread delivers, even after the loop has ended
             await asyncio.sleep(CLOSING_POLL_S)
