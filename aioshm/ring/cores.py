@@ -151,9 +151,9 @@ class WriterControl(_WriterBase):
     def spin_for(self, slots: int = 1, large: Sequence[int] = (), /) -> int:
         """Make busy-waits end when this much room is free; return the result of `blocker`."""
         blocker = self.blocker(slots, large)
-        self.awaited = blocker
-        if blocker < 0:
-            self.awaited = NO_MESSAGE
+        self.awaited = NO_MESSAGE
+        if blocker >= 0:
+            self.awaited = blocker
         return blocker
 
     # Memory for the chunks of a named segment
