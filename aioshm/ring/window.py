@@ -118,7 +118,7 @@ class Windows:
         if held:
             if not 0 <= nbytes <= window.room:
                 raise ValueError(f"a view has 0 to {window.room} bytes, not {nbytes}")
-            make_private(window.memory, window.begin, nbytes)
+            make_private(window, window.begin, nbytes)
         if held or self._written(window, nbytes):
             del self.windows[chunk]  # the holders of views unmap it
         return held
@@ -185,10 +185,10 @@ def map_private(kind: type[Mapping], fd: int, length: int, start: int = 0) -> Ma
     return mapped
 
 
-def make_private(memory: mmap.mmap, start: int, nbytes: int) -> None:
-    """Replace a mapping by private memory: these bytes of it, zeros elsewhere."""
+def make_private(mapped: Mapped, start: int, nbytes: int) -> None:
+    """Replace a mapping by private memory with the same ``nbytes`` from ``start`` on, and zeros elsewhere."""
     try:
-        _exchange(address_of(memory), len(memory), start, nbytes)
+        _exchange(mapped.address, len(mapped.memory), start, nbytes)
     except OSError as error:
         raise SharedMemoryError(
             error.errno,
@@ -201,7 +201,7 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 COPY_ON_WRITE: Final = sys.platform == "linux"
-"""Whether a private mapping shows what others write to the file, but for pages that were written to through it: POSIX
+"""Whether a private mapping shows later writes to the file, but for pages that were written through the mapping. POSIX
 leaves that open."""
 
 _PROTECTION: Final = _READ_WRITE if COPY_ON_WRITE else mmap.PROT_READ

@@ -446,7 +446,7 @@ class PassedSegment:
         if self.is_locked:
             with suppress(SharedMemoryError):
                 if self.window is not None and self.is_viewed():
-                    make_private(self.window.memory, 0, len(self.window.memory))
+                    make_private(self.window, 0, len(self.window.memory))
                 self.unlock()
         self._unmap()
         self.window = None
