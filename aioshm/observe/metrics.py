@@ -92,6 +92,7 @@ counter events_publisher_replayed_batches {batch} replayed Batches that were sen
 counter events_publisher_malformed_requests {request} malformed_requests Requests for a replay that were malformed.
 counter events_publisher_abandoned_replays {replay} abandoned_replays Replays whose client has left, or stalled.
 counter events_publisher_handshake_failures {connection} handshake_failures Connections without ZeroMQ or right keys.
+counter events_publisher_cut_off_connections {connection} cut_off Connections with too many subscriptions.
 gauge events_publisher_queued_batches {batch} queued Batches that wait to be sent.
 
 subscriber: subscriber

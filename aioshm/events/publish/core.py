@@ -26,6 +26,8 @@ logger: logging.Logger = logging.getLogger("aioshm.events")
 
 # How long the core sends before the loop runs other callbacks.
 _SLICE_S = 0.001
+# How often subscriptions are read while batches are sent.
+_LISTEN_S = 0.01
 # How often `aclose` polls whether ZeroMQ has delivered everything.
 _POLL_S = 0.005
 
@@ -47,6 +49,7 @@ class PublisherStats:
         malformed_requests: Malformed replay requests.
         abandoned_replays: Clients that left or stalled before the end of their answer.
         handshake_failures: Connections that ended before their handshake: no ZeroMQ, wrong keys, or closed.
+        cut_off: Connections that were closed because of too many subscriptions.
     """
 
     published: int
@@ -59,6 +62,7 @@ class PublisherStats:
     malformed_requests: int
     abandoned_replays: int
     handshake_failures: int
+    cut_off: int
 
 
 class PublisherCore:
@@ -82,6 +86,7 @@ class PublisherCore:
         self._encode = BatchEncoder(encoding).encode
         self._rank = settings.data_parallel_rank
         self._overflowed = False
+        self._listened_at = 0.0
         self._limiter = LogLimiter(10.0)
         self._stopped = False
         self._abandoned_from = MAX_SEQ
@@ -115,7 +120,11 @@ class PublisherCore:
         """Send for one slice of time, then let the loop run other callbacks."""
         if self._stopped:
             return
-        if not self._send_until(time.perf_counter() + _SLICE_S):
+        now = time.perf_counter()
+        if now - self._listened_at > _LISTEN_S:
+            self._listened_at = now
+            self.sockets.read_subscriptions()
+        if not self._send_until(now + _SLICE_S):
             self._loop.call_soon(self.drain)
         self._progress.set()
         if self.outbox.blocked:
@@ -261,4 +270,5 @@ class PublisherCore:
             malformed_requests=malformed,
             abandoned_replays=abandoned,
             handshake_failures=self.sockets.handshake_failures,
+            cut_off=self.sockets.cut_off,
         )

@@ -12,6 +12,7 @@ import zmq
 from aioshm.errors import OutOfThreads
 from aioshm.events.config import PublisherSettings, check_endpoint, for_rank, publisher_binds
 from aioshm.events.protocol.wire import MAX_TOPIC_BYTES
+from aioshm.events.publish.subscriptions import Subscriptions
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import start_thread
 from aioshm.zeromq.endpoint import BoundFile, attach, limit_frames, open_socket
@@ -36,7 +37,7 @@ _REPLAY_THREAD = 2
 
 
 class PublisherSockets:
-    """A PUB socket, and a ROUTER socket if there is a replay endpoint."""
+    """A PUB socket, or XPUB where strangers may subscribe, and a ROUTER socket if there is a replay endpoint."""
 
     def __init__(self, settings: PublisherSettings) -> None:
         rank = settings.data_parallel_rank
@@ -65,8 +66,13 @@ class PublisherSockets:
         self._pumps: list[Pump] = []
         self._files: list[BoundFile] = []
         self._limiter = LogLimiter(10.0)
+        self._subscriptions: Subscriptions | None = None
+        is_open = binds and settings.curve is None and endpoint.startswith("tcp://")
+        kind = zmq.XPUB if is_open else zmq.PUB
         try:
-            self.pub: zmq.Socket[bytes] = self._open(zmq.PUB, endpoint, bind=binds, hwm=settings.hwm)
+            self.pub: zmq.Socket[bytes] = self._open(kind, endpoint, bind=binds, hwm=settings.hwm)
+            if is_open:
+                self._subscriptions = Subscriptions(self.pub, self._monitors[0])
             limit_frames(self.pub, MAX_TOPIC_BYTES)  # of subscriptions
             self.endpoint: str = self._attach(self.pub, endpoint, bind=binds)
             if replay_endpoint is not None:
@@ -88,9 +94,25 @@ class PublisherSockets:
         """Connections that did not speak ZeroMQ, or had wrong keys."""
         return sum(monitor.handshake_failures for monitor in self._monitors)
 
+    @property
+    def cut_off(self) -> int:
+        """Connections that were closed because of too many subscriptions."""
+        if self._subscriptions is None:
+            return 0
+        return self._subscriptions.cut_off
+
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Monitor the connections on ``loop``."""
         self._pumps = [Pump(loop, monitor.pair, self._read_monitors) for monitor in self._monitors]
+        if self._subscriptions is not None:
+            self._pumps.append(Pump(loop, self.pub, self.read_subscriptions))
+
+    def read_subscriptions(self) -> bool:
+        """Read subscriptions; call it after sending, too, which may swallow ZeroMQ's notification."""
+        if self._subscriptions is None:
+            return False
+        self._read_monitors()
+        return self._subscriptions.read()
 
     def close(self, linger: float) -> threading.Thread | None:
         """Close the sockets; return the thread, if any, in which ZeroMQ delivers queued messages for ``linger`` s."""
