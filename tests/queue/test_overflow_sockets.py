@@ -21,6 +21,7 @@ from support import eventually
 from aioshm import CorruptSlot, MessageQueue, Options, PeerDied, SharedMemoryError, blocking, merge
 from aioshm.queue.local import overflow_sockets
 from aioshm.queue.remote import wire
+from aioshm.ring import ShmRingBuffer
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -79,6 +80,29 @@ class TestSubscribing:
         (base / "file").touch()
         with pytest.raises(SharedMemoryError, match="AIOSHM_RUNTIME_DIR"):
             MessageQueue(1, 1, options=Options(overflow="zmq", runtime_dir=str(base / "file")))
+
+    async def test_reader_that_cannot_subscribe_releases_the_ring(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object) -> None:
+            raise SharedMemoryError(12, "no sockets")
+
+        closed: list[object] = []
+        close = ShmRingBuffer.close
+
+        def note_close(ring: ShmRingBuffer) -> None:
+            closed.append(ring)
+            close(ring)
+
+        async with MessageQueue(1, 1, options=Options(overflow="zmq")) as writer:
+            reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+            with monkeypatch.context() as patch:
+                patch.setattr(overflow_sockets, "OverflowSubscriber", refuse)
+                patch.setattr(ShmRingBuffer, "close", note_close)
+                waiting = asyncio.ensure_future(writer.wait_until_ready(5))
+                with pytest.raises(SharedMemoryError, match="no sockets"):
+                    await reader.wait_until_ready(5)
+                assert len(closed) == 1
+            waiting.cancel()
+            await reader.aclose()
 
     async def test_beside_remote_readers(self) -> None:
         async with ready_ends(2, 1, overflow="zmq") as (writer, readers):

@@ -31,13 +31,13 @@ class Attachment:
         lifeline: Lifeline,
         buffer: ShmRingBuffer,
         ring: RingReader,
-        overflow: OverflowReader,
     ) -> None:
         self.lifeline = lifeline  # the connection to the writer; not started
         self.buffer = buffer
         self.ring = ring
         self.rank: int = lifeline.welcome.rank
-        self.overflow = overflow  # receives messages that do not fit a chunk
+        # Receives messages that do not fit a chunk.
+        self.overflow: OverflowReader = PassedSegments(lifeline.welcome.secret, lifeline)
 
     @classmethod
     async def make(
@@ -66,16 +66,20 @@ class Attachment:
             core: Any = ReaderCore if hello.slow == "block" else CopyingCore
             ring = buffer.reader(handle.local_reader_ranks.index(welcome.rank), core)
             ring.core.start_at(welcome.first)
-            overflow: OverflowReader = PassedSegments(welcome.secret, lifeline)
-            if handle.options.overflow == "zmq":
-                overflow = _subscriber(handle, welcome, changed)
         except BaseException as error:
             closed = isinstance(error, HandleError) and lifeline.has_closed()  # then the segment has no name
             lifeline.close()
             if closed:
                 raise PeerClosed(CLOSED.reason) from None
             raise
-        return cls(lifeline, buffer, ring, overflow)
+        attachment = cls(lifeline, buffer, ring)
+        if handle.options.overflow == "zmq":
+            try:
+                attachment.overflow = _subscriber(handle, welcome, changed)
+            except BaseException:
+                attachment.close()
+                raise
+        return attachment
 
     def close(self) -> None:
         """Release all resources. No call may use the ring afterwards."""
