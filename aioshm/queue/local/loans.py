@@ -7,7 +7,6 @@ same size finds a segment that the readers know, and pages that were touched bef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from math import prod
 from operator import index
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -235,14 +234,19 @@ class Loans:
         """
         if nbytes <= self._chunk_bytes:
             chunk = slot.chunk
-            if chunk is not None:
-                with suppress(SharedMemoryError):
-                    return Extent(self._of_chunks.get(chunk) or self._open_chunk(chunk), chunk)
-        elif self._segments is not None:
-            number = self._segments.reserve(nbytes)
-            with suppress(SharedMemoryError):
-                return Extent(self._segment_window(number), number, is_segment=True)
-        return Extent()
+            if chunk is None:
+                return Extent()
+            try:
+                return Extent(self._of_chunks.get(chunk) or self._open_chunk(chunk), chunk)
+            except SharedMemoryError:
+                return Extent()
+        if self._segments is None:
+            return Extent()
+        number = self._segments.reserve(nbytes)
+        try:
+            return Extent(self._segment_window(number), number, is_segment=True)
+        except SharedMemoryError:
+            return Extent()
 
     def take_back(self, extent: Extent) -> None:
         """Revoke the lender's access to an extent. Idempotent.

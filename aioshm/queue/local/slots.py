@@ -167,7 +167,8 @@ class SlotReader:
             opened = self._open_lease(begin, header, nbytes)
             if opened is not None:
                 return opened
-        self.settle()
+        if self._leases is not None:
+            self._leases.settle()
         obj = self.take()
         if obj is EMPTY or obj is SLOW_PATH:
             return None
