@@ -39,7 +39,7 @@ PORT = 9464
 
 
 def ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
-    """List every live queue of this user on this host."""
+    """List every live queue of the user."""
     with _one_line(), Watch() as watch:
         found = _look_twice(watch, interval)
         if as_json:
@@ -75,7 +75,7 @@ def who(
     as_json: AsJson = False,
     window: Annotated[float, typer.Option(min=0.01, max=60.0, help="Seconds to watch for.")] = WINDOW_S,
 ) -> None:
-    """Name the process that holds a queue up, what it does, and its line of code."""
+    """Name the process that holds a queue up, its state, and its line of code."""
     with _one_line():
         reports: tuple[Report, ...] = ()
         process: ProcessReport | None = None

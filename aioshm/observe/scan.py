@@ -173,7 +173,7 @@ def find_rings() -> tuple[list[RingFile], int]:
 
 
 def find_queues() -> Scan:
-    """Return this user's queues on this host, and how many processes could not be read.
+    """Return this user's queues on this host, and the number of unreadable processes.
 
     Raises:
         NoProc: There is no ``/proc``.

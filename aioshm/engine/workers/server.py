@@ -112,13 +112,9 @@ class _Stream:
 class CallServer:
     """Serves the calls of all workers (broadcasts), and the calls of this worker (requests)."""
 
-    def __init__(
-        self, worker: Worker, rank: int, broadcasts: MessageQueue, requests: MessageQueue, replies: MessageQueue
-    ) -> None:
+    def __init__(self, worker: Worker, rank: int, replies: MessageQueue) -> None:
         self._worker = worker
         self._rank = rank
-        self._broadcasts = broadcasts
-        self._requests = requests
         self._replies = replies
         self._order = CallOrder(rank)
         self._streams: dict[int, _Stream] = {}
@@ -126,17 +122,15 @@ class CallServer:
         self._running: asyncio.Task[None] | None = None  # awaits the result of a method, and continues with the queue
         self._awaited: int | None = None  # the call whose method is awaited
         self._tasks: set[asyncio.Task[None]] = set()
-        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._stopping = False
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done: the server stops
 
-    async def run(self) -> None:
+    async def run(self, broadcasts: MessageQueue, requests: MessageQueue) -> None:
         """Serve until the driver closes a queue, or dies."""
-        self._spawn(self._read(BROADCASTS, self._broadcasts))
-        self._spawn(self._read(REQUESTS, self._requests))
+        self._spawn(self._read(BROADCASTS, broadcasts))
+        self._spawn(self._read(REQUESTS, requests))
         try:
-            await self._end
+            await self._end  # a cancellation cancels the future
         finally:
-            self._stopping = True
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -209,7 +203,7 @@ class CallServer:
                 value = await result
             except (Exception, asyncio.CancelledError) as error:  # the latter from the method, or by `_interrupt`
                 self._awaited = None
-                if self._stopping or self._worker.terminated:
+                if self._end.done() or self._worker.terminated:
                     raise
                 await self._reply(number, FAILURE, failure_of(error))
             else:
@@ -247,10 +241,10 @@ class CallServer:
         try:
             await _close(items)
         except (Exception, asyncio.CancelledError) as error:
-            if not self._stopping:
+            if not self._end.done():
                 logger.warning("a stream's generator has raised while it was closed: %s", failure_of(error))
         del self._streams[call]
-        if not self._stopping:
+        if not self._end.done():
             await self._reply(call, kind, value)
 
     async def _reply(self, call: int, kind: int, value: Any) -> None:

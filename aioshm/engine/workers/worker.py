@@ -95,7 +95,7 @@ async def _serve_calls(driver: ControlSocket, worker: Worker, rank: int, replies
         for queue in (broadcasts, requests, replies):
             await queue.wait_until_ready()
         await driver.send("ready")
-        await CallServer(worker, rank, broadcasts, requests, replies).run()
+        await CallServer(worker, rank, replies).run(broadcasts, requests)
 
 
 def takes_rank(constructor: Callable[..., Any]) -> bool:
