@@ -1,11 +1,13 @@
-"""Blocking calls in daemon threads, which delay neither a cancelled task nor the exit of the process."""
+"""Blocking calls in daemon threads of their own, which hold up neither a cancelled task nor the exit of the process."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,30 +19,61 @@ T = TypeVar("T")
 _notified: set[asyncio.Future[Any]] = set()
 """Running tasks of users' callbacks: the loop itself holds tasks weakly."""
 
+RECHECK_S = 1.0
+"""How late a result may be found on a loop that other threads cannot wake any more."""
+
 
 async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | None = None) -> T:
-    """Run ``function`` in a thread. Cancelling this call ends the wait immediately; the function continues.
+    """Run ``function`` in a thread. Cancelling this ends the wait immediately; the function continues.
 
     Args:
-        function: Runs in the thread; this call raises its exception.
-        discard: Releases the result, in a thread, if this call was cancelled.
+        function: Runs in the thread; its exception is raised here.
+        discard: Releases the result where this was cancelled, or the loop is closed. Called in a thread, too.
 
     Raises:
-        OutOfThreads: No thread can be started; the function has not run.
+        OutOfThreads: None can be started; nothing was run.
     """
+    loop = asyncio.get_running_loop()
     outcome: Future[T] = Future()
-    outcome.set_running_or_notify_cancel()  # so that a cancellation does not keep the function from running
-    start_thread(_settle, outcome, function, name="aioshm-background", what="work outside of the event loop")
+    arrived = asyncio.Event()
+
+    def release(_outcome: Future[T]) -> None:
+        nonlocal discard
+        unclaimed, discard = discard, None  # once
+        if unclaimed is None or outcome.exception() is not None:
+            return
+        if threading.current_thread() is thread:
+            unclaimed(outcome.result())
+        else:
+            _discard_apart(unclaimed, outcome.result())
+
+    def work() -> None:
+        _settle(outcome, function)
+        try:
+            loop.call_soon_threadsafe(arrived.set)
+        except RuntimeError:  # the loop is closed
+            release(outcome)
+
+    thread = start_thread(work, name="aioshm-background", what="work apart from the event loop")
     try:
-        return await asyncio.wrap_future(outcome)
+        while not arrived.is_set():
+            ended = not thread.is_alive()
+            # A forked child that has closed its copy of the loop leaves asyncio's deaf to other threads: see epoll(7).
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0 if ended else RECHECK_S):
+                    await arrived.wait()
+            if ended:
+                break
+        if not outcome.done():  # it had no memory left to report its end
+            raise MemoryError("a thread ended for want of memory, before its work was done")
     except asyncio.CancelledError:
-        if discard is not None:
-            outcome.add_done_callback(partial(_discard, discard))
+        outcome.add_done_callback(release)
         raise
+    return outcome.result()
 
 
 async def give_back(function: Callable[[], object]) -> None:
-    """Run ``function`` in a thread, or here if no thread can be started."""
+    """Run ``function`` in a thread; or here, where none can be started."""
     try:
         await in_thread(function)
     except OutOfThreads:
@@ -48,11 +81,11 @@ async def give_back(function: Callable[[], object]) -> None:
 
 
 def run_apart(function: Callable[[], T], within_s: float, overdue: Exception) -> T:
-    """Run ``function``, for example foreign code without timeouts, in a thread; block until it has ended.
+    """Run ``function`` in a thread, for example foreign code without timeouts, and block until it is done.
 
     Raises:
-        Exception: The exception of the function; or ``overdue`` after ``within_s``, while the function continues.
-        OutOfThreads: No thread can be started; the function has not run.
+        Exception: That of the function; or ``overdue`` after ``within_s``, when the function is left to itself.
+        OutOfThreads: None can be started; nothing was run.
     """
     outcome: Future[T] = Future()
     start_thread(_settle, outcome, function, name="aioshm-apart", what="a call with a timeout")
@@ -64,7 +97,7 @@ def run_apart(function: Callable[[], T], within_s: float, overdue: Exception) ->
 def _settle(outcome: Future[T], function: Callable[[], T]) -> None:
     try:
         value = function()
-    except StopIteration as error:  # asyncio's futures refuse it: it would end a generator that awaits them
+    except StopIteration as error:  # asyncio's futures refuse it, because it would end whatever generator awaits them
         stopped = RuntimeError("the function raised StopIteration")
         stopped.__cause__ = error
         outcome.set_exception(stopped)
@@ -74,19 +107,18 @@ def _settle(outcome: Future[T], function: Callable[[], T]) -> None:
         outcome.set_result(value)
 
 
-def _discard(discard: Callable[[T], object], outcome: Future[T]) -> None:
-    if outcome.exception() is not None:
-        return
-    try:  # not a daemon: the result may outlive the process
-        start_thread(discard, outcome.result(), name="aioshm-discard", what="releasing a result", daemon=False)
-    except (OutOfThreads, RuntimeError):  # Python is ending
-        discard(outcome.result())
+def _discard_apart(discard: Callable[[T], object], value: T) -> None:
+    # No daemon: it takes no time, and what it gives back may outlive the process.
+    try:
+        start_thread(discard, value, name="aioshm-discard", what="giving back what nobody takes", daemon=False)
+    except OutOfThreads:
+        discard(value)
 
 
 def notify(callback: Callable[..., object], *args: object) -> None:
     """Call a user's callback on the running loop; run an awaitable result as a task.
 
-    Errors go to the loop's exception handler, which logs them. They do not reach the caller.
+    Errors go to the loop's exception handler, which logs them: they do not end the work that is notified of.
     """
     try:
         result = callback(*args)
@@ -100,7 +132,7 @@ def notify(callback: Callable[..., object], *args: object) -> None:
 
 
 def notify_soon(callback: Callable[..., object], *args: object) -> None:
-    """Call `notify` in the next iteration of the running loop."""
+    """Do what `notify` does, in the next turn of the running loop."""
     asyncio.get_running_loop().call_soon(notify, callback, *args)
 
 
@@ -116,7 +148,7 @@ def _report(callback: Callable[..., object], error: BaseException) -> None:
 
 
 async def completed(task: asyncio.Task[Any]) -> None:
-    """Wait until a task is done, even if this call is cancelled meanwhile; ignore the result of the task."""
+    """Wait until a task is done, also if this is cancelled meanwhile; neither raise nor return what it did."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
