@@ -69,7 +69,7 @@ class Readers(RuleBasedStateMachine):
         self.registry = ReaderRegistry("q", policy)
         for kind, own in OWN.items():
             self.registry.add(self.transports[kind], own + EXTRA, frozenset(EXTRA))
-        self.registry.tell = self.hear  # type: ignore[method-assign]
+        self.registry.report = self.hear  # type: ignore[method-assign]
         self.changes: list[Change] = []
         self.there: dict[int, str] = {}  # by rank, of which kind
         self.held: dict[int, tuple[str, int]] = {}  # by rank, of which kind, and where the next one begins
