@@ -271,6 +271,8 @@ def demo(
         if not as_json:
             print(text, flush=True)
 
+    if not (readers or remote or engines):
+        raise CommandFailed("--readers must be at least 1 without --remote", UNUSABLE)
     core = "native" if aioshm.native_core else "portable"
     loop = "uvloop" if LOOP else "asyncio"
     say(f"aioshm {aioshm.__version__} ({core} core), {loop}")

@@ -181,7 +181,7 @@ def test_engine_that_somebody_else_kills_is_named(start_demo):
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["--readers", "0"], "must be at least 1, not 0"),
+        (["--readers", "0"], "aioshm: --readers must be at least 1"),
         (["--readers", "-1"], "'--readers'"),
         (["--remote", "65"], "'--remote'"),
         (["--readers", "two"], "'--readers'"),

@@ -36,6 +36,12 @@ def store(port: str) -> None:
         sys.stdin.read()
 
 
+def member(port: str, rank: str, world_size: str) -> None:
+    """Be one rank of a group until the parent ends this process."""
+    with StatelessProcessGroup.create("127.0.0.1", int(port), int(rank), int(world_size), timeout=60):
+        sys.stdin.read()
+
+
 def same_node(directory: str, rank: str, world_size: str, uid: str, *options: str) -> None:
     """Say who shares memory with each rank, as this one sees it."""
     if int(uid):

@@ -116,7 +116,7 @@ def meeting(ranks: list[int], world_size: int, name: str = "") -> Iterator[tuple
     """Let some ranks of a group wait for the others; give the port, and the groups that they will have."""
     with free_port() as port, ThreadPoolExecutor(world_size) as pool:
         coming = [pool.submit(join_one, port, rank, world_size, name) for rank in ranks]
-        await_keys(port, len(ranks) + (0 in ranks))
+        await_keys(port, 2 * len(ranks))
         try:
             yield port, coming
         finally:
@@ -129,7 +129,7 @@ def client_of(port: int) -> Any:
 
 
 def await_keys(port: int, count: int) -> None:
-    """Wait until each rank has set its key, and rank 0 the group's identity."""
+    """Wait until each rank has set two keys: its claim, or rank 0's identity of the group, and its object."""
 
     def have_come() -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
@@ -145,6 +145,16 @@ def assert_met(groups: list[Any]) -> None:
     assert each(groups, lambda group: group.all_gather_obj(group.rank)) == [ranks] * len(groups)
     for group in groups:
         group.close()
+
+
+@contextlib.contextmanager
+def child(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(CHILD), *map(str, arguments)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def keys_of(group: StatelessProcessGroup) -> int:
@@ -399,6 +409,23 @@ def test_stranger_of_another_group_gets_an_error_and_the_group_meets(name: str, 
             assert repr(rank_1) == f"<StatelessProcessGroup 'one' at 127.0.0.1:{port}, rank 1 of 2, open>"
 
 
+def test_rank_that_is_taken_is_refused_before_and_after_the_group_met() -> None:
+    def refused() -> None:
+        stranger = join_one(port, 1, 3)
+        assert type(stranger) is GroupBroken
+        holder = f"taken by pid {os.getpid()} on {platform.node()}: "
+        assert re.match(f"rank 1 of group '' with 3 ranks .* at 127.0.0.1:{port} is {re.escape(holder)}", str(stranger))
+
+    with meeting([0, 1], 3) as (port, coming):
+        refused()
+        with join_one(port, 2, 3) as rank_2:
+            groups = [coming[0].result(PATIENCE_S), coming[1].result(PATIENCE_S), rank_2]
+            keys = keys_of(groups[0])
+            refused()
+            assert keys_of(groups[0]) == keys
+            assert each(groups, lambda group: group.all_gather_obj(group.rank)) == [[0, 1, 2]] * 3
+
+
 def test_second_rank_0_is_told_to_use_another_port() -> None:
     with free_port() as port, join_one(port, 0, 1):
         stranger = join_one(port, 0, 1, "other")
@@ -435,6 +462,56 @@ def test_rank_that_timed_out_joins_when_it_is_called_again() -> None:
             assert type(join_one(port, 1, 3, timeout=0.2)) is TimeoutError
         later = each([1, 2], lambda rank: join_one(port, rank, 3))
         assert_met([coming[0].result(PATIENCE_S), *later])
+
+
+def test_rank_whose_call_was_interrupted_joins_when_it_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(function: Callable[[], object], *_: object) -> None:
+        function()  # the store has the claim, and the caller does not know
+        raise KeyboardInterrupt
+
+    with meeting([0], 2) as (port, coming):
+        with monkeypatch.context() as patch:
+            patch.setattr(stateless_group, "run_apart", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                StatelessProcessGroup.create("127.0.0.1", port, 1, 2)
+        assert_met([join_one(port, 1, 2), coming[0].result(PATIENCE_S)])
+
+
+@pytest.mark.slow
+def test_rank_that_is_claimed_after_create_has_raised_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered, claimed = threading.Event(), threading.Event()
+    read, enter = stateless_group._read_identity, StatelessProcessGroup._enter
+
+    def read_late(*arguments: Any) -> Any:
+        answered.wait(PATIENCE_S)
+        return read(*arguments)
+
+    def enter_and_say(group: StatelessProcessGroup, deadline: float) -> None:
+        enter(group, deadline)
+        if group.rank:
+            claimed.set()
+
+    with free_port() as port, ThreadPoolExecutor() as pool:
+        first = pool.submit(StatelessProcessGroup.create, "127.0.0.1", port, 0, 2, timeout=PATIENCE_S)
+        with monkeypatch.context() as late:
+            late.setattr(stateless_group, "GRACE_S", 0.1)
+            late.setattr(stateless_group, "_read_identity", read_late)
+            late.setattr(StatelessProcessGroup, "_enter", enter_and_say)
+            with pytest.raises(GroupBroken, match="does not answer"):
+                StatelessProcessGroup.create("127.0.0.1", port, 1, 2, timeout=1)
+            answered.set()
+            assert claimed.wait(PATIENCE_S)
+        with StatelessProcessGroup.create("127.0.0.1", port, 1, 2, timeout=PATIENCE_S), first.result(PATIENCE_S):
+            pass
+
+
+def test_rank_of_a_process_that_died_stays_taken() -> None:
+    with meeting([0], 2) as (port, coming):
+        with child("member", port, 1, 2) as holder:
+            keys = keys_of(coming[0].result(PATIENCE_S))
+        taken = f"rank 1 of group '' .* is taken by pid {holder.pid} on {re.escape(platform.node())}: "
+        assert re.match(taken, str(join_one(port, 1, 2)))
+        assert keys_of(coming[0].result()) == keys
 
 
 # What goes wrong

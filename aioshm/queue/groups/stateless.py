@@ -7,6 +7,7 @@ import errno
 import os
 import pickle
 import platform
+import secrets
 import socket
 import threading
 import time
@@ -71,9 +72,9 @@ class StatelessProcessGroup:
     Rank 0 returns from every call last, so that it may close the group, or end, after any call. By then the store has
     removed the objects of the call.
 
-    `create` rejects a process that comes to the port of another group, and the group does not notice that process.
-    Names and world sizes distinguish groups: give groups that may meet at one port different names. This guards against
-    mistakes, not against attackers.
+    `create` rejects a process that comes to the port of another group, or for a rank that another process has; the
+    group does not notice that process. Names and world sizes distinguish groups: give groups that may meet at one port
+    different names. This guards against mistakes, not against attackers.
 
     Attributes:
         rank: This process' rank.
@@ -89,9 +90,12 @@ class StatelessProcessGroup:
         self.rank = rank
         self.world_size = world_size
         self.name = name
+        # The store keeps the claim under the rank. The random part distinguishes calls of `create` in one process.
+        self._claim = f"pid {os.getpid()} on {platform.node()}#{secrets.token_hex(8)}"
         self._timeout = timeout
         self._calls = 0
         self._broken: str | None = None
+        self._given_up = False
         self._lock = threading.Lock()
 
     @classmethod
@@ -100,20 +104,24 @@ class StatelessProcessGroup:
     ) -> StatelessProcessGroup:
         """Join a group, and wait for all ranks.
 
+        After an error the rank is free again. The rank of a process that died stays taken until every rank creates the
+        group again.
+
         Args:
             host: Rank 0 listens here: an address of its machine, or a name of one.
             port: And at this port, 1 to 65535.
             rank: This process' rank.
             world_size: The number of ranks.
             timeout: Seconds that this call and every later call wait for the other ranks.
-            name: The group's name, the same at every rank.
+            name: The group's name, the same at every rank. Of two groups with the same name and world size at one port,
+                the second process that claims a rank gets the error, even if the rank is its own.
 
         Raises:
             ImportError: torch is not installed.
             TimeoutError: Ranks are missing; the text names them.
             OSError: Rank 0 cannot listen there.
-            GroupBroken: Another group listens there, or no group does, or rank 0 went away; the text names the group,
-                and says what to do.
+            GroupBroken: Another group listens there, another process has the rank, no group listens there, or rank 0
+                went away; the text names the group or the process, and says what to do.
             ValueError, TypeError: An argument is out of range; the text names it.
         """
         if not isinstance(host, str):
@@ -157,7 +165,7 @@ class StatelessProcessGroup:
                 raise GroupBroken(f"cannot connect to rank 0 at {address}: {error}") from error
             group._exchange("create", _SOMETHING, deadline)
         except BaseException:
-            group.close()
+            group._give_up()
             raise
         return group
 
@@ -238,10 +246,11 @@ class StatelessProcessGroup:
         return f"<StatelessProcessGroup {name}at {self._address}, rank {self.rank} of {self.world_size}, {state}>"
 
     def _enter(self, deadline: float) -> None:
-        """Publish the identity of the group, or check it."""
+        """Publish the identity of the group, or check it and claim the rank."""
         store = self._live()
+        process = _claimant(self._claim)
         if self.rank == 0:
-            own = _Identity(self.name, self.world_size, f"pid {os.getpid()} on {platform.node()}")
+            own = _Identity(self.name, self.world_size, process)
             store.set(_IDENTITY, msgspec.json.encode(own))  # type: ignore[arg-type]  # see `_set`
             return
         group = _read_identity(store, self._address, deadline)
@@ -251,6 +260,32 @@ class StatelessProcessGroup:
                 f"{group} listens at {self._address}, not {wanted}: use another port, or pass the same name and "
                 "world_size at every rank"
             )
+        claim = store.compare_set(self._claim_key, "", self._claim).decode()  # the value that the key has now
+        if claim != self._claim:
+            raise GroupBroken(
+                f"rank {self.rank} of {group} at {self._address} is taken by {_claimant(claim)}: use another rank, or "
+                "for a group of its own another port or another name; if that process is gone, create the group again "
+                "at every rank"
+            )
+        if self._given_up:  # `create` raised before this claim, so nobody else releases the claim
+            store.compare_set(self._claim_key, self._claim, "")
+
+    def _give_up(self) -> None:
+        """Release the claim, if there is one and the store answers, and close."""
+        self._given_up = True
+        store = self._store
+        try:
+            if store is not None and self.rank != 0:
+                silence = GroupBroken(f"the store of rank 0 at {self._address} does not answer")
+                run_apart(lambda: store.compare_set(self._claim_key, self._claim, ""), GRACE_S, silence)
+        except (GroupBroken, RuntimeError):
+            pass  # the store is gone, and the claim with it
+        finally:
+            self.close()
+
+    @property
+    def _claim_key(self) -> str:
+        return f"claim/{self.rank}"
 
     # A call: each rank sets the keys that the others wait for, and then, as its last access to the store, its done key.
     # Rank 0 waits for all done keys and deletes everything.
@@ -387,6 +422,11 @@ def _await_listener(host: str, port: int, deadline: float, missing: str) -> None
 def _at_least(deadline: float) -> timedelta:
     """Return the time until the deadline, as the store counts it."""
     return timedelta(seconds=max(deadline - monotonic(), _MIN_WAIT_S))
+
+
+def _claimant(claim: str) -> str:
+    """Return the process that made a claim."""
+    return claim.rpartition("#")[0]
 
 
 def _pickled(obj: Any) -> bytes:
