@@ -176,7 +176,9 @@ class QuietSocket(socket.socket):
         return QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fd), address
 
     def __del__(self) -> None:
-        self.close()
+        # Without a free descriptor, `__init__` raises before it sets the attributes that `close` reads.
+        if self.fileno() >= 0:
+            self.close()
 
 
 HAVE_EVENTFD = hasattr(os, "eventfd")

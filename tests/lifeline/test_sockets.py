@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
+import resource
 import select
 import socket
 import stat
@@ -18,7 +20,15 @@ import pytest
 
 from aioshm.config import Options
 from aioshm.errors import SharedMemoryError
-from aioshm.lifeline.sockets import HAVE_EVENTFD, Doorbell, new_address, peer_credentials, remove, sockaddr
+from aioshm.lifeline.sockets import (
+    HAVE_EVENTFD,
+    Doorbell,
+    QuietSocket,
+    new_address,
+    peer_credentials,
+    remove,
+    sockaddr,
+)
 
 QUEUE_ID = bytes(range(16))
 LONG_AGO = time.time() - 3600
@@ -228,6 +238,34 @@ class TestCredentials:
                 return struct.pack("=iII", 42, uid, 7)
 
         assert peer_credentials(Kernel()) == (42, uid)  # type: ignore[arg-type]
+
+
+def test_socket_without_a_free_descriptor_raises_only_the_error_of_its_constructor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: unraisable.append(args.exc_value))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as lowest_free:
+        limit = lowest_free.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
+        gc.collect()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not unraisable
+
+
+def test_socket_that_is_dropped_open_closes_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    sock = QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
+    fd = sock.fileno()
+    del sock
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert not recwarn.list
 
 
 def readable(doorbell: Doorbell) -> bool:

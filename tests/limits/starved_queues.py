@@ -52,7 +52,7 @@ async def read_all(handle: Any, pipe: Connection) -> None:
                     await hear(pipe)
                 return
         except AioshmError as error:
-            if "too many open" not in str(error):
+            if "RLIMIT_NOFILE" not in str(error):
                 raise
             await asyncio.sleep(0.02)
 
@@ -339,7 +339,7 @@ async def come_back(within_s: float, *, remote: bool) -> None:
             except BaseException as error:
                 sending.cancel()
                 await reader.aclose()
-                if "too many open" in str(error):  # the writer, which lacks something, has refused the reader
+                if "RLIMIT_NOFILE" in str(error):  # the writer, which lacks something, has refused the reader
                     raise OutOfDescriptors(str(error)) from error
                 raise
         async with reader, new_writer() as second:
@@ -350,7 +350,7 @@ async def come_back(within_s: float, *, remote: bool) -> None:
                 except QueueRestarted:
                     pass
                 except HandleError as error:
-                    if "too many open" in str(error):  # as above
+                    if "RLIMIT_NOFILE" in str(error):  # as above
                         raise OutOfDescriptors(str(error)) from error
                     raise
                 assert await reader.dequeue(within_s) == "second"
