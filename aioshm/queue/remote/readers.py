@@ -269,7 +269,8 @@ class RemoteReaders:
         try:
             return self.registry.choose(hello.rank, self)
         except HandleError as error:
-            if any(self._awaits_answer(rival) for rival in rivals):
+            awaited = [rival for rival in rivals if self._awaits_answer(rival)]  # all are asked at the same time
+            if awaited:
                 who = ", ".join(map(str, rivals))
                 return wire.Wait(f"it asks whether who has the place is still there: {who}")
             return wire.Refused(str(error), full=isinstance(error, NoPlaceVacant))
@@ -291,11 +292,11 @@ class RemoteReaders:
             self._died(reader, "its connection has ended, and another reader has come for its place")
 
     def _awaits_answer(self, reader: RemoteReader) -> bool:
-        """Return whether the reader, just polled for a newcomer, has still to answer."""
+        """Return whether the reader, just polled for a newcomer, may still answer within ``options.remote_timeout``."""
         now = monotonic()
         if reader.spoke >= reader.asked and now - reader.asked >= ANSWER_S:
             reader.asked = now
-        return reader.spoke < reader.asked
+        return reader.spoke < reader.asked and now - reader.asked < self.timeout_s
 
     def _admit(self, identity: bytes, hello: wire.Hello, slot: ReaderSlot) -> None:
         window = self.flow.window
