@@ -211,6 +211,7 @@ class Termination:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._armed = False
+        self._signalled = False
         self._raised = False
         self.interrupts: bool = False
         self.ignored: bool = False
@@ -237,6 +238,11 @@ class Termination:
             self._armed = False
             self._loop.remove_signal_handler(signal.SIGTERM)
 
+    def raise_again(self) -> None:
+        """Raise the SystemExit again: the function may have caught it, and Python drops it in destructors."""
+        if self._raised:
+            raise SystemExit(TERMINATED)
+
     def take_back(self) -> bool:
         """Return whether SIGTERM, and nothing else, ended the task; uncancel the task then. Call this once."""
         assert self._task is not None
@@ -250,12 +256,15 @@ class Termination:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _interrupt(self, _number: int, _frame: object) -> None:
+        self._signalled = True
         if self.interrupts and not (self.came or self.ignored):
             self.came = True
             self._raised = True
             raise SystemExit(TERMINATED)
 
     def _cancel(self) -> None:
+        if not self._signalled:  # a forked child got the signal, and shares the descriptor that wakes this loop
+            return
         assert self._task is not None
         if self.ignored:
             self.disarm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import time
@@ -158,3 +159,21 @@ async def test_forked_child_is_ended_by_sigterm_and_its_parent_is_not() -> None:
         return os.waitstatus_to_exitcode(status)
 
     assert await asyncio.create_task(work()) == -signal.SIGTERM
+
+
+async def test_sigterm_of_a_child_that_was_forked_outside_of_python_does_not_end_its_parent() -> None:
+    async def work() -> None:
+        termination = Termination()
+        termination.arm()
+        try:
+            pid = ctypes.PyDLL(None).fork()
+            if not pid:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(0)
+            os.waitpid(pid, 0)
+            await asyncio.sleep(0.01)  # the loop reads the byte that the child's handler has written
+            assert not termination.came
+        finally:
+            termination.disarm()
+
+    await asyncio.create_task(work())

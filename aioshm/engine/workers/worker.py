@@ -145,6 +145,7 @@ class Worker:
             return request.method(self._object, *request.args, **request.kwargs)
         finally:
             self._termination.interrupts = False
+            self._termination.raise_again()
 
     async def close(self) -> None:
         """Call the object's method ``close``, uninterrupted by SIGTERM."""

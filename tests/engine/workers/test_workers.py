@@ -373,6 +373,14 @@ class TestClosing:
                 await (calls[0] if calls else call("add", 1))
             assert (tmp_path / "0").read_text() == "closed"
 
+    @pytest.mark.parametrize("way", ["caught", "destructor"])
+    async def test_worker_that_loses_the_exception_of_sigterm_is_closed(self, way: str, tmp_path: Path) -> None:
+        async with group_of(1, kwargs={"log": str(tmp_path)}, loop_factory=own_loop_factory()) as group:
+            with pytest.raises(WorkerDied, match="killed by SIGTERM"):
+                async with asyncio.timeout(10):
+                    await group.call(0, "lose_sigterm", way)
+        assert (tmp_path / "0").read_text() == "closed"
+
     @pytest.mark.one_loop
     async def test_worker_that_gets_sigterm_while_asyncio_schedules_a_task_is_closed(self, tmp_path: Path) -> None:
         await closed_by_sigterm_at_line(tmp_path, 1, scheduling=True)

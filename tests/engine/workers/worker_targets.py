@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
@@ -53,6 +54,17 @@ class Worker:
     def say_and_block(self, path: str) -> None:
         Path(path).touch()
         time.sleep(LONG_S)
+
+    def lose_sigterm(self, way: str) -> None:
+        class Dropped:
+            def __del__(self) -> None:
+                signal.raise_signal(signal.SIGTERM)
+
+        if way == "destructor":
+            Dropped()
+            return
+        with suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
 
     def double(self, array: Any) -> Any:
         return array * 2
