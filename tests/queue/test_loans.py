@@ -120,6 +120,22 @@ async def test_what_is_kept_reaches_nobody(size: int, like: Any) -> None:
         assert _is(await reader.dequeue(5), 7, size)
 
 
+async def test_reader_with_history_that_attaches_during_a_loan_gets_no_overwritten_message() -> None:
+    async with AsyncExitStack() as stack:
+        writer, (reader,) = await stack.enter_async_context(attached(chunk=CHUNK, chunks=4, max_readers=2))
+        await writer.enqueue(bytes(2_000_000), 5)
+        await reader.dequeue(5)
+        await writer.enqueue("small", 5)
+        await reader.dequeue(5)
+        async with writer.loan(2_000_000, "uint8") as array:  # lies where the first message was
+            _fill(array, 7)
+            newcomer = MessageQueue.create_from_handle(writer.export_handle(), history=2)
+            await stack.enter_async_context(newcomer)
+            assert await newcomer.dequeue(5) == "small"
+        assert _is(await reader.dequeue(5), 7, 2_000_000)
+        assert _is(await newcomer.dequeue(5), 7, 2_000_000)
+
+
 @pytest.mark.parametrize(
     ("like", "derive"),
     [

@@ -5,14 +5,16 @@
  *
  *     step here       queue/local/overflow.py                      lifeline/
  *     fitting         OverflowSegments.reserve, _free, put, mark
- *     hand_over       OverflowSegments.hand_over                       peer.py Peer.hand_over, _empty_outbox
+ *     hand_over       OverflowSegments.hand_over                       connection.py Peer.hand_over, _empty_outbox
  *     marker          pack_marker; readers.py LocalReaders.put
  *     look            PassedSegments.body, arrived                 dialer.py Lifeline._readable
  *     view, drop      PassedSegments.view, finished; PassedSegment.view, unlock (viewed: the lock)
  *     wait            source.py RingSource.on_descriptor, lost
  *
- * Properties: a body is whole and that of its message, also for as long as the program views it; what a dead writer has published can be read, unless the reader left
- * its socket full; nobody waits for ever.
+ * A newcomer may ask for history while a lender writes to a segment that is used again: OverflowSegments.is_gone (MAY_OFFER).
+ *
+ * Properties: a body is whole and that of its message, also for as long as the program views it, and for a newcomer; what a dead
+ * writer has published can be read, unless the reader left its socket full; nobody waits for ever.
  */
 #ifndef M
 #define M 4
@@ -47,6 +49,9 @@ inline hand_over(s) {
 #else
 #define FREE(k) (k < n_segments)
 #endif
+#define NO_MESSAGE 255
+#define MAY_OFFER(k) (k < n_segments && used_for[k] != NO_MESSAGE)
+#define WHOLE(k) (!MAY_OFFER(k) || (head[k] == used_for[k] && tail[k] == used_for[k]))
 active proctype writer() {
     byte m, s, seen; bit fresh, free0, free1;
     {
@@ -62,9 +67,12 @@ active proctype writer() {
         if                                            /* fitting: one that is free, or a new one */
         :: free0 && !(seen & 1) -> s = 0
         :: free1 && !(seen & 2) -> s = 1
-        :: n_segments < M -> atomic { s = n_segments; n_segments++; fresh = 1 }
+        :: n_segments < M -> atomic { s = n_segments; used_for[s] = NO_MESSAGE; n_segments++; fresh = 1 }
         fi;
-        head[s] = m;
+#ifndef KEEP_NUMBER
+        used_for[s] = NO_MESSAGE;
+#endif
+        atomic { head[s] = m; assert(WHOLE(0) && WHOLE(1) && WHOLE(2) && WHOLE(3)) }
         tail[s] = m;
         used_for[s] = m;
 #ifndef MARKER_FIRST

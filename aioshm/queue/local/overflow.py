@@ -53,6 +53,9 @@ IDLE_SEGMENTS = 2
 
 IDLE_USES = 16
 
+NO_MESSAGE = -1
+"""In place of a message's number: the segment has no whole message."""
+
 CAN_VIEW: Final = COPY_ON_WRITE
 """Whether arrays may lie in segments."""
 
@@ -124,7 +127,7 @@ class WrittenSegment:
     def __init__(self, segment: Segment) -> None:
         self.passed_fd: int = segment.readonly_fd()  # the descriptor that readers are passed
         self.segment = segment
-        self.seq = 0  # the latest message in the segment
+        self.seq = NO_MESSAGE  # the message in the segment
         self.used = 0  # the number of overflow messages by then; 0 once its pages were given back
 
     def is_viewed(self) -> bool:
@@ -184,7 +187,7 @@ class OverflowSegments(Overflow):
 
     def is_gone(self, seq: int) -> bool:
         """Return whether the segment of a message has another message by now, or nothing."""
-        return not any(written.used and written.seq == seq for written in self.segments)
+        return not any(written.seq == seq for written in self.segments)
 
     def close(self) -> None:
         """Unmap the segments. Readers keep their mappings. Idempotent."""
@@ -193,11 +196,16 @@ class OverflowSegments(Overflow):
         self.segments.clear()
 
     def reserve(self, size: int) -> int:
-        """Return the number of a segment with room for the next message; see `mark`.
+        """Return the number of a segment with room for the next message; see `mark`. The segment loses its message.
 
         Raises:
             SharedMemoryError, OutOfDescriptors: The system has no memory or descriptor for a segment.
         """
+        number = self._find(size)
+        self.segments[number].seq = NO_MESSAGE  # a lender may write to the segment while a reader asks for history
+        return number
+
+    def _find(self, size: int) -> int:
         free = self._free()
         for number in free:
             if self.segments[number].segment.size >= size:
@@ -232,7 +240,9 @@ class OverflowSegments(Overflow):
     def _free(self) -> list[int]:
         """Return the segments that may be written: read by all, and viewed by none."""
         finished = [
-            number for number, each in enumerate(self.segments) if not each.used or self._ring.finished(each.seq)
+            number
+            for number, each in enumerate(self.segments)
+            if each.seq == NO_MESSAGE or self._ring.finished(each.seq)
         ]
         # The locks last: a reader locks the segment, then releases the slot.
         return [number for number in finished if not self.segments[number].is_viewed()]
@@ -243,6 +253,7 @@ class OverflowSegments(Overflow):
             written = self.segments[number]
             if 0 < written.used <= self._uses - IDLE_USES:
                 written.used = 0
+                written.seq = NO_MESSAGE
                 written.segment.forget()
 
 
