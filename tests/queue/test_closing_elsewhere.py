@@ -128,3 +128,19 @@ async def test_while_its_loop_has_stopped(elsewhere: Any) -> None:
         there.loop.call_soon_threadsafe(there.loop.stop)
         going_on.result()
         assert reader.end.state.dismantled
+
+
+async def test_remote_writer_whose_loop_has_stopped_waits_for_a_silent_reader_for_remote_timeout(
+    elsewhere: Any,
+) -> None:
+    there = elsewhere()
+    writer = wide_writer(0, 1, remote_timeout=1.0, connect_ip="127.0.0.1")
+    async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+        ready = asyncio.ensure_future(reader.wait_until_ready(20))
+        await asyncio.to_thread(there.run, writer.wait_until_ready(20))
+        await ready
+        await asyncio.to_thread(there.run, writer.enqueue("never acknowledged"))
+        await asyncio.to_thread(there.stop)
+        reader.end.source.link.receive = lambda _: None  # type: ignore[union-attr]  # as if its loop were held up
+        await asyncio.wait_for(writer.aclose(), 10)
+        assert writer.end.state.dismantled

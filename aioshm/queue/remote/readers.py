@@ -416,8 +416,8 @@ class RemoteReaders:
         """Wait until every reader has received everything or is gone, and close the sockets."""
         deadline = monotonic() + self.timeout_s
         while self.delivering:
-            if self.loop is not None and self.loop.is_closed() and monotonic() >= deadline:
-                self.close()  # a closed loop detects no silent readers
+            if self.loop is not asyncio.get_running_loop() and monotonic() >= deadline:
+                self.close()  # a loop that has stopped, or is closed, detects no silent readers
                 return
             self.sockets.look()
             await asyncio.sleep(CLOSING_POLL_S)
