@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from threading import get_ident
 from time import monotonic
 from typing import Any, Generic, TypeAlias, TypeVar, cast
@@ -26,6 +27,8 @@ from aioshm.process.limits import check_descriptors, naming_limits, start_thread
 
 ALIVE_CHECK_S = 1.0
 """How late a waiting caller may notice that the loop's thread has ended."""
+CANCEL_PATIENCE_S = 1.0
+"""A handler's exception interrupts a cancellation older than this: a user who presses Ctrl-C again wants to leave."""
 END_S = 10.0
 """How long `stop` waits for the thread to end. A thread that takes longer is stuck in a callback."""
 
@@ -148,13 +151,24 @@ class LoopThread:
         self._last: set[asyncio.Task[None]] = set()  # tasks of `end_after`: asyncio holds tasks only weakly
         self._owner = owner
         self._pid = os.getpid()
-        started: _Errand[_Started] = _Errand()
+        self._started: _Errand[_Started] = _Errand()
         factory = loop_factory or asyncio.new_event_loop
-        self._thread = start_thread(_serve, owner, factory, started, name="aioshm-loop", what=owner)
-        self._wait_for(started)
+        self._thread = start_thread(_serve, owner, factory, self._started, name="aioshm-loop", what=owner)
+        self._wait_for(self._started)
         self.loop: asyncio.AbstractEventLoop
-        self.loop, self._stopping = started.outcome()
+        self.loop, self._stopping = self._started.outcome()
         _running.add(self)
+
+    def __del__(self) -> None:
+        """End the thread if the caller was interrupted while this object was made, or has dropped the object."""
+        started: _Errand[_Started] | None = getattr(self, "_started", None)
+        if started is None or self.ended or self.elsewhere:
+            return
+        started.dropped = True
+        if started.value is not None:
+            loop, stopping = started.value
+            with suppress(RuntimeError):  # the thread has ended by itself, and closed the loop
+                loop.call_soon_threadsafe(_stop, stopping)
 
     @property
     def elsewhere(self) -> bool:
@@ -201,10 +215,31 @@ class LoopThread:
         except (QueueClosed, RoleError):
             raise
         except BaseException:
-            if self.post(errand.cancel):
-                self._wait_for(errand)
+            errand.dropped = True
+            try:  # another signal's handler may raise before `_cancel` has begun
+                try:
+                    self._cancel(errand)
+                finally:
+                    self._cancel(errand)
+            finally:
+                self._cancel(errand)
             raise
         return errand.outcome()
+
+    def _cancel(self, errand: _Errand[Any]) -> None:
+        """Cancel a coroutine, and wait for its end; drop exceptions of handlers for the first `CANCEL_PATIENCE_S`."""
+        until = monotonic() + CANCEL_PATIENCE_S
+        ended = False
+        while not ended:
+            try:
+                if self.post(errand.cancel):
+                    self._wait_for(errand)
+                ended = True
+            except QueueClosed:
+                ended = True
+            except BaseException:
+                if monotonic() > until:
+                    raise
 
     def post(self, function: Callable[[], object]) -> bool:
         """Schedule a function in the thread without waiting; return False if the thread does not take it."""
@@ -224,7 +259,7 @@ class LoopThread:
         if self.elsewhere:
             return
         if not self.ended:
-            self._call_soon(self._stop)
+            self._call_soon(partial(_stop, self._stopping))  # without a reference to this object
             self.ended = True
         if get_ident() != self._thread.ident:
             self._thread.join(END_S)
@@ -240,7 +275,7 @@ class LoopThread:
                 await last()
             finally:
                 if not self.shared:
-                    self._stop()
+                    _stop(self._stopping)
 
         def start() -> None:
             task = self.loop.create_task(run())
@@ -249,10 +284,6 @@ class LoopThread:
 
         self.ended = not self.shared
         self._call_soon(start)
-
-    def _stop(self) -> None:
-        if not self._stopping.done():
-            self._stopping.set_result(None)
 
     def _wait_for(self, errand: _Errand[Any]) -> None:
         while not errand.wait(ALIVE_CHECK_S):
@@ -281,15 +312,21 @@ class _Errand(Generic[T]):
         # Not an Event or a Future: an exception of a signal handler in their `wait` may leave their lock acquired.
         self._done = threading.Lock()
         self._done.acquire()
-        self._value: T | None = None
+        self._settled = False
+        self.value: T | None = None  # None until there is a result
+        self.dropped: bool = False  # whether the caller was interrupted
         self._error: BaseException | None = None
         self._task: asyncio.Task[T] | None = None
 
     def wait(self, timeout: float) -> bool:
         if not self._done.acquire(timeout=timeout):
             return False
-        self._done.release()
+        self._release()  # an exception of a signal handler before this leaves the lock acquired, until `cancel`
         return True
+
+    def _release(self) -> None:
+        with suppress(RuntimeError):  # the other thread was faster
+            self._done.release()
 
     def outcome(self) -> T:
         if self._error is not None:
@@ -297,15 +334,16 @@ class _Errand(Generic[T]):
                 raise self._error
             finally:
                 self._error = None  # breaks a cycle: its traceback holds this frame
-        return cast("T", self._value)
+        return cast("T", self.value)
 
     # In the thread
 
     def settle(self, value: T | None, error: BaseException | None = None) -> None:
-        if self._done.locked():
-            self._value = value
+        if not self._settled:
+            self._settled = True
+            self.value = value
             self._error = error
-            self._done.release()
+            self._release()
 
     def run(self, function: Callable[[], T]) -> None:
         try:
@@ -314,8 +352,9 @@ class _Errand(Generic[T]):
             self.settle(None, error)
 
     def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._begin(work))
-        self._task.add_done_callback(self._end)
+        if not self.dropped:
+            self._task = asyncio.get_running_loop().create_task(self._begin(work))
+            self._task.add_done_callback(self._end)
 
     async def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await work()
@@ -323,8 +362,9 @@ class _Errand(Generic[T]):
     def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        else:  # the call was interrupted before it posted `start`
-            self.settle(None, EndClosed("interrupted"))
+        else:
+            self.settle(None, EndClosed("interrupted"))  # unless the call had posted `start`
+            self._release()
 
     def _end(self, task: asyncio.Task[T]) -> None:
         self._task = None
@@ -334,6 +374,11 @@ class _Errand(Generic[T]):
             self.settle(None, error)
         else:
             self.settle(task.result())
+
+
+def _stop(stopping: asyncio.Future[None]) -> None:
+    if not stopping.done():
+        stopping.set_result(None)
 
 
 def _serve(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop], started: _Errand[_Started]) -> None:
@@ -348,7 +393,8 @@ def _serve(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop], st
         loop = asyncio.get_running_loop()
         stopping = loop.create_future()
         started.settle((loop, stopping))
-        await stopping
+        if not started.dropped:
+            await stopping
 
     try:
         loop = make()
@@ -400,7 +446,8 @@ def shared_loop() -> LoopThread:
             if _shared is None:
                 started = LoopThread("the background loop", lambda: asyncio.SelectorEventLoop(_ReleasingSelector()))
                 started.shared = True
-                _shared = started
+                if _shared is None:  # a signal handler may have been faster
+                    _shared = started
     return _shared
 
 
