@@ -6,20 +6,25 @@ that may be known soon.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from time import monotonic
 from typing import NamedTuple, TypeAlias
 
 import zmq
 
+from aioshm.logs import LogLimiter
 from aioshm.process.limits import naming_limits, start_thread
 from aioshm.zeromq.sockets import Socket
 
 UNKNOWN_S = 2.0
 """How long to wait for a key to become known. Afterwards the peer tries again when its handshake times out."""
 
+logger: logging.Logger = logging.getLogger("aioshm.queue")
+
 _ENDPOINT = "inproc://zeromq.zap.01"
 _POLL_MS = 50
+_LOG_INTERVAL_S = 10.0
 _REQUEST_FRAMES = 8  # a peer, a delimiter, and the six of a request without credentials
 _VERSION = b"1.0"
 _ADMITTED = b"200"
@@ -28,6 +33,15 @@ _REFUSED = b"400"
 
 Recognise: TypeAlias = Callable[[str, bytes], str | None]
 """Maps the domain of a socket and a public key to the user id of the peer; None refuses the peer."""
+
+
+def require_zap(socket: Socket, domain: str) -> None:
+    """Make a socket with CURVE admit only peers that an authenticator has recognised. Call this before the bind.
+
+    By default, ZeroMQ admits peers with any key where no authenticator is left.
+    """
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 class _Request(NamedTuple):
@@ -55,6 +69,7 @@ class ZapAuthenticator:
         self._patience_s = UNKNOWN_S if retry else 0.0
         self._refused = _TRY_AGAIN if retry else _REFUSED
         self._closed = False
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
         with naming_limits(what):
             self._socket: Socket = context.socket(zmq.ROUTER)
             try:
@@ -81,15 +96,21 @@ class ZapAuthenticator:
                         until = monotonic() + self._patience_s
                         waiting.append(_Request(peer, number, domain.decode(errors="replace"), key, until))
                 waiting = [request for request in waiting if not self._answer(request)]
-        except zmq.ZMQError:  # the context ends
-            self._socket.close(linger=0)
+        except zmq.ZMQError:
+            pass  # the context ends
+        finally:
+            self._socket.close(linger=0)  # the end of the context waits for it
 
     def _answer(self, request: _Request) -> bool:
         """Answer a request; return False to wait for the key."""
         if self._closed:
             return True
         status = _ADMITTED
-        user = self._recognise(request.domain, request.key)
+        user: str | None = None
+        try:
+            user = self._recognise(request.domain, request.key)
+        except Exception as error:  # such as MemoryError; the thread must go on
+            self._limiter.warn(logger, "a peer is refused: its key could not be checked: %r", error)
         if user is None:
             if monotonic() < request.until:
                 return False

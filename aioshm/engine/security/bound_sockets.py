@@ -16,7 +16,7 @@ from aioshm.zeromq.endpoint import BoundFile, attach, limit_frames, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket, Sockets
-from aioshm.zeromq.zap import ZapAuthenticator
+from aioshm.zeromq.zap import ZapAuthenticator, require_zap
 
 MAX_STRANGE_BYTES = 1 << 16
 """The largest frame at a socket that strangers can reach, and where legitimate peers send only small frames."""
@@ -134,7 +134,7 @@ class BoundSockets:
         )
         limit_frames(socket, max_bytes)
         if curve is not None:
-            socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
+            require_zap(socket, domain)
         elif self._protection.secure and address.startswith("ipc://"):
             try:
                 socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())

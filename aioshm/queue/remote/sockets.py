@@ -26,7 +26,7 @@ from aioshm.zeromq.hosts import bracketed, connectable, own_address
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Inbox, Pump, drain, whole
 from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, send_frames
-from aioshm.zeromq.zap import ZapAuthenticator
+from aioshm.zeromq.zap import ZapAuthenticator, require_zap
 
 if TYPE_CHECKING:
     from aioshm.queue.names.identity import Identity
@@ -39,6 +39,7 @@ may assign it to an outgoing connection, even to a reader's that dials the very 
 
 _PORT_PAUSE_S = 0.02
 _MAX_HWM = 2**31 - 1
+_READERS = "readers"  # the domain in ZAP (RFC 27) of both sockets
 
 
 class DataPublisher:
@@ -270,6 +271,9 @@ class WriterSockets:
             self._router = _control_socket(
                 self._sockets, zmq.ROUTER, endpoint, bind=True, curve=server, silence_s=silence_s
             )
+            if server is not None:
+                require_zap(self._data.socket, _READERS)
+                require_zap(self._router, _READERS)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to an unreachable reader fails
             self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reader's new connection replaces the old one
             data_port = control_port = 0
