@@ -209,7 +209,7 @@ class IdentityError(AioshmError, ValueError):
 
 
 class GroupBroken(AioshmError, ConnectionError):
-    """The members of a process group, or its store, cannot be reached, or another group uses the address."""
+    """The members of a process group, or its store, cannot be reached, or another group or process is in the way."""
 
 
 class CorruptSlot(AioshmError):
