@@ -277,6 +277,9 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         with self._changed:
             self._check_wanted(rank)
             others = [each for each in self.actors if each.rank != rank]
+            former = self._find(rank)
+            if former is not None and former.node_id == actor.node_id:
+                actor.local_rank = former.local_rank  # the caller may have given it
             if actor.local_rank < 0:
                 used = {each.local_rank for each in others if each.node_id == actor.node_id}
                 actor.local_rank = next(number for number in count() if number not in used)

@@ -140,6 +140,14 @@ def starting(manager: CoreEngineActorManager, rank: int, pool: ThreadPoolExecuto
     return future
 
 
+def test_given_local_rank_is_kept_by_a_recreated_actor(managed: Managed) -> None:
+    groups = ["a group of 0", "a group of 1"]
+    manager = managed("a", "a", placement_groups=groups, local_dp_ranks=[4, 5])
+    manager.actors[0].kill()
+    manager.start_engine(0)
+    assert nodes(manager) == [("a", 4), ("a", 5)]
+
+
 def test_actor_comes_back_in_its_group_until_the_group_is_lost(ray: Ray, managed: Managed) -> None:
     manager = managed("a", timeout=0.2)
     for _ in range(2):
