@@ -194,6 +194,9 @@ async def test_stream_that_was_left_raises_instead_of_ending() -> None:
             if way == "cancelled":
                 waiting = asyncio.ensure_future(anext(stream))
                 await asyncio.sleep(0)
+                while waiting.done():  # an item had arrived already
+                    waiting = asyncio.ensure_future(anext(stream))
+                    await asyncio.sleep(0)
                 waiting.cancel()
                 await asyncio.wait([waiting])
             else:
