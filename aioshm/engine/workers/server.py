@@ -89,7 +89,8 @@ class CallOrder:
 class _Stream:
     """A generator, and how many items it may yield."""
 
-    def __init__(self, credit: int) -> None:
+    def __init__(self, worker: Worker, credit: int) -> None:
+        self._worker = worker
         self._credit = credit
         self._more = asyncio.Event()
         self.task: asyncio.Task[None]
@@ -104,7 +105,9 @@ class _Stream:
             await self._more.wait()
         self._credit -= 1
         try:
-            return (next(items) if isinstance(items, Iterator) else await anext(items),)
+            if isinstance(items, Iterator):
+                return (self._worker.run_plain(next, items),)
+            return (await anext(items),)
         except (StopIteration, StopAsyncIteration):
             return None
 
@@ -224,7 +227,7 @@ class CallServer:
         except Exception as error:
             await self._reply(number, FAILURE, failure_of(error))
             return
-        stream = self._streams[number] = _Stream(request.prefetch)
+        stream = self._streams[number] = _Stream(self._worker, request.prefetch)
         stream.task = self._spawn(self._send_items(number, stream, items))
 
     async def _send_items(self, call: int, stream: _Stream, items: Items) -> None:

@@ -138,11 +138,16 @@ class Worker:
 
     def call(self, request: Request) -> Any:
         """Call a method, or a function with the object; the result may be awaitable."""
-        self._termination.interrupts = True  # a plain method may hold up the loop for long
+        if isinstance(request.method, str):
+            method = getattr(self._object, request.method)
+            return self.run_plain(method, *request.args, **request.kwargs)
+        return self.run_plain(request.method, self._object, *request.args, **request.kwargs)
+
+    def run_plain(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the user's, which may hold up the loop for long: SIGTERM interrupts it."""
+        self._termination.interrupts = True
         try:
-            if isinstance(request.method, str):
-                return getattr(self._object, request.method)(*request.args, **request.kwargs)
-            return request.method(self._object, *request.args, **request.kwargs)
+            return function(*args, **kwargs)
         finally:
             self._termination.interrupts = False
             self._termination.raise_again()

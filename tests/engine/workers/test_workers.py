@@ -381,6 +381,18 @@ class TestClosing:
                     await group.call(0, "lose_sigterm", way)
         assert (tmp_path / "0").read_text() == "closed"
 
+    async def test_worker_whose_generator_blocks_is_closed_by_sigterm(self, tmp_path: Path) -> None:
+        options = {"worker": targets.Streaming, "kwargs": {"log": str(tmp_path)}}
+        async with group_of(1, loop_factory=own_loop_factory(), **options) as group:
+            begun = tmp_path / "begun"
+            item = asyncio.ensure_future(anext(group.stream(0, "say_and_block_once", str(begun))))
+            await until(begun.exists)
+            os.kill(group.pids[0], signal.SIGTERM)
+            with pytest.raises(WorkerDied, match="killed by SIGTERM"):
+                async with asyncio.timeout(10):
+                    await item
+        assert (tmp_path / "0").read_text() == "closed"
+
     @pytest.mark.one_loop
     async def test_worker_that_gets_sigterm_while_asyncio_schedules_a_task_is_closed(self, tmp_path: Path) -> None:
         await closed_by_sigterm_at_line(tmp_path, 1, scheduling=True)

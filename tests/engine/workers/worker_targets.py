@@ -210,6 +210,10 @@ class Streaming(Worker):
         begun: What was called.
     """
 
+    def say_and_block_once(self, path: str) -> Any:
+        self.say_and_block(path)
+        yield 1
+
     def __init__(self, *args: Any, rank: int, **kwargs: Any) -> None:
         super().__init__(*args, rank=rank, **kwargs)
         self.yielded = -1
