@@ -95,8 +95,11 @@ class Session:
         except TimeoutError:
             if not scope.expired():
                 raise
-            late = self.processes.describe(self.processes.late(self.n_workers))
-            text = f"the start of the workers: no answer from {late} within {settings.ready_timeout} s"
+            late = self.processes.late(self.n_workers)
+            if not late:  # constructed workers have not attached to their queues
+                late = [rank for rank in range(self.n_workers) if rank not in self.calls.channels]
+            names = self.processes.describe(late)
+            text = f"the start of the workers: no answer from {names} within {settings.ready_timeout} s"
             raise TimeoutError(text) from None
         if settings.restart is None:
             self._pickled = b""

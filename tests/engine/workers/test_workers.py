@@ -23,6 +23,8 @@ from support import cancelled_after, eventually, until
 
 from aioshm import CodecError, QueueClosed, RoleError, WorkerDied, WorkerError
 from aioshm.engine import WorkerGroup
+from aioshm.engine.workers.processes import WorkerProcess
+from aioshm.engine.workers.session import Session
 from aioshm.process.watch import process_state
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -297,6 +299,23 @@ class TestStarting:
         with pytest.raises(TimeoutError, match=r"no answer from .*Worker_1 .* within 1\.0 s"):
             await group.__aenter__()
         assert all(gone(pid) for pid in group.pids)
+
+    async def test_constructed_workers_that_have_not_attached_in_time_are_named(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        connect = Session.connect
+
+        async def only_first_connects(session: Session, rank: int, worker: WorkerProcess) -> None:
+            if rank == 1:
+                await asyncio.Event().wait()
+            await connect(session, rank, worker)
+
+        monkeypatch.setattr(Session, "connect", only_first_connects)
+        group = group_of(ready_timeout=5)
+        # A worker is attached when all are: the first one waits for the second one.
+        late = r"Worker_0 \(pid \d+\), Worker_1 \(pid \d+\)"
+        with pytest.raises(TimeoutError, match=rf"no answer from {late} within 5\.0 s"):
+            await group.__aenter__()
 
     async def test_cancelled_at_any_moment_nothing_is_left(self) -> None:
         async with group_of():  # what multiprocessing opens for good
