@@ -98,11 +98,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             spins for streams of messages do not count.
         stall_warning_s: Seconds without progress before a report names the stalled end, and between reports.
         on_reader_death: ``"raise"``: every ``enqueue`` raises `PeerDied` until the reader is replaced or dismissed.
-            ``"evict"``: the queue continues with the others, and the rank is vacant. ``"hold"``: rank and unread
+            ``"evict"``: the queue continues without the reader, and the rank is vacant. ``"hold"``: rank and unread
             messages are kept for a replacement; the writer waits when the ring, or the window, is full. A remote
             replacement may receive messages again that the dead reader had finished with.
         linger_s: Seconds that closing waits for a replacement of a held reader; then a log line says what is lost.
-        max_readers: Readers in all, the ones that come and go included: ranks from ``n_reader`` on, which
+        max_readers: Readers in all, including readers that come and go: ranks from ``n_reader`` on, which
             ``wait_until_ready()`` does not wait for. They are local; with remote readers, or ``connect_ip``, the first
             reader of either kind gets the rank. None: ``n_reader``.
         slow_reader: If a reader is a whole ring, or window, behind when the writer needs the room: ``"block"``: the
@@ -111,7 +111,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         max_message_bytes: Larger encoded messages raise `MessageTooLarge`.
         trace_context: Whether each message carries the context of the OpenTelemetry span that is current where it is
             sent; see ``last_trace_context``. The writer needs ``aioshm[opentelemetry]``, and about 2 us per message.
-        remote_timeout: Seconds of silence after which the other end of a network connection is dead.
+        remote_timeout: Seconds of silence after which the peer of a network connection counts as dead.
         remote_window: Messages in flight to remote readers, or waiting there, before `enqueue` waits.
         remote_window_bytes: The same in bytes; a larger message goes alone.
         remote_history: Number of the latest messages kept for remote readers that ask for them (``history=``); within

@@ -67,7 +67,7 @@ class RoleError(AioshmError, RuntimeError):
 
 
 class PeerDied(AioshmError):
-    """The process at the other end of the queue is gone, and had not closed its end.
+    """The peer's process is gone, and had not closed its end of the queue.
 
     Attributes:
         rank: Reader rank, or -1 for the writer; from `merge`, the rank of the queue there.

@@ -67,7 +67,7 @@ class Codec(Protocol[T_co]):
 
         Returns:
             Plain ``bytes`` for a main part in one piece without buffers. Otherwise ``(parts, buffers)``: the
-            parts, one after the other, are the main part. Every view is one-dimensional, C-contiguous and of format
+            parts, one by one, are the main part. Every view is one-dimensional, C-contiguous and of format
             ``B``. Parts and buffers refer to the caller's own memory and keep it alive: copy them before the memory may
             change.
 

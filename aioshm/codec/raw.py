@@ -46,7 +46,7 @@ class RawCodec:
         return bytes(main)
 
     def of_type(self, type: Any) -> Self:  # noqa: A002  # as everywhere else
-        """Return this codec, whose messages are ``bytes``.
+        """Return this codec; its messages are ``bytes``.
 
         Raises:
             ValueError: ``type`` is not ``bytes``.

@@ -372,7 +372,7 @@ def launch_core_engines(
         engine_count: The total number of engines.
         local_engine_count: The number of engines on this host; None: all.
         loop_factory: Creates an event loop for a thread of the client's own; None: the background loop of the process.
-        options: The other arguments of `aioshm.engine.launch_core_engines`. ``on_progress`` is called in the thread.
+        options: Further arguments of `aioshm.engine.launch_core_engines`. ``on_progress`` is called in the thread.
 
     Yields:
         The launch.

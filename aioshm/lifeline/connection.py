@@ -85,7 +85,7 @@ class Peer:
         self.send(GO)
 
     def evict(self) -> None:
-        """Notify the reader of its eviction; one whose socket is full finds the end of file."""
+        """Notify the reader of its eviction; a reader whose socket is full finds the end of file."""
         try:
             self._sock.send(EVICTED)
         except BlockingIOError:

@@ -185,7 +185,7 @@ HAVE_EVENTFD = hasattr(os, "eventfd")
 
 
 class Doorbell:
-    """An eventfd by which one end wakes the other."""
+    """An eventfd by which one end wakes the peer."""
 
     def __init__(self, fd: int) -> None:
         self.fd: int = fd

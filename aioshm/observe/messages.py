@@ -80,7 +80,7 @@ class MessageHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def last_messages(ring: RingFile, number: int, *, bodies: bool = False) -> list[MessageHeader]:
-    """Return the latest messages of a queue, the oldest first, without those that are being overwritten.
+    """Return the latest messages of a queue, the oldest first, without messages that are being overwritten.
 
     Args:
         ring: The queue's ring.

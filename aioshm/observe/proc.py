@@ -148,7 +148,7 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3.", "<frozen ",
 """Parts of file names of libraries."""
 
 _LOOPS = ("asyncio/base_events.py", "asyncio/runners.py")
-"""Files whose functions run an event loop."""
+"""Files with functions that run an event loop."""
 
 LOOP_WAITS = (
     "its event loop waits: the line is the one that runs the loop, since coroutines that wait are on no stack "

@@ -112,7 +112,7 @@ def suspects(
 
 
 def _hung(now: QueueSnapshot) -> Iterator[Found]:
-    """Find the ends whose processes do not run."""
+    """Find the ends of processes that do not run."""
     for end in now.ends:
         if not end.there or not end.pid or end.state not in HUNG:
             continue

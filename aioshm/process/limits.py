@@ -246,5 +246,5 @@ class _Beginning(threading.Event):
 
 
 def _forget(thread: threading.Thread) -> None:
-    # CPython lists threads that are about to begin, and would list this one for ever.
+    # CPython lists threads that are about to begin, and would list this thread for ever.
     getattr(threading, "_limbo", {}).pop(thread, None)

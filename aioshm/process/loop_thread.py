@@ -325,7 +325,7 @@ class _Errand(Generic[T]):
         return True
 
     def _release(self) -> None:
-        with suppress(RuntimeError):  # the other thread was faster
+        with suppress(RuntimeError):  # another thread was faster
             self._done.release()
 
     def outcome(self) -> T:

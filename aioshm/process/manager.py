@@ -56,7 +56,7 @@ class ProcessManager(Closing, AsyncClosing):
 
     Raises:
         OutOfDescriptors, OutOfThreads: A limit of this process; processes that were started have been killed.
-        Exception: A process could not be started; the others have been killed.
+        Exception: A process could not be started; all others have been killed.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class RestartHistory:
 
 
 class Life:
-    """The processes of one rank, one after the other; see `RankInfo`. With ``pid`` the first process runs already."""
+    """The processes of one rank, one by one; see `RankInfo`. With ``pid`` the first process runs already."""
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ class StderrRelay:
         return [*self._streams.values(), *self._unnamed]
 
     def close(self, wait: bool = True) -> None:
-        """Forward the rest and end; ``wait`` for the end, for about `FLUSH_S` at most. Idempotent."""
+        """Forward all remaining lines and end; ``wait`` for the end, for about `FLUSH_S` at most. Idempotent."""
         with self._lock:
             if self._closing:
                 return

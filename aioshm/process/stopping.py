@@ -34,7 +34,7 @@ _log = logging.getLogger("aioshm.engine")
 
 
 def shutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
-    """Stop processes: send SIGTERM to all, then kill those that still run after the timeout, and all descendants.
+    """Stop processes: send SIGTERM to all, then kill processes that still run after the timeout, and all descendants.
 
     Blocks; see `ashutdown`. An exception of a signal handler, such as Ctrl-C, kills all of them immediately, and is
     raised then.

@@ -107,13 +107,13 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         slots: int | None = None,
         type: type[S] | None = None,  # noqa: A002
     ) -> MessageQueue[S]:
-        """Make a queue from one rank of a process group to all the others. Every rank awaits this.
+        """Make a queue from one rank of a process group to all other ranks. Every rank awaits this.
 
         A reader has the rank that its process has in the group. Readers that share memory with the writer read the
-        ring; the others are remote readers. In a group of one, the writer sends to nobody. To replace a reader, call
+        ring; all others are remote readers. In a group of one, the writer sends to nobody. To replace a reader, call
         ``create_from_handle(handle, rank)`` with the handle of the writer's `export_handle`.
 
-        If this fails at one rank, it raises at all ranks. Cancelling it fails the other ranks, too, unless all have
+        If this fails at one rank, it raises at all ranks. Cancelling it fails all other ranks, too, unless all have
         their end already. Later calls with the same group wait until its collectives are over.
 
         Args:
@@ -135,7 +135,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             The writer's end at ``writer_rank``, a reader's elsewhere.
 
         Raises:
-            HandleError: It failed at another rank, which the text names; or this one cannot attach.
+            HandleError: It failed at another rank, which the text names; or this rank cannot attach.
             SharedMemoryError: There is not enough memory, or no socket can be bound.
             ValueError, TypeError: An argument is out of range, ``writer_rank`` differs between ranks, or ``pg`` is no
                 process group of this process.
@@ -166,7 +166,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     ) -> tuple[MessageQueue[S], list[Handle]]:
         """Make a queue from every rank of a process group to one of them. Every rank awaits this.
 
-        Each rank, ``reader_rank`` too, gets the writer's end of its own queue, whose only reader has rank 0. At
+        Each rank, ``reader_rank`` too, gets the writer's end of its own queue, with rank 0 as its only reader. At
         ``reader_rank``, call ``MessageQueue.create_from_handle(handles[rank], 0)`` for each rank.
 
         Errors and cancellation: see `create_from_process_group`.
@@ -258,7 +258,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         readers, make them with ``slow_reader="skip"`` or ``"evict"``, or the queue with ``Options(slow_reader=)``.
 
         Raises:
-            QueueFull: There is no room, or other tasks wait for some; nothing was sent. The text names who has to read.
+            QueueFull: There is no room, or other tasks wait for some; nothing was sent. The text names slow readers.
             CodecError, PeerDied, QueueClosed: As `enqueue`.
         """
         writer = self._writer_of("enqueue_nowait")
@@ -283,7 +283,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             QueueCancelled: ``cancel`` is set and no message is there.
             PeerDied: The writer died and everything it published has been read.
             QueueClosed: This end was closed, or the writer was and everything it sent has been read.
-            CorruptSlot, CodecError: The message was damaged; the next call returns the one behind it.
+            CorruptSlot, CodecError: The message was damaged; the next call returns the message behind it.
             MessagesLost: With ``slow_reader="skip"``: this reader was too slow; the next call continues after it.
             ReaderEvicted: With ``slow_reader="evict"``: this reader was too slow, and receives nothing more.
             QueueRestarted: With ``reconnect=True``: the writer is another one, whose messages later calls return.
@@ -305,7 +305,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
 
         Raises:
             TimeoutError, QueueCancelled, PeerDied, QueueClosed: As `dequeue`.
-            CorruptSlot, CodecError: The first message was damaged; the next call begins with the one behind it.
+            CorruptSlot, CodecError: The first message was damaged; the next call begins with the message behind it.
         """
         reader = self._reader_of("dequeue_many")
         return await reader.dequeue_many(max_items, timeout, cancel, indefinite)
@@ -431,8 +431,8 @@ class MessageQueue(QueueBase[T], AsyncClosing):
 
         Arrays, and the ``memoryview`` that replaces bytes, are read-only. Writing to a tensor changes a private copy of
         the page (on Linux; elsewhere it ends the process). The slot is held until the block ends. If you keep an array
-        after the block, it becomes a private copy: at the end of the next lease, or about 10 ms after this one unless a
-        call waits for a message then. A loop's own variable for the message therefore causes no copy.
+        after the block, it becomes a private copy: at the end of the next lease, or about 10 ms after this lease unless
+        a call waits for a message then. A loop's own variable for the message therefore causes no copy.
 
         A message of less than 512 KiB is received as by `dequeue`, which is faster. `leases` leases one message after
         the other. During the block, calls of other tasks wait, and calls of this task raise `RoleError`.
@@ -518,7 +518,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         return self
 
     async def aclose(self) -> None:
-        """Close this end and notify the other side; waiting calls raise `QueueClosed`. Idempotent.
+        """Close this end and notify the peer; waiting calls raise `QueueClosed`. Idempotent.
 
         Readers can still read everything that the writer has sent. If ``on_reader_death="hold"`` holds messages for a
         dead reader's replacement, this waits up to ``options.linger_s`` for it, and then logs what is lost. Cancelling

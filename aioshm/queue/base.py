@@ -84,13 +84,13 @@ class QueueBase(Generic[T]):
 
         Args:
             n_reader: Number of readers; each receives every message. 0: messages are sent to nobody.
-            n_local_reader: Readers on this host, which read the ring; the others connect over TCP. None: all of them.
+            n_local_reader: Readers on this host, which read the ring; all others connect over TCP. None: all of them.
             local_reader_ranks: Ranks of the local readers. None: 0 to n_local_reader - 1.
             max_chunk_bytes: Room for one message in the ring, in bytes; larger messages lie in memory beside it.
             max_chunks: Number of messages of that size in the ring before the writer waits for the slowest reader. The
                 ring holds more messages if they are smaller, up to ``slots``.
-            connect_ip: The address of this host that remote readers connect to. None: the one that packets to other
-                hosts have. ``"*"``, ``"0.0.0.0"`` or ``"::"``: listen on all, with that one in the handle.
+            connect_ip: The address of this host that remote readers connect to. None: the address that packets to other
+                hosts have. ``"*"``, ``"0.0.0.0"`` or ``"::"``: listen on all, with that address in the handle.
             codec: Encodes objects: ``"pickle"``, ``"msgpack"``, ``"raw"``, the name of a codec that was registered with
                 `register_codec`, or a codec such as ``MsgpackCodec(type=Step)``.
             options: All other options. None: the defaults and the environment.
@@ -100,7 +100,7 @@ class QueueBase(Generic[T]):
                 this is a ``MessageQueue[Step]``. The codec must be able to decode it. Only readers that pass ``type``,
                 too, check messages.
             name: The name by which readers of the same user on this host find the queue, with `attach`: letters, digits
-                and ``._:+@-``. The name is free for the next writer when this one is closed or dies. It is a file in
+                and ``._:+@-``. The name is free for the next writer when this writer is closed or dies. It is a file in
                 ``options.runtime_dir``, which readers must share.
             identity: Path of a file with ports, keys and token, created with mode 0600. The next writer with the same
                 file has the same address, so remote readers with ``reconnect=True`` find it, and handles stay valid.
@@ -157,7 +157,7 @@ class QueueBase(Generic[T]):
                 up, wait for the next writer, raise `QueueRestarted` once, and continue; see `attach`.
             history: Number of earlier messages to receive first: the latest ones, in order and without a gap, but fewer
                 if the writer no longer has them. The ring has messages that were not overwritten, and only the last few
-                of those that did not fit a slot. A remote reader gets what another reader has not acknowledged, and
+                of messages that did not fit a slot. A remote reader gets what another reader has not acknowledged, and
                 `Options.remote_history`. A replacement at a held rank gets no history.
 
         Raises:

@@ -59,7 +59,7 @@ class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def keys(self) -> CurveKeys | None:
         """A reader's keys, if the connections are encrypted."""
-        from aioshm.zeromq.endpoint import CurveKeys  # here, because who has local readers only needs no ZeroMQ
+        from aioshm.zeromq.endpoint import CurveKeys  # here, because a queue with local readers only needs no ZeroMQ
 
         if self.server_key is None or self.client_public is None or self.client_secret is None:
             return None
@@ -77,7 +77,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         queue_id: 16 random bytes.
         token: Readers must present it to be admitted.
         host: The host of the ring.
-        uid: The user who owns the ring.
+        uid: The owner of the ring.
         n_reader: Number of readers.
         local_reader_ranks: The ranks that read the ring, in the order of its flags.
         max_chunk_bytes: Room for one message in the ring, in bytes.

@@ -60,7 +60,7 @@ class ReaderSlot:
     rank: int
     extra: bool  # the queue becomes ready without a reader here
     settled: bool  # the queue does not wait for a reader here any more
-    transports: tuple[Transport, ...]  # the transports whose readers may attach
+    transports: tuple[Transport, ...]  # the transports that may admit readers
     transport: Transport  # the transport of the attached reader, or of the last one
     state: ReaderState = "absent"
     reader: Any = None  # the attached reader, in the form that its transport uses

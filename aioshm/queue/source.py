@@ -155,7 +155,7 @@ class Source(Closable):
         """Return the trace contexts of the latest messages, as `ReaderCore.traces`."""
         return []
 
-    # The other ends
+    # The peers
 
     @property
     def writer_pid(self) -> int:

@@ -348,7 +348,7 @@ class EndState:
     # Waiting
 
     def new_poller(self, ring: RingWriter | RingReader, peers: Sequence[int], doorbell: Doorbell | None) -> None:
-        """Make the poller of the calls; ``peers``: the other ends' pids, 0 where unknown."""
+        """Make the poller of the calls; ``peers``: the pids of the peers, 0 where unknown."""
         assert self.loop is not None
         policy = policy_for(peers, self.options, in_threads=self.blocks)
         if self.blocks:

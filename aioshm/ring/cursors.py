@@ -1,4 +1,4 @@
-"""The cursors of a ring's ends: the core, native or in Python, does what each message needs, this module the rest."""
+"""The cursors of a ring's ends: the core does the steps of each message, this module does everything else."""
 
 from __future__ import annotations
 

@@ -35,13 +35,13 @@ latencies (`LATENCY_BUCKETS`), over a sample: every message that comes alone, an
 in batches or less than 20 us after one another.
 
 Every part begins on its own 64-byte cache line. A line that one end writes for every message shares no line with those
-that the other end reads for every message (the parked flags).
+that the peer reads for every message (the parked flags).
 
 The flags of one slot:
 
     0 ??? ???   not written: cannot be read, can be written
     1 0 0 ... 0 just written: can be read, cannot be written
-    1 some 1    written, read by some: readable by the rest, cannot be written
+    1 some 1    written, read by some: readable by all others, cannot be written
     1 1 1 ... 1 read by all: cannot be read, can be written
 """
 
@@ -236,7 +236,7 @@ class Layout:
         return Sizes(*[getattr(self, name) for name in Sizes._fields])
 
     def holds(self, messages: int, large: Sequence[int]) -> bool:
-        """Return whether the empty ring has room for so many messages; those that take a chunk have these sizes."""
+        """Return whether the empty ring has room for so many messages; messages that take a chunk have these sizes."""
         if messages > self.slots:
             return False
         pools = self.pools

@@ -5,7 +5,7 @@ writer   0   claimed: 1 + the number of the claimed chunk's pool; 0: no chunk   
          16  the trace context of the next message                              26 of 32 bytes
          48  unread: the initial reader flags; 1 for evicted readers            n_reader bytes, rounded up to 8
          ... for each pool: chunks freed, taken (totals), allocated             u64 each
-             free chunks; messages in the others; chunks of these messages      count x u64 each
+             free chunks; messages in taken chunks; chunks of these messages    count x u64 each
 
 reader   0   how many trace contexts were noted                                 u64
          8   the message whose context was noted last, or `NO_MESSAGE`          u64

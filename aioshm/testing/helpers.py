@@ -137,7 +137,7 @@ def _resources() -> set[str]:
 
 
 def _descendants() -> dict[int, str]:
-    """Return the command lines of running processes below this one, by pid, without multiprocessing's tracker."""
+    """Return the command lines of running processes below this process, by pid, without multiprocessing's tracker."""
     found = _listed_descendants()
     if not _HAS_LISTS_OF_CHILDREN:
         import psutil

@@ -64,7 +64,7 @@ def aioshm_clean(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the test if it leaves a process, shared memory, a socket or a task behind.
 
     For all tests: ``pytestmark = pytest.mark.usefixtures("aioshm_clean")`` in a module, or an autouse fixture in
-    ``conftest.py`` that requests this one.
+    ``conftest.py`` that requests this fixture.
     """
     from aioshm.testing.helpers import Leftovers
 

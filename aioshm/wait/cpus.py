@@ -42,7 +42,7 @@ def usable_cpus(
 ) -> int:
     """Return the number of whole CPUs, at least 1, that affinity and cgroup quotas leave.
 
-    The affinity is that of ``own`` (0: this thread) and of the other processes together.
+    The affinity is that of ``own`` (0: this thread) and of other processes together.
     """
     try:
         together = set(os.sched_getaffinity(own))

@@ -60,7 +60,7 @@ FAILURES = 3
 """After this many failed spins in a row, waits park."""
 
 PROBE = 64
-"""One wait in this many spins even after failures. Otherwise two parked ends never learn how fast the other answers."""
+"""One wait in this many spins even after failures. Otherwise two parked ends never learn how fast both answer."""
 
 NAPS = 4
 """After this many empty naps in a row, the end parks. Each nap is twice as long as the nap before."""

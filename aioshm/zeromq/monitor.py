@@ -28,7 +28,7 @@ _REASONS: dict[int, str] = {
 
 
 class HandshakeFailure(NamedTuple):
-    """A connection whose handshake failed.
+    """A connection with a failed handshake.
 
     Attributes:
         endpoint: The endpoint as ZeroMQ names it.
@@ -46,7 +46,7 @@ class Monitor:
         self.connections: int = 0  # connections as of the last `read`
         self.handshakes: int = 0  # connections that finished their handshake so far
         self.reconnects: int = 0  # connections that came back
-        self.handshake_failures: int = 0  # connections whose handshake failed
+        self.handshake_failures: int = 0  # connections with a failed handshake
         self._gone: set[int] = set()
         self._monitored = socket
         with naming_limits("the monitor of a ZeroMQ socket"):

@@ -34,7 +34,7 @@ from aioshm.process.limits import (
 def new_context(
     what: str, *, io_threads: int = 1, sockets: int, connections: int, threads: int = 0
 ) -> zmq.Context[zmq.Socket[bytes]]:
-    """Make a context whose threads run already.
+    """Make a context with running threads.
 
     The check covers its sockets, too: without a descriptor or thread, libzmq aborts the process later, or retries for
     ever without a report.

@@ -47,7 +47,7 @@ class ClientOptions:
         keys: The keys of the deployment, for TCP; None: the keys of this process.
         secure: Whether TCP connections are encrypted and admit holders of keys only. Engines and the coordinator need
             the same setting. False for engines without keys, such as vLLM's: SECURITY.md lists the consequences.
-        on_engine_death: ``"fail"``: the death of one engine fails everything. ``"continue"``: the other engines serve
+        on_engine_death: ``"fail"``: the death of one engine fails everything. ``"continue"``: all other engines serve
             on, for engines that do not need each other. A later engine of the same rank is the replacement.
         resubmit: With ``"continue"``, ``"unstarted"`` sends requests of a dead engine that brought no output yet to
             other engines, to each engine once; None: they fail.
@@ -97,11 +97,11 @@ class EngineClient(AsyncClosing):
 
     A request goes to the least busy engine: by the coordinator's published counts and KV cache usage, if the addresses
     name a coordinator, else by the requests of this client. When an engine dies, all pending and later calls raise
-    `EngineDead`. With ``on_engine_death="continue"`` only the requests of that engine do; the other engines serve on,
+    `EngineDead`. With ``on_engine_death="continue"`` only the requests of that engine do; all other engines serve on,
     and the engine may come back.
 
     Args:
-        addresses: The addresses to bind, one input and output for each client; the others are read when the engines
+        addresses: The addresses to bind, one input and output for each client; all others are read when the engines
             are ready. The bound addresses are written back here, in a form that engines can connect to: the kernel's
             choice for port 0, and this host's address for a wildcard (``tcp://*:0``).
         engines: The engines, or their number, with ranks from 0 on.
@@ -387,7 +387,7 @@ class EngineClient(AsyncClosing):
             The result of the method, as plain data; of all engines a list, in the order of the engines.
 
         Raises:
-            CallFailed: The method has failed in one of the engines; the others are not waited for.
+            CallFailed: The method has failed in one of the engines; this call does not wait for all others.
             CodecError: The arguments cannot be encoded.
             EngineDead: An engine is dead.
             QueueClosed, RoleError: The client is closed, or not ready.

@@ -34,9 +34,9 @@ class LoadBalancer:
     """Chooses the least busy engine for each request, in turn among equals.
 
     The load of an engine is the coordinator's publication, which is 100 ms old, plus the requests of this client since
-    then. It is at least the number of this client's requests in flight. Among engines of equal load, the one with the
-    emptier KV cache, by tenths, is chosen: finer steps would send the requests of all clients to one engine until the
-    next publication.
+    then. It is at least the number of this client's requests in flight. Among engines of equal load, the engine with
+    the emptier KV cache, by tenths, is chosen: finer steps would send the requests of all clients to one engine until
+    the next publication.
     """
 
     def __init__(self, ranks: Iterable[int], first: int = 0, n_clients: int = 1) -> None:
@@ -204,7 +204,7 @@ class Engines:
     # Engines that die
 
     def go_on_without(self, rank: int, error: EngineDead, send: Send) -> tuple[int, int]:
-        """Resubmit a dead engine's requests that brought no output yet to other engines, and fail the rest.
+        """Resubmit a dead engine's requests that brought no output yet to other engines, and fail all others.
 
         Returns how many requests failed, and how many were resubmitted.
         """

@@ -45,7 +45,7 @@ class Inbox:
     request_id: str
     engine: int  # the rank of the engine that has the request
     generation: int  # the generation of the submission that the engine has
-    request: list[Frame] | None = None  # for another engine if this one dies before the first output
+    request: list[Frame] | None = None  # for another engine if its engine dies before the first output
     tried: tuple[int, ...] = ()  # the ranks of engines that had the request, and died
     outputs: deque[Any] = field(default_factory=deque)
     waiter: asyncio.Future[None] | None = None

@@ -113,7 +113,7 @@ class MessageQueue:
 
     Args:
         n_reader: The number of readers.
-        n_local_reader: How many of them are on this host, and read the ring; the others connect over TCP.
+        n_local_reader: How many of them are on this host, and read the ring; all others connect over TCP.
         local_reader_ranks: The ranks of local readers; None means 0 to n_local_reader - 1.
         max_chunk_bytes: Room for one message in the ring; larger ones travel beside it. vLLM's executor passes
             ``VLLM_MQ_MAX_CHUNK_BYTES_MB``.

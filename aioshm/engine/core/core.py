@@ -154,7 +154,7 @@ class EngineCore:
             if self._lockstep is not None:
                 unfinished = await _awaited(engine.has_unfinished_dp(bool(self._owners)))
                 self._report_wave(complete=self._lockstep.stepped(unfinished))
-                busy = busy or unfinished  # the other engines would have to wait, too
+                busy = busy or unfinished  # all other engines would have to wait, too
             self._report_counts()
             if busy:
                 await asyncio.sleep(0)  # lets the sockets run, and a task that cancels this

@@ -86,13 +86,13 @@ async def run_engine_core(
     * ``error_output(request_id, message) -> output``*: the form of a refused request's output, for clients of other
       makers; never async. Without, it is a map ``{request_id, finish_reason: "error", error: message}``. aioshm's
       clients raise `RequestFailed` for that, and for an object with these two attributes.
-    * ``has_unfinished_dp(unfinished) -> bool``*: whether any engine has work, agreed with the others. An engine that
+    * ``has_unfinished_dp(unfinished) -> bool``*: whether any engine has work, agreed with all others. An engine that
       has this works in lockstep with them: it steps while one of them has work, if it has none itself by calling
       ``execute_dummy_batch()``*.
     * ``shutdown()``*: give back what it holds, at the end.
     * whatever a client may ``call``: any other method whose name does not begin with an underscore.
 
-    The methods run one after the other, except for async methods that a client calls, which run beside everything
+    The methods run one by one, except for async methods that a client calls, which run beside everything
     else. So the engine needs no locks. A step that is not async blocks the loop; ZeroMQ's own thread receives messages
     meanwhile.
 

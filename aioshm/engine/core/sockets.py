@@ -37,7 +37,7 @@ MAX_PENDING_BYTES = 128 << 20
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _UNBOUNDED = 0
-_LOCAL_HWM = 8  # messages of any size that ZeroMQ holds for a front end of this host; the rest is counted in bytes
+_LOCAL_HWM = 8  # messages of any size that ZeroMQ holds for a front end of this host; bytes bound the remainder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

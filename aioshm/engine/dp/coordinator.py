@@ -101,7 +101,7 @@ class DPCoordinator(ProcessManager):
         self._timeout = timeout
         self._given_keys = keys_for_front_end(keys) if secure and over_tcp(wanted) else None
         self._waves = Waves(n_engines, lockstep=enable_wave_coordination, kv_cache_usage=kv_cache_usage)
-        self._valid: dict[int, int] = {}  # the first incarnations whose keys are not void
+        self._valid: dict[int, int] = {}  # the first incarnations with valid keys
         self._notices: socket.socket | None = None
         self._bound = wanted
         super().__init__(run_coordinator, (), shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
@@ -132,7 +132,7 @@ class DPCoordinator(ProcessManager):
 
         Args:
             n_engines: The number of engines.
-            options: The other arguments of the class.
+            options: Further arguments of the class.
         """
         coordinator = cls(n_engines, wait=False, **options)
         try:

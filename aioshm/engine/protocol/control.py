@@ -57,7 +57,7 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
 
     engines: int | None = None  # the new number of engines; None: unchanged
     dead: int | None = None  # the rank of an engine that has died
-    incarnation: int = 0  # its first incarnation whose keys are not void
+    incarnation: int = 0  # its first incarnation with valid keys
 
 
 _report = msgspec.msgpack.Decoder(Report)
@@ -115,7 +115,7 @@ class Membership(msgspec.Struct, array_like=True, frozen=True):
     """The present engines; each message is complete, and independent of earlier ones."""
 
     version: int  # grows with each change
-    engines: dict[Rank, int]  # the first incarnations whose keys are not void, by rank
+    engines: dict[Rank, int]  # the first incarnations with valid keys, by rank
     leaving: list[Rank] = []
     deaths: dict[Rank, Death] = {}  # by rank
     failure: Death | None = None  # why no engine will come back

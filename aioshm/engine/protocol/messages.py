@@ -7,7 +7,7 @@ To an engine, ROUTER to DEALER: the engine's identity, a type byte, the payload'
     START_DP_WAVE  02  [wave, exclude_engine_index], only from the coordinator
     UTILITY        03  [client_index, call_id, method, args]
 
-and back, PUSH to PULL, an envelope, or the one frame `ENGINE_CORE_DEAD`. The names and the forms are vLLM's.
+and back, PUSH to PULL, an envelope, or a single frame `ENGINE_CORE_DEAD`. The names and the forms are vLLM's.
 
 aioshm's clients and engines add one number to that: the generation of each submission, so that outputs of an aborted
 request are never taken for those of a later request with the same id. It is the last frame of an ADD (`mark`), which

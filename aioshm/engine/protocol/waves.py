@@ -2,7 +2,7 @@
 
 Engines in lockstep are running together or paused together. A wave lies between two pauses; waves are numbered from 0
 on. The engine of rank 0 reports the end of a wave. An engine that gets a request while all are paused reports that it
-starts a wave, and the coordinator wakes the others.
+starts a wave, and the coordinator wakes all others.
 
 Messages of several engines overtake each other. So a message about a wave before the current one is stale, and changes
 nothing.
@@ -19,7 +19,7 @@ INTERVAL_S = 0.1
 QUIET_INTERVAL_S = 5.0
 """The time between two publications of unchanged counts."""
 STEP_S = 0.05
-"""How long to wait for the other engines' counts of the same step."""
+"""How long to wait for all other engines' counts of the same step."""
 MAX_WAVES_AHEAD = 1 << 10
 """The limit of waves ahead of the coordinator's: a report with a huge wave would make all later waves stale."""
 

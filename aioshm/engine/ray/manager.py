@@ -173,7 +173,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             target_fn: The target of each actor.
             engine_count: The number of engines.
             local_engine_count: How many of them are local.
-            options: The other arguments of the class.
+            options: Further arguments of the class.
         """
         return await in_thread(
             lambda: cls(target_fn, engine_count, local_engine_count, **options), discard=lambda made: made.close()

@@ -49,8 +49,8 @@ class Protection:
         self._more = more  # whether unexpected ranks are recognised
         self._lock = threading.RLock()  # the ZAP authenticator recognises keys in its thread
         self._users: dict[tuple[str, bytes], str] = {}
-        self._valid: dict[int, int] = {}  # the first incarnation whose keys are not void, by rank
-        self._derived: dict[int, int] = {}  # the last incarnation whose keys were derived, by rank
+        self._valid: dict[int, int] = {}  # the first incarnation with valid keys, by rank
+        self._derived: dict[int, int] = {}  # the last incarnation with derived keys, by rank
         if keys is not None:
             self._users[FRONT_ENDS, z85.decode(keys.front_end.public)] = FRONT_END
             for rank in ranks:

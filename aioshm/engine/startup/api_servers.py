@@ -29,8 +29,8 @@ class APIServerProcessManager(ProcessManager):
     servers; ``client_index``, the index of this server; ``stats_update_address`` and ``membership_address``, if there
     are any.
 
-    With ``restart`` a dead server is restarted with the same index and socket, while the other servers run. The
-    connections and requests of the dead server are lost. New connections go to the other servers, or wait at the
+    With ``restart`` a dead server is restarted with the same index and socket, while other servers run. The
+    connections and requests of the dead server are lost. New connections go to other servers, or wait at the
     socket. Engines abort the requests of the dead server, and register with the new process when the process binds its
     addresses, which need fixed ports over TCP. Late outputs for the dead server are dropped, see
     `EngineClient.late_outputs`: request ids have to be unique across processes. A server that exits with code 0 is

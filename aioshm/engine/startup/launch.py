@@ -34,8 +34,8 @@ class CoreEngineLaunch:
         addresses: The addresses for engines, and for an `EngineClient` in API servers.
         handshake_address: Where engines say HELLO, also engines of other hosts.
         core_engines: The engines that shake hands here.
-        watched_processes: Processes whose exit ends the startup, such as API servers; with ``wait=False`` they may be
-            set until `wait_until_ready`.
+        watched_processes: Processes that end the startup by their exit, such as API servers; with ``wait=False`` they
+            may be set until `wait_until_ready`.
         report: The answers of the engines; None until all are ready.
         front_ends: The clients in API servers, with ``on_engine_death="continue"``.
         startup: The handshake; stays open for engines that come back, with ``on_engine_death="continue"``.

@@ -102,7 +102,7 @@ class CoreEngineProcManager(ProcessManager):
             target_fn: The target of each process.
             local_engine_count: The number of engines of this machine.
             start_index: The first global index.
-            options: The other arguments of the class.
+            options: Further arguments of the class.
         """
         check_int("local_engine_count", local_engine_count, minimum=0)
         manager = cls(target_fn, 0, start_index, **options)

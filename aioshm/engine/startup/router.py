@@ -28,8 +28,8 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 class HandshakeRouter:
     """A ROUTER, bound to ``place``, or a given one, which stays open and may be of ``zmq.asyncio``.
 
-    ``on_message`` gets the identity of an engine, the other frames, and a description of the sender; it returns whether
-    to continue.
+    ``on_message`` gets the identity of an engine, all further frames, and a description of the sender; it returns
+    whether to continue.
     """
 
     def __init__(

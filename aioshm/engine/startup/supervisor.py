@@ -41,12 +41,12 @@ class EngineSupervisor(AsyncClosing):
         engine_count: The number of engines at first.
         restart: When processes are restarted, each by itself.
         resubmit: See `ClientOptions`.
-        lockstep: Whether no engine can continue without the others, such as those of mixtures of experts: then one
+        lockstep: Whether no engine can continue without all others, such as those of mixtures of experts: then one
             death restarts all engines.
         start_timeout: Seconds that a restarted engine may take until it is ready; then it is killed, which counts as a
             death. None: ``AIOSHM_ENGINE_READY_TIMEOUT_S``, or 600.
         on_change: Called on the loop when an engine's state has changed.
-        options: The other arguments of `launch_core_engines`, such as ``layout`` and ``client``.
+        options: Further arguments of `launch_core_engines`, such as ``layout`` and ``client``.
 
     Raises:
         EngineStartupError: As from `launch_core_engines`, on entering: the first start is tried once.

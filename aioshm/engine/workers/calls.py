@@ -173,7 +173,7 @@ class CallTable:
         self._session.check()
 
     def abandon(self, call: Call) -> None:
-        """Abandon a call whose caller has stopped waiting; cancel the call if it was sent."""
+        """Abandon a call after its caller has stopped waiting; cancel the call if it was sent."""
         if call.sent:
             if not call.done:
                 self._post(call, CANCEL)

@@ -149,7 +149,7 @@ class WorkerGroup(AsyncClosing):
     ) -> Any:
         """Call a method of every worker, and wait for all answers.
 
-        Calls of several tasks run one after the other, in their order. A call that is cancelled or times out continues
+        Calls of several tasks run one by one, in their order. A call that is cancelled or times out continues
         in the workers, which begin the next one afterwards; its answers are dropped. Results are unpickled; arrays and
         tensors of any size are private copies.
 
@@ -159,7 +159,7 @@ class WorkerGroup(AsyncClosing):
             args: Positional arguments of the method.
             kwargs: Keyword arguments of the method.
             timeout: Seconds, including the wait for earlier calls; None waits for ever.
-            unique_reply_rank: The only worker whose result is returned; the others only acknowledge.
+            unique_reply_rank: The only worker whose result is returned; all others only acknowledge.
 
         Returns:
             The results by rank, or the result of ``unique_reply_rank``.
@@ -385,9 +385,9 @@ class WorkerGroup(AsyncClosing):
         return self
 
     async def aclose(self) -> None:
-        """Let the workers exit by themselves, then stop the rest; waiting calls raise `QueueClosed`. Idempotent.
+        """Let the workers exit by themselves, then stop all others; waiting calls raise `QueueClosed`. Idempotent.
 
-        Cancelling this kills the workers. After the death of one, the others are stopped immediately: they may wait for
+        Cancelling this kills the workers. After the death of one, all others are stopped immediately: they may wait for
         the dead one.
         """
         if self._pid != os.getpid():  # a forked child's copy: the workers are the parent's

@@ -96,7 +96,7 @@ class WorkerProcesses:
         self._watch = ProcessWatch(manager=self._manager, on_exit=lambda: this._exited())
 
     def late(self, n_workers: int) -> list[int]:
-        """Return the ranks whose constructors have not returned."""
+        """Return the ranks with unfinished constructors."""
         return [rank for rank in range(n_workers) if rank not in self.workers or not self.workers[rank].constructed]
 
     @property
@@ -183,7 +183,7 @@ class WorkerProcesses:
         return functools.partial(WorkerDied, rank, first.name, first.pid, first.exitcode, text, tail)
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Name workers, with the kernel's state of those that cannot run."""
+        """Name workers, with the kernel's state of workers that cannot run."""
         texts = []
         for rank in ranks:
             if rank not in self.workers:

@@ -1,10 +1,10 @@
 """Decides which call may be sent to which worker, and when. No I/O, no clock.
 
-A call of one worker is sent immediately, behind the worker's present calls. A call of any worker goes to the one that
-has been idle longest; waiting calls of any worker are served in order. While such calls wait, a new call of one worker
-queues behind them: otherwise a worker that gets its own calls again and again would never be idle for them. A worker
-with a stream is not idle either, but a stream may last for ever. So a call of that worker does not queue behind the
-calls of any worker.
+A call of one worker is sent immediately, behind the worker's present calls. A call of any worker goes to the worker
+that has been idle longest; waiting calls of any worker are served in order. While such calls wait, a new call of one
+worker queues behind them: otherwise a worker that gets its own calls again and again would never be idle for them. A
+worker with a stream is not idle either, but a stream may last for ever. So a call of that worker does not queue behind
+the calls of any worker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker's server: takes calls from two queues, and runs them one after the other, in the order of sending.
+"""A worker's server: takes calls from two queues, and runs them one by one, in the order of sending.
 
 The server reads both queues all the time, also while a coroutine method is awaited: a call may be cancelled meanwhile.
 Streams run beside the calls: a generator yields an item between calls, an asynchronous generator also at an ``await``.
@@ -123,7 +123,7 @@ class CallServer:
         self._streams: dict[int, _Stream] = {}
         self._busy = False  # whether a task runs the queued calls
         self._running: asyncio.Task[None] | None = None  # awaits the result of a method, and continues with the queue
-        self._awaited: int | None = None  # the call whose method is awaited
+        self._awaited: int | None = None  # the call of the awaited method
         self._tasks: set[asyncio.Task[None]] = set()
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done: the server stops
 

@@ -33,7 +33,7 @@ class Session:
 
     Attributes:
         n_workers: The number of workers.
-        callable: The number of workers that can be called alone: without those that leave.
+        callable: The number of workers that can be called alone: without workers that leave.
         failure: Creates the error of every later call; None until the group ends.
         ended: Set when the group ends.
         is_open: Whether the processes and the calls exist.
@@ -287,7 +287,7 @@ class Session:
             self.worker_changed(None)
 
     async def stop(self, patience: float) -> None:
-        """Let the workers exit by themselves for that many seconds, then stop the rest; after `end`.
+        """Let the workers exit by themselves for that many seconds, then stop the remaining ones; after `end`.
 
         Cancelling this kills them.
         """

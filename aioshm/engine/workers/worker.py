@@ -110,7 +110,7 @@ def takes_rank(constructor: Callable[..., Any]) -> bool:
 
 
 class Worker:
-    """The object whose methods the driver calls."""
+    """The object that receives the driver's calls."""
 
     def __init__(self, termination: Termination) -> None:
         self._termination = termination

@@ -10,7 +10,7 @@ then begins with a known batch. If it begins with a different batch, or is empty
 the new numbers continue exactly where the old ones ended.
 
 If the publisher's replay buffer is short and live messages wait for long, an answer may begin after a waiting live
-message. The live messages are then delivered first, and the rest of the answer is ignored.
+message. The live messages are then delivered first, and the remaining answer is ignored.
 
 If nobody answers, a batch over a new connection proves nothing: the publisher counts as restarted.
 
@@ -53,7 +53,7 @@ class Verdict(Enum):
     """The meaning of a number."""
 
     NEXT = auto()  # the expected number
-    GAP = auto()  # numbers before this one are missing
+    GAP = auto()  # numbers before this number are missing
     COPY = auto()  # delivered before
     BACK = auto()  # an old number with new content: the publisher restarted
     UNSURE = auto()  # an old number whose content is no longer known
@@ -251,7 +251,7 @@ class SourceTracker:
         self._jobs[0].asked_at = arrivals
 
     def replayed(self, message: Message) -> bool:
-        """Take one reply to the current request; False if the rest of the answer is not wanted."""
+        """Take one reply to the current request; False if the remaining answer is not wanted."""
         job = self._jobs[0]
         stream = self._stream(message, job.stream)
         if stream.absent and stream is not job.stream:  # back: the answer to its own request identifies the process
@@ -371,7 +371,7 @@ class SourceTracker:
             raise CodecError(f"this endpoint has {count} publishers, by topic and rank: no more are accepted")
 
     def _ask_again(self, job: _Job, stream: _Stream) -> None:
-        """Ignore the stream in the rest of this answer, and request the stream next."""
+        """Ignore the stream in the remaining answer, and request the stream next."""
         job.disowned.add(stream)
         pending = job.pending if stream is job.stream else None
         self._jobs.insert(1, _Job(_Why.CHECK, stream, pending))

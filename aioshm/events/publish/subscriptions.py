@@ -51,7 +51,7 @@ class Subscriptions:
     def _count(self, frame: zmq.Frame) -> None:
         try:
             descriptor = int(frame.get(zmq.SRCFD))
-        except zmq.ZMQError:  # the end of a subscription whose peer has left
+        except zmq.ZMQError:  # the end of a subscription after its peer has left
             return
         data = frame.bytes
         topics = self.topics.setdefault(descriptor, set())

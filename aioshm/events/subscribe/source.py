@@ -84,7 +84,7 @@ class _Intake:
         self._last_refusal = ""
 
     def begin(self, port: _Port, frames: wire.Frames) -> KVEventBatch | None:
-        """Decode a batch; None if the payload is refused, or if `proceed` has to decode the rest."""
+        """Decode a batch; None if the payload is refused, or if `proceed` has to decode the remaining events."""
         try:
             found = self._decoder.begin(frames.payload)
         except CodecError as error:

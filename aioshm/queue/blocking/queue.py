@@ -382,7 +382,7 @@ class MessageQueue(QueueBase[T], Closing):
         return repr(self.held)
 
     def close(self) -> None:
-        """Close this end and notify the other side. Idempotent; may be called from any thread.
+        """Close this end and notify the peer. Idempotent; may be called from any thread.
 
         Calls that wait in other threads raise `QueueClosed` before this returns. While a block has the slot, or in a
         signal handler that interrupts a call, this returns immediately: further calls raise `QueueClosed`, a block of

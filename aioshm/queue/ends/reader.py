@@ -41,7 +41,7 @@ class Reader(Closable):
         self.rank = rank
         # The coroutines of the async API; they ask the ring's core first, once the end is ready.
         self.calls: Calls = Calls(self.dequeue)
-        # Finds the next writer when this one is gone. None: bound to one writer.
+        # Finds the next writer when the present writer is gone. None: bound to one writer.
         self._reconnect = reconnect
         if source is None:
             assert reconnect is not None
@@ -106,13 +106,13 @@ class Reader(Closable):
         return self._reconnect is not None and self._reconnect.unreported
 
     def leave_writer(self, error: AioshmError) -> None:
-        """Search for the next writer, now that this one is gone and drained, or raise ``error``."""
+        """Search for the next writer, now that the present writer is gone and drained, or raise ``error``."""
         if self._reconnect is None:
             raise error
         self._reconnect.leave_writer(error)
 
     def _check_attaching(self) -> None:
-        """Raise the error that prevents attaching; search for the next writer if this one is gone."""
+        """Raise the error that prevents attaching; search for the next writer if the present writer is gone."""
         self.state.check_usable()
         if self._reconnect is not None:
             self._reconnect.check_attaching()

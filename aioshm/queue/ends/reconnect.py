@@ -1,4 +1,4 @@
-"""A reader's search for its writer, and for the next writer when that one is gone."""
+"""A reader's search for its writer, and for each successor of the writer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Writers(Protocol):
     """The successive writers of a reader."""
 
     def find(self) -> Handle | None:
-        """Return the handle of the present writer; None if no writer runs, or only the one marked as gone."""
+        """Return the handle of the present writer; None if no writer runs, or only a writer that is marked as gone."""
 
     def left(self) -> None:
         """Mark the writer of the latest handle as gone."""
@@ -122,7 +122,7 @@ def _search(weak_source: weakref.ref[NoWriter], loop: asyncio.AbstractEventLoop)
 
 
 class Reconnect:
-    """Attaches a reader to its writer, and to the next writer when that one is gone."""
+    """Attaches a reader to its writer, and to each successor of the writer."""
 
     _reader: Reader
 
@@ -144,12 +144,12 @@ class Reconnect:
         self._repeat = repeat
         # For calls without a timeout; None: wait for ever.
         self._patience_s = patience_s
-        # Pid and error of the writer before this one, until a call has raised `QueueRestarted`.
+        # Pid and error of the former writer, until a call has raised `QueueRestarted`.
         self._ended: tuple[int, AioshmError] | None = None
         # The error that prevented attaching, until a call has raised it.
         self._obstacle: AioshmError | None = None
         self._finishing: set[asyncio.Task[None]] = set()
-        # Messages and bytes from the writers before this one.
+        # Messages and bytes from former writers.
         self.received: int = 0
         self.received_bytes: int = 0
         # Restarts that were reported to the caller.
@@ -192,7 +192,7 @@ class Reconnect:
         return obstacle
 
     def check_attaching(self) -> None:
-        """Raise the error that prevents attaching; search for the next writer if this one is gone."""
+        """Raise the error that prevents attaching; search for the next writer if the present writer is gone."""
         gone = self._reader.source.gone
         if gone is not None:
             self._failed(gone())
@@ -211,7 +211,7 @@ class Reconnect:
     # Leaving a writer
 
     def leave_writer(self, error: AioshmError) -> None:
-        """Search for the next writer, now that this one is gone and drained, or raise ``error``."""
+        """Search for the next writer, now that the present writer is gone and drained, or raise ``error``."""
         if not self._reconnects_after(error):
             raise error
         if self.state.ready and self._ended is None:

@@ -33,7 +33,7 @@ class ObjectGroup(Protocol):
     world_size: int
 
     def broadcast_obj(self, obj: Any, src: int) -> Any:
-        """Return rank ``src``'s object at every rank, and ignore the objects of the other ranks."""
+        """Return rank ``src``'s object at every rank, and ignore the objects of all other ranks."""
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks, by rank, at every rank."""

@@ -42,7 +42,7 @@ def in_the_same_node_as(
     """Return, by rank, which processes share memory with the process of one rank.
 
     A collective that blocks: every rank calls it and gets the same list. Host names do not matter: rank ``source_rank``
-    creates a small segment like a queue's, the other ranks map it like a queue's readers and write to it, and the
+    creates a small segment like a queue's, all other ranks map it like a queue's readers and write to it, and the
     source checks what has arrived.
 
     Args:
@@ -54,7 +54,7 @@ def in_the_same_node_as(
     Raises:
         SharedMemoryError: The source cannot make a segment or a socket.
         OutOfDescriptors, OutOfThreads: A limit of this process is reached.
-        HandleError: The same, at the other ranks.
+        HandleError: The same, at all other ranks.
         ValueError, TypeError: An argument is out of range, or ``pg`` is no process group of this process.
     """
     group = as_group(pg)
@@ -87,7 +87,7 @@ def probe(group: ObjectGroup, source: int, options: Options | None) -> list[bool
 
 
 class _Invitation(NamedTuple):
-    """The source's message to the other ranks."""
+    """The source's message to all other ranks."""
 
     address: str
     secret: bytes  # the first bytes of the segment

@@ -112,7 +112,7 @@ class StatelessProcessGroup:
             port: And at this port, 1 to 65535.
             rank: This process' rank.
             world_size: The number of ranks.
-            timeout: Seconds that this call and every later call wait for the other ranks.
+            timeout: Seconds that this call and every later call wait for all other ranks.
             name: The group's name, the same at every rank. Of two groups with the same name and world size at one port,
                 the second process that claims a rank gets the error, even if the rank is its own.
 
@@ -170,7 +170,7 @@ class StatelessProcessGroup:
         return group
 
     def broadcast_obj(self, obj: Any, src: int) -> Any:
-        """Send rank ``src``'s object to all ranks and return it. The objects of the other ranks are ignored.
+        """Send rank ``src``'s object to all ranks and return it. The objects of all other ranks are ignored.
 
         Rank 0 returns when all ranks have received the object.
 
@@ -287,7 +287,7 @@ class StatelessProcessGroup:
     def _claim_key(self) -> str:
         return f"claim/{self.rank}"
 
-    # A call: each rank sets the keys that the others wait for, and then, as its last access to the store, its done key.
+    # A call: each rank sets the keys that all other ranks wait for, and last, its done key.
     # Rank 0 waits for all done keys and deletes everything.
 
     def _exchange(self, what: str, sent: bytes, deadline: float) -> list[bytes]:

@@ -5,9 +5,9 @@ assigns the name anew. A copy for each message would cost more than no lease at 
 large message that is still held: until the end of the next lease, or until anything else is read, or for `RESPITE_S`.
 Then the slot is released, and a view that is still held becomes a private copy.
 
-A loop that waits for the next message cannot drop this one. While a call waits, the slot stays retained unless the
-writer needs it. The reader checks that ever less often, so that it can sleep: after as long as it has waited already,
-and after `LONGEST_RESPITE_S` at most.
+A loop that waits for the next message cannot drop the present message. While a call waits, the slot stays retained
+unless the writer needs it. The reader checks that ever less often, so that it can sleep: after as long as it has
+waited already, and after `LONGEST_RESPITE_S` at most.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Leases:
             self._timer.cancel()
             self._timer = None
         self._respite_s = RESPITE_S
-        if self._timer is None:  # one for many leases: a timer for each would take as long as the rest of the lease
+        if self._timer is None:  # one for many leases: a timer for each would take as long as a whole lease
             self._timer = loop.call_later(RESPITE_S, self._respite_ends)
 
     def _respite_ends(self) -> None:

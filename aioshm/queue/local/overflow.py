@@ -373,7 +373,7 @@ class PassedSegments(OverflowReader):
         return None
 
     def finished(self) -> None:
-        """Unlock the segments whose arrays the program has dropped."""
+        """Unlock the segments of arrays that the program has dropped."""
         for passed in self.segments:
             if passed is not None and passed.is_locked and not passed.is_viewed():
                 if passed.discard_changes(self._pagemap):

@@ -125,7 +125,7 @@ class LocalReaders:
         return [attached.get(rank, 0) for rank in self.ranks if rank in attached or not slots[rank].extra]
 
     def wake_readers(self) -> None:
-        """Wake the readers whose parked flags are up."""
+        """Wake the parked readers."""
         parked = self.ring.readers_parked
         for index, peer in self._attached:
             if parked[index]:

@@ -301,7 +301,7 @@ class SlotReader:
         return body
 
     def _decode_in_place(self, body: memoryview, header: Header) -> Any:
-        """Decode a message whose arrays stay where they are."""
+        """Decode a message, and leave its arrays where they are."""
         kind, _, how, n_buffers, _, _, size = header
         try:
             if kind == RAW:

@@ -308,7 +308,7 @@ class Round:
         self.running = running
         self.order = cycle(running)
 
-    # Silence of single queues, whatever messages the other queues have
+    # Silence of single queues, whatever messages other queues have
 
     def watch_silence(self, now: float) -> None:
         """Measure each queue's silence from now on."""

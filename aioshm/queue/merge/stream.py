@@ -240,7 +240,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._turn_ends_ns = now_ns + YIELD_AFTER_NS
         for place in self._round.running:
             place.reader.state.new_turn(now_ns)
-            place.reader.state.core.spin_ns = 0  # a spin for one reader would delay the others
+            place.reader.state.core.spin_ns = 0  # a spin for one reader would delay all others
 
     # Waiting
 

@@ -324,7 +324,7 @@ class RemoteReaders:
     # Silent readers
 
     def _tick(self) -> None:
-        """Poll every reader, and give up those that have been silent for too long."""
+        """Poll every reader, and give up readers that have been silent for too long."""
         assert self.loop is not None
         self._timer = None
         if self.loop.is_closed():

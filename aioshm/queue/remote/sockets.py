@@ -341,7 +341,7 @@ class WriterSockets:
 def _control_socket(
     sockets: Sockets, kind: int, endpoint: str, *, bind: bool, curve: CurveKeys | None, silence_s: float
 ) -> Socket:
-    """Open a DEALER or ROUTER whose frames have a bounded size."""
+    """Open a DEALER or ROUTER with a bounded size of frames."""
     sock = sockets.add(
         open_socket(
             sockets.context,

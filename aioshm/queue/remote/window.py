@@ -80,7 +80,7 @@ class SendWindow(Generic[K]):
         self.seq += 1
 
     def sent(self, message: K) -> Sequence[K]:
-        """Keep the next message; return messages to release, maybe this one."""
+        """Keep the next message; return messages to release, maybe the message itself."""
         self.seq += 1
         if self.readers:
             self._kept.append(message)
@@ -124,7 +124,7 @@ class SendWindow(Generic[K]):
         return self._consume()
 
     def resend(self, rank: int, first: int, last: int) -> list[K]:
-        """Return the messages of a run to send again, without those that this connection has carried again already.
+        """Return the messages of a run to send again, without messages that this connection has carried again already.
 
         Repeated requests thus put no more than two windows on their way, and the sockets have room for two.
 

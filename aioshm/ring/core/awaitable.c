@@ -44,7 +44,7 @@ static PyObject *fetch_error(void)
     return error;
 }
 
-/* Have the core do it. PYGEN_NEXT: it could not, and the rest continues with what the core answered or raised. */
+/* Have the core do it. PYGEN_NEXT: it could not, and the coroutine continues with what the core answered or raised. */
 static PySendResult begin(Call *self, bool asks, PyObject **result)
 {
     PyObject *args[CALL_ARGS], *outcome = Py_NewRef(Py_None);

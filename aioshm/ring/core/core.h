@@ -34,7 +34,7 @@
 /* The chunks of one size, as the writer's record keeps them: the class Chunks of record.py says what the words mean. */
 typedef struct {
     uint64_t given, taken, allocated;
-    uint64_t lists[];         /* the numbers of the free chunks; the messages in the others; the numbers of the others */
+    uint64_t lists[];         /* the free chunks; the messages in taken chunks; the taken chunks */
 } Chunks;
 
 typedef struct {

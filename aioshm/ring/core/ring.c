@@ -1,4 +1,4 @@
-/* The calls of both ends: waking the other end, spinning, binding. */
+/* The calls of both ends: waking the peer, spinning, binding. */
 
 #include "core.h"
 
