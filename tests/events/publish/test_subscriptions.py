@@ -107,3 +107,22 @@ async def test_a_port_with_keys_has_no_bound(ends: Ends) -> None:
     publisher = ends.publisher(curve=CurveKeys.generate())
     assert publisher.stats().cut_off == 0
     assert publisher._core.sockets.pub.type == zmq.PUB
+
+
+async def test_peer_with_a_too_long_subscription_is_disconnected_and_others_get_every_batch(ends: Ends) -> None:
+    publisher = ends.publisher()
+    subscriber = ends.subscriber(publisher)
+    first = await publish_until_delivery(publisher, subscriber)
+    assert isinstance(first, Received)
+    monitor = publisher._core.sockets._monitors[0]
+    with peer(publisher.endpoint, [bytes(60_000)]) as greedy:
+        async with asyncio.timeout(PATIENCE_S):
+            while monitor.reconnects < 2:
+                greedy.poll(0)  # lets ZeroMQ subscribe again over the next connection
+                publisher.publish(batch(0))
+                await asyncio.sleep(0.005)
+    for seq in range(first.seq + 1, publisher.stats().published):
+        item = await subscriber.receive(PATIENCE_S)
+        assert isinstance(item, Received)
+        assert item.seq == seq
+    assert subscriber.stats().reconnects == 0
