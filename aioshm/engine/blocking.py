@@ -212,7 +212,7 @@ class EngineClient(Closing):
             self._closed = True
 
     def __del__(self) -> None:
-        host = self._host
+        host = getattr(self, "_host", None)
         if host is None or not self._owns_host or self._closed or host.ended or host.elsewhere:
             return
         warn_not_closed(self, "use `with`")

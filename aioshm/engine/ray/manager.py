@@ -410,7 +410,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         self._closing.result()
 
     def __del__(self) -> None:
-        if not self._closed:
+        if not getattr(self, "_closed", True):
             warn_not_closed(self)
             self._close(wait=False)  # in a thread of Ray, waiting would be a deadlock
 

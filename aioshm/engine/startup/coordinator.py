@@ -245,7 +245,7 @@ class EngineStartupCoordinator(AsyncClosing):
             self._close_sockets()
 
     def __del__(self) -> None:
-        if self._router is not None and not self._closed:
+        if getattr(self, "_router", None) is not None and not self._closed:
             warn_not_closed(self)
             self._close_sockets()
 

@@ -188,7 +188,7 @@ class EngineSupervisor(AsyncClosing):
             await stack.aclose()
 
     def __del__(self) -> None:
-        if self._stack is not None:
+        if getattr(self, "_stack", None) is not None:
             warn_not_closed(self)
 
     # More engines, or fewer

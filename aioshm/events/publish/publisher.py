@@ -269,7 +269,7 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
         return self
 
     def __del__(self) -> None:
-        if not self._closed:
+        if not getattr(self, "_closed", True):
             warn_not_closed(self)
             self._core.stop(0.0)
 

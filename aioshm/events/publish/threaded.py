@@ -153,7 +153,7 @@ class ThreadedEventPublisher(Closing, CorePublisher):
         self.shutdown()
 
     def __del__(self) -> None:
-        if not self._closed and not self._host.elsewhere:
+        if not getattr(self, "_closed", True) and not self._host.elsewhere:
             warn_not_closed(self, "use `with`, or call shutdown()")
             self._host.post(self._core.shutdown)
 
