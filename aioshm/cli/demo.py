@@ -73,7 +73,7 @@ class Reader:
         self._phases: dict[str, list[int]] = {}  # messages, bytes, first arrival, last arrival
 
     async def receive(self, handle: Handle) -> dict[str, Any]:
-        """Check messages until the writer closes the queue."""
+        """Receive from the queue until the writer closes it; compare each message with the sent one."""
         async with MessageQueue.create_from_handle(handle, self._rank) as queue:
             await queue.wait_until_ready(timeout=10)
             async for message in queue:

@@ -149,7 +149,7 @@ class EngineClient(Closing):
         self._open_host().run(lambda: self._client.wait_until_ready(timeout))
 
     def submit(self, request: Any, *, engine: int | None = None, timeout: float | None = None) -> OutputStream[Any]:
-        """Send a request, and return its outputs. The request is sent when this returns.
+        """Send a request; return the iterator of its outputs. The request is sent when this returns.
 
         Args:
             request: Do not change it before this returns.

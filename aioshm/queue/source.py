@@ -141,7 +141,7 @@ class Source(Closable):
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Finish with the latest block before the next message is read."""
+        """Release the slot of the latest lease, if the slot is still held, so that the writer can use it again."""
 
     def quick(self) -> Callable[[], Any]:
         """Return `receive`, or a variant without polling sockets; the reader must be ready."""

@@ -21,7 +21,7 @@ MIN_ANSWER_S = 0.25
 
 
 def deadline_after(timeout: float | None, cancel: Any = None, indefinite: bool = False) -> float | None:
-    """Check the arguments of a wait on an event loop; return its deadline by ``time.monotonic()``."""
+    """Check the arguments of `dequeue` on an event loop; return the deadline by ``time.monotonic()``, None: none."""
     if timeout is None and cancel is None and indefinite is False:
         return None
     if cancel is not None and not isinstance(cancel, asyncio.Event):

@@ -235,7 +235,7 @@ class EngineClient(AsyncClosing):
         self._link.give_up(error)
 
     def void_keys(self, rank: int, incarnation: int) -> None:
-        """Refuse the keys of an engine's earlier incarnations, which are dead.
+        """Refuse the keys of an engine's incarnations before ``incarnation``, the first one that is not dead.
 
         Programs that restart engines call this after a death. Otherwise keys become void when newer ones are used.
         Without TCP nothing happens.

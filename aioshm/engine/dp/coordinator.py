@@ -145,7 +145,7 @@ class DPCoordinator(ProcessManager):
 
     @property
     def proc(self) -> Child:
-        """Its process."""
+        """The process of the coordinator."""
         return self.processes[0]
 
     def get_stats_publish_address(self) -> str:

@@ -279,7 +279,7 @@ class BlockingEnd:
 
     @property
     def reader(self) -> Reader:
-        """The end of a reader."""
+        """The `Reader` of this end, which must not be a writer's."""
         assert isinstance(self.end, Reader)
         return self.end
 

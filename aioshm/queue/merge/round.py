@@ -56,7 +56,7 @@ class SharedSleep:
                 return False
 
     def forget(self, ring: RingReader) -> None:
-        """Remove a ring from the present sleep."""
+        """Wait no longer for a ring that closes; the sleep continues for all other rings."""
         if ring in self.rings:
             self.rings = [other for other in self.rings if other is not ring]
             ring.parked[0] = 0
