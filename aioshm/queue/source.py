@@ -100,6 +100,8 @@ class Source(Closable):
     """
 
     ring: RingReader | None = None
+    # Messages and bytes from former writers: replaced with the source in one step, as other threads read statistics.
+    earlier: tuple[int, int] = (0, 0)
     # Receives the next message; set when the source is attached.
     receive: Callable[[], Any]
 

@@ -33,6 +33,7 @@ from aioshm import (
     merge,
 )
 from aioshm.process.watch import process_state
+from aioshm.queue.local.source import RingSource
 from aioshm.queue.names.registry import NamedWriters
 from aioshm.ring.cores import native_core
 
@@ -509,6 +510,24 @@ async def test_a_merge_goes_on_with_the_next_writer() -> None:
                     await steady.enqueue("steady", 20)
                     assert await anext(merged) == (1, "steady")
             assert merged.failed == {}
+
+
+async def test_messages_are_counted_once_while_a_reader_changes_its_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    close = RingSource.close
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+
+        def counting(source: RingSource) -> None:
+            counts.append(reader.stats().messages)  # as another thread may
+            close(source)
+
+        async with new_writer() as writer:
+            for number in range(3):
+                await writer.enqueue(number, 20)
+                assert await reader.dequeue(20) == number
+            monkeypatch.setattr(RingSource, "close", counting)
+        await until(lambda: counts)
+    assert counts[0] == 3
 
 
 def blocking_writers(count: int) -> None:

@@ -363,15 +363,16 @@ class Reader(Closable):
         self.source.wake_writer()
 
     def stats(self) -> QueueStats:
-        stats = self.source.stats()
-        earlier = self._reconnect
-        if earlier is None:
+        source = self.source
+        stats = source.stats()
+        if self._reconnect is None:
             return stats
+        messages, nbytes = source.earlier
         return msgspec.structs.replace(
             stats,
-            messages=earlier.received + stats.messages,
-            bytes=earlier.received_bytes + stats.bytes,
-            restarts=earlier.restarts,
+            messages=messages + stats.messages,
+            bytes=nbytes + stats.bytes,
+            restarts=self._reconnect.restarts,
         )
 
     # Closing

@@ -149,9 +149,6 @@ class Reconnect:
         # The error that prevented attaching, until a call has raised it.
         self._obstacle: AioshmError | None = None
         self._finishing: set[asyncio.Task[None]] = set()
-        # Messages and bytes from former writers.
-        self.received: int = 0
-        self.received_bytes: int = 0
         # Restarts that were reported to the caller.
         self.restarts: int = 0
 
@@ -241,8 +238,8 @@ class Reconnect:
         state = self.state
         old = self._reader.source
         assert state.loop is not None
-        self.received += old.progress
-        self.received_bytes += old.stats().bytes
+        messages, nbytes = old.earlier
+        earlier = (messages + old.progress, nbytes + old.stats().bytes)
         old.announce_close()
         state.part(lambda: self._ended is not None)
         old.close()
@@ -251,6 +248,7 @@ class Reconnect:
             self._finishing.add(finishing)
             finishing.add_done_callback(self._finishing.discard)
         source = NoWriter(self)
+        source.earlier = earlier
         self._reader.use(source, None, None)
         if not paused:
             source.start(state.loop)
@@ -282,6 +280,7 @@ class Reconnect:
             raise
         except ValueError as error:  # the reader's arguments do not suit this writer
             raise HandleError(f"{state!r}: {error}") from None
+        source.earlier = self._reader.source.earlier
         self._reader.source.close()
         self._reader.use(source, handle, codec)
         try:
