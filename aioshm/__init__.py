@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerError,
     )
+    from aioshm.process import progress
     from aioshm.queue import (
         ChangesLost,
         Handle,
@@ -132,6 +133,7 @@ __all__ = [
     "memory_fence",
     "merge",
     "native_core",
+    "progress",
     "register_codec",
 ]
 
@@ -156,6 +158,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name
             "in_the_same_node_as",
             "merge",
         ],
+        "aioshm.process": ["progress"],
         "aioshm.ring": ["ShmRingBuffer", "memory_fence"],
         "aioshm.ring.cores": ["native_core"],
     }

@@ -19,10 +19,10 @@ from aioshm.cli.app import UNUSABLE, CommandFailed, print_json, run_interruptibl
 from aioshm.deferred import import_extra
 from aioshm.errors import AioshmError
 from aioshm.observe.messages import MessageHeader, last_messages
-from aioshm.observe.proc import is_own_process
 from aioshm.observe.scan import QueueNotFound, Watch, Watched, chosen
 from aioshm.observe.suspects import WINDOW_S, ProcessReport, Report, Suspect, process_report
 from aioshm.observe.suspects import who as find_suspects
+from aioshm.process.proc import is_own_process
 from aioshm.zeromq.hosts import bracketed
 
 if TYPE_CHECKING:

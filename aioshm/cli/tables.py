@@ -10,10 +10,10 @@ import msgspec
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from aioshm.observe.proc import HUNG
 from aioshm.observe.scan import Watched
 from aioshm.observe.snapshot import End, QueueSnapshot
 from aioshm.observe.suspects import LONG_LAG
+from aioshm.process.proc import HUNG
 from aioshm.ring.header import Latency
 
 BAD = "bold red"

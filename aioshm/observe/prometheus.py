@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from aioshm.deferred import import_extra
 from aioshm.observe.metrics import METRICS, SECTIONS, Metric, Observer, Sample, process_metrics, samples_of
-from aioshm.observe.proc import HUNG, check_proc
 from aioshm.observe.scan import Watch
 from aioshm.observe.snapshot import QueueSnapshot
+from aioshm.process.proc import HUNG, check_proc
 from aioshm.ring.header import Latency
 
 if TYPE_CHECKING:

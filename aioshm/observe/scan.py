@@ -17,8 +17,8 @@ from typing import Self
 import msgspec
 
 from aioshm.errors import AioshmError, HandleError
-from aioshm.observe.proc import PROC, ProcessInfo, check_proc, process_info
 from aioshm.observe.snapshot import QueueSnapshot, Scan, snapshot_of
+from aioshm.process.proc import PROC, ProcessInfo, check_proc, process_info
 from aioshm.ring.header import read_header, read_layout
 from aioshm.ring.layout import PID, PREAMBLE, WRITER_LINE, Layout
 from aioshm.ring.segment import NAME_PREFIX, OVERFLOW_LABEL

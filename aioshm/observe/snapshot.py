@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from aioshm.codec.registry import name_of_code
-from aioshm.observe.proc import GONE, HUNG, ProcessInfo
+from aioshm.process.proc import GONE, HUNG, ProcessInfo
 from aioshm.ring.header import ReaderRow, RingHeader, WriterRow
 
 

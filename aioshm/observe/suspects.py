@@ -8,7 +8,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from aioshm.observe.proc import (
+from aioshm.observe.scan import RingFile, Watch, Watched, chosen
+from aioshm.observe.snapshot import End, QueueSnapshot
+from aioshm.process.proc import (
     HUNG,
     LOOP_WAITS,
     Frame,
@@ -19,8 +21,6 @@ from aioshm.observe.proc import (
     users_line,
     wait_channel,
 )
-from aioshm.observe.scan import RingFile, Watch, Watched, chosen
-from aioshm.observe.snapshot import End, QueueSnapshot
 
 Kind = Literal["gone", "stopped", "absent", "blocked", "slow", "writer blocked", "writer idle"]
 

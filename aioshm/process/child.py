@@ -20,18 +20,24 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
 from typing import IO, Any
 
-from aioshm.process import parent
+from aioshm.process import parent, progress
 
 STATUS_UNKNOWN = 255
 """The exit code of a process whose code another part of the program has taken; the same as asyncio's."""
 
 _EXIT_PRIORITY = 0
 """When Python ends: after the managers stop their processes (10), before multiprocessing joins all (below 0)."""
+
+ABORT_WITHIN_S = 2.0
+"""How long a process may take to write its stacks, and its core where that is wanted, before SIGKILL."""
+
+_OWN_ATTRIBUTES = frozenset({"_stderr", "_launched", "progress", "reason"})
+"""Attributes of the parent's object, which the new process does not get."""
 
 _HAVE_WAITID = hasattr(os, "waitid")  # macOS: from Python 3.13 on
 
@@ -49,6 +55,8 @@ class Child(SpawnProcess):
         stderr: int | None = None,
     ) -> None:
         super().__init__(target=target, name=name, args=args, kwargs=kwargs or {})
+        self.progress: progress.Cell | None = None  # of the started process, which writes its progress there
+        self.reason: str = ""  # why `end` has killed the process
         self._stderr = stderr
         self._launched: _Popen | None = None
 
@@ -59,8 +67,22 @@ class Child(SpawnProcess):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...], dict[str, Any]]:
         # The new process sees an ordinary SpawnProcess, and does not have to import this package.
-        state = {name: value for name, value in vars(self).items() if name not in {"_stderr", "_launched"}}
+        state = {name: value for name, value in vars(self).items() if name not in _OWN_ATTRIBUTES}
+        if self.progress is not None:
+            state[progress.ATTRIBUTE] = self.progress.fileno()
         return object.__new__, (SpawnProcess,), state
+
+    def end(self, reason: str) -> None:
+        """Kill the process for a reason, which is reported with its exit: with SIGABRT, and SIGKILL a little later.
+
+        The first makes ``faulthandler`` write the stacks to the standard error. Blocks until then; call this in a
+        thread.
+        """
+        if self.exitcode is None:
+            self.reason = reason
+            os.kill(self.pid or 0, signal.SIGABRT)
+            self.join(ABORT_WITHIN_S)
+            self.kill()
 
     @property
     def sentinel(self) -> int:
@@ -93,6 +115,8 @@ class _Popen(popen_spawn_posix.Popen):
         assert tracker is not None
         self.duplicate_for_child(tracker)
         with ExitStack() as theirs, ExitStack() as ours, ExitStack() as undo:
+            process_obj.progress = ours.enter_context(closing(progress.Cell()))
+            self.duplicate_for_child(process_obj.progress.fileno())
             message = self._store(process_obj, theirs.enter_context(_anonymous_file()))
             orders, orders_in = _pipe(theirs, ours)  # the new process detects the end of this process by this pipe
             ended_in, ended = _pipe(ours, theirs)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from aioshm.arguments import check_int, check_seconds
+from aioshm.arguments import check_bool, check_int, check_seconds
 
 MAX_RESTARTS = 5
 WITHIN_S = 60.0
@@ -35,6 +35,10 @@ class Restart:
         within_s: Seconds that a restart counts.
         backoff_s: Seconds before the second restart.
         backoff_max_s: Seconds before any restart, at most.
+        hang_s: Seconds without progress, see `progress.expect`, after which a process is killed: with SIGABRT, so that
+            its standard error has its stacks, and with SIGKILL. Its exit is a death as any other, and its error names
+            the line of Python. None: never; a stalled process is only reported.
+        kill_stopped: Whether ``hang_s`` holds for stopped processes, too: SIGSTOP, a debugger, a frozen cgroup.
 
     Raises:
         TypeError, ValueError: A value is invalid; the text names it.
@@ -44,14 +48,22 @@ class Restart:
     within_s: float = WITHIN_S
     backoff_s: float = BACKOFF_S
     backoff_max_s: float = BACKOFF_MAX_S
+    hang_s: float | None = None
+    kill_stopped: bool = False
 
     def __post_init__(self) -> None:
         check_int("max_restarts", self.max_restarts, minimum=0)
+        if self.hang_s is not None:
+            check_seconds("hang_s", self.hang_s)
+        check_bool("kill_stopped", self.kill_stopped)
         for name in ("within_s", "backoff_s", "backoff_max_s"):
             check_seconds(name, getattr(self, name))
 
 
-ProcessPhase: TypeAlias = Literal["running", "waiting", "starting", "stopping", "exited"]
+ProcessPhase: TypeAlias = Literal["running", "stalled", "stopped", "waiting", "starting", "stopping", "exited"]
+
+ALIVE: frozenset[ProcessPhase] = frozenset({"running", "stalled", "stopped"})
+"""States of a process that is ready, and has not exited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +73,12 @@ class RankInfo:
     Attributes:
         rank: The rank.
         pid: The process id of its current process, or of the last process; None before the first.
-        state: ``"running"``; ``"waiting"`` for its restart, see `Restart`; ``"starting"`` until it is ready;
-            ``"stopping"``, after a request for fewer; or, of an API server, ``"exited"`` for good.
+        state: ``"running"``; ``"stalled"``: without progress for ``stall_warning_s``; ``"stopped"``: the same, because
+            somebody has stopped the process; ``"waiting"`` for its restart, see `Restart`; ``"starting"`` until it is
+            ready; ``"stopping"``, after a request for fewer; or, of an API server, ``"exited"`` for good.
         restarts: The number of restarts.
         cause: The cause of the last death; empty before the first death.
+        where: What a stalled or stopped process does, with its line of Python if known; empty otherwise.
     """
 
     rank: int
@@ -72,6 +86,7 @@ class RankInfo:
     state: ProcessPhase
     restarts: int
     cause: str
+    where: str = ""
 
 
 class RestartHistory:
@@ -131,20 +146,32 @@ class Life:
         self.state: ProcessPhase = "starting" if pid is None else "running"
         self.pid: int | None = pid
         self.cause: str = ""
+        self.where: str = ""
         self.task: asyncio.Task[None] | None = None  # starts the next process
         self._on_change = on_change
 
     @property
     def info(self) -> RankInfo:
         """The state for users."""
-        return RankInfo(self.rank, self.pid, self.state, self.history.restarts, self.cause)
+        return RankInfo(self.rank, self.pid, self.state, self.history.restarts, self.cause, self.where)
 
-    def enter(self, state: ProcessPhase) -> None:
+    def enter(self, state: ProcessPhase, where: str = "") -> None:
         """Note a state, and report a change."""
-        if state != self.state:
+        if (state, where) != (self.state, self.where):
             self.state = state
+            self.where = where
             if self._on_change is not None:
                 self._on_change(self.info)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process is ready, and has not exited."""
+        return self.state in ALIVE
+
+    def note_health(self, health: Literal["running", "stalled", "stopped"], where: str) -> None:
+        """Note that a process that is ready has stalled, was stopped, or makes progress again."""
+        if self.is_alive:
+            self.enter(health, where)
 
     async def bring_back(self, cause: str, start: Callable[[], Awaitable[str]]) -> bool:
         """Start a process until it runs, see `bring_back`; return False for a crash loop."""

@@ -15,7 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from aioshm.closing import Closing
 
-SUSPECT_STATES = frozenset({"stopped", "tracing-stop", "zombie", "dead", "gone", "disk-sleep"})
+STOPPED_STATES = frozenset({"stopped", "tracing-stop", "frozen"})
+"""States of processes that somebody has stopped: by SIGSTOP, with a debugger, or with the freezer of a cgroup."""
+SUSPECT_STATES = STOPPED_STATES | {"zombie", "dead", "gone", "disk-sleep"}
 """States in which a process does nothing for its queue."""
 
 _PF_EXITING = 0x4  # linux/sched.h
@@ -29,9 +31,11 @@ _SHOWN_CHARACTERS = 500
 
 
 def process_state(pid: int) -> str:
-    """Return "running", "sleeping", "stopped", "gone"...; a pid of 0 is in another pid namespace."""
+    """Return "running", "sleeping", "stopped", "frozen", "gone"...; a pid of 0 is in another pid namespace."""
     if pid <= 0:
         return "not visible from here"
+    if is_frozen(pid):
+        return "frozen"
     try:
         import psutil  # takes 12 ms, and only a report of a delay needs it
     except (ImportError, OSError):  # OSError: no descriptor to read it
@@ -42,6 +46,28 @@ def process_state(pid: int) -> str:
         return "gone"
     except (psutil.Error, OSError):  # OSError: no /proc, or no descriptor to read it
         return "not visible from here"
+
+
+def is_frozen(pid: int, root: Path = Path("/")) -> bool:
+    """Return whether the freezer of a cgroup, of either version, has stopped a process (cgroups(7))."""
+    groups = root / "sys/fs/cgroup"
+    try:
+        for line in (root / f"proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers and "frozen 1" in _read_if_there(groups / path.lstrip("/") / "cgroup.events"):
+                return True
+            v1_state = groups / "freezer" / path.lstrip("/") / "freezer.state"
+            if controllers == "freezer" and "FROZEN" in _read_if_there(v1_state):
+                return True
+    except (OSError, ValueError):
+        pass
+    return False
+
+
+def _read_if_there(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text()
+    return ""
 
 
 def is_dying(pid: int) -> bool:
@@ -113,6 +139,7 @@ class ProcessExit:
         managed: Whether a watched manager started the process.
         host: The address of the process's host, which may be another host; empty: this host.
         last_line: The last line of the process's stderr, if the manager knows it and the code is not 0.
+        reason: Why the supervisor has killed the process, such as ``"made no progress for 30 s"``; empty otherwise.
     """
 
     name: str
@@ -121,6 +148,7 @@ class ProcessExit:
     managed: bool = False
     host: str = ""
     last_line: str = ""
+    reason: str = ""
 
     def describe(self, phase: str = "", *, who: str = "") -> str:
         """Return a sentence about the exit of ``who`` (by default the name) in this phase."""
@@ -132,6 +160,8 @@ class ProcessExit:
         text = who or self.name
         if known:
             text += f" ({', '.join(known)})"
+        if self.reason:  # the stderr has the stacks of a process that was killed in this way
+            return f"{text} {self.reason}"
         text += f" {self._manner()}"
         if not self.last_line:
             return text
@@ -230,7 +260,8 @@ class ProcessWatch(Closing):
             self._due.pop(process, None)
             line = self._last_line(process.name, code) if managed else ""
             host = getattr(process, "host", "")
-            self._exits.append(ProcessExit(process.name, process.pid, code, managed, host, line))
+            reason = getattr(process, "reason", "")
+            self._exits.append(ProcessExit(process.name, process.pid, code, managed, host, line, reason))
         for manager in self._managers:
             for name, code in manager.finished_procs().items():
                 if name not in self._named:

@@ -17,8 +17,8 @@ from planting import Planted
 from support import eventually
 
 from aioshm.observe import find_queue, who
-from aioshm.observe.proc import process_info, stacks_of
 from aioshm.observe.suspects import Suspect, process_report
+from aioshm.process.proc import process_info, stacks_of
 
 
 @pytest.fixture(scope="module")

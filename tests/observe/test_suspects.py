@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from aioshm.observe.proc import ProcessInfo
 from aioshm.observe.snapshot import QueueSnapshot, snapshot_of
 from aioshm.observe.suspects import suspects
+from aioshm.process.proc import ProcessInfo
 from aioshm.ring import layout as at
 from aioshm.ring.header import read_header
 from aioshm.ring.layout import Layout

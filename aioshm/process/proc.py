@@ -6,6 +6,7 @@ py-spy runs with ``--nonblocking``: it reads memory, and neither stops nor signa
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -215,14 +216,29 @@ def parse_spy(text: bytes, pid: int) -> tuple[Stack, ...]:
         for thread in msgspec.json.decode(text):
             is_main = thread["os_thread_id"] == pid or thread["thread_name"] == "MainThread"
             name = thread["thread_name"] or ("MainThread" * is_main) or str(thread["os_thread_id"])
-            frames = []
-            for each in thread["frames"]:
-                own = not any(part in each["filename"] for part in _LIBRARIES)
-                frames.append(Frame(each["name"], each["filename"], each["line"], own))
-            stacks.append(Stack(name, is_main, bool(thread["active"]), tuple(frames)))
+            frames = tuple(_frame(each["name"], each["filename"], each["line"]) for each in thread["frames"])
+            stacks.append(Stack(name, is_main, bool(thread["active"]), frames))
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise ValueError(f"py-spy has printed something unknown: {error!r}") from None
     return tuple(stacks)
+
+
+_WRITTEN_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def parse_faulthandler(text: str) -> tuple[Stack, ...]:
+    """Parse what `faulthandler` writes, the thread first that has got the signal: in general the main thread."""
+    stacks = []
+    for part in re.split(r"^(?=Current thread |Thread )", text, flags=re.MULTILINE):
+        frames = [_frame(function, file, int(line)) for file, line, function in _WRITTEN_FRAME.findall(part)]
+        if frames:
+            is_current = part.startswith("Current")
+            stacks.append(Stack("MainThread" if is_current else "Thread", is_current, is_current, tuple(frames)))
+    return tuple(sorted(stacks, key=lambda stack: not stack.is_main))
+
+
+def _frame(function: str, file: str, line: int) -> Frame:
+    return Frame(function, file, line, own=not any(part in file for part in _LIBRARIES))
 
 
 def users_line(stacks: Iterable[Stack], *, beyond_loops: bool = False) -> Frame | None:

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import eventually
 
-from aioshm.observe import proc
-from aioshm.observe.proc import (
+from aioshm.observe.scan import find_segments
+from aioshm.process import proc
+from aioshm.process.proc import (
     GONE,
     Frame,
     NoProc,
@@ -28,7 +29,6 @@ from aioshm.observe.proc import (
     users_line,
     wait_channel,
 )
-from aioshm.observe.scan import find_segments
 
 STAT = "77 (a (bad) name) {} 1 77 77 0 -1 4194304 100 0 0 0 250 150 0 0 20 0 1 0 4242 0 0"
 

@@ -1,0 +1,204 @@
+"""Progress of a process, in a cell of memory that its supervisor reads.
+
+Each process that aioshm starts inherits a file with one cell. The process writes the cell without a system call: before
+and after each step or call, and while its event loop runs. The supervisor reads the cell, see
+`aioshm.process.stalls`. Behind the cell is the output of ``faulthandler``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import mmap
+import multiprocessing
+import os
+import signal
+import struct
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from time import monotonic_ns
+from typing import NamedTuple
+
+from aioshm.arguments import check_seconds
+from aioshm.process.limits import detach_when_forked
+
+STARTING, IDLE, BUSY, ENDING = range(4)
+"""Phases. A process that is starting or ending has other limits, so only idle and busy processes are judged."""
+
+TURN_S = 0.5
+"""Seconds between two signs of life of an event loop."""
+
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 3 * hasattr(signal, "SIGRTMAX")
+"""Makes a process write its stacks, if it says so in its cell."""
+
+CELL_BYTES = 64
+STACK_OFFSET = 4096
+ATTRIBUTE = "_aioshm_progress"
+"""The attribute of ``multiprocessing.current_process()`` with the inherited descriptor."""
+FILE_NAME = "progress-of-aioshm"
+"""Unlike those of queues, which begin with aioshm."""
+
+_CELL = struct.Struct("=8Q")
+_PHASE, _STEPS, _TURNS, _EXPECTED, _SINCE, _REQUESTS, _WRITES_STACKS = range(7)
+
+
+class Sample(NamedTuple):
+    """One reading of a cell."""
+
+    phase: int
+    steps: int  # steps or calls that have begun or ended
+    turns: int  # signs of life of the event loop; 0: no loop has run yet
+    expected_s: float  # how long the present step may take, by its own word; 0: not known
+    since_ns: int  # when the phase began, by the monotonic clock of the host
+    requests: int  # in the hands of the process
+    writes_stacks: bool  # whether the process handles `STACK_SIGNAL`
+
+
+class Cell:
+    """The supervisor's end: an anonymous file that one process inherits."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._file = os.fdopen(os.memfd_create(FILE_NAME), "w+b", buffering=0)
+        else:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 -- see `close`
+        os.ftruncate(self._file.fileno(), STACK_OFFSET)
+
+    def fileno(self) -> int:
+        """The descriptor, which the process inherits by the same number."""
+        return self._file.fileno()
+
+    def read(self) -> Sample | None:
+        """Return the present reading; None after `close`."""
+        if self._file.closed:
+            return None
+        return parse(os.pread(self._file.fileno(), CELL_BYTES, 0))
+
+    def dump(self, pid: int) -> None:
+        """Make the process write its stacks; `stacks` returns them a little later."""
+        os.ftruncate(self._file.fileno(), STACK_OFFSET)
+        os.lseek(self._file.fileno(), STACK_OFFSET, os.SEEK_SET)  # the offset belongs to both processes
+        os.kill(pid, STACK_SIGNAL)
+
+    def stacks(self) -> str:
+        """Return what the process has written after `dump`."""
+        size = os.fstat(self._file.fileno()).st_size - STACK_OFFSET
+        return os.pread(self._file.fileno(), size, STACK_OFFSET).decode(errors="replace")
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+def parse(cell: bytes) -> Sample:
+    """Return the reading of a cell's bytes."""
+    phase, steps, turns, expected_ns, since_ns, requests, writes_stacks, _ = _CELL.unpack(cell)
+    return Sample(phase, steps, turns, expected_ns / 1e9, since_ns, requests, bool(writes_stacks))
+
+
+class Progress:
+    """The end of the process itself; without an inherited cell, in private memory."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        memory: mmap.mmap | bytearray = bytearray(CELL_BYTES)
+        if descriptor is not None:
+            memory = mmap.mmap(descriptor, STACK_OFFSET)
+        self.is_watched: bool = descriptor is not None
+        self._words = memoryview(memory)[:CELL_BYTES].cast("Q")
+        detach_when_forked(self)
+        if descriptor is not None:
+            self._words[_WRITES_STACKS] = _write_stacks_to(descriptor)
+
+    def detach_after_fork(self) -> None:
+        """Leave the cell to the parent, in a forked child."""
+        self._words = memoryview(bytearray(CELL_BYTES)).cast("Q")
+
+    def enter(self, phase: int) -> None:
+        """Note the beginning of a phase, such as a step's."""
+        words = self._words
+        words[_PHASE] = phase
+        words[_STEPS] += 1
+        words[_SINCE] = monotonic_ns()
+
+    def note_requests(self, count: int) -> None:
+        """Note how many requests the process has."""
+        self._words[_REQUESTS] = count
+
+    def read(self) -> Sample:
+        """Return the present reading."""
+        return parse(bytes(self._words))
+
+    @contextmanager
+    def expect(self, seconds: float) -> Iterator[None]:
+        """See the function `expect`."""
+        words = self._words
+        before = words[_EXPECTED]
+        words[_EXPECTED] = int(1e9 * seconds)
+        words[_STEPS] += 1
+        try:
+            yield
+        finally:
+            words[_EXPECTED] = before
+            words[_STEPS] += 1
+
+    @contextmanager
+    def turning(self) -> Iterator[None]:
+        """Give signs of life while the running loop runs, until the end of the block."""
+        loop = asyncio.get_running_loop()
+        handle: asyncio.TimerHandle
+
+        def turn() -> None:
+            nonlocal handle
+            self._words[_TURNS] += 1
+            handle = loop.call_later(TURN_S, turn)
+
+        turn()
+        try:
+            yield
+        finally:
+            handle.cancel()
+
+
+_own: Progress | None = None
+
+
+def own() -> Progress:
+    """Return the progress of this process."""
+    global _own
+    if _own is None:
+        _own = Progress(getattr(multiprocessing.current_process(), ATTRIBUTE, None))
+    return _own
+
+
+@contextmanager
+def expect(seconds: float) -> Iterator[None]:
+    """Announce that what the block does may take long, so that the process does not count as stalled before.
+
+        with progress.expect(600):
+            compile_kernels()
+
+    For steps and methods of engines and workers; may be called in any thread. Blocks may be nested: the innermost
+    counts. Loading a model in ``initialize``, or in the constructor of a worker, needs none: the start has a limit of
+    its own.
+
+    Args:
+        seconds: How long the block may take. The time counts from its beginning.
+
+    Raises:
+        TypeError, ValueError: ``seconds`` is not a positive number.
+    """
+    with own().expect(check_seconds("seconds", seconds)):
+        yield
+
+
+def _write_stacks_to(descriptor: int) -> bool:
+    """Write the stacks of all threads on `STACK_SIGNAL`, and on SIGABRT; return whether the former is handled."""
+    if not faulthandler.is_enabled() and sys.stderr is not None:
+        with suppress(OSError, ValueError, RuntimeError, AttributeError):  # stderr has no descriptor
+            faulthandler.enable()
+    if signal.getsignal(STACK_SIGNAL) is not signal.SIG_DFL:  # the program's own
+        return False
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
+    return True

@@ -1,0 +1,247 @@
+"""Stalled and stopped processes: `Judge` decides without I/O, `ProgressWatch` reads, names, reports and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Literal, NamedTuple, TypeAlias
+
+from aioshm.process.background import in_thread
+from aioshm.process.child import Child
+from aioshm.process.proc import Frame, Stack, parse_faulthandler, stacks_of, users_line, wait_channel
+from aioshm.process.progress import BUSY, IDLE, TURN_S, Cell, Sample
+from aioshm.process.restart import Restart
+from aioshm.process.watch import STOPPED_STATES, process_state
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
+
+LOOK_S = 0.5
+"""Seconds between two readings, and less where reports come soon."""
+
+LONGEST_INTERVAL_S = 3600.0
+"""Between two reports on one stall: the intervals grow."""
+
+_DUMP_WITHIN_S = 1.0
+_DUMP_STEP_S = 0.02
+
+Health: TypeAlias = Literal["running", "stalled", "stopped"]
+
+
+class Judge:
+    """Decides how long a process has made no progress. No I/O, no clock.
+
+    Time counts only while the watcher itself runs: after a stop of both processes nobody is late.
+    """
+
+    def __init__(self, warning_s: float) -> None:
+        self._warning_s = warning_s
+        self._last: Sample | None = None
+        self._step_s = 0.0  # since the last step or call has begun or ended
+        self._turn_s = 0.0  # since the last sign of life of the loop
+        self._next_report_s = warning_s
+        self.without_progress_s: float = 0.0
+        """How long a busy process has been in its step, or the loop of an idle process has not run; 0: it is fine."""
+
+    def look(self, elapsed_s: float, sample: Sample) -> bool:
+        """Take a reading, ``elapsed_s`` after the one before; return whether the process is late."""
+        last = self._last
+        self._last = sample
+        self._step_s += elapsed_s
+        self._turn_s += elapsed_s
+        if last is None or sample.steps != last.steps:
+            self._step_s = 0.0
+        if last is None or (sample.steps, sample.turns) != (last.steps, last.turns):
+            self._turn_s = 0.0
+        limit_s = max(self._warning_s, sample.expected_s)
+        self.without_progress_s = 0.0
+        if sample.phase == BUSY and self._step_s >= limit_s:
+            self.without_progress_s = self._step_s
+        elif sample.phase == IDLE and sample.turns and self._turn_s >= max(limit_s, 3 * TURN_S):
+            self.without_progress_s = self._turn_s
+        if not self.without_progress_s:
+            self._next_report_s = self._warning_s
+        return self.without_progress_s > 0
+
+    def report_is_due(self) -> bool:
+        """Return whether a late process is to be reported now; each interval is twice as long as the one before."""
+        if self.without_progress_s < self._next_report_s:
+            return False
+        interval_s = min(max(self.without_progress_s, self._warning_s), LONGEST_INTERVAL_S)
+        self._next_report_s = self.without_progress_s + interval_s
+        return True
+
+
+class Culprit(NamedTuple):
+    """What a process without progress does: the kernel's words, and the line of Python if it can be read."""
+
+    state: str
+    channel: str
+    line: Frame | None
+    hint: str
+
+    def describe(self) -> str:
+        """Return a text such as ``sleeping in futex_wait_queue, model.py:41 in forward``."""
+        text = self.state
+        if self.channel:
+            text += f" in {self.channel}"
+        if self.line is not None:
+            return f"{text}, at {self.line}"
+        return f"{text}; {self.hint}" if self.hint else text
+
+
+def culprit(pid: int, cell: Cell | None = None) -> Culprit:
+    """Find out what a process does: by py-spy, or else by ``faulthandler``. Blocks for up to some seconds."""
+    state = process_state(pid)
+    channel = wait_channel(pid)
+    stacks, hint = stacks_of(pid)
+    if not stacks and cell is not None and state not in STOPPED_STATES:
+        stacks = _written_stacks(pid, cell)
+    line = users_line(stacks) or users_line(stacks, beyond_loops=True)
+    return Culprit(state, channel, line, "" if stacks else hint)
+
+
+def _written_stacks(pid: int, cell: Cell) -> tuple[Stack, ...]:
+    sample = cell.read()
+    if sample is None or not sample.writes_stacks:
+        return ()
+    try:
+        cell.dump(pid)
+    except OSError:  # the process has exited
+        return ()
+    text = ""
+    deadline = time.monotonic() + _DUMP_WITHIN_S
+    while time.monotonic() < deadline:
+        time.sleep(_DUMP_STEP_S)
+        former = text
+        text = cell.stacks()
+        if text and text == former:
+            break
+    return parse_faulthandler(text)
+
+
+class Watched:
+    """One process, and whether it makes progress.
+
+    Attributes:
+        name: The name for people, such as ``engine 0``.
+        process: The process.
+        health: The present state.
+        where: While it is not running: since when, and at which line, for people.
+    """
+
+    def __init__(self, name: str, process: Child, warning_s: float) -> None:
+        self.name: str = name
+        self.process: Child = process
+        self.health: Health = "running"
+        self.where: str = ""
+        self.judge: Judge = Judge(warning_s)
+        self.naming: asyncio.Task[None] | None = None  # finds the line, and reports
+        self.ending: bool = False
+
+
+class ProgressWatch:
+    """Looks at the cells of processes, and reports those that make no progress; on the running loop.
+
+    A stalled process is named in the log, with its line of Python, again and again at growing intervals. With
+    ``hang_s`` in the restart policy it is ended after that long, and whoever watches its exit replaces it.
+
+    Args:
+        warning_s: Seconds without progress before the first report.
+        restart: The restart policy; None: nothing is ended.
+        on_change: Called when the state of a process has changed, or its line is known.
+    """
+
+    def __init__(self, warning_s: float, restart: Restart | None, on_change: Callable[[Watched], object]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._warning_s = warning_s
+        self._restart = restart
+        self._on_change = on_change
+        self._watched: dict[Child, Watched] = {}
+        self._interval_s = min(LOOK_S, warning_s / 4)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last = self._loop.time()
+        self._timer = self._loop.call_later(self._interval_s, self._look)
+
+    def add(self, name: str, process: Child) -> Watched:
+        """Watch a process, until it exits."""
+        watched = self._watched[process] = Watched(name, process, self._warning_s)
+        return watched
+
+    def close(self) -> None:
+        """Stop watching. Idempotent; safe on a closed loop."""
+        self._timer.cancel()
+        if not self._loop.is_closed():
+            for task in self._tasks:
+                task.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        # A watcher that was stopped, or whose loop was blocked, has not seen what the processes did meanwhile.
+        elapsed_s = min(now - self._last, 2 * self._interval_s)
+        self._last = now
+        self._timer = self._loop.call_later(self._interval_s, self._look)
+        for watched in list(self._watched.values()):
+            sample = None if watched.process.progress is None else watched.process.progress.read()
+            if sample is None or watched.process.exitcode is not None:
+                del self._watched[watched.process]
+            elif watched.judge.look(elapsed_s, sample):
+                self._late(watched, sample)
+            elif watched.health != "running":
+                logger.info("%s (pid %s) makes progress again", watched.name, watched.process.pid)
+                self._enter(watched, "running", "")
+
+    def _late(self, watched: Watched, sample: Sample) -> None:
+        if watched.health == "running":
+            self._enter(watched, self._health(watched), watched.where)
+        if watched.naming is None and watched.judge.report_is_due():
+            watched.naming = self._spawn(self._report(watched))
+        restart = self._restart
+        if restart is None or restart.hang_s is None or watched.ending:
+            return
+        if watched.judge.without_progress_s >= max(restart.hang_s, sample.expected_s):
+            watched.ending = restart.kill_stopped or self._health(watched) == "stalled"
+            if watched.ending:
+                self._spawn(self._end(watched))
+
+    def _health(self, watched: Watched) -> Health:
+        return "stopped" if process_state(watched.process.pid or 0) in STOPPED_STATES else "stalled"
+
+    async def _report(self, watched: Watched) -> None:
+        try:
+            found = await self._culprit(watched)
+            seconds = watched.judge.without_progress_s
+            if not seconds:  # it has moved meanwhile
+                return
+            health: Health = "stopped" if found.state in STOPPED_STATES else "stalled"
+            self._enter(watched, health, f"no progress for {seconds:.0f} s: {found.describe()}")
+            logger.warning("%s (pid %s) is %s: %s", watched.name, watched.process.pid, health, watched.where)
+        finally:
+            watched.naming = None
+
+    async def _end(self, watched: Watched) -> None:
+        found = await self._culprit(watched)
+        seconds = watched.judge.without_progress_s
+        if not seconds:
+            watched.ending = False
+            return
+        where = found.describe() if found.line is None else f"at {found.line}"
+        reason = f"hung for {seconds:.0f} s {where}, and was killed"
+        await in_thread(lambda: watched.process.end(reason))
+
+    async def _culprit(self, watched: Watched) -> Culprit:
+        pid = watched.process.pid or 0
+        return await in_thread(lambda: culprit(pid, watched.process.progress))
+
+    def _enter(self, watched: Watched, health: Health, where: str) -> None:
+        if (health, where) != (watched.health, watched.where):
+            watched.health = health
+            watched.where = where
+            self._on_change(watched)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work, name="aioshm-names-a-stall")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,274 @@
+"""Progress cells: children that hang in every way are named with their line; nobody else is."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import until
+
+import aioshm
+from aioshm.process import proc, progress, watch
+from aioshm.process.manager import Job, ProcessManager
+from aioshm.process.progress import BUSY, IDLE, Sample
+from aioshm.process.restart import Restart
+from aioshm.process.stalls import Judge, ProgressWatch, Watched
+
+WARNING_S = 0.6
+
+
+def sample(phase: int = BUSY, steps: int = 1, turns: int = 1, expected_s: float = 0.0) -> Sample:
+    return Sample(phase, steps, turns, expected_s, 0, 0, False)
+
+
+# The decision
+
+
+def test_a_busy_process_without_a_new_step_is_late() -> None:
+    judge = Judge(2.0)
+    assert [judge.look(1.0, sample(turns=turn)) for turn in range(4)] == [False, False, True, True]
+    assert judge.without_progress_s == 3.0
+    assert not judge.look(1.0, sample(steps=2))
+    assert judge.without_progress_s == 0
+
+
+def test_an_idle_process_is_late_if_its_loop_does_not_run() -> None:
+    judge = Judge(2.0)
+    assert [judge.look(1.0, sample(IDLE)) for _ in range(4)] == [False, False, True, True]
+    assert not judge.look(1.0, sample(IDLE, turns=2))
+    without_a_loop = Judge(2.0)
+    assert not any(without_a_loop.look(1.0, sample(IDLE, turns=0)) for _ in range(9))
+
+
+@pytest.mark.parametrize("phase", [progress.STARTING, progress.ENDING])
+def test_a_start_and_an_end_have_limits_of_their_own(phase: int) -> None:
+    judge = Judge(2.0)
+    assert not any(judge.look(1.0, sample(phase)) for _ in range(9))
+
+
+def test_an_expected_duration_replaces_the_limit() -> None:
+    judge = Judge(2.0)
+    assert [judge.look(1.0, sample(expected_s=4.0)) for _ in range(6)] == [False] * 4 + [True] * 2
+
+
+def test_reports_come_at_growing_intervals() -> None:
+    judge = Judge(2.0)
+    due = []
+    for second in range(40):
+        judge.look(1.0, sample())
+        if judge.report_is_due():
+            due.append(second)
+    assert due == [2, 4, 8, 16, 32]
+
+
+# The cell
+
+
+def test_without_a_supervisor_progress_is_private() -> None:
+    own = progress.Progress()
+    own.enter(BUSY)
+    with own.expect(7):
+        assert own.read()[:4] == (BUSY, 2, 0, 7.0)
+    assert own.read()[:4] == (BUSY, 3, 0, 0.0)
+    assert not own.is_watched
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "1", None, True, float("nan")])
+def test_expect_refuses_everything_but_seconds(seconds: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="seconds"), aioshm.progress.expect(seconds):
+        pass
+
+
+def test_a_forked_child_does_not_write_the_cell_of_its_parent() -> None:
+    cell = progress.Cell()
+    own = progress.Progress(cell.fileno())
+    own.enter(IDLE)
+    child = os.fork()
+    if not child:
+        own.enter(BUSY)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    read = cell.read()
+    assert read is not None
+    assert read[:2] == (IDLE, 1)
+    cell.close()
+    assert cell.read() is None
+
+
+def test_output_of_faulthandler_is_parsed() -> None:
+    text = (
+        'Thread 0x1 (most recent call first):\n  File "/app/a.py", line 3 in other\n\n'
+        'Current thread 0x2 (most recent call first):\n  File "/usr/lib/python3.11/x.py", line 1 in x\n'
+        '  File "/app/model.py", line 41 in forward\n'
+    )
+    first, second = proc.parse_faulthandler(text)
+    assert (first.is_main, second.is_main) == (True, False)
+    assert str(proc.users_line([second, first])) == "/app/model.py:41 in forward"
+    assert proc.parse_faulthandler("") == ()
+
+
+@pytest.mark.parametrize(
+    ("files", "frozen"),
+    [
+        ({"proc/7/cgroup": "0::/a\n", "sys/fs/cgroup/a/cgroup.events": "populated 1\nfrozen 1\n"}, True),
+        ({"proc/7/cgroup": "0::/a\n", "sys/fs/cgroup/a/cgroup.events": "populated 1\nfrozen 0\n"}, False),
+        ({"proc/7/cgroup": "6:freezer:/b\n0::/\n", "sys/fs/cgroup/freezer/b/freezer.state": "FROZEN\n"}, True),
+        ({"proc/7/cgroup": "6:freezer:/b\n0::/\n", "sys/fs/cgroup/freezer/b/freezer.state": "THAWED\n"}, False),
+        ({"proc/7/cgroup": "nonsense\n"}, False),
+        ({}, False),
+    ],
+)
+def test_a_frozen_cgroup_is_recognised(tmp_path: Path, files: dict[str, str], frozen: bool) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert watch.is_frozen(7, tmp_path) is frozen
+
+
+# Children that hang
+
+
+def hang_in_a_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()  # HERE
+
+
+def hang_with_the_gil_held() -> None:
+    ctypes.PyDLL(None).sleep(60)  # HERE
+
+
+def hang_with_the_gil_released() -> None:
+    time.sleep(60)  # HERE
+
+
+HANGS = [hang_in_a_lock, hang_with_the_gil_held, hang_with_the_gil_released]
+
+
+def hanging_step(hang: Callable[[], None]) -> None:
+    own = progress.own()
+    own.enter(BUSY)
+    hang()
+
+
+def blocked_loop(hang: Callable[[], None]) -> None:
+    async def main() -> None:
+        own = progress.own()
+        with own.turning():
+            own.enter(IDLE)
+            await asyncio.sleep(0.1)
+            hang()
+
+    asyncio.run(main())
+
+
+def steady(steps: int, longest_s: float) -> None:
+    async def main() -> None:
+        own = progress.own()
+        with own.turning():
+            for number in range(steps):
+                own.enter(BUSY)
+                with progress.expect(5):
+                    time.sleep(longest_s * (number % 3))
+                own.enter(IDLE)
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def watched(
+    target: Callable[..., None], *args: object, restart: Restart | None = None
+) -> AsyncIterator[tuple[Watched, list[tuple[str, str]]]]:
+    changes: list[tuple[str, str]] = []
+
+    def note(found: Watched) -> None:
+        changes.append((found.health, found.where))
+
+    async with ProcessManager(target, [Job("child", args)], shutdown_timeout=0) as manager:
+        watcher = ProgressWatch(WARNING_S, restart, note)
+        try:
+            yield watcher.add("engine 7", manager.processes[0]), changes
+        finally:
+            watcher.close()
+
+
+def line_of(function: Callable[[], None]) -> str:
+    lines = Path(__file__).read_text().splitlines()
+    first = function.__code__.co_firstlineno
+    number = next(number for number, line in enumerate(lines, 1) if number > first and line.endswith("# HERE"))
+    return f"test_progress.py:{number} in {function.__name__}"
+
+
+@pytest.mark.parametrize("hang", HANGS)
+@pytest.mark.parametrize("body", [hanging_step, blocked_loop])
+@pytest.mark.parametrize("spy", [True, False], ids=["py-spy", "faulthandler"])
+async def test_a_hang_is_named_with_its_line(
+    hang: Callable[[], None],
+    body: Callable[..., None],
+    spy: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not spy:
+        monkeypatch.setattr("aioshm.process.stalls.stacks_of", lambda pid: ((), proc.NOT_INSTALLED))
+    with caplog.at_level(logging.WARNING, "aioshm.engine"):
+        async with watched(body, hang) as (found, changes):
+            await until(lambda: line_of(hang) in caplog.text)
+            assert found.health == "stalled"
+            assert changes[0][0] == "stalled"
+            assert f"engine 7 (pid {found.process.pid}) is stalled: no progress for" in caplog.text
+
+
+async def test_a_stopped_process_is_told_from_a_hung_one_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aioshm.engine")
+    async with watched(steady, 10_000, 0.0, restart=Restart(hang_s=WARNING_S)) as (found, changes):
+        await until(lambda: found.judge.without_progress_s == 0 and found.process.progress.read().steps > 3)
+        os.kill(found.process.pid, signal.SIGSTOP)
+        await until(lambda: "engine 7" in caplog.text)
+        assert found.health == "stopped"
+        await asyncio.sleep(2 * WARNING_S)
+        assert found.process.exitcode is None, "a stopped process is not killed"
+        os.kill(found.process.pid, signal.SIGCONT)
+        await until(lambda: found.health == "running")
+        assert [health for health, _ in changes][-1] == "running"
+        assert "makes progress again" in caplog.text
+
+
+async def test_expected_steps_are_never_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async with watched(steady, 6, WARNING_S) as (found, changes):
+        await until(lambda: found.process.exitcode is not None)
+    assert found.process.exitcode == 0
+    assert changes == []
+
+
+@pytest.mark.parametrize("kill_stopped", [False, True])
+async def test_a_hung_process_is_ended_and_its_exit_names_the_line(kill_stopped: bool) -> None:
+    restart = Restart(hang_s=WARNING_S, kill_stopped=kill_stopped)
+    async with watched(hanging_step, hang_in_a_lock, restart=restart) as (found, _):
+        if kill_stopped:
+            await until(lambda: found.process.progress.read().phase == BUSY)
+            os.kill(found.process.pid, signal.SIGSTOP)
+        with watch.ProcessWatch([found.process]) as exits:
+            (exited,) = await exits.next()
+    text = exited.describe()
+    assert text.startswith(f"child (pid {found.process.pid}) hung for ")
+    assert text.endswith(", and was killed")
+    if not kill_stopped:
+        assert line_of(hang_in_a_lock) in text
+
+
+@pytest.mark.parametrize("wrong", [{"hang_s": 0}, {"hang_s": "1"}, {"kill_stopped": 1}])
+def test_a_restart_policy_refuses_wrong_limits(wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+        Restart(**wrong)
