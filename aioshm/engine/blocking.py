@@ -232,7 +232,7 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
 
     Attributes:
         request_id: The id of the request.
-        timeout: Seconds that each output may take; None: no limit. May be changed.
+        timeout: Seconds that ``for`` waits for each output; None: no limit. May be changed.
     """
 
     __slots__ = ("__weakref__", "_finalizer", "_host", "_inbox", "_leave", "request_id", "timeout")
@@ -252,21 +252,34 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
         return self
 
     def __next__(self) -> Output:
+        """Wait for the next output for `timeout` seconds, see `next`."""
+        return self.next(self.timeout)
+
+    def next(self, timeout: float | None = None) -> Output:
         """Wait for the next output.
 
+        A timeout loses nothing: the next call returns the same output. Ctrl-C aborts the request.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+
         Raises:
+            StopIteration: The request is finished, and all outputs were returned.
+            TimeoutError: No output arrived in time; the text names the request and its engine.
             EngineDead: An engine is dead.
             RequestFailed: The engine has refused the request.
             RequestAborted: The stream was closed, or its id was aborted.
             QueueClosed: The client was closed.
             RoleError: Another thread waits for the next output, or this is a forked child.
-            TimeoutError: The output took longer than ``timeout``; the request continues.
+            TypeError, ValueError: ``timeout`` is invalid.
         """
         inbox = self._inbox
         try:
+            if timeout is not None:
+                check_seconds("timeout", timeout)
             if not inbox.outputs:
                 if not inbox.ended:
-                    self._host.run(self._wait)
+                    self._host.run(partial(self._wait, timeout))
                 if inbox.ended:
                     self._finalizer.detach()
             output: Output = inbox.take()  # only now: an interrupt of the wait loses no output
@@ -279,12 +292,9 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
             self.close()
             raise
 
-    async def _wait(self) -> None:
+    async def _wait(self, timeout: float | None) -> None:
         try:
-            async with asyncio.timeout(self.timeout):
-                await self._inbox.wait()
-        except TimeoutError:
-            raise TimeoutError(f"request {self.request_id!r}: no output within {self.timeout:g} s") from None
+            await self._inbox.wait(timeout)
         except asyncio.CancelledError:  # an interrupt of the waiting thread, whatever a signal handler has raised
             self._leave(self._inbox)
             raise

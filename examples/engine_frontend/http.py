@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -16,13 +16,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from aioshm.engine import EngineClient
+from aioshm.engine import EngineClient, OutputStream
 from aioshm.errors import EngineDead, RequestFailed
 from engine_frontend.messages import Generation, Progress
 from engine_frontend.text import decode, encode
 
 MODEL = "nonsense"
 MAX_BODY_BYTES = 1 << 20
+
+KEEP_ALIVE_S = 15.0
+"""A stream gets a comment after each 15 s without an output: proxies close silent connections."""
 
 
 class Completion(msgspec.Struct):
@@ -103,27 +106,30 @@ class Completions:
 
     async def _answer(self, wanted: Completion, send: Send) -> None:
         request = Generation(f"cmpl-{uuid.uuid4().hex}", encode(wanted.prompt), wanted.max_tokens)
-        async with aclosing(self._outputs(request)) as outputs:
-            first = await anext(outputs)  # what is wrong from the beginning has a status of its own
-            if wanted.stream:
-                await _stream(request, first, outputs, send)
-                return
-            tokens, reason = first.tokens, first.finish_reason
-            async for output in outputs:
-                tokens, reason = tokens + output.tokens, output.finish_reason
+        tokens: list[int] = []
+        reason = None
+        with refusing():
+            async with aclosing(self._client.submit(request)) as outputs:
+                if wanted.stream:
+                    await _stream(request, outputs, send)
+                    return
+                async for output in outputs:
+                    tokens += output.tokens
+                    reason = output.finish_reason
         content = _choice(request, decode(tokens), reason)
         content["usage"] = {"prompt_tokens": len(request.tokens), "completion_tokens": len(tokens)}
         await _send_json(content, send)
 
-    async def _outputs(self, request: Generation) -> AsyncGenerator[Progress, None]:
-        try:
-            async with aclosing(self._client.submit(request)) as outputs:
-                async for output in outputs:
-                    yield output
-        except EngineDead as error:
-            raise Refused(503, "engine_dead", str(error)) from None
-        except RequestFailed as error:
-            raise Refused(400, "invalid_request_error", str(error)) from None
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turn the errors of engines into answers."""
+    try:
+        yield
+    except EngineDead as error:
+        raise Refused(503, "engine_dead", str(error)) from None
+    except RequestFailed as error:
+        raise Refused(400, "invalid_request_error", str(error)) from None
 
 
 def _metrics(state: dict[str, Any]) -> str:
@@ -169,22 +175,36 @@ async def _read(request: Request) -> Completion:
         raise Refused(400, "invalid_request_error", str(error)) from None
 
 
-async def _stream(request: Generation, first: Progress, rest: AsyncIterator[Progress], send: Send) -> None:
+async def _stream(request: Generation, outputs: OutputStream[Progress], send: Send) -> None:
+    events = _events(request, outputs)
+    first = await anext(events)  # what is wrong from the beginning has a status of its own
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await _send_event(_choice(request, decode(first.tokens), first.finish_reason), send)
+    await send({"type": "http.response.body", "body": first, "more_body": True})
     try:
-        async for output in rest:
-            await _send_event(_choice(request, decode(output.tokens), output.finish_reason), send)
+        async for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
     except Refused as refused:  # the status has been sent: this is all that can still be said
-        await _send_event(refused.content, send)
+        await send({"type": "http.response.body", "body": _event(refused.content), "more_body": True})
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
-async def _send_event(content: dict[str, Any], send: Send) -> None:
-    await send(
-        {"type": "http.response.body", "body": b"data: %b\n\n" % msgspec.json.encode(content), "more_body": True}
-    )
+async def _events(request: Generation, outputs: OutputStream[Progress]) -> AsyncIterator[bytes]:
+    """Iterate over the events of a request's outputs, and a comment after each silence of the engine."""
+    while True:
+        try:
+            with refusing():
+                output = await outputs.next(timeout=KEEP_ALIVE_S)
+        except TimeoutError:
+            yield b": the engine is silent\n\n"
+        except StopAsyncIteration:
+            return
+        else:
+            yield _event(_choice(request, decode(output.tokens), output.finish_reason))
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % msgspec.json.encode(content)
 
 
 async def _send_json(content: dict[str, Any], send: Send) -> None:

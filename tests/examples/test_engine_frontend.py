@@ -24,12 +24,15 @@ pytest.importorskip("starlette")
 torch = pytest.importorskip("torch")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.append(str(EXAMPLES))
+sys.path += [str(EXAMPLES), str(Path(__file__).parents[1] / "engine")]
 
 from engine_frontend.batch import Chunk, Config  # noqa: E402
+from engine_frontend.http import Completions  # noqa: E402
+from engine_frontend.messages import Generation, Progress  # noqa: E402
 from engine_frontend.model import Model, alone  # noqa: E402
 from engine_frontend.text import END, decode, encode  # noqa: E402
 from engine_frontend.workers import ModelWorker  # noqa: E402
+from served_engine import Engine, served  # noqa: E402
 
 PROMPTS = ("hello", "The quick brown fox", "x", "1 + 1 = ", "What? " * 20)
 
@@ -193,6 +196,46 @@ def test_streams_bring_one_token_after_the_other(server: Server) -> None:
     text, reason = written_by_the_whole_model("hello", 12)
     assert "".join(choice["text"] for choice in choices) == text
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [reason]
+
+
+class SilentEngine(Engine):
+    """Lets a client wait for each output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = asyncio.Event()
+
+    def add_request(self, request: Generation) -> None:
+        super().add_request({"request_id": request.request_id, "tokens": request.max_tokens})
+
+    async def step(self) -> list[Any]:
+        await self.may_go_on.wait()
+        self.may_go_on.clear()
+        return [Progress(output["request_id"], encode("x"), output.get("finish_reason")) for output in super()._step()]
+
+
+async def test_stream_of_a_silent_engine_gets_comments_that_keep_it_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_frontend.http.KEEP_ALIVE_S", 0.01)
+    engine = SilentEngine()
+    sent: asyncio.Queue[Any] = asyncio.Queue()
+    asked: asyncio.Queue[Any] = asyncio.Queue()
+    body = json.dumps({"prompt": "hello", "max_tokens": 2, "stream": True}).encode()
+    asked.put_nowait({"type": "http.request", "body": body, "more_body": False})
+    async with served(engine, request_type=Generation, output_type=Progress) as serving:
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+        answering = asyncio.create_task(Completions(serving.client)(scope, asked.get, sent.put))
+        async with asyncio.timeout(30):
+            assert (await sent.get())["status"] == 200
+            for expected in ("x", "x"):
+                for _ in range(2):
+                    assert (await sent.get())["body"] == b": the engine is silent\n\n"
+                engine.may_go_on.set()
+                while (event := (await sent.get())["body"]).startswith(b":"):
+                    pass
+                assert json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] == expected
+            assert (await sent.get())["body"] == b"data: [DONE]\n\n"
+            await answering
+        assert engine.aborted == []
 
 
 @pytest.mark.slow

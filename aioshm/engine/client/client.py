@@ -296,7 +296,7 @@ class EngineClient(AsyncClosing):
 
     # Requests and calls
 
-    def submit(self, request: Any, *, engine: int | None = None) -> OutputStream[Any]:
+    def submit(self, request: Any, *, engine: int | None = None, timeout: float | None = None) -> OutputStream[Any]:
         """Send a request immediately, and return its outputs.
 
         Attributes ``client_index`` and ``current_wave`` of a request, as vLLM's requests have, are set.
@@ -307,15 +307,19 @@ class EngineClient(AsyncClosing):
                 The id of a stream whose last wait was cancelled is free, too: this aborts the former request. Arrays
                 may be changed once this returns.
             engine: The rank of the engine; None: the least busy engine.
+            timeout: Seconds that each output may take: after that long ``async for`` raises `TimeoutError`, and may
+                continue with the same stream. None: no limit.
 
         Raises:
             CodecError: The request cannot be encoded.
             EngineDead: An engine is dead.
             QueueClosed, RoleError: The client is closed, or not ready.
             TypeError, ValueError: The request has another type than ``request_type``, no id or one that is not free, or
-                there is no such engine.
+                there is no such engine, or ``timeout`` is invalid.
         """
-        return OutputStream(self.send_request(request, engine), self._link.leave)
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        return OutputStream(self.send_request(request, engine), self._link.leave, timeout)
 
     def leave(self, inbox: Inbox) -> None:
         """Abort a request, unless it is finished. May be called in any thread."""

@@ -12,6 +12,7 @@ from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
+from aioshm.arguments import check_seconds
 from aioshm.engine.protocol.messages import (
     EnvelopeDecoder,
     MarkedOutputs,
@@ -48,7 +49,7 @@ class Inbox:
     request: list[Frame] | None = None  # for another engine if its engine dies before the first output
     tried: tuple[int, ...] = ()  # the ranks of engines that had the request, and died
     outputs: deque[Any] = field(default_factory=deque)
-    waiter: asyncio.Future[None] | None = None
+    waiter: asyncio.Future[bool] | None = None  # whether its time limit has expired
     ended: bool = False
     error: Callable[[], Exception] | None = None  # creates the error of a failed request
     _stay: Callable[[], object] | None = None  # unregisters the callback at the end of a cancelled wait's task
@@ -69,24 +70,43 @@ class Inbox:
         self.resume()
         self._wake()
 
-    async def wait(self) -> None:
-        """Wait until there is an output, or the request has ended."""
+    async def wait(self, timeout: float | None = None) -> None:
+        """Wait until there is an output, or the request has ended; raise `TimeoutError` after ``timeout`` seconds."""
+        expired = False
         while not self.outputs and not self.ended:
+            if expired:
+                text = f"request {self.request_id!r}: no output within {timeout:g} s from engine {self.engine}"
+                raise TimeoutError(text)
             if self.waiter is not None:
-                raise RoleError(f"another task or thread waits for outputs of request {self.request_id!r}")
-            self.waiter = asyncio.get_running_loop().create_future()
+                raise self._shared()
+            loop = asyncio.get_running_loop()
+            self.waiter = loop.create_future()
+            # Not `asyncio.timeout`, which cancels the wait even if an output arrives in the same iteration of the loop.
+            timer: asyncio.TimerHandle | None = None
+            if timeout is not None:
+                timer = loop.call_later(timeout, self._wake, True)
             try:
-                await self.waiter
+                expired = await self.waiter
             finally:
                 self.waiter = None
+                if timer is not None:
+                    timer.cancel()
 
     def take(self) -> Any:
         """Return the next output after `wait`; raise the request's error or `StopAsyncIteration` if there is none."""
-        if self.outputs:
+        ended = self.ended  # before the outputs: they are complete if this is true
+        try:
             return self.outputs.popleft()
+        except IndexError:
+            pass
+        if not ended:
+            raise self._shared()
         if self.error is not None:
             raise self.error()
         raise StopAsyncIteration
+
+    def _shared(self) -> RoleError:
+        return RoleError(f"another task or thread waits for outputs of request {self.request_id!r}")
 
     def interrupt(self, consumer: asyncio.Task[Any], leave: Callable[[Inbox], None]) -> None:
         """Note a cancelled wait; leave the stream when the waiting task ends."""
@@ -103,25 +123,28 @@ class Inbox:
             self._stay()
             self._stay = None
 
-    def _wake(self) -> None:
+    def _wake(self, expired: bool = False) -> None:
         if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+            self.waiter.set_result(expired)
 
 
 class OutputStream(AsyncIterator[Output], Generic[Output]):
     """The outputs of one request: iterate over them with ``async for``.
 
     Leaving the iteration early aborts the request: leaving the loop and dropping the stream, `aclose`, or the end of
-    the task after a cancelled wait. A timeout for one output aborts nothing while its task continues.
+    the task after a cancelled wait. A `TimeoutError` aborts nothing: the iteration may continue with the same stream.
+    So does a wait that ``asyncio.timeout`` or ``asyncio.wait_for`` cancels, while its task continues.
 
     Attributes:
         request_id: The id of the request.
+        timeout: Seconds that ``async for`` waits for each output; None: no limit. May be changed.
     """
 
-    __slots__ = ("_leave", "inbox", "request_id")
+    __slots__ = ("_leave", "inbox", "request_id", "timeout")
 
-    def __init__(self, inbox: Inbox, leave: Callable[[Inbox], None]) -> None:
+    def __init__(self, inbox: Inbox, leave: Callable[[Inbox], None], timeout: float | None) -> None:
         self.request_id: str = inbox.request_id
+        self.timeout: float | None = timeout
         self.inbox: Inbox = inbox
         self._leave = leave
 
@@ -129,24 +152,37 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
         return self
 
     def __anext__(self) -> Coroutine[Any, Any, Output]:
+        """Wait for the next output for `timeout` seconds, see `next`."""
+        return self.next(self.timeout)
+
+    def next(self, timeout: float | None = None) -> Coroutine[Any, Any, Output]:
         """Wait for the next output.
 
-        Cancelling this loses nothing: the next call returns the same output.
+        A timeout or a cancellation loses nothing: the next call returns the same output. After a timeout the engine
+        continues the request, also if this task ends while the stream is kept.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
 
         Raises:
+            StopAsyncIteration: The request is finished, and all outputs were returned.
+            TimeoutError: No output arrived in time; the text names the request and its engine.
             EngineDead: The engine is gone; with ``on_engine_death="fail"``, any engine.
             RequestAborted: The stream was left, or its id was aborted, or submitted again after a cancelled wait.
             RequestFailed: The engine has refused the request.
             QueueClosed: The client was closed.
             RoleError: Another task waits for the next output.
+            TypeError, ValueError: ``timeout`` is invalid.
         """
-        return self._next(asyncio.current_task())  # wait_for() of CPython 3.11 awaits this in a task of its own
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        return self._next(timeout, asyncio.current_task())  # wait_for() of CPython 3.11 awaits this in its own task
 
-    async def _next(self, consumer: asyncio.Task[Any] | None) -> Output:
+    async def _next(self, timeout: float | None, consumer: asyncio.Task[Any] | None) -> Output:
         inbox = self.inbox
         inbox.resume()
         try:
-            await inbox.wait()
+            await inbox.wait(timeout)
         except asyncio.CancelledError:
             if consumer is not None and not inbox.ended:
                 inbox.interrupt(consumer, self._leave)

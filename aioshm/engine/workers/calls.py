@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from aioshm.arguments import check_timeout
 from aioshm.engine.workers.messages import (
     CALL,
     CANCEL,
@@ -412,7 +413,16 @@ class WorkerStream(AsyncIterator[Any]):
         self._left = False
         self._waiting = False
 
-    async def __anext__(self) -> Any:
+    def __anext__(self) -> Coroutine[Any, Any, Any]:
+        return self.next(self._timeout)
+
+    async def next(self, timeout: float | None = None) -> Any:
+        """Wait for the next item; raises as the iteration does, see `WorkerGroup.stream`.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+        """
+        check_timeout("timeout", timeout)
         call = self._call
         if self._waiting:
             raise RuntimeError(f"{call.method}: another task waits for an item of this stream")
@@ -422,7 +432,7 @@ class WorkerStream(AsyncIterator[Any]):
             self._count_item = self._metering.__enter__()
         self._waiting = True
         try:
-            item = await self._calls.next_item(call, self._request, self._timeout)
+            item = await self._calls.next_item(call, self._request, timeout)
         except TimeoutError:
             raise
         except BaseException as error:

@@ -265,7 +265,7 @@ class WorkerGroup(AsyncClosing):
             method: As `call`.
             args: Positional arguments of the method.
             timeout: Seconds to wait for each item; None waits for ever. After a `TimeoutError` the next item may be
-                waited for again, and a queued stream keeps its place.
+                waited for again, and a queued stream keeps its place. ``next(timeout)`` of the stream waits for one.
             prefetch: How many items the generator may be ahead.
             kwargs: Keyword arguments of the method.
 

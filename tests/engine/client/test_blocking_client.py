@@ -158,6 +158,43 @@ class TestStreams:
             with pytest.raises(RequestAborted, match="request 'a' was aborted before its last output"):
                 next(stream)
 
+    def test_next_with_a_limit_times_out_by_name_and_loses_nothing(self) -> None:
+        with served() as client:
+            stream = client.submit(ask("a", 2))
+            assert stream.next(timeout=30)["token"] == 0
+            assert stream.next()["token"] == 1
+            with pytest.raises(StopIteration):
+                stream.next(30)
+            stream = client.submit(ask("b", None), timeout=30)
+            next(stream)
+            for _ in range(2):
+                with pytest.raises(TimeoutError, match=r"^request 'b': no output within 0\.05 s from engine 0$"):
+                    stream.next(timeout=0.05)
+            assert client.call("report", engine=0)["open"] == ["b"]
+            client._client._link.pending.inboxes["b"].put("late")
+            assert stream.next(timeout=0.05) == "late"
+            for timeout, kind in ((0, ValueError), (-1, ValueError), (float("nan"), ValueError), ("1", TypeError)):
+                with pytest.raises(kind, match="timeout must be"):
+                    stream.next(timeout)  # type: ignore[arg-type]
+            assert client.call("report", engine=0)["aborted"] == []
+
+    def test_thread_whose_output_another_thread_took_is_refused_instead_of_ended(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with served() as client:
+            stream = client.submit(ask("a", None))
+            wait = stream._wait
+            taken: list[Any] = []
+
+            async def wait_and_lose(timeout: float | None) -> None:
+                await wait(timeout)
+                taken.append(stream._inbox.outputs.popleft())
+
+            monkeypatch.setattr(OutputStream, "_wait", lambda _, timeout: wait_and_lose(timeout))
+            with pytest.raises(RoleError, match="another task or thread waits for outputs of request 'a'"):
+                next(stream)
+            assert len(taken) == 1
+
     @pytest.mark.parametrize("way", ["break", "with", "close", "forget", "abort"])
     def test_leaving_a_stream_aborts_the_request(self, way: str) -> None:
         with served() as client:
@@ -249,7 +286,8 @@ class TestCalls:
 
 
 class TestInterrupts:
-    def test_interrupt_aborts_the_waiting_request(self) -> None:
+    @pytest.mark.parametrize("limit", [None, 30.0])
+    def test_interrupt_aborts_the_waiting_request(self, limit: float | None) -> None:
         with served() as client:
             others: list[list[int]] = []
             thread = threading.Thread(target=lambda: others.append(tokens(client.submit(ask("other", 400)))))
@@ -258,7 +296,7 @@ class TestInterrupts:
             assert next(stream)["token"] == 0
             interrupt_when(lambda: stream._inbox.waiter)
             with pytest.raises(KeyboardInterrupt):
-                next(stream)
+                stream.next(limit)
             with pytest.raises(RequestAborted):
                 next(stream)
             interrupt_when(lambda: client._client._link.pending.calls)

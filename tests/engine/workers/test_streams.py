@@ -162,6 +162,25 @@ async def test_timeout_for_one_item_ends_nothing() -> None:
         assert await group.call_any("add", timeout=60) == 0
 
 
+async def test_limit_of_one_item_ends_nothing() -> None:
+    async with group_of() as group:
+        stream = group.stream(0, "count", 2)
+        assert await stream.next(timeout=60) == 0
+        assert await stream.next() == 1
+        with pytest.raises(StopAsyncIteration):
+            await stream.next(60)
+        busy = asyncio.create_task(group.call(0, "slowly", 0.1))  # before its turn
+        await asyncio.sleep(0)
+        stream = group.stream(0, "count", 1)
+        with pytest.raises(TimeoutError, match=r"within 0\.001 s"):
+            await stream.next(timeout=0.001)
+        with pytest.raises(ValueError, match="timeout must be"):
+            await stream.next(-1)
+        await busy
+        assert await stream.next(60) == 0
+        await until_idle(group)
+
+
 async def test_queued_stream_with_timeouts_keeps_its_position() -> None:
     async with group_of() as group:
         busy = asyncio.create_task(group.call(0, "slowly", 0.3))
