@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from aioshm.process import progress
+    from aioshm.process.placement import Placement
     from aioshm.queue import (
         ChangesLost,
         Handle,
@@ -104,6 +105,7 @@ __all__ = [
     "OutOfThreads",
     "PeerClosed",
     "PeerDied",
+    "Placement",
     "ProcessDied",
     "QueueCancelled",
     "QueueClosed",
@@ -141,6 +143,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name
     _homes = {
         "aioshm.codec": ["Codec", "MsgpackCodec", "register_codec"],
         "aioshm.config": ["Options"],
+        "aioshm.process.placement": ["Placement"],
         "aioshm.queue": [
             "ChangesLost",
             "Handle",

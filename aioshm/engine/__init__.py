@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # "as" marks exported names
     from aioshm.engine.workers.group import WorkerGroup as WorkerGroup
     from aioshm.process.manager import ProcessManager as ProcessManager
     from aioshm.process.parent import die_with_parent as die_with_parent
+    from aioshm.process.placement import Placement as Placement
     from aioshm.process.restart import RankInfo as RankInfo
     from aioshm.process.restart import Restart as Restart
     from aioshm.process.stopping import ashutdown as ashutdown
@@ -102,6 +103,7 @@ if not TYPE_CHECKING:  # with __getattr__ a type checker would accept any name
         "aioshm.engine.workers.group": ("WorkerGroup",),
         "aioshm.process.manager": ("ProcessManager",),
         "aioshm.process.parent": ("die_with_parent",),
+        "aioshm.process.placement": ("Placement",),
         "aioshm.process.restart": ("RankInfo", "Restart"),
         "aioshm.process.stopping": ("ashutdown", "shutdown"),
         "aioshm.process.watch": ("WatchedManager", "WatchedProcess"),

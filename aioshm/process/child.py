@@ -26,6 +26,7 @@ from multiprocessing.context import SpawnProcess, set_spawning_popen
 from typing import IO, Any
 
 from aioshm.process import parent, progress
+from aioshm.process.placement import Place
 
 STATUS_UNKNOWN = 255
 """The exit code of a process whose code another part of the program has taken; the same as asyncio's."""
@@ -36,14 +37,17 @@ _EXIT_PRIORITY = 0
 ABORT_WITHIN_S = 2.0
 """How long a process may take to write its stacks, and its core where that is wanted, before SIGKILL."""
 
-_OWN_ATTRIBUTES = frozenset({"_stderr", "_launched", "progress", "reason"})
+_OWN_ATTRIBUTES = frozenset({"_stderr", "_place", "_launched", "progress", "reason"})
 """Attributes of the parent's object, which the new process does not get."""
 
 _HAVE_WAITID = hasattr(os, "waitid")  # macOS: from Python 3.13 on
 
 
 class Child(SpawnProcess):
-    """One process; ``stderr`` becomes its standard error, None: the standard error of this process."""
+    """One process.
+
+    ``stderr`` becomes its standard error, None: the standard error of this process. ``place`` says where it runs.
+    """
 
     def __init__(
         self,
@@ -53,11 +57,13 @@ class Child(SpawnProcess):
         kwargs: Mapping[str, Any] | None = None,
         *,
         stderr: int | None = None,
+        place: Place | None = None,
     ) -> None:
         super().__init__(target=target, name=name, args=args, kwargs=kwargs or {})
         self.progress: progress.Cell | None = None  # of the started process, which writes its progress there
         self.reason: str = ""  # why `end` has killed the process
         self._stderr = stderr
+        self._place = place or Place({})
         self._launched: _Popen | None = None
 
     @staticmethod
@@ -122,17 +128,22 @@ class _Popen(popen_spawn_posix.Popen):
             ended_in, ended = _pipe(ours, theirs)
             self.duplicate_for_child(orders)
             self.duplicate_for_child(ended)
-            command = _command(process_obj.name, tracker_fd=tracker, pipe_handle=orders)
+            place = process_obj._place
+            command = _command(process_obj.name, place=place, tracker_fd=tracker, pipe_handle=orders)
             with _sigint_blocked("-c" in command):  # the new process inherits the mask, until `boot`
                 self._process = subprocess.Popen(
                     command,
                     pass_fds=self._passed,
                     stdin=subprocess.DEVNULL,
                     stderr=process_obj._stderr,
+                    env=_environment(place),
                     process_group=0,
                 )
                 undo.callback(self._kill)
             self.pid = self._process.pid
+            if place.cpus and "-c" not in command:  # a frozen program, without `boot`
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(self.pid, place.cpus)
             theirs.close()
             self.sentinel = self._exact_sentinel(ours, ended_in)
             # This does not block: an empty pipe takes PIPE_BUF bytes (pipe(7)), and the message has fewer.
@@ -256,7 +267,14 @@ def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
     return reader, writer
 
 
-def _command(name: str, **handles: int) -> list[str]:
+def _environment(place: Place) -> dict[str, str] | None:
+    """Return the environment of a new process; None: this process's."""
+    if not place.env:
+        return None
+    return {name: value for name, value in {**os.environ, **place.env}.items() if value is not None}
+
+
+def _command(name: str, *, place: Place, **handles: int) -> list[str]:
     """Return the command line of ``multiprocessing``, preceded by a call of `parent.boot`.
 
     The name of the process comes last, for ``ps`` and ``aioshm who``.
@@ -267,7 +285,7 @@ def _command(name: str, **handles: int) -> list[str]:
             "from importlib.util import module_from_spec, spec_from_file_location; "
             f"spec = spec_from_file_location('aioshm_parent', {parent.__file__!r}); "
             "parent = module_from_spec(spec); spec.loader.exec_module(parent); "
-            f"parent.boot({os.getpid()}); "
+            f"parent.boot({os.getpid()}, {place.cpus}, {place.numa_node}); "
         )
         program = command.index("-c") + 1
         command[program] = load + command[program]

@@ -17,6 +17,7 @@ from aioshm.errors import RoleError
 from aioshm.process.background import give_back
 from aioshm.process.child import Child
 from aioshm.process.limits import naming_limits
+from aioshm.process.placement import Place
 from aioshm.process.stderr import StderrRelay
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S, ashutdown, shutdown
 from aioshm.process.watch import ProcessWatch
@@ -30,12 +31,16 @@ _log = logging.getLogger("aioshm.engine")
 
 
 class Job(NamedTuple):
-    """The work of one process; ``attributes`` are set on its ``multiprocessing.current_process()``."""
+    """The work of one process.
+
+    ``attributes`` are set on its ``multiprocessing.current_process()``; ``place`` comes from `Placement.of`.
+    """
 
     name: str
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
     attributes: Mapping[str, Any] = {}
+    place: Place | None = None
 
 
 class ProcessManager(Closing, AsyncClosing):
@@ -98,7 +103,7 @@ class ProcessManager(Closing, AsyncClosing):
 
     def _start(self, job: Job) -> Child:
         with nullcontext() if self._relay is None else self._relay.pipe(job.name) as stderr:
-            child = Child(self._target, job.name, job.args, job.kwargs, stderr=stderr)
+            child = Child(self._target, job.name, job.args, job.kwargs, stderr=stderr, place=job.place)
             vars(child).update(job.attributes)
             child.start()
         self._jobs[job.name] = job

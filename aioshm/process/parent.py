@@ -1,4 +1,4 @@
-"""Ends this process when its parent exits, for whatever reason.
+"""Ends this process when its parent exits, for whatever reason; and places a new process on CPUs and a NUMA node.
 
 ``child.py`` also runs this file by its path, before the package can be imported: only the standard library is here.
 """
@@ -12,13 +12,18 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _THREAD_NAME = "aioshm-parent-watch"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CHECK_MS = 250
 """How often to compare the parent's id, without a descriptor that reports the exit."""
+_MPOL_PREFERRED = 1  # linux/mempolicy.h
+_MEMORY_POLICY_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236), "riscv64": (237, 236)}
+"""The numbers of the system calls set_mempolicy and get_mempolicy; 64-bit programs only."""
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -51,14 +56,52 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         ).start()
 
 
-def boot(parent_pid: int) -> None:
+def boot(parent_pid: int, cpus: Sequence[int] = (), numa_node: int | None = None) -> None:
     """Prepare a new process before its first import; SIGINT is blocked until here.
 
-    The handler does nothing. ``SIG_IGN`` would be inherited by programs that this process runs.
+    The handler does nothing. ``SIG_IGN`` would be inherited by programs that this process runs. Affinity and memory
+    policy belong to the calling thread, and to all threads that start later.
     """
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if cpus:
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError as error:  # the CPUs were taken away after the parent's check
+            sys.exit(f"cannot run on the CPUs {[*cpus]} of the placement: {error}")
+    if numa_node is not None:
+        prefer_memory_of(numa_node)
     die_with_parent(parent_pid)
+
+
+def prefer_memory_of(node: int | None) -> bool:
+    """Prefer the memory of a NUMA node; return whether the system allows that. None: change nothing."""
+    calls = _memory_policy_calls()
+    if calls is None:
+        return False
+    set_policy, get_policy = calls
+    if node is None:
+        return bool(get_policy(None, None, ctypes.c_ulong(0), None, ctypes.c_ulong(0)) == 0)
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    # The kernel reads one bit less than this number (get_mempolicy(2), "BUGS").
+    return bool(set_policy(_MPOL_PREFERRED, mask, ctypes.c_ulong(bits * len(mask) + 1)) == 0)
+
+
+def _memory_policy_calls() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return set_mempolicy and get_mempolicy: libnuma's, or the system calls, which glibc has not; see numa(7)."""
+    if sys.platform != "linux":
+        return None
+    try:
+        library = ctypes.CDLL("libnuma.so.1")
+        return library.set_mempolicy, library.get_mempolicy
+    except (OSError, AttributeError):
+        numbers = _MEMORY_POLICY_CALLS.get(os.uname().machine)
+    if numbers is None or sys.maxsize < 1 << 32:
+        return None
+    syscall = ctypes.CDLL(None).syscall
+    return partial(syscall, ctypes.c_long(numbers[0])), partial(syscall, ctypes.c_long(numbers[1]))
 
 
 def _ask_the_kernel(parent_pid: int) -> None:

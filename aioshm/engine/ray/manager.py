@@ -18,6 +18,7 @@ from aioshm.engine.ray.placement import EngineNeeds
 from aioshm.engine.security.keys import EngineKeys, keys_to_hand_over
 from aioshm.errors import EngineDead, EngineStartupError, RoleError
 from aioshm.process.background import completed, in_thread
+from aioshm.process.placement import Placement, check_placement
 from aioshm.process.watch import ProcessWatch
 
 START_TIMEOUT_S = 300.0
@@ -80,12 +81,15 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         timeout: Seconds until all actors must run, and for each recreated one, until there is room and it runs.
         keys: Each actor gets the keys of its engine, for `run_engine_core`; None: from the keys of this process. They
             travel as Ray's arguments: encrypted if Ray's own connections are.
+        placement: The environment variables of each engine, by its rank; see `Placement`. They are added to the
+            ``env_vars`` of ``runtime_env``. ``needs`` reserves CPUs.
         kwargs: Every other keyword argument of the target.
 
     Attributes:
         actors: The actors, by rank; their exit codes stay known after closing.
         processes: The same list, under the name that managers of processes have for it.
         max_engines: The number of given placement groups; None: `start_engine` creates as many as there is room for.
+        placement: As given.
 
     Raises:
         EngineStartupError: The cluster is too small, or an actor could not be started in time; all actors are killed.
@@ -109,6 +113,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         ray_options: Mapping[str, Any] | None = None,
         timeout: float = START_TIMEOUT_S,
         keys: EngineKeys | None = None,
+        placement: Placement | None = None,
         **kwargs: Any,
     ) -> None:
         self.actors: list[EngineActor] = []
@@ -138,8 +143,11 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             needs = needs or EngineNeeds()
         else:
             self.max_engines = engine_count
+        self.placement: Placement | None = check_placement(placement)
         all_local = local_engine_count == engine_count
         self._plan = _Plan(target_fn, args, kwargs, keys, runtime_env, timeout, needs, local_engine_count, all_local)
+        for rank in range(engine_count):
+            self._runtime_env(rank)
         cluster.connect(ray_options or {})
         self._closed = False
         try:
@@ -259,7 +267,24 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             time.sleep(_POLL_S)
 
     def _create(self, rank: int) -> EngineActor:
-        return EngineActor(rank, self.is_local(rank), self._groups[rank], self._plan.runtime_env)
+        return EngineActor(rank, self.is_local(rank), self._groups[rank], self._runtime_env(rank))
+
+    def _runtime_env(self, rank: int) -> Mapping[str, Any] | None:
+        given = self._plan.runtime_env
+        placement = self.placement
+        if placement is None:
+            return given
+        if placement.cpus is not None or placement.numa_node is not None:
+            raise ValueError(
+                "placement must have env only with Ray, which chooses node and CPUs: reserve CPUs by "
+                "needs=EngineNeeds(cpus=...)"
+            )
+        env = placement.of(rank).env
+        unset = [name for name, value in env.items() if value is None]
+        if unset:
+            raise ValueError(f"placement.env of rank {rank} must not unset {', '.join(unset)}: Ray only sets variables")
+        env_vars = (given or {}).get("env_vars", {})
+        return {**(given or {}), "env_vars": {**env_vars, **env}}
 
     def _run(self, actor: EngineActor, deadline: float) -> None:
         """Wait until the process of an actor runs, start the engine there, and register the actor."""

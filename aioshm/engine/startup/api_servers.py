@@ -14,6 +14,7 @@ from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_
 from aioshm.errors import EndClosed, ProcessDied, RoleError
 from aioshm.process.background import in_thread, notify_soon
 from aioshm.process.manager import Job, ProcessManager
+from aioshm.process.placement import Placement, check_placement, place_of
 from aioshm.process.restart import Life, RankInfo, Restart
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.process.watch import ProcessExit, ProcessWatch, WatchedProcess
@@ -52,6 +53,7 @@ class APIServerProcessManager(ProcessManager):
         restart: When dead servers are restarted, each by itself, on the running loop, to which the manager belongs
             then. None: never, and the death of one server ends all, see `wait_for_completion_or_failure`.
         on_change: With ``restart``, called on the loop when the state of a server has changed.
+        placement: Environment, CPUs and NUMA node of each server, by its index; see `Placement`.
 
     Raises:
         RoleError: With ``restart``: there is no running loop.
@@ -75,6 +77,7 @@ class APIServerProcessManager(ProcessManager):
         membership_address: str | None = None,
         restart: Restart | None = None,
         on_change: Callable[[RankInfo], object] | None = None,
+        placement: Placement | None = None,
     ) -> None:
         check_plain("target_server_fn", target_server_fn)
         check_int("num_servers", num_servers, minimum=1)
@@ -85,6 +88,7 @@ class APIServerProcessManager(ProcessManager):
             raise TypeError(f"restart must be a Restart, or None, not {restart!r}")
         if on_change is not None and restart is None:
             raise ValueError("on_change must go with restart: without it no server's state changes but once")
+        check_placement(placement, range(num_servers))
         self.listen_address = listen_address
         self.sock = sock
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -111,7 +115,8 @@ class APIServerProcessManager(ProcessManager):
             if membership_address is not None:
                 config["membership_address"] = membership_address
             arguments = (listen_address, self._copy or sock, args, config)
-            jobs.append(Job(f"ApiServer_{index}", arguments, attributes=attributes))
+            place = place_of(placement, index)
+            jobs.append(Job(f"ApiServer_{index}", arguments, attributes=attributes, place=place))
         super().__init__(target_server_fn, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
         if restart is not None:
             report = on_change and partial(notify_soon, on_change)

@@ -21,6 +21,7 @@ from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.errors import RoleError
 from aioshm.lifeline.sockets import sweep_leftovers
 from aioshm.process.child import Child
+from aioshm.process.placement import check_placement
 from aioshm.process.watch import WatchedProcess
 
 
@@ -189,6 +190,10 @@ async def launch_core_engines(
     secure = client.secure and (client.options is None or client.options.secure)
     resolved = ResolvedLayout(engine_count, local_engine_count, layout, startup.parallel_config)
     addresses = resolved.client_addresses(num_api_servers)
+    options = {"keys": keys, **(layout.manager_options or {})}
+    if layout.placement is not None:
+        options["placement"] = layout.placement
+    check_placement(options.get("placement"), [engine.index for engine in resolved.core_engines if engine.local])
     continues = client.on_engine_death == "continue"
     async with AsyncExitStack() as stack:
         stack.callback(sweep_leftovers)
@@ -219,7 +224,6 @@ async def launch_core_engines(
         )
         await stack.enter_async_context(shaking)
         arguments = {**(kwargs or {}), **resolved.engine_arguments(shaking.handshake_address)}
-        options = {"keys": keys, **(layout.manager_options or {})}
         manager: CoreEngineProcManager | CoreEngineActorManager
         if layout.backend == "ray":
             manager = await CoreEngineActorManager.start(

@@ -16,6 +16,7 @@ from aioshm.engine.protocol.addresses import (
     identity,
 )
 from aioshm.engine.security.keys import EngineKeys
+from aioshm.process.placement import Placement, check_placement
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.process.watch import WatchedProcess
 from aioshm.zeromq.hosts import own_address
@@ -35,6 +36,8 @@ class EngineLayout:
         local_engines_only: Whether engines on other hosts have front ends of their own, so that the client here serves
             the engines of this host only; None: as ``parallel_config`` says.
         shutdown_timeout: Seconds that engines may take to exit.
+        placement: Environment, CPUs and NUMA node of each engine, by its rank; see `Placement`. Ray's actors take the
+            environment only.
         host: Address of this host, for engines on other hosts; ``"*"`` binds all addresses; None: the source address
             of packets to other hosts.
         handshake_address: Where engines say HELLO; None: a socket file, or with engines on other hosts a port of
@@ -46,6 +49,7 @@ class EngineLayout:
         enable_wave_coordination: See `DPCoordinator`.
 
     Raises:
+        TypeError: ``placement`` is no `Placement`.
         ValueError: There is no such backend.
     """
 
@@ -55,6 +59,7 @@ class EngineLayout:
     start_index: int = 0
     local_engines_only: bool | None = None
     shutdown_timeout: float = SHUTDOWN_TIMEOUT_S
+    placement: Placement | None = None
     # Addresses
     host: str | None = None
     handshake_address: str | None = None
@@ -67,6 +72,7 @@ class EngineLayout:
     def __post_init__(self) -> None:
         if self.backend not in get_args(Backend):
             raise ValueError(f"backend must be 'mp' or 'ray', not {self.backend!r}")
+        check_placement(self.placement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from aioshm.errors import EngineStartupError, HandshakeError
 from aioshm.process.background import completed, in_thread
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
+from aioshm.process.placement import Placement, check_placement, place_of
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S, ashutdown
 from aioshm.process.watch import (
     SUSPECT_STATES,
@@ -54,10 +55,15 @@ class CoreEngineProcManager(ProcessManager):
         capture_stderr: See `ProcessManager`.
         keys: Each process starts with the keys of its engine, for `run_engine_core`; None: from the keys of this
             process.
+        placement: Environment, CPUs and NUMA node of each engine, by its global index; see `Placement`.
         kwargs: Every other keyword argument of the target.
 
     Attributes:
         max_engines: None: `start_engine` starts any number of engines.
+        placement: As given.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid; the text names it.
     """
 
     max_engines: int | None = None
@@ -73,6 +79,7 @@ class CoreEngineProcManager(ProcessManager):
         shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
         capture_stderr: bool = True,
         keys: EngineKeys | None = None,
+        placement: Placement | None = None,
         **kwargs: Any,
     ) -> None:
         check_plain("target_fn", target_fn)
@@ -82,12 +89,14 @@ class CoreEngineProcManager(ProcessManager):
         self._args = args
         self._kwargs = kwargs
         self._keys = keys
+        ranks = range(start_index, start_index + local_engine_count)
+        self.placement: Placement | None = check_placement(placement, ranks)
         self._offset = local_start_index - start_index
         self._started: dict[int, int] = {}  # starts so far, by rank
         super().__init__(target_fn, (), shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
         try:
-            for number in range(local_engine_count):
-                self.start_engine(start_index + number)
+            for rank in ranks:
+                self.start_engine(rank)
         except BaseException:
             self.shutdown(timeout=0)
             raise
@@ -105,9 +114,12 @@ class CoreEngineProcManager(ProcessManager):
             options: Further arguments of the class.
         """
         check_int("local_engine_count", local_engine_count, minimum=0)
+        check_int("start_index", start_index, minimum=0)
+        ranks = range(start_index, start_index + local_engine_count)
+        check_placement(options.get("placement"), ranks)
         manager = cls(target_fn, 0, start_index, **options)
         try:
-            for rank in range(start_index, start_index + local_engine_count):
+            for rank in ranks:
                 # Not in a thread: the kernel ends only the children of this process' main thread with it, see
                 # `die_with_parent`.
                 manager.start_engine(rank)
@@ -133,6 +145,7 @@ class CoreEngineProcManager(ProcessManager):
             self._args,
             self._kwargs | {"dp_rank": rank, "local_dp_rank": rank + self._offset},
             as_attributes(keys_to_hand_over(self._keys, rank, incarnation)),
+            place_of(self.placement, rank),
         )
         if any(process.name == job.name for process in self.processes):
             child = self.start_again(job.name, job)

@@ -19,6 +19,7 @@ from aioshm.engine.startup.restarts import EngineLife, EngineRestarts, RestartRu
 from aioshm.engine.stats import EngineSupervisorStats
 from aioshm.errors import EndClosed, EngineDead, RoleError
 from aioshm.process.background import notify_soon
+from aioshm.process.placement import check_placement
 from aioshm.process.restart import RankInfo, Restart
 
 
@@ -207,7 +208,7 @@ class EngineSupervisor(AsyncClosing):
             EngineDead: A crash loop.
             RoleError: The engines are in lockstep, or some are not this process', or other clients have them, or there
                 are fewer given placement groups.
-            TypeError, ValueError: An argument is invalid.
+            TypeError, ValueError: An argument is invalid, or the placement fails for a new engine.
         """
         check_int("engine_count", engine_count, minimum=1)
         restarts = self._open()
@@ -223,6 +224,7 @@ class EngineSupervisor(AsyncClosing):
                 f"{most} placement groups were given, so there can be no {engine_count} engines: let the manager create"
                 " them (needs=), or pass more of them"
             )
+        check_placement(self._launch.engine_manager.placement, range(len(lives), engine_count))
         async with self._scaling:
             while len(lives) > engine_count:
                 await self._remove_engine(restarts, lives[max(lives)], timeout)

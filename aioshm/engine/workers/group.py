@@ -19,6 +19,7 @@ from aioshm.engine.workers.session import Session
 from aioshm.engine.workers.worker import LoopFactory
 from aioshm.errors import AioshmError, EndClosed, QueueClosed, RoleError
 from aioshm.process.limits import naming_limits
+from aioshm.process.placement import Placement, check_placement
 from aioshm.process.restart import RankInfo, Restart
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
@@ -66,6 +67,8 @@ class WorkerGroup(AsyncClosing):
         restart: When dead workers are replaced, for each rank by itself; None: never. A crash loop ends the group.
         standbys: How many processes wait for a rank: they have imported ``worker``, and only need to call it.
         max_workers: Upper limit for `scale`; None: ``n_workers``.
+        placement: Environment, CPUs and NUMA node of each worker, by its rank; see `Placement`. A standby has no rank
+            when it starts, so ``standbys`` need a placement that is the same for all ranks.
 
     Raises:
         TypeError, ValueError: An argument is invalid; the text names it.
@@ -89,6 +92,7 @@ class WorkerGroup(AsyncClosing):
         restart: Restart | None = None,
         standbys: int = 0,
         max_workers: int | None = None,
+        placement: Placement | None = None,
     ) -> None:
         if not callable(worker):
             raise TypeError(f"worker must be callable, not {worker!r}")
@@ -100,6 +104,12 @@ class WorkerGroup(AsyncClosing):
         check_int("n_workers", n_workers, minimum=1)
         if check_int("standbys", standbys, minimum=0) and restart is None:
             raise ValueError(f"standbys must be 0 without restart=Restart(...), not {standbys}")
+        placement = check_placement(placement, range(n_workers))
+        if standbys and placement is not None and placement.depends_on_rank:
+            raise ValueError(
+                f"standbys must be 0 with a placement that depends on the rank, not {standbys}: a standby starts "
+                "before it gets a rank, and environment variables cannot be changed afterwards"
+            )
         keywords = _keywords(kwargs)
         if "rank" in keywords:
             raise ValueError(f"kwargs must not have rank, which each worker gets for itself, not {keywords['rank']!r}")
@@ -118,6 +128,7 @@ class WorkerGroup(AsyncClosing):
             restart=restart,
             standbys=standbys,
             max_workers=n_workers if max_workers is None else check_int("max_workers", max_workers, minimum=n_workers),
+            placement=placement,
         )
         self._session = Session(self._settings)
         self._streams = StreamMeter()
@@ -344,7 +355,7 @@ class WorkerGroup(AsyncClosing):
 
         Raises:
             RoleError: The group has no ``restart``, or was not entered.
-            ValueError: ``n_workers`` is above ``max_workers``.
+            TypeError, ValueError: ``n_workers`` is above ``max_workers``, or ``placement`` fails for a new worker.
             WorkerDied: The group has ended: a crash loop.
             QueueClosed: The group was closed.
         """
@@ -352,6 +363,7 @@ class WorkerGroup(AsyncClosing):
         most = self._settings.max_workers
         if n_workers > most:
             raise ValueError(f"n_workers must be at most max_workers, which is {most}, not {n_workers}")
+        check_placement(self._settings.placement, range(self.n_workers, n_workers))
         replacer = self._session.replacer
         if replacer is None:
             raise RoleError("a group can be scaled if it has restart=Restart(...), and was entered")

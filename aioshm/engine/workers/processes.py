@@ -19,6 +19,7 @@ from aioshm.lifeline.sockets import sweep_leftovers
 from aioshm.process.background import in_thread
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
+from aioshm.process.placement import Placement, place_of
 from aioshm.process.restart import Restart
 from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import SUSPECT_STATES, ProcessExit, ProcessWatch, process_state
@@ -45,6 +46,7 @@ class Settings:
     restart: Restart | None
     standbys: int
     max_workers: int
+    placement: Placement | None
 
 
 class WorkerProcess:
@@ -107,7 +109,7 @@ class WorkerProcesses:
         """Start the first workers. Each start blocks the loop for milliseconds; the loop runs in between."""
         for rank in range(n_workers):
             # Not in a thread: the kernel ends with this process only processes that its main thread has started.
-            self.assign(self._join(*self._start(f"{self._settings.name}_{rank}", None)), rank)
+            self.assign(self._join(*self._start(f"{self._settings.name}_{rank}", rank, None)), rank)
             await asyncio.sleep(0)
 
     async def start(self, rank: int | None, imported: object = None) -> WorkerProcess:
@@ -119,15 +121,17 @@ class WorkerProcesses:
             name = f"{self._settings.name}_{rank}"
             if name in self._processes:  # the dead one
                 self.discard(self._processes[name])
-        started = await in_thread(lambda: self._start(name, imported), discard=lambda started: started[1].close())
+        started = await in_thread(lambda: self._start(name, rank, imported), discard=lambda started: started[1].close())
         return self._join(*started)
 
-    def _start(self, name: str, imported: object) -> tuple[Child, ControlSocket]:
+    def _start(self, name: str, rank: int | None, imported: object) -> tuple[Child, ControlSocket]:
         settings = self._settings
+        place = place_of(settings.placement, rank or 0)  # without a rank: the same for all ranks
         ours, theirs = socket.socketpair()
         with ExitStack() as unused, theirs:
             unused.enter_context(ours)
-            job = Job(name, (theirs, imported, settings.sizes, settings.options, settings.loop_factory))
+            arguments = (theirs, imported, settings.sizes, settings.options, settings.loop_factory)
+            job = Job(name, arguments, place=place)
             process = self._manager.start_more(job)
             unused.pop_all()
         return process, ControlSocket(ours)

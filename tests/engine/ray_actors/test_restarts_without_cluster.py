@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import eventually
 
+from aioshm import Placement
 from aioshm.engine import CoreEngineActorManager, EngineNeeds
 from aioshm.engine.ray import actor as acting
 from aioshm.engine.ray import cluster
@@ -284,3 +285,27 @@ def test_room_is_reserved_where_there_is_any(
     else:
         cluster.reserve_room(1, local, NEEDS)
     assert made == ([where] if where else [])
+
+
+def test_actors_get_the_environment_of_their_rank(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    create = acting._create
+    monkeypatch.setattr(acting, "_create", lambda group, env: given.append(env) or create(group, env))
+    placement = Placement(env=lambda rank: {"DEVICE": str(rank)})
+    manager = managed("a", "b", placement=placement, runtime_env={"pip": ["x"], "env_vars": {"MODE": "fast"}})
+    manager.actors[1].kill()
+    manager.start_engine(1)
+    assert given == [{"pip": ["x"], "env_vars": {"MODE": "fast", "DEVICE": rank}} for rank in "011"]
+
+
+@pytest.mark.parametrize(
+    ("placement", "text"),
+    [
+        (Placement(cpus=[0]), r"placement must have env only with Ray, .* needs=EngineNeeds\(cpus=...\)"),
+        (Placement(numa_node=0), r"placement must have env only with Ray"),
+        (Placement(env={"DEVICE": None}), "placement.env of rank 0 must not unset DEVICE: Ray only sets variables"),
+    ],
+)
+def test_placement_that_ray_cannot_have_is_an_error(managed: Managed, placement: Placement, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        managed("a", placement=placement)

@@ -1,0 +1,172 @@
+"""Where a process runs: its environment variables, CPUs and NUMA node, by its rank."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from aioshm.arguments import check_int, shown
+from aioshm.process.parent import prefer_memory_of
+from aioshm.process.topology import allowed_cpus, numa_nodes, show_cpus
+
+Environment: TypeAlias = Mapping[str, str | None]
+
+_log = logging.getLogger("aioshm.engine")
+
+
+class Place(NamedTuple):
+    """The placement of one rank; ``cpus`` are checked, and lie in the NUMA node, if there is one."""
+
+    env: Environment
+    cpus: tuple[int, ...] = ()  # empty: those of the starting thread
+    numa_node: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Environment variables, CPUs and NUMA node of each process, by its rank.
+
+        Placement(env=lambda rank: {"CUDA_VISIBLE_DEVICES": str(rank)}, numa_node=lambda rank: rank // 4)
+
+    Each attribute is a value for all ranks, or a callable that gets the rank and returns the value. The callable runs
+    in the process that starts the ranks, once for each rank: a restarted process gets the same values. The values take
+    effect before the new process imports anything except the standard library.
+
+    Attributes:
+        env: Environment variables, on top of those of this process; None as the value of a variable unsets it.
+        cpus: The numbers of the CPUs that the process may use; None: as this process.
+        numa_node: The number of a NUMA node. The process uses the CPUs of the node, and with ``cpus`` those that are in
+            both. New memory comes from the node while the node has some, then from other nodes; without the system's
+            permission (``set_mempolicy``, which containers often forbid) only the CPUs are set, and the log says so at
+            DEBUG. None: as this process.
+
+    Raises:
+        TypeError, ValueError: A value is invalid. The text names it. Results of callables, and the CPUs, are checked
+            before a process is started; then the text also names the rank, and the CPUs that are allowed. ``cpus`` and
+            ``numa_node`` need Linux.
+    """
+
+    env: Environment | Callable[[int], Environment | None] | None = None
+    cpus: Collection[int] | Callable[[int], Collection[int] | None] | None = None
+    numa_node: int | Callable[[int], int | None] | None = None
+    _places: dict[int, Place] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                object.__setattr__(self, name, check(f"placement.{name}", value))
+
+    @property
+    def depends_on_rank(self) -> bool:
+        """Whether a value is a callable."""
+        return any(callable(getattr(self, name)) for name in _CHECKS)
+
+    def of(self, rank: int) -> Place:
+        """Return the placement of a rank; raise TypeError or ValueError if it is invalid, or not possible now."""
+        if rank not in self._places:
+            env = self._value("env", rank)
+            self._places[rank] = Place(env or {}, self._value("cpus", rank) or (), self._value("numa_node", rank))
+        place = self._places[rank]
+        if place.cpus or place.numa_node is not None:
+            return place._replace(cpus=_usable(place, rank))
+        return place
+
+    def _value(self, name: str, rank: int) -> Any:
+        value = getattr(self, name)
+        if not callable(value):
+            return value
+        where = f"placement.{name} of rank {rank}"
+        try:
+            value = value(rank)
+        except Exception as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{where} failed: {type(error).__name__}: {error}") from error
+        return None if value is None else _CHECKS[name](where, value)
+
+
+def check_placement(value: object, ranks: Iterable[int] = ()) -> Placement | None:
+    """Return ``value`` if it is None, or a `Placement` that is possible for these ranks now."""
+    if value is None:
+        return None
+    if not isinstance(value, Placement):
+        raise TypeError(f"placement must be a Placement, or None, not {shown(value)}")
+    for rank in ranks:
+        value.of(rank)
+    return value
+
+
+def place_of(placement: Placement | None, rank: int) -> Place | None:
+    """Return the placement of a rank, if there is a placement."""
+    if placement is None:
+        return None
+    return placement.of(rank)
+
+
+def _usable(place: Place, rank: int) -> tuple[int, ...]:
+    """Return the CPUs of a place that this process may use; raise ValueError if a given CPU is not one of them."""
+    allowed = allowed_cpus()
+    if not allowed:
+        raise ValueError(
+            f"placement of rank {rank}: {sys.platform} has no CPU affinity, which cpus and numa_node need; env works"
+        )
+    wrong = set(place.cpus) - allowed
+    if wrong:
+        raise ValueError(
+            f"placement.cpus of rank {rank}: {show_cpus(wrong)} cannot be used here; allowed are {show_cpus(allowed)}"
+        )
+    if place.numa_node is None:
+        return place.cpus
+    nodes = numa_nodes()
+    where = f"placement.numa_node of rank {rank}: node {place.numa_node}"
+    if place.numa_node not in nodes:
+        raise ValueError(f"{where} does not exist; the nodes are {show_cpus(nodes)}")
+    inside = nodes[place.numa_node].cpus
+    cpus = inside & (set(place.cpus) or allowed)
+    if not cpus:
+        among = f"those allowed here, {show_cpus(allowed)}"
+        if place.cpus:
+            among = f"placement.cpus, {show_cpus(place.cpus)}"
+        raise ValueError(f"{where} has CPUs {show_cpus(inside)}, and none of them is among {among}")
+    _report_memory_policy()
+    return tuple(sorted(cpus))
+
+
+@functools.cache
+def _report_memory_policy() -> None:
+    if not prefer_memory_of(None):
+        _log.debug("numa_node sets CPUs only: the system does not let this process set a memory policy")
+
+
+def _check_env(where: str, value: object) -> Environment:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{where} must be a mapping of names to strings or None, not {shown(value)}")
+    for name, text in value.items():
+        if not isinstance(name, str) or not isinstance(text, str | None):
+            raise TypeError(f"{where} must map names to strings or None, not {shown(name)} to {shown(text)}")
+        if not name or "=" in name or "\0" in name or "\0" in (text or ""):
+            raise ValueError(f"{where} cannot set {shown(name)} to {shown(text)}: names have no '=', and none a NUL")
+    return dict(value)
+
+
+def _check_cpus(where: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
+        raise TypeError(f"{where} must be a collection of ints, not {shown(value)}")
+    if not value:
+        raise ValueError(f"{where} must not be empty")
+    return tuple(sorted({check_int(f"{where}: a CPU", cpu, minimum=0) for cpu in value}))
+
+
+def _check_node(where: str, value: object) -> int:
+    return check_int(where, value, minimum=0)
+
+
+_CHECKS: Mapping[str, Callable[[str, object], Any]] = {
+    "env": _check_env,
+    "cpus": _check_cpus,
+    "numa_node": _check_node,
+}
