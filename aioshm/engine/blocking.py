@@ -27,6 +27,7 @@ from aioshm.engine.client.client import ClientOptions
 from aioshm.engine.client.requests import Inbox
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, StartupReport
+from aioshm.engine.protocol.pause import PauseMode
 from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup import launch as launching
@@ -112,6 +113,11 @@ class EngineClient(Closing):
         return self._client.ready
 
     @property
+    def paused(self) -> PauseMode | None:
+        """The mode of the pause, from `pause` until `resume` by any client; None: the engines are not paused."""
+        return self._client.paused
+
+    @property
     def in_flight(self) -> int:
         """The number of requests in flight."""
         return self._client.in_flight
@@ -193,6 +199,14 @@ class EngineClient(Closing):
                 raise TimeoutError(f"no answer to a call of {method} within {timeout} s") from None
 
         return self._open_host().run(called)
+
+    def pause(self, mode: PauseMode = "finish", timeout: float | None = None) -> None:
+        """Pause all engines, see `aioshm.engine.EngineClient.pause`. Ctrl-C leaves the engines pausing."""
+        self._open_host().run(lambda: self._client.pause(mode, timeout))
+
+    def resume(self) -> None:
+        """End the pause, see `aioshm.engine.EngineClient.resume`."""
+        self._open_host().run(self._client.resume)
 
     def close(self) -> None:
         """Abort all requests, and close the sockets; a thread of the client's own ends.

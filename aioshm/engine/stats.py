@@ -88,6 +88,7 @@ class EngineClientStats(msgspec.Struct, frozen=True, kw_only=True):
         requests: How many requests were sent in total.
         failed: How many requests ended with an error, such as the death of an engine.
         in_flight: How many requests have not ended.
+        paused: The mode of the pause of the engines; None: they are not paused.
         late_outputs: How many outputs came for aborted requests, or from engines that counted as dead.
         deaths: How many engines have died in total.
     """
@@ -98,6 +99,7 @@ class EngineClientStats(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     failed: int
     in_flight: int
+    paused: str | None = None
     late_outputs: int
     deaths: int
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from aioshm.engine.client.engines import LoadBalancer
-from aioshm.engine.client.requests import Pending
+from aioshm.engine.client.requests import Inbox, Pending
 from aioshm.engine.protocol.addresses import CoreEngine, CoreEngineState, EngineZmqAddresses
 from aioshm.engine.protocol.handshake import EngineHandshake
 from aioshm.engine.protocol.messages import EngineCoreOutputs, EnvelopeDecoder, SchedulerStats, StartWave
@@ -321,7 +321,7 @@ class Cluster:
             return
         rank = self.balance.choose()
         generation, _ = self.pending.new_generation(rank, [])
-        self.streams[request_id] = self.pending.add(request_id, rank, generation)
+        self.streams[request_id] = self.pending.add(Inbox(request_id), rank, generation)
         engine, wave = self.manager.table[rank], self.waves.wave
         engine._later(lambda: engine.process.does(lambda: engine.add(request_id, wave)))
 

@@ -14,10 +14,11 @@ from aioshm.arguments import check_int, check_seconds
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.client.link import EngineLink
-from aioshm.engine.client.requests import Inbox, OutputStream, PendingCall
+from aioshm.engine.client.requests import UNSENT, Inbox, OutputStream, PendingCall
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
 from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
-from aioshm.engine.protocol.payloads import Frame, PayloadEncoder
+from aioshm.engine.protocol.pause import PauseMode, PauseOrder, check_mode
+from aioshm.engine.protocol.payloads import PayloadEncoder
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.stats import EngineClientStats
 from aioshm.errors import CodecError, EngineDead
@@ -27,7 +28,6 @@ OnEngineChange: TypeAlias = Callable[[int, EngineDead | None], object]
 OnEngineDeath: TypeAlias = Literal["fail", "continue"]
 Resubmit: TypeAlias = Literal["unstarted"]
 
-_ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
@@ -156,6 +156,15 @@ class EngineClient(AsyncClosing):
         """The number of requests in flight."""
         return len(self._link.pending.inboxes)
 
+    @property
+    def paused(self) -> PauseMode | None:
+        """The mode of the pause, from `pause` until `resume` by any client; None: the engines are not paused."""
+        return self._link.pause.order.mode or None
+
+    def pause_order(self) -> PauseOrder:
+        """Return the newest order to pause or to resume, for engines that start."""
+        return self._link.pause.order
+
     def stats(self) -> EngineClientStats:
         """Return the counters of the client; from any thread."""
         link = self._link
@@ -167,6 +176,7 @@ class EngineClient(AsyncClosing):
             requests=pending.requests,
             failed=pending.failed,
             in_flight=len(pending.inboxes),
+            paused=self.paused,
             late_outputs=pending.late_outputs,
             deaths=link.engines.died,
         )
@@ -344,20 +354,9 @@ class EngineClient(AsyncClosing):
         frames = self._encode(request)
         if former is not None:
             link.leave(former)
-        while True:
-            link.pending.check_reuse(request_id, rank)
-            generation, marked = link.pending.new_generation(rank, frames)
-            try:
-                link.send(rank, _ADD, marked)
-                break
-            except EngineDead:
-                if engine is not None or not link.goes_on:
-                    raise
-                rank = link.engines.choose(None)  # not the same engine: `lost` has removed it from the choices
-        kept: list[Frame] | None = None
-        if link.chosen.resubmit is not None:  # the caller may change the arrays before an engine dies
-            kept = [bytes(frame) for frame in frames]
-        return link.pending.add(request_id, rank, generation, kept)
+        if link.pause.order.mode:  # the caller may change the arrays before the request is sent
+            return link.pending.wait(request_id, engine, [bytes(frame) for frame in frames])
+        return link.send_request(Inbox(request_id), engine, rank, frames)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests: their streams raise `RequestAborted` after the received outputs.
@@ -375,7 +374,8 @@ class EngineClient(AsyncClosing):
         for rank, ids in link.pending.by_engine(request_ids).items():
             for request_id in ids:
                 link.pending.abort(request_id)
-            link.send(rank, _ABORT, [_encode_plain(ids)])
+            if rank != UNSENT:
+                link.send(rank, _ABORT, [_encode_plain(ids)])
 
     async def call(self, method: str, *args: Any, engine: int | None = None) -> Any:
         """Call a method of the engine.
@@ -409,6 +409,53 @@ class EngineClient(AsyncClosing):
         finally:
             link.pending.forget(calls)
         return results if engine is None else results[0]
+
+    # The pause
+
+    async def pause(self, mode: PauseMode = "finish", timeout: float | None = None) -> None:
+        """Pause all engines, for all clients: for example to change the weights of a model.
+
+            await client.pause()
+            await client.call("load_weights", path)
+            await client.resume()
+
+        When this returns, no engine is in a step, and none begins one until `resume`. New requests wait: `submit`
+        returns, and the request is sent after `resume`, in the order of submission. `call` works. The pause outlives
+        the client that has asked for it, and the engines: an engine that is restarted or added is paused, too.
+        Engines that are missing are not waited for.
+
+        A later `pause` with another mode changes the mode. Cancelling this, or a timeout, leaves the engines pausing:
+        `resume` undoes that.
+
+        Args:
+            mode: What happens to requests in flight. ``"finish"``: they run to their end. ``"abort"``: their streams
+                raise `RequestAborted`. ``"keep"``: they stay where they are, and continue after `resume`.
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            CallFailed: An engine of vLLM has refused to pause: it is older than 0.12.
+            EngineDead: An engine is dead.
+            QueueClosed, RoleError: The client is closed, or not ready; or `resume` was called meanwhile.
+            TimeoutError: Engines have requests in flight or are in a step; the text names them.
+            ValueError: The mode is invalid.
+        """
+        check_mode(mode)
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        self._link.check_ready()
+        await self._link.pause.pause(mode, timeout)
+
+    async def resume(self) -> None:
+        """End the pause, of any client; return when all engines have resumed. Without a pause nothing happens.
+
+        Cancelling this resumes the engines nonetheless.
+
+        Raises:
+            CallFailed: An engine of vLLM has refused to resume.
+            EngineDead, QueueClosed, RoleError: See `submit`.
+        """
+        self._link.check_ready()
+        await self._link.pause.resume()
 
     def _stamp(self, request: Any) -> None:
         try:

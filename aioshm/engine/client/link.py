@@ -17,11 +17,13 @@ from aioshm.closing import warn_not_closed
 from aioshm.config import Options
 from aioshm.engine.client.engines import Engines, again
 from aioshm.engine.client.liveness import Liveness
-from aioshm.engine.client.requests import Inbox, Pending
+from aioshm.engine.client.pause import PauseOfEngines
+from aioshm.engine.client.requests import UNSENT, Inbox, Pending
 from aioshm.engine.client.sockets import ClientSockets, MembershipListener, Registration
 from aioshm.engine.protocol.addresses import IDENTITY_BYTES, CoreEngine, EngineZmqAddresses
 from aioshm.engine.protocol.control import encode_scale
 from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestType
+from aioshm.engine.protocol.pause import NO_ORDER, PAUSE, order_or_none
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _LOG_INTERVAL_S = 10.0
+_ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
 
 _encode_plain = msgspec.msgpack.Encoder().encode
@@ -68,6 +71,8 @@ class EngineLink:
         self.goes_on: bool = chosen.on_engine_death == "continue"
         self.engines: Engines = Engines(ranks, self.index, n_clients, chosen.output_type)
         self.pending: Pending = self.engines.pending
+        self.pause: PauseOfEngines = PauseOfEngines(weakref.proxy(self))
+        self.pending.on_notice = self.pause.notice
         self.wave: int = 0  # as published by the coordinator
         self.dead: EngineDead | None = None  # why no message is sent any more
         # Whether to log how an engine has died; a supervisor logs that itself.
@@ -173,9 +178,26 @@ class EngineLink:
         if not self.settled.is_set():
             self.sockets.registrations.run_soon()  # a send may clear the event of a waiting registration
 
+    def send_request(self, inbox: Inbox, wanted: int | None, rank: int, frames: list[Frame]) -> Inbox:
+        """Send a request to this engine, or to another one if it is gone and was not wanted."""
+        while True:
+            self.pending.check_reuse(inbox.request_id, rank)
+            generation, marked = self.pending.new_generation(rank, frames)
+            try:
+                self.send(rank, _ADD, marked)
+                break
+            except EngineDead:
+                if wanted is not None or not self.goes_on:
+                    raise
+                rank = self.engines.choose(None)  # not the same engine: `lost` has removed it from the choices
+        kept: list[Frame] | None = None
+        if self.chosen.resubmit is not None:  # the caller may change the arrays before an engine dies
+            kept = [bytes(frame) for frame in frames]
+        return self.pending.add(inbox, rank, generation, kept)
+
     def abort(self, rank: int, request_ids: list[str]) -> None:
         """Abort requests at a living engine."""
-        if self.dead is None and rank not in self.engines.deaths:
+        if self.dead is None and rank != UNSENT and rank not in self.engines.deaths:
             try:
                 self.send(rank, _ABORT, [_encode_plain(request_ids)])
             except EngineDead:
@@ -218,6 +240,7 @@ class EngineLink:
         if self.sockets.register_by_keys:
             self._incarnations[rank] = int(registration.user.partition(".")[2])
         self.engines.take_in(rank)
+        self.pause.meet(rank, order_or_none(fields.pop(PAUSE, NO_ORDER)))
         self.settle()
 
     def _check_keys(self, registration: Registration) -> None:
@@ -362,4 +385,5 @@ class EngineLink:
     def report_progress(self) -> None:
         """Report to the launching process how far this front end has applied the membership."""
         if self._membership is not None and not self.closed:
-            self._membership.report(self.engines.missing, self.engines.busy)
+            order = self.pause.order
+            self._membership.report(self.engines.missing, self.engines.busy, order, list(self.pause.unanswered))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from aioshm.arguments import check_seconds
 from aioshm.engine.protocol.messages import (
+    NO_GENERATION,
     EnvelopeDecoder,
     MarkedOutputs,
     Unreadable,
@@ -24,6 +25,7 @@ from aioshm.engine.protocol.messages import (
     refusal_of,
     request_id_of,
 )
+from aioshm.engine.protocol.pause import NOTICE_ID
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.errors import CallFailed, CodecError, RequestAborted, RequestFailed, RoleError
 
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from aioshm.engine.client.engines import LoadBalancer
 
 Output = TypeVar("Output")
+
+UNSENT = -1
+"""Stands for the rank of the engine while a request waits for the end of a pause."""
 
 REUSE_AFTER_S = 60.0
 """How long the id of an aborted request is refused for engines of vLLM, whose late outputs have no generation."""
@@ -44,9 +49,9 @@ class Inbox:
     """
 
     request_id: str
-    engine: int  # the rank of the engine that has the request
-    generation: int  # the generation of the submission that the engine has
-    request: list[Frame] | None = None  # for another engine if its engine dies before the first output
+    engine: int = UNSENT  # the rank of the engine that has the request
+    generation: int = NO_GENERATION  # the generation of the submission that the engine has
+    request: list[Frame] | None = None  # unsent, or for another engine if its engine dies before the first output
     tried: tuple[int, ...] = ()  # the ranks of engines that had the request, and died
     outputs: deque[Any] = field(default_factory=deque)
     waiter: asyncio.Future[bool] | None = None  # whether its time limit has expired
@@ -192,7 +197,10 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
 
     @property
     def engine(self) -> int:
-        """The rank of the engine; after its death with ``resubmit="unstarted"`` the rank of the next engine."""
+        """The rank of the engine; after its death with ``resubmit="unstarted"`` the rank of the next engine.
+
+        -1 while the request waits for `EngineClient.resume`.
+        """
         return self.inbox.engine
 
     async def aclose(self) -> None:
@@ -221,7 +229,9 @@ class Pending:
 
     def __init__(self, decoder: EnvelopeDecoder, balance: LoadBalancer) -> None:
         self.inboxes: dict[str, Inbox] = {}  # by request id
+        self.unsent: dict[str, int | None] = {}  # requests that wait for the end of a pause, and the wanted engines
         self.calls: dict[int, PendingCall] = {}  # by call id
+        self.on_notice: Callable[[Any], object] | None = None  # called with the order that a notice has
         self.late_outputs: int = 0
         self.requests: int = 0  # requests sent in total
         self.failed: int = 0  # requests that ended with an error
@@ -236,6 +246,9 @@ class Pending:
         self._aborted: dict[tuple[int, str], float] = {}  # times of aborts at vLLM's engines, by rank and id
 
     # Requests
+
+    def is_of_vllm(self, rank: int) -> bool:
+        return rank in self._unmarked
 
     def registered(self, rank: int, fields: dict[str, Any]) -> None:
         """Note an engine's registration: vLLM's engines name their release."""
@@ -260,10 +273,21 @@ class Pending:
                 f"not be told apart; use another id, or wait for {left:.0f} s"
             )
 
-    def add(self, request_id: str, rank: int, generation: int, request: list[Frame] | None = None) -> Inbox:
+    def wait(self, request_id: str, wanted: int | None, request: list[Frame]) -> Inbox:
+        """Add a request that is sent after a pause."""
+        self.unsent[request_id] = wanted
+        inbox = self.inboxes[request_id] = Inbox(request_id, request=request)
+        return inbox
+
+    def add(self, inbox: Inbox, rank: int, generation: int, request: list[Frame] | None = None) -> Inbox:
+        """Add a request that was sent."""
         self._balance.sent(rank)
         self.requests += 1
-        inbox = self.inboxes[request_id] = Inbox(request_id, rank, generation, request)
+        self.unsent.pop(inbox.request_id, None)
+        self.inboxes[inbox.request_id] = inbox
+        inbox.engine = rank
+        inbox.generation = generation
+        inbox.request = request
         return inbox
 
     def move(self, inbox: Inbox, rank: int, generation: int) -> None:
@@ -273,12 +297,13 @@ class Pending:
         inbox.engine = rank
         inbox.generation = generation
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, cause: str = "") -> None:
         """End a request at its user's wish."""
         rank = self.inboxes[request_id].engine
         self._note_abort(rank, request_id)
-        text = f"request {request_id!r} was aborted before its last output"
-        self._end(request_id, lambda: RequestAborted(text, engine=rank, request_id=request_id))
+        text = f"request {request_id!r} was aborted before its last output{cause}"
+        engine = None if rank == UNSENT else rank
+        self._end(request_id, lambda: RequestAborted(text, engine=engine, request_id=request_id))
 
     def _note_abort(self, rank: int, request_id: str) -> None:
         if rank not in self._unmarked:
@@ -296,7 +321,10 @@ class Pending:
 
     def _end(self, request_id: str, error: Callable[[], Exception] | None) -> None:
         inbox = self.inboxes.pop(request_id)
-        self._balance.done(inbox.engine)
+        if inbox.engine == UNSENT:
+            del self.unsent[request_id]
+        else:
+            self._balance.done(inbox.engine)
         inbox.end(error)
         self._note_idle(inbox.engine)
 
@@ -304,7 +332,7 @@ class Pending:
         return [inbox for inbox in self.inboxes.values() if inbox.engine == rank]
 
     def by_engine(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
-        """Return the ids that are in flight, by the ranks of their engines."""
+        """Return the ids that are in flight, by the ranks of their engines, or `UNSENT`."""
         found: dict[int, list[str]] = {}
         for request_id in dict.fromkeys(request_ids):
             inbox = self.inboxes.get(request_id)
@@ -333,7 +361,7 @@ class Pending:
         return self._balance.in_flight.get(rank, 0) > 0 or any(call.engine == rank for call in self.calls.values())
 
     def fail(self, error: Callable[[], Exception]) -> None:
-        for rank in list(self._balance.in_flight):
+        for rank in (*self._balance.in_flight, UNSENT):
             self.fail_engine(rank, error)
 
     def fail_engine(self, rank: int, error: Callable[[], Exception]) -> None:
@@ -411,7 +439,9 @@ class Pending:
 
     def _answer(self, engine: int, answer: UtilityOutput) -> None:
         call = self.calls.get(answer.call_id)
-        if call is None or call.answer.done():
+        if answer.call_id == NOTICE_ID and answer.result is not None and self.on_notice is not None:
+            self.on_notice(answer.result[1])
+        elif call is None or call.answer.done():
             self.late_outputs += 1
         elif answer.failure_message is not None:
             call.answer.set_exception(CallFailed(answer.failure_message, engine=engine, method=call.method))

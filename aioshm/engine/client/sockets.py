@@ -18,6 +18,7 @@ from aioshm.engine.protocol.control import (
     encode,
 )
 from aioshm.engine.protocol.messages import SUBSCRIBE_TO_ALL
+from aioshm.engine.protocol.pause import PauseOrder
 from aioshm.engine.protocol.payloads import Frame, check_stranger
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.bound_sockets import (
@@ -207,9 +208,9 @@ class MembershipListener:
         for name in [name for name, each in self.early.items() if each.connection == connection]:
             del self.early[name]
 
-    def report(self, missing: list[int], busy: list[int]) -> None:
+    def report(self, missing: list[int], busy: list[int], order: PauseOrder, unpaused: list[int]) -> None:
         """Report a changed progress of this front end."""
-        progress = Progress(self.version, missing, busy)
+        progress = Progress(self.version, missing, busy, order, unpaused)
         if progress != self._progress:
             self._progress = progress
             self._send()
@@ -241,6 +242,7 @@ class MembershipListener:
     def _apply(self, membership: Membership) -> None:
         link = self._link
         engines = link.engines
+        link.pause.obey(membership.order)
         for rank in sorted(membership.engines.keys() - engines.ranks):
             link.add(rank)
         while engines.ranks[-1] not in membership.engines and len(engines.ranks) > 1:

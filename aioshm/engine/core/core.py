@@ -8,12 +8,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, cast, get_type_hints
+from typing import Any, NamedTuple
 
 import msgspec
 
 from aioshm.arguments import check_int, check_plain, shown
 from aioshm.config import Options
+from aioshm.engine.core.calls import Call, Calls, call_of
+from aioshm.engine.core.pause import Held, Owner, Pause
 from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets, SocketSettings
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata, EngineZmqAddresses
 from aioshm.engine.protocol.messages import (
@@ -28,6 +30,7 @@ from aioshm.engine.protocol.messages import (
     pop_mark,
     request_id_of,
 )
+from aioshm.engine.protocol.pause import NO_ORDER, NOTICE_ID, PAUSE, order_of
 from aioshm.engine.protocol.payloads import Frame, PayloadDecoder, PayloadEncoder
 from aioshm.engine.protocol.waves import Lockstep
 from aioshm.engine.security.keys import AnyKeys
@@ -43,8 +46,6 @@ _LOG_INTERVAL_S = 10.0
 _USAGE_STEPS = 20
 """The steps of KV cache usage that are reported if nothing else has changed."""
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_NOT_TO_BE_CALLED = frozenset({"initialize", "add_request", "abort_requests", "step", "shutdown"})
 _NEEDED = ("initialize", "add_request", "abort_requests", "step")
 _NEVER_ASYNC = ("has_work", "request_counts", "kv_cache_usage", "error_output")
 
@@ -54,13 +55,6 @@ _START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
 _encode_plain = msgspec.msgpack.Encoder().encode
-
-
-class _Owner(NamedTuple):
-    """The client of an open request, and the client's generation of it."""
-
-    client: int
-    generation: int
 
 
 class _Batch(NamedTuple):
@@ -112,8 +106,10 @@ class EngineCore:
         )
         self._messages: deque[tuple[int, list[Frame]]] = deque()  # unhandled, with the indices of clients
         self._arrived = asyncio.Event()
-        self._owners: dict[str, _Owner] = {}  # by open request
+        self._owners: dict[str, Owner] = {}  # by open request
         self._calls = Calls(engine, self)
+        self._pause = Pause()
+        self._fields: dict[str, Any] = {}  # of READY
         self._counts: Any = None
         self._lockstep: Lockstep | None = None
         if hasattr(engine, "has_unfinished_dp"):
@@ -122,6 +118,7 @@ class EngineCore:
 
     async def initialize(self, metadata: EngineHandshakeMetadata, awaiting: Callable[[], object]) -> dict[str, Any]:
         """Initialise the engine, and return the fields of READY; call ``awaiting`` before awaiting it."""
+        self._pause.order = getattr(metadata, "pause", NO_ORDER)
         result = self._engine.initialize(metadata)
         if inspect.isawaitable(result):
             awaiting()
@@ -134,11 +131,15 @@ class EngineCore:
 
     async def connect(self, addresses: EngineZmqAddresses, fields: dict[str, Any]) -> None:
         """Connect to the front ends, and register there with the fields of READY."""
+        self._fields = fields
         self._sockets = CoreSockets(addresses, self._put, self._settings)
-        payload = b""
-        if fields:
-            payload = _encode_plain(fields)
-        await self._sockets.register(payload)
+        await self._sockets.register(self._registration())
+
+    def _registration(self) -> bytes:
+        fields = self._fields
+        if self._pause.order.version:
+            fields = {**fields, PAUSE: self._pause.order}
+        return _encode_plain(fields) if fields else b""
 
     async def run(self) -> None:
         """Serve until cancelled, or until a step fails."""
@@ -146,13 +147,16 @@ class EngineCore:
         while True:
             while self._messages:
                 await self._handle(*self._messages.popleft())
+            self._answer_orders()
             self._report_counts()
             if not self._has_work():
                 await self._wait(None)
                 continue
             busy = await self._step()
             if self._lockstep is not None:
-                unfinished = await _awaited(engine.has_unfinished_dp(bool(self._owners)))
+                # An engine that is to keep its requests votes for the end of the wave: all stop at the same step.
+                votes = bool(self._owners) and self._pause.order.mode != "keep"
+                unfinished = await _awaited(engine.has_unfinished_dp(votes))
                 self._report_wave(complete=self._lockstep.stepped(unfinished))
                 busy = busy or unfinished  # all other engines would have to wait, too
             self._report_counts()
@@ -187,7 +191,11 @@ class EngineCore:
     # Steps
 
     def _has_work(self) -> bool:
-        if self._owners or (self._lockstep is not None and self._lockstep.running):
+        if self._lockstep is not None and self._lockstep.running:
+            return True  # also while it pauses: other engines may need it until all of them pause
+        if self._pause.on:
+            return self._pause.finishes(len(self._owners))
+        if self._owners:
             return True
         has_work = getattr(self._engine, "has_work", None)
         return has_work is not None and bool(has_work())
@@ -205,6 +213,7 @@ class EngineCore:
 
     async def _handle(self, client: int, frames: list[Frame]) -> None:
         if not frames:  # the client is gone
+            self._pause.lose(client)
             await self._drop([each for each, owner in self._owners.items() if owner.client == client])
             return
         kind = frames[0]
@@ -219,7 +228,11 @@ class EngineCore:
             elif kind == _ABORT:
                 await self._abort(client, payload)
             elif kind == _UTILITY:
-                self._calls.take(client, self._codec.decode(payload))
+                call = call_of(self._codec.decode(payload))
+                if call.method == PAUSE:
+                    await self._obey(client, call)
+                else:
+                    self._calls.take(client, call)
             else:
                 raise CodecError(f"a message of type {bytes(kind[:8])!r}")
         except CodecError as error:
@@ -227,7 +240,7 @@ class EngineCore:
             self._limiter.warn(logger, "engine %d ignores a message from %s: %s", self.index, sender, error)
 
     async def _add(self, client: int, payload: list[Frame]) -> None:
-        sender = _Owner(client, pop_mark(payload))
+        sender = Owner(client, pop_mark(payload))
         try:
             request = self._codec.decode_request(payload)
             request_id = request_id_of(request, "request")
@@ -235,8 +248,16 @@ class EngineCore:
             request_id = request_id_of(self._codec.decode(payload), "request")  # raises if there is no request to fail
             self._refuse(sender, request_id, str(error))
             return
+        if sender.generation:
+            self._pause.clients.add(client)
+        if self._pause.on and self._owners.get(request_id) != sender:  # else another part of an open request
+            self._pause.held.append(Held(sender, request_id, request))
+        else:
+            await self._admit(sender, request_id, request)
+
+    async def _admit(self, sender: Owner, request_id: str, request: Any) -> None:
         owner = self._owners.get(request_id)
-        if owner is not None and owner.client != client:
+        if owner is not None and owner.client != sender.client:
             self._refuse(sender, request_id, f"request_id {request_id!r} is that of another request in flight")
             return
         if owner is not None and owner.generation != sender.generation:  # a request of the client before its restart
@@ -265,11 +286,12 @@ class EngineCore:
         if not isinstance(ids, list):
             raise CodecError(f"an abort of {type(ids).__qualname__}")
         named = dict.fromkeys(each for each in ids if isinstance(each, str))
+        held = self._pause.drop(client, set(named))
         its_own = [each for each in named if each in self._owners and self._owners[each].client == client]
-        if its_own:
-            marked = any(self._owners[each].generation for each in its_own)
+        if its_own or held:
+            marked = client in self._pause.clients
             await self._drop(its_own)
-            self._send_batch(client, _Batch([], [], set(its_own)), marked=marked)
+            self._send_batch(client, _Batch([], [], held.union(its_own)), marked=marked)
 
     async def _drop(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -287,8 +309,47 @@ class EngineCore:
             start = msgspec.convert(self._codec.decode(payload), StartWave)
         except ValueError as error:
             raise CodecError(f"no wave: {error}") from None
+        if self._pause.on:  # a paused engine holds the request that has started the wave, and the others need it
+            start = start._replace(exclude=None)
         if self._lockstep is not None:
             self._lockstep.start(start)
+
+    # The pause
+
+    async def _obey(self, client: int, call: Call) -> None:
+        """Pause or resume, unless a newer order is in force; the answer comes when no step is taken any more."""
+        pause = self._pause
+        try:
+            order = order_of(call.args)
+        except ValueError as error:
+            raise CodecError(f"no order to pause: {error}") from None
+        pause.clients.add(client)
+        pause.unanswered.append((client, call.call_id))
+        if order <= pause.order:
+            return
+        pause.order = order
+        assert self._sockets is not None
+        self._sockets.registration = self._registration()
+        for each in pause.clients:
+            self.answer(each, UtilityOutput(NOTICE_ID, None, (None, order)))
+        if order.mode == "abort":
+            owners = self._owners.copy()
+            await self._drop(list(owners))
+            for request_id, owner in owners.items():
+                if not owner.generation:  # its client knows no notices
+                    self._refuse(owner, request_id, "aborted: the engines were paused")
+            return
+        if not order.mode:
+            for held in pause.pop_held():
+                await self._admit(*held)
+        if order.mode != "keep" and self._owners and self._lockstep is not None:
+            self._report_wave(start=self._lockstep.add(0))
+
+    def _answer_orders(self) -> None:
+        """Answer all orders, if no step is to be taken or the engine is not paused."""
+        if self._pause.unanswered and not (self._pause.on and self._has_work()):
+            for client, call_id in self._pause.pop_unanswered():
+                self.answer(client, UtilityOutput(call_id, None, (None, self._pause.order)))
 
     # Sending
 
@@ -335,13 +396,13 @@ class EngineCore:
             except CodecError as error:
                 if request_id not in batch.finished:
                     await self._drop([request_id])
-                self._refuse(_Owner(client, generation), request_id, str(error))
+                self._refuse(Owner(client, generation), request_id, str(error))
 
     def _send(self, client: int, envelope: EngineCoreOutputs[Any], *, counts: bool = True) -> None:
         assert self._sockets is not None
         self._sockets.send(client, self._codec.encode(envelope), counts=counts)
 
-    def _refuse(self, owner: _Owner, request_id: str, text: str) -> None:
+    def _refuse(self, owner: Owner, request_id: str, text: str) -> None:
         """Send the last output of a failed request."""
         try:
             self._send_last(owner, request_id, getattr(self._engine, "error_output", error_output)(request_id, text))
@@ -349,7 +410,7 @@ class EngineCore:
             logger.exception("engine %d has no error_output that can be sent for %r", self.index, request_id)
             self._send_last(owner, request_id, error_output(request_id, text))
 
-    def _send_last(self, owner: _Owner, request_id: str, output: Any) -> None:
+    def _send_last(self, owner: Owner, request_id: str, output: Any) -> None:
         batch = _Batch([output], [owner.generation], {request_id})
         self._send_batch(owner.client, batch, marked=bool(owner.generation))
 
@@ -390,86 +451,3 @@ def _check_engine(engine: Any) -> None:
         raise TypeError(text)
     for name in _NEVER_ASYNC:
         check_plain(name, getattr(engine, name, None))
-
-
-class Call(NamedTuple):
-    """A call, as received."""
-
-    client_index: int
-    call_id: int
-    method: str
-    args: list[Any]
-
-
-class Calls:
-    """Calls methods of the engine, and sends the results."""
-
-    def __init__(self, engine: Any, core: EngineCore) -> None:
-        self._engine = engine
-        self._core = core
-        self._running: set[asyncio.Task[None]] = set()
-
-    def take(self, client: int, payload: Any) -> None:
-        """Call a method for a client; an async one runs in a task."""
-        try:
-            call = msgspec.convert(payload, Call)
-        except ValueError as error:
-            raise CodecError(f"no call: {error}") from None
-        try:
-            method = self._method(call.method)
-            result = method(*_converted(method, call.args))
-        except Exception as error:
-            self._fail(client, call, error)
-            return
-        if inspect.isawaitable(result):
-            task = asyncio.ensure_future(self._finish(client, call, result))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-        else:
-            self._succeed(client, call, result)
-
-    def cancel(self) -> None:
-        for task in self._running:
-            task.cancel()
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        method: Any = None
-        if not name.startswith("_") and name not in _NOT_TO_BE_CALLED:
-            method = getattr(self._engine, name, None)
-        if not callable(method):
-            raise AttributeError(f"the engine has no method {name!r} that may be called")
-        return cast("Callable[..., Any]", method)
-
-    async def _finish(self, client: int, call: Call, result: Any) -> None:
-        try:
-            value = await result
-        except Exception as error:
-            self._fail(client, call, error)
-        else:
-            self._succeed(client, call, value)
-
-    def _succeed(self, client: int, call: Call, result: Any) -> None:
-        try:
-            self._core.answer(client, UtilityOutput(call.call_id, None, (None, result)))
-        except CodecError as error:
-            self._fail(client, call, error)
-
-    def _fail(self, client: int, call: Call, error: Exception) -> None:
-        logger.debug("a call of %s has failed", call.method, exc_info=error)
-        text = f"Call to {call.method} method failed: {error}"  # vLLM's words: clients look for them
-        self._core.answer(client, UtilityOutput(call.call_id, text))
-
-
-def _converted(method: Callable[..., Any], args: list[Any]) -> list[Any]:
-    """Return the arguments, with plain data converted to the structs of the method's annotations."""
-    try:
-        hints = get_type_hints(method)
-        parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError, NameError):
-        return args
-    wanted = [hints.get(each.name) for each in parameters if each.kind in _POSITIONAL]
-    wanted += [None] * (len(args) - len(wanted))
-    return [
-        msgspec.convert(arg, kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else arg
-        for arg, kind in zip(args, wanted, strict=False)
-    ]

@@ -140,7 +140,7 @@ class CoreSockets:
         self._sockets = Sockets()
         self._pumps: list[Pump] = []
         self._closed = False
-        self._registration = b""
+        self.registration: bytes = b""
         self._front_ends: list[_FrontEnd] = []
         self.coordinated: bool = addresses.coordinator_input is not None and addresses.coordinator_output is not None
         self._coordinator_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -159,7 +159,7 @@ class CoreSockets:
 
         Returns when the coordinator, if there is one, knows all engines: before that, waves would start without some.
         """
-        self._registration = payload
+        self.registration = payload
         if self.coordinated:
             self._subscription.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
         for front_end in self._front_ends:
@@ -283,7 +283,7 @@ class CoreSockets:
                 logger.info("client %d is back; %d messages found it gone", front_end.client, front_end.dropped)
                 address = front_end.output.address
                 front_end.output = _Output(address, self._open(zmq.PUSH, address))
-                front_end.dealer.send(self._registration, zmq.NOBLOCK)
+                front_end.dealer.send(self.registration, zmq.NOBLOCK)
                 if front_end.requests is not None:
                     front_end.requests.run_soon()  # a send may clear the event of a waiting message
 

@@ -19,6 +19,7 @@ from aioshm.engine.protocol.messages import (
     StartWave,
     decode_single,
 )
+from aioshm.engine.protocol.pause import NO_ORDER, PauseOrder
 
 UNSUBSCRIBED = b"\x00"
 """An XPUB socket receives this at the end of a subscription to everything."""
@@ -119,6 +120,7 @@ class Membership(msgspec.Struct, array_like=True, frozen=True):
     leaving: list[Rank] = []
     deaths: dict[Rank, Death] = {}  # by rank
     failure: Death | None = None  # why no engine will come back
+    order: PauseOrder = NO_ORDER  # the newest order to pause or to resume
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):
@@ -127,6 +129,8 @@ class Progress(msgspec.Struct, array_like=True, frozen=True):
     version: int = 0  # the version of its membership; 0: none yet
     missing: list[Rank] = []  # the ranks of engines that have not registered with it
     busy: list[Rank] = []  # the ranks of leaving engines with unfinished requests of this front end
+    order: PauseOrder = NO_ORDER  # the newest order that it knows
+    unpaused: list[Rank] = []  # the ranks of engines that have not answered this order
 
 
 _membership = msgspec.msgpack.Decoder(Membership)

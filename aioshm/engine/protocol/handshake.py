@@ -18,7 +18,7 @@ vLLM's bytes.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -30,12 +30,14 @@ from aioshm.engine.protocol.addresses import (
     EngineHandshakeMetadata,
     EngineReport,
     EngineZmqAddresses,
+    PausedMetadata,
     StartupReport,
     balanced_outside,
     identity,
     parallel_settings,
 )
 from aioshm.engine.protocol.messages import decode_single
+from aioshm.engine.protocol.pause import NO_ORDER, PauseOrder
 from aioshm.errors import HandshakeError
 
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -84,6 +86,7 @@ class FrontEndHandshake:
         engines: The engines, by rank.
         hello: The HELLO of each engine, by rank.
         ready: The READY of each engine, by rank.
+        pause_order: Returns the order to pause that is in force, for engines that start.
 
     Raises:
         TypeError: MessagePack cannot encode ``parallel_config`` or ``addresses``.
@@ -104,6 +107,7 @@ class FrontEndHandshake:
             self.add(engine)
         self.hello: dict[int, dict[str, Any]] = {}
         self.ready: dict[int, dict[str, Any]] = {}
+        self.pause_order: Callable[[], PauseOrder] = lambda: NO_ORDER
         self._processes: dict[int, str] = {}  # random names of engine processes, by rank
         self._restarts = False
         self._early: dict[int, Sequence[bytes]] = {}  # of engines whose predecessors are not known to be dead
@@ -292,6 +296,9 @@ class FrontEndHandshake:
         init: dict[str, Any] = {"addresses": self.addresses, "parallel_config": self._parallel}
         if self._expected_hash is not None:  # releases of vLLM around 0.12 look for the hash here
             init["parallel_config_hash"] = self._expected_hash
+        order = self.pause_order()
+        if order.mode:
+            init["pause"] = order
         return _encode(init)
 
     def _unknown(self, sender: bytes, rank: int | None) -> HandshakeError:
@@ -360,7 +367,7 @@ class EngineHandshake:
             raise _refused(self._index, self.state, f"a message of {len(frames)} payload frames", "one: INIT")
         try:
             fields = decode_single(_map_decoder, frames, MAX_INIT_BYTES)
-            metadata = msgspec.convert(fields, EngineHandshakeMetadata)
+            metadata = msgspec.convert(fields, PausedMetadata if "pause" in fields else EngineHandshakeMetadata)
         except ValueError as error:
             expected = "INIT, a MessagePack map with addresses and parallel_config"
             raise _refused(self._index, self.state, _cut(str(error)), expected) from None

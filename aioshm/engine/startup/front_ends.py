@@ -13,10 +13,11 @@ import zmq
 from aioshm.closing import Closing
 from aioshm.engine.protocol.addresses import identity
 from aioshm.engine.protocol.control import Death, Membership, Progress, decode_progress, encode
+from aioshm.engine.protocol.pause import PauseMode, PauseOrder, check_mode, describe_unpaused
 from aioshm.engine.security.binding import FRONT_ENDS, Protection
 from aioshm.engine.security.bound_sockets import BoundSockets, sender_of, with_sender
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.errors import EngineDead
+from aioshm.errors import EngineDead, RoleError
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.endpoint import SILENCE_S
 from aioshm.zeromq.hosts import connectable
@@ -161,6 +162,39 @@ class FrontEnds(Closing):
         except zmq.ZMQError as error:  # disconnected, as the monitor will report
             logger.debug("cannot send the membership to a front end: %s", error)
 
+    # The pause
+
+    @property
+    def paused(self) -> PauseMode | None:
+        """See `EngineClient.paused`."""
+        return self._membership.order.mode or None
+
+    def pause_order(self) -> PauseOrder:
+        """See `EngineClient.pause_order`."""
+        return self._membership.order
+
+    async def pause(self, mode: PauseMode = "finish", timeout: float | None = None) -> None:
+        """See `EngineClient.pause`; the connected front ends pause the engines."""
+        check_mode(mode)
+        self._publish(order=self._membership.order.next(0, mode))
+        try:
+            async with asyncio.timeout(timeout):
+                await self._obeyed()
+        except TimeoutError:
+            unpaused = sorted({rank for each in self._progress.values() for rank in each.unpaused})
+            raise TimeoutError(describe_unpaused(unpaused, timeout)) from None
+        if not self.paused:
+            raise RoleError("the engines were resumed before pause() has returned")
+
+    async def resume(self) -> None:
+        """See `EngineClient.resume`."""
+        self._publish(order=self._membership.order.next(0, ""))
+        await self._obeyed()
+
+    async def _obeyed(self) -> None:
+        """Wait until all front ends, and so all engines, have obeyed the newest order."""
+        await self._all(lambda each: each.order >= self._membership.order and not each.unpaused)
+
     # Progress of front ends
 
     async def _all(self, condition: Callable[[Progress], bool]) -> None:
@@ -182,6 +216,8 @@ class FrontEnds(Closing):
         known = self._progress.get(name)
         self._progress[name] = progress
         self._names[connection] = name
+        if progress.order > self._membership.order:
+            self._publish(order=progress.order)
         if not self._connections.is_open(connection):  # the end was reported before this message
             self._left(connection)
         elif known is None or not progress.version:

@@ -223,6 +223,9 @@ async def launch_core_engines(
             options=replace(startup, remote_headless=not resolved.local_engines_only, keys=keys, secure=secure),
         )
         await stack.enter_async_context(shaking)
+        for members in (engine_client, front_ends):
+            if members is not None:
+                shaking.handshake.pause_order = members.pause_order
         arguments = {**(kwargs or {}), **resolved.engine_arguments(shaking.handshake_address)}
         manager: CoreEngineProcManager | CoreEngineActorManager
         if layout.backend == "ray":

@@ -13,6 +13,7 @@ from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.client.client import ClientOptions, EngineClient, Resubmit
+from aioshm.engine.protocol.pause import PauseMode
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
 from aioshm.engine.startup.restarts import EngineLife, EngineRestarts, RestartRules
@@ -236,6 +237,24 @@ class EngineSupervisor(AsyncClosing):
             if starting:
                 await asyncio.gather(*map(asyncio.shield, starting))
                 await members.wait_until_ready(self._rules.start_timeout)
+
+    # The pause
+
+    @property
+    def paused(self) -> PauseMode | None:
+        """The mode of the pause, see `EngineClient.paused`."""
+        return self._members().paused
+
+    async def pause(self, mode: PauseMode = "finish", timeout: float | None = None) -> None:
+        """Pause all engines, for all front ends; see `EngineClient.pause`.
+
+        With API servers their clients pause the engines: one has to be connected.
+        """
+        await self._members().pause(mode, timeout)
+
+    async def resume(self) -> None:
+        """End the pause, see `EngineClient.resume`."""
+        await self._members().resume()
 
     def _scale_coordinator(self) -> None:
         if self._launch.coordinator is not None:

@@ -284,6 +284,38 @@ class TestCalls:
             with ThreadPoolExecutor(8) as pool:
                 assert list(pool.map(lambda n: client.call("later", n, engine=n % 2), range(40))) == [*range(40)]
 
+    @pytest.mark.parametrize("loop", LOOPS)
+    def test_engines_pause_and_resume(self, loop: Any) -> None:
+        with served(loop=loop) as client:
+            stream = client.submit(ask("a", None))
+            next(stream)
+            with pytest.raises(TimeoutError, match="engines 0 have not paused"):
+                client.pause(timeout=0.01)
+            client.pause("abort")
+            assert client.paused == client.stats().paused == "abort"
+            with pytest.raises(RequestAborted, match="paused"):
+                next(stream)
+            waiting = client.submit(ask("b"), timeout=0.05)
+            with pytest.raises(TimeoutError):
+                next(waiting)
+            assert client.call("report", engine=0)["seen"] == 1
+            client.resume()
+            assert client.paused is None
+            waiting.timeout = None
+            assert tokens(waiting) == [0, 1, 2]
+
+    def test_interrupted_pause_leaves_engines_pausing(self) -> None:
+        with served() as client:
+            stream = client.submit(ask("a", None))
+            next(stream)
+            interrupt_when(lambda: client.paused)
+            with pytest.raises(KeyboardInterrupt):
+                client.pause()
+            assert client.paused == "finish"
+            client.resume()
+            assert tokens(client.submit(ask("b"))) == [0, 1, 2]
+            stream.close()
+
 
 class TestInterrupts:
     @pytest.mark.parametrize("limit", [None, 30.0])

@@ -1,0 +1,142 @@
+"""The pause of a client's engines: the newest order, and the engines that have not answered it."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from aioshm.engine.client.engines import again
+from aioshm.engine.client.requests import UNSENT, PendingCall
+from aioshm.engine.protocol.messages import EngineCoreRequestType
+from aioshm.engine.protocol.pause import (
+    NO_ORDER,
+    PAUSE,
+    PauseMode,
+    PauseOrder,
+    describe_unpaused,
+    order_or_none,
+)
+from aioshm.errors import CallFailed, EngineDead, RequestFailed, RoleError
+
+if TYPE_CHECKING:
+    from aioshm.engine.client.link import EngineLink
+
+_UTILITY = EngineCoreRequestType.UTILITY.value
+
+_encode_plain = msgspec.msgpack.Encoder().encode
+
+
+class PauseOfEngines:
+    """Passes the newest order on to all engines, and waits until they have obeyed."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self._link = link
+        self.order: PauseOrder = NO_ORDER
+        self.unanswered: dict[int, PendingCall] = {}  # the call with this order, by the rank of the engine
+        self._refusals: dict[int, CallFailed] = {}  # by rank
+        self._changed = asyncio.Event()
+
+    async def pause(self, mode: PauseMode, timeout: float | None) -> None:
+        # Also with the same mode: a client that has resumed since may not be known yet.
+        self.obey(self.order.next(self._link.index, mode))
+        try:
+            async with asyncio.timeout(timeout):
+                while self.order.mode and not self._settled():
+                    await self._changed.wait()
+        except TimeoutError:
+            raise TimeoutError(describe_unpaused(list(self.unanswered), timeout)) from None
+        if not self.order.mode:
+            raise RoleError("the engines were resumed before pause() has returned")
+
+    async def resume(self) -> None:
+        order = self.order.next(self._link.index, "")
+        self.obey(order)
+        while self.order == order and not self._settled():
+            await self._changed.wait()
+
+    def _settled(self) -> bool:
+        """Return whether all engines have answered the order; raise if one never will."""
+        self._link.check_open()
+        for refusal in self._refusals.values():
+            raise CallFailed(*refusal.args, engine=refusal.engine, method=refusal.method)
+        self._changed.clear()
+        return not self.unanswered
+
+    # Orders
+
+    def obey(self, order: PauseOrder) -> None:
+        """Pause or resume, and pass the order on, unless it is not newer than the known one."""
+        if order <= self.order:
+            return
+        link = self._link
+        self.order = order
+        self._refusals.clear()
+        if order.mode == "abort":
+            for rank, ids in link.pending.by_engine(link.pending.inboxes).items():
+                if rank != UNSENT:
+                    for request_id in ids:
+                        link.pending.abort(request_id, ": the engines were paused")
+                    link.abort(rank, ids)
+        for rank in list(link.engines.ready):
+            self._give(rank)
+        if not order.mode:
+            self._send_waiting()
+        self._change()
+
+    def notice(self, fields: Any) -> None:
+        """Obey an order that an engine has reported."""
+        self.obey(order_or_none(fields))
+
+    def meet(self, rank: int, order: PauseOrder) -> None:
+        """Give an engine that has registered the order, unless the engine knows a newer one."""
+        self._refusals.pop(rank, None)
+        if order > self.order:
+            self.obey(order)
+        elif self.order.mode or (order.mode and order != self.order):
+            self._give(rank)
+
+    def _give(self, rank: int) -> None:
+        link = self._link
+        self.unanswered.pop(rank, None)
+        of_vllm = link.pending.is_of_vllm(rank)
+        if of_vllm and self.order.client != link.index:
+            return  # vLLM's calls are not idempotent: one client makes them
+        method, args = self.order.call(of_vllm=of_vllm)
+        call = self.unanswered[rank] = link.pending.call(method, rank)
+        call.answer.add_done_callback(lambda _: self._answered(call))
+        try:
+            link.send(rank, _UTILITY, [_encode_plain((link.index, call.call_id, method, args))])
+        except EngineDead as error:  # its death will be reported
+            call.answer.set_exception(error)
+
+    def _answered(self, call: PendingCall) -> None:
+        """Note the answer of an engine, or its death."""
+        error = call.answer.exception()
+        if self.unanswered.get(call.engine) is call:
+            del self.unanswered[call.engine]
+            if isinstance(error, CallFailed):
+                self._refusals[call.engine] = error
+        self._link.pending.forget([call])
+        if error is None and call.method == PAUSE:
+            self.notice(call.answer.result())
+        self._change()
+
+    def _send_waiting(self) -> None:
+        """Send the requests that waited for the end of the pause; one without an engine fails."""
+        link = self._link
+        pending = link.pending
+        for request_id, wanted in list(pending.unsent.items()):
+            inbox = pending.inboxes[request_id]
+            try:
+                link.send_request(inbox, wanted, link.engines.choose(wanted), inbox.request or [])
+            except EngineDead as error:
+                pending.finish(request_id, partial(again, error))
+            except ValueError as error:
+                pending.finish(request_id, partial(RequestFailed, str(error), engine=wanted, request_id=request_id))
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._link.report_progress()

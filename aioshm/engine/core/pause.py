@@ -1,0 +1,68 @@
+"""The pause of an engine: the order in force, held requests, and unanswered orders. No I/O."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from aioshm.engine.protocol.pause import NO_ORDER, PauseOrder
+
+
+class Owner(NamedTuple):
+    """The client of an open request, and the client's generation of it."""
+
+    client: int
+    generation: int
+
+
+class Held(NamedTuple):
+    """A request that came while the engine was paused."""
+
+    owner: Owner
+    request_id: str
+    request: Any
+
+
+class Pause:
+    """What an engine knows about its pause."""
+
+    def __init__(self) -> None:
+        self.order: PauseOrder = NO_ORDER
+        self.clients: set[int] = set()  # aioshm's clients, which are notified of orders
+        self.held: list[Held] = []  # in the order of their arrival
+        self.unanswered: list[tuple[int, int]] = []  # orders: clients and call ids
+
+    @property
+    def on(self) -> bool:
+        """Whether the engine is paused, or about to pause."""
+        return bool(self.order.mode)
+
+    def finishes(self, n_requests: int) -> bool:
+        """Return whether a pausing engine still steps, because of its open requests."""
+        return self.order.mode == "finish" and n_requests > 0
+
+    def drop(self, client: int, request_ids: set[str] | None = None) -> set[str]:
+        """Drop held requests of a client, with these ids or all; return their ids."""
+        found = {
+            each.request_id
+            for each in self.held
+            if each.owner.client == client and (request_ids is None or each.request_id in request_ids)
+        }
+        if found:
+            self.held = [each for each in self.held if each.owner.client != client or each.request_id not in found]
+        return found
+
+    def lose(self, client: int) -> None:
+        """Forget a client that is gone."""
+        self.clients.discard(client)
+        self.drop(client)
+        self.unanswered = [each for each in self.unanswered if each[0] != client]
+
+    def pop_held(self) -> list[Held]:
+        held = self.held
+        self.held = []
+        return held
+
+    def pop_unanswered(self) -> list[tuple[int, int]]:
+        unanswered = self.unanswered
+        self.unanswered = []
+        return unanswered

@@ -1,0 +1,494 @@
+"""Engines that pause and resume: each mode, several clients, timeouts, cancellation, waiting requests, and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from peers import BareEngine, pack
+from served_engine import Engine, Serving, ask, clients_of, collected, here_and_there, served, until
+
+from aioshm.engine.protocol.pause import PAUSE, PauseMode
+from aioshm.errors import (
+    CallFailed,
+    EngineDead,
+    QueueClosed,
+    RequestAborted,
+    RequestFailed,
+    RoleError,
+)
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+MODES: list[PauseMode] = ["finish", "abort", "keep"]
+
+
+class Gated(Engine):
+    """Takes a step only while ``gate`` is set, and counts steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.steps = 0
+        self.inside = False
+        self.weights = "old"
+
+    async def step(self) -> list[Any]:  # type: ignore[override]
+        self.inside = True
+        self.steps += 1
+        await self.gate.wait()
+        outputs = self._step()
+        for output in outputs:
+            output["weights"] = self.weights
+        self.inside = False
+        return outputs
+
+    def load(self, weights: str) -> str:
+        assert not self.inside
+        self.weights = weights
+        return weights
+
+
+class Restless(Gated):
+    """Has work without requests."""
+
+    def has_work(self) -> bool:
+        return True
+
+
+async def stands(*engines: Gated) -> bool:
+    """Return whether engines take no step while clients can call."""
+    before = [engine.steps for engine in engines]
+    await asyncio.sleep(0.02)
+    return before == [engine.steps for engine in engines] and not any(engine.inside for engine in engines)
+
+
+async def begun(serving: Serving, *ids: str, tokens: int | None = None) -> list[Any]:
+    """Return streams of requests that have brought their first output, one at each engine."""
+    streams = [serving.client.submit(ask(each, tokens), engine=rank) for rank, each in enumerate(ids)]
+    for stream in streams:
+        await anext(stream)
+    return streams
+
+
+class TestModes:
+    async def test_finish_lets_requests_end_and_new_ones_wait(self) -> None:
+        engines = [Gated(), Gated()]
+        async with served(*engines) as serving:
+            client = serving.client
+            streams = [client.submit(ask(f"{number}", 50)) for number in range(4)]
+            pausing = asyncio.create_task(client.pause())
+            await until(lambda: client.paused)
+            late = [client.submit(ask(f"late {number}", 2)) for number in range(4)]
+            assert {stream.engine for stream in late} == {-1}
+            await pausing
+            assert client.paused == client.stats().paused == "finish"
+            assert await stands(*engines)
+            assert not any(engine.requests for engine in engines)
+            for stream in streams:
+                assert len(await collected(stream)) == 50
+            assert await client.call("load", "new") == ["new", "new"]
+            assert client.in_flight == 4
+            await client.resume()
+            assert client.paused is client.stats().paused is None
+            for stream in late:
+                assert [output["weights"] for output in await collected(stream)] == ["new", "new"]
+            order = [each for engine in engines for each in engine.seen if each.startswith("late")]
+            assert order == ["late 0", "late 2", "late 1", "late 3"]
+
+    async def test_abort_ends_requests_and_new_ones_wait(self) -> None:
+        engines = [Gated(), Gated()]
+        async with served(*engines) as serving:
+            client = serving.client
+            streams = await begun(serving, "a", "b")
+            await client.pause("abort")
+            for rank, stream in enumerate(streams):
+                with pytest.raises(RequestAborted, match=r"'[ab]' was aborted before.*engines were paused") as caught:
+                    await collected(stream)
+                assert caught.value.engine == rank
+            assert [engine.aborted for engine in engines] == [["a"], ["b"]]
+            assert await stands(*engines)
+            again = client.submit(ask("a", 2))
+            assert client.paused == "abort"
+            assert engines[0].seen == ["a"]
+            await client.resume()
+            assert len(await collected(again)) == 2
+
+    async def test_keep_stops_steps_and_requests_continue(self) -> None:
+        engines = [Gated(), Gated()]
+        async with served(*engines) as serving:
+            client = serving.client
+            streams = [client.submit(ask(f"{number}", 1000)) for number in range(2)]
+            for stream in streams:
+                await anext(stream)
+            await client.pause("keep")
+            assert await stands(*engines)
+            assert [len(engine.requests) for engine in engines] == [1, 1]
+            late = client.submit(ask("late", 2))
+            await client.call("load", "new")
+            await client.resume()
+            assert len(await collected(late)) == 2
+            for stream in streams:
+                outputs = await collected(stream)
+                assert [output["token"] for output in outputs] == list(range(1, 1000))
+                assert (outputs[0]["weights"], outputs[-1]["weights"]) == ("old", "new")
+
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_engine_in_a_step_is_waited_for(self, mode: PauseMode) -> None:
+        engine = Gated()
+        async with served(engine) as serving:
+            engine.gate.clear()
+            stream = serving.client.submit(ask("a", 1))
+            await until(lambda: engine.inside)
+            pausing = asyncio.create_task(serving.client.pause(mode))
+            await asyncio.sleep(0.02)
+            assert not pausing.done()
+            engine.gate.set()
+            await pausing
+            assert not engine.inside
+            assert await stands(engine)
+            await serving.client.resume()
+            if mode == "abort":
+                with pytest.raises(RequestAborted):
+                    await collected(stream)
+            else:
+                assert len(await collected(stream)) == 1
+
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_engine_that_has_work_without_requests_pauses(self, mode: PauseMode) -> None:
+        engine = Restless()
+        async with served(engine) as serving:
+            await until(lambda: engine.steps > 2)
+            await serving.client.pause(mode)
+            assert await stands(engine)
+            await serving.client.resume()
+            before = engine.steps
+            await until(lambda: engine.steps > before)
+
+    async def test_another_mode_replaces_the_first(self) -> None:
+        engine = Gated()
+        async with served(engine) as serving:
+            client = serving.client
+            (stream,) = await begun(serving, "a", tokens=100)
+            await client.pause("keep")
+            waiting = client.submit(ask("b", 2))
+            await client.pause("finish")  # lets the kept request end
+            assert len(await collected(stream)) == 99
+            assert client.paused == "finish"
+            await client.pause("finish")
+            await client.resume()
+            assert len(await collected(waiting)) == 2
+            (stream,) = await begun(serving, "c")
+            await client.pause("keep")
+            waiting = client.submit(ask("d", 2))
+            await client.pause("abort")
+            with pytest.raises(RequestAborted, match="paused"):
+                await collected(stream)
+            await client.resume()
+            assert len(await collected(waiting)) == 2
+
+    async def test_resume_without_a_pause_changes_nothing(self) -> None:
+        engine = Gated()
+        async with served(engine) as serving:
+            (stream,) = await begun(serving, "a", tokens=100)
+            await serving.client.resume()
+            assert len(await collected(stream)) == 99
+
+    async def test_wrong_arguments(self) -> None:
+        async with served(Engine()) as serving:
+            with pytest.raises(ValueError, match="mode must be 'finish', 'abort' or 'keep', not 'wait'"):
+                await serving.client.pause("wait")  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="timeout"):
+                await serving.client.pause(timeout=-1)
+            assert serving.client.paused is None
+        with pytest.raises(QueueClosed):
+            await serving.client.pause()
+
+
+class TestWaits:
+    async def test_timeout_names_the_engines_and_leaves_them_pausing(self) -> None:
+        engines = [Gated(), Gated()]
+        async with served(*engines) as serving:
+            client = serving.client
+            stream = client.submit(ask("a", None), engine=1)
+            await anext(stream)
+            with pytest.raises(TimeoutError, match=r"engines 1 have not paused after 0.05 s"):
+                await client.pause("finish", timeout=0.05)
+            assert client.paused == "finish"
+            waiting = client.submit(ask("b", 1))
+            await client.abort("a")
+            await client.pause("finish", timeout=20)
+            assert waiting.engine == -1
+            await client.resume()
+            assert len(await collected(waiting)) == 1
+
+    async def test_resume_undoes_a_pause_that_took_too_long(self) -> None:
+        engine = Gated()
+        async with served(engine) as serving:
+            (stream,) = await begun(serving, "a")
+            with pytest.raises(TimeoutError, match="engines 0"):
+                await serving.client.pause(timeout=0.001)
+            await serving.client.resume()
+            assert len(await collected(serving.client.submit(ask("b")))) == 3
+            await stream.aclose()
+
+    async def test_cancelled_pause_leaves_engines_pausing(self) -> None:
+        engine = Gated()
+        async with served(engine) as serving:
+            client = serving.client
+            (stream,) = await begun(serving, "a")
+            pausing = asyncio.create_task(client.pause())
+            await until(lambda: client.paused)
+            pausing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pausing
+            assert client.paused == "finish"
+            waiting = client.submit(ask("b"))
+            await stream.aclose()
+            await client.pause(timeout=20)
+            assert await stands(engine)
+            resuming = asyncio.create_task(client.resume())
+            await asyncio.sleep(0)
+            resuming.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await resuming
+            assert client.paused is None
+            assert len(await collected(waiting)) == 3
+
+    async def test_pause_that_is_undone_meanwhile_raises(self) -> None:
+        engine = Gated()
+        async with served(engine) as serving:
+            (stream,) = await begun(serving, "a")
+            pausing = [asyncio.create_task(serving.client.pause()) for _ in range(2)]
+            await until(lambda: serving.client.paused)
+            await serving.client.resume()
+            for each in pausing:
+                with pytest.raises(RoleError, match="were resumed before pause"):
+                    await each
+            await stream.aclose()
+
+    async def test_engine_that_dies_is_not_waited_for(self) -> None:
+        engines = [Gated(), Gated()]
+        async with served(*engines, on_engine_death="continue") as serving:
+            client = serving.client
+            streams = await begun(serving, "a", "b")
+            pausing = asyncio.create_task(client.pause())
+            await until(lambda: client.paused)
+            await client.abort("a")
+            serving.running[1].cancel()
+            await pausing
+            with pytest.raises(EngineDead, match="engine 1"):
+                await collected(streams[1])
+            waiting = client.submit(ask("c"))
+            await client.resume()
+            assert len(await collected(waiting)) == 3
+
+    async def test_death_of_all_ends_the_pause_with_an_error(self) -> None:
+        engines = [Gated(), Gated()]
+        async with served(*engines) as serving:
+            streams = await begun(serving, "a", "b")
+            pausing = asyncio.create_task(serving.client.pause())
+            await until(lambda: serving.client.paused)
+            waiting = serving.client.submit(ask("c"))
+            serving.running[1].cancel()
+            for each in (pausing, *map(collected, (*streams, waiting)), serving.client.resume()):
+                with pytest.raises(EngineDead, match="engine 1"):
+                    await each
+
+
+class TestWaitingRequests:
+    async def test_closing_the_client_ends_them(self) -> None:
+        async with served(Engine()) as serving:
+            await serving.client.pause()
+            streams = [serving.client.submit(ask(each)) for each in "ab"]
+            reading = asyncio.create_task(anext(streams[0]))
+            await asyncio.sleep(0)
+            await serving.client.aclose()
+            for each in (reading, anext(streams[1])):
+                with pytest.raises(QueueClosed):
+                    await each
+
+    @pytest.mark.parametrize("how", ["abort", "aclose", "drop"])
+    async def test_aborted_one_is_never_sent(self, how: str) -> None:
+        engine = Engine()
+        async with served(engine) as serving:
+            client = serving.client
+            await client.pause()
+            stream = client.submit(ask("a"))
+            kept = client.submit(ask("b", 1))
+            with pytest.raises(ValueError, match="'a' is that of another request in flight"):
+                client.submit(ask("a"))
+            if how == "abort":
+                await client.abort(["a"])
+            elif how == "aclose":
+                await stream.aclose()
+            if how == "drop":
+                del stream
+            else:
+                with pytest.raises(RequestAborted) as caught:
+                    await anext(stream)
+                assert caught.value.engine is None
+            assert client.in_flight == 1
+            again = client.submit(ask("a", 2))
+            await client.resume()
+            assert len(await collected(kept)) == 1
+            assert len(await collected(again)) == 2
+            assert engine.seen == ["b", "a"]
+
+    async def test_arrays_may_be_changed_after_submit(self) -> None:
+        engine = Engine()
+        async with served(engine) as serving:
+            await serving.client.pause()
+            data = bytearray(b"x" * 10_000)
+            stream = serving.client.submit(ask("a", 1, data=data))
+            data[:] = b"y" * 10_000
+            await serving.client.resume()
+            await collected(stream)
+            assert stream.engine == 0
+
+    async def test_one_for_a_dead_engine_fails_and_others_are_sent(self) -> None:
+        engines = [Engine(), Engine()]
+        async with served(*engines, on_engine_death="continue") as serving:
+            client = serving.client
+            await client.pause()
+            lost = client.submit(ask("a"), engine=1)
+            kept = client.submit(ask("b"))
+            serving.running[1].cancel()
+            await until(lambda: 1 in client.deaths)
+            await client.resume()
+            with pytest.raises(EngineDead, match="engine 1"):
+                await collected(lost)
+            assert len(await collected(kept)) == 3
+
+    async def test_refusal_comes_after_the_pause(self) -> None:
+        async with served(Engine()) as serving:
+            await serving.client.pause()
+            stream = serving.client.submit(ask("a", refuse="too long"))
+            await serving.client.resume()
+            with pytest.raises(RequestFailed, match="too long"):
+                await collected(stream)
+
+
+class TestSeveralClients:
+    async def test_pause_by_one_holds_for_all(self) -> None:
+        engines = [Gated(), Gated()]
+        async with served(*engines, n_clients=3) as serving:
+            one, other, quiet = serving.clients
+            streams = [one.submit(ask("a", 60)), other.submit(ask("b", 60)), other.submit(ask("c", 60))]
+            for stream in streams:
+                await anext(stream)
+            await one.pause()
+            assert not any(engine.requests for engine in engines)
+            await until(lambda: other.paused == "finish")
+            held = quiet.submit(ask("d", 2))  # not even notified: the engine holds the request
+            waiting = other.submit(ask("e", 2))
+            assert await stands(*engines)
+            assert (quiet.paused, waiting.engine) == (None, -1)
+            await quiet.resume()  # any client may
+            assert len(await collected(held)) == 2
+            assert len(await collected(waiting)) == 2
+            await until(lambda: one.paused is None)
+            assert [len(await collected(stream)) for stream in streams] == [59] * 3
+
+    async def test_abort_by_one_ends_requests_of_all(self) -> None:
+        engines = [Gated(), Gated()]
+        async with served(*engines, n_clients=2) as serving:
+            one, other = serving.clients
+            stream = other.submit(ask("a", None))
+            await anext(stream)
+            await one.pause("abort")
+            with pytest.raises(RequestAborted, match="engines were paused"):
+                await collected(stream)
+            await other.resume()
+            assert len(await collected(one.submit(ask("a")))) == 3
+
+    async def test_client_that_closes_leaves_the_pause(self) -> None:
+        engine = Gated()
+        async with served(engine, n_clients=2) as serving:
+            one, other = serving.clients
+            await collected(other.submit(ask("a")))
+            await one.pause("keep")
+            await one.aclose()
+            waiting = other.submit(ask("b"))
+            assert await stands(engine)
+            assert other.paused == "keep"
+            await other.resume()
+            assert len(await collected(waiting)) == 3
+
+    @pytest.mark.parametrize("seed", range(3))
+    async def test_last_order_holds_everywhere(self, seed: int) -> None:
+        """Both pause and resume without waiting; nothing is lost, and the state is the same at all of them."""
+        engines = [Gated(), Gated(), Gated()]
+        async with served(*engines, n_clients=2) as serving:
+            for client in serving.clients:
+                await collected(client.submit(ask(f"first {client}")))
+            streams = []
+            tasks = []
+            for number in range(12):
+                client = serving.clients[(number * 5 + seed) % 3 % 2]
+                streams.append(client.submit(ask(f"{number}", 3)))
+                order = client.resume() if (number + seed) % 3 == 0 else client.pause(MODES[number % 2 * 2])
+                tasks.append(asyncio.create_task(order))
+                await asyncio.sleep(0.001 * (number % 3))
+            await serving.clients[seed % 2].pause()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await until(lambda: len({client.pause_order() for client in serving.clients}) == 1)
+            assert await stands(*engines)
+            await serving.client.resume()
+            for stream in streams:
+                assert len(await collected(stream)) == 3
+
+
+class TestEnginesOfVllm:
+    async def test_pause_uses_calls_of_vllm(self) -> None:
+        async with clients_of(here_and_there(), 1, 1) as serving:
+            client = serving.client
+            with zmq.Context() as context, BareEngine(context, client, vllm_version="0.33.0") as engine:
+                await client.wait_until_ready(30)
+                calls: list[tuple[Any, asyncio.Task[None]]] = [
+                    (["pause_scheduler", ["wait"]], asyncio.create_task(client.pause())),
+                    (["pause_scheduler", ["keep"]], asyncio.create_task(client.pause("keep"))),
+                    (["pause_scheduler", ["abort"]], asyncio.create_task(client.pause("abort"))),
+                ]
+                for expected, _ in calls:
+                    assert await answered(engine) == expected
+                for _, task in calls:
+                    await task
+                resuming = asyncio.create_task(client.resume())
+                assert await answered(engine) == ["resume_scheduler", []]
+                await resuming
+
+    async def test_engine_without_these_calls_raises(self) -> None:
+        async with clients_of(here_and_there(), 1, 1) as serving:
+            client = serving.client
+            with zmq.Context() as context, BareEngine(context, client, vllm_version="0.9.0") as engine:
+                await client.wait_until_ready(30)
+                pausing = asyncio.create_task(client.pause())
+                await answered(engine, failure="Call to pause_scheduler method failed: no attribute")
+                with pytest.raises(CallFailed, match="pause_scheduler") as caught:
+                    await pausing
+                assert caught.value.engine == 0
+
+
+async def answered(engine: BareEngine, failure: str | None = None) -> list[Any]:
+    """Answer the next call; return its method and arguments."""
+    kind, payload = await engine.hears()
+    assert kind == b"\x03"
+    _, call_id, *call = msgspec.msgpack.decode(payload)
+    engine.push.send(pack([0, [], None, 0.0, [call_id, failure, None]]))
+    return call
+
+
+async def test_engine_never_sees_the_order() -> None:
+    class Owning(Engine):
+        def _aioshm_pause(self, *args: Any) -> None:
+            raise AssertionError
+
+    assert PAUSE == "_aioshm_pause"
+    async with served(Owning()) as serving:
+        await serving.client.pause()
+        await serving.client.resume()

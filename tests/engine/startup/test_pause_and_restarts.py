@@ -1,0 +1,244 @@
+"""Engines that are paused while they die, restart and scale; and front ends that pause together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_engine import Engine, ask, collected, stop, until
+from supervised import MANY, pids
+
+from aioshm.engine import (
+    ClientOptions,
+    EngineClient,
+    EngineLayout,
+    EngineSupervisor,
+    die_with_parent,
+    run_engine_core,
+)
+from aioshm.errors import EngineDead, RequestAborted
+
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
+
+
+class Restless(Engine):
+    """Has work without requests, and counts steps."""
+
+    def __init__(self, lockstep: bool) -> None:
+        super().__init__()
+        self.steps = 0
+        if lockstep:
+            self.has_unfinished_dp = lambda unfinished: unfinished
+
+    def has_work(self) -> bool:
+        return True
+
+    def _step(self) -> list[Any]:
+        self.steps += 1
+        return super()._step()
+
+    def count(self) -> int:
+        return self.steps
+
+
+def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, hold: str, lockstep: bool = False) -> None:
+    """Run an engine; while the file ``hold`` is there, its process waits before HELLO."""
+    die_with_parent()
+
+    async def run() -> None:
+        while os.path.exists(hold):
+            await asyncio.sleep(0.01)
+        await run_engine_core(Restless(lockstep), handshake_address, dp_rank)
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def supervised(hold: Path, count: int = 2, **options: Any) -> AsyncIterator[EngineSupervisor]:
+    layout = EngineLayout(coordinator=False)
+    kwargs = {"hold": str(hold), "lockstep": options.get("lockstep", False)}
+    async with (
+        asyncio.timeout(100),
+        EngineSupervisor(serve, count, restart=MANY, layout=layout, kwargs=kwargs, **options) as supervisor,
+    ):
+        yield supervisor
+
+
+@asynccontextmanager
+async def front_end(supervisor: EngineSupervisor, index: int) -> AsyncIterator[EngineClient]:
+    """Open a client as an API server does."""
+    launch = supervisor.launch
+    options = ClientOptions(
+        client_index=index, on_engine_death="continue", membership_address=launch.membership_address
+    )
+    async with EngineClient(launch.addresses, 1, options) as client:
+        await client.wait_until_ready(30)
+        yield client
+
+
+async def check_paused(client: EngineClient) -> None:
+    """Check that no engine steps."""
+    before = await client.call("count")
+    await asyncio.sleep(0.03)
+    assert await client.call("count") == before
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+async def test_engine_that_comes_back_stays_paused(tmp_path: Path, lockstep: bool) -> None:
+    hold = tmp_path / "hold"
+    async with supervised(hold, lockstep=lockstep) as supervisor:
+        client = supervisor.client
+        await supervisor.pause()
+        assert supervisor.paused == client.paused == "finish"
+        for _ in range(2):
+            victim = pids(supervisor)[1]
+            stop(victim)
+            await until(
+                lambda victim=victim: pids(supervisor)[1] != victim and supervisor.engines[1].state == "running"
+            )
+            await supervisor.wait_until_ready(30)
+            assert (await client.call("count"))[1] == 0  # not one step
+        await check_paused(client)
+        streams = [client.submit(ask(f"{number}")) for number in range(4)]
+        await supervisor.resume()
+        for stream in streams:
+            assert len(await collected(stream)) == 3
+
+
+async def test_engine_that_starts_during_the_end_of_the_pause_runs(tmp_path: Path) -> None:
+    """INIT says that the engine is paused, and resume comes before the engine has registered."""
+    hold = tmp_path / "hold"
+    async with supervised(hold) as supervisor:
+        client = supervisor.client
+        await supervisor.pause("keep")
+        hold.touch()
+        stop(pids(supervisor)[1])
+        await until(lambda: 1 in client.deaths)
+        waiting = client.submit(ask("a"))
+        hold.unlink()
+        await until(lambda: 1 in supervisor.launch.startup.handshake.hello)
+        await supervisor.resume()
+        assert len(await collected(waiting)) == 3
+        await supervisor.wait_until_ready(30)
+        assert len(await collected(client.submit(ask("b"), engine=1))) == 3
+
+
+async def test_engines_are_added_and_removed_during_a_pause(tmp_path: Path) -> None:
+    async with supervised(tmp_path / "hold") as supervisor:
+        client = supervisor.client
+        await supervisor.pause("abort")
+        waiting = [client.submit(ask(f"{number}")) for number in range(4)]
+        bound = client.submit(ask("bound"), engine=1)
+        await supervisor.scale(4)
+        assert (await client.call("count"))[2:] == [0, 0]
+        await supervisor.scale(1)
+        await check_paused(client)
+        await supervisor.scale(2)
+        await supervisor.resume()
+        for stream in (*waiting, bound):
+            assert len(await collected(stream)) == 3
+
+
+async def test_request_of_an_engine_that_dies_moves_and_waits(tmp_path: Path) -> None:
+    async with supervised(tmp_path / "hold", resubmit="unstarted") as supervisor:
+        client = supervisor.client
+        os.kill(pids(supervisor)[1], signal.SIGSTOP)
+        stream = client.submit(ask("a"), engine=1)
+        with pytest.raises(TimeoutError, match="engines 1 have not paused"):
+            await supervisor.pause("keep", timeout=0.1)
+        stop(pids(supervisor)[1])
+        await supervisor.pause("keep")
+        await until(lambda: stream.engine == 0)
+        await check_paused(client)
+        assert client.in_flight == 1
+        await supervisor.resume()
+        assert len(await collected(stream)) == 3
+
+
+async def test_front_ends_pause_together(tmp_path: Path) -> None:
+    async with (
+        supervised(tmp_path / "hold", num_api_servers=3) as supervisor,
+        front_end(supervisor, 0) as one,
+        front_end(supervisor, 1) as other,
+    ):
+        stream = other.submit(ask("a", None))
+        await anext(stream)
+        pausing = asyncio.create_task(one.pause())
+        await until(lambda: other.paused == supervisor.paused == "finish")
+        assert not pausing.done()
+        waiting = [client.submit(ask(f"{client.stats().index}")) for client in (one, other)]
+        await stream.aclose()
+        await pausing
+        async with front_end(supervisor, 2) as late:  # joins
+            assert late.paused == "finish"
+            waiting.append(late.submit(ask("late")))
+            await check_paused(one)
+            assert {stream.engine for stream in waiting} == {-1}
+            await other.resume()
+            for each in waiting:
+                assert len(await collected(each)) == 3
+            await until(lambda: one.paused is late.paused is supervisor.paused is None)
+
+
+async def test_supervisor_pauses_the_engines_of_its_front_ends(tmp_path: Path) -> None:
+    async with (
+        supervised(tmp_path / "hold", num_api_servers=2) as supervisor,
+        front_end(supervisor, 0) as one,
+        front_end(supervisor, 1) as other,
+    ):
+        streams = [client.submit(ask(f"{client.stats().index}", None), engine=1) for client in (one, other)]
+        for stream in streams:
+            await anext(stream)
+        with pytest.raises(TimeoutError, match=r"engines 1 have not paused after 0\.2 s"):
+            await supervisor.pause(timeout=0.2)
+        await supervisor.pause("abort")
+        for stream in streams:
+            with pytest.raises(RequestAborted, match="paused"):
+                await collected(stream)
+        await check_paused(one)
+        stop(pids(supervisor)[1])
+        await until(lambda: 1 in one.deaths and 1 in other.deaths)
+        waiting = [client.submit(ask(f"{client.stats().index}")) for client in (one, other)]
+        await supervisor.wait_until_ready(30)
+        assert (await one.call("count"))[1] == 0
+        await check_paused(one)
+        await supervisor.scale(3)
+        assert (await other.call("count"))[2] == 0
+        await supervisor.resume()
+        for stream in waiting:
+            assert len(await collected(stream)) == 3
+        await supervisor.resume()
+        assert one.paused is other.paused is None
+
+
+async def test_front_end_that_dies_leaves_the_pause_and_learns_it_again(tmp_path: Path) -> None:
+    async with supervised(tmp_path / "hold", num_api_servers=2) as supervisor, front_end(supervisor, 1) as other:
+        async with front_end(supervisor, 0) as one:
+            await one.pause("keep")
+        await until(lambda: len(supervisor.launch.front_ends or ()) == 1)
+        assert other.paused == supervisor.paused == "keep"
+        async with front_end(supervisor, 0) as one:  # its replacement
+            assert one.paused == "keep"
+            waiting = one.submit(ask("a"))
+            await check_paused(other)
+            await other.resume()
+            assert len(await collected(waiting)) == 3
+
+
+async def test_crash_loop_ends_a_pause_with_an_error(tmp_path: Path) -> None:
+    async with supervised(tmp_path / "hold", num_api_servers=1) as supervisor, front_end(supervisor, 0) as client:
+        stream = client.submit(ask("a", None))
+        await anext(stream)
+        pausing = asyncio.create_task(client.pause())
+        await until(lambda: client.paused)
+        waiting = client.submit(ask("b"))
+        supervisor.launch.members.give_up(EngineDead("engine 1 is in a crash loop", engine=1))
+        for each in (pausing, collected(stream), collected(waiting)):
+            with pytest.raises(EngineDead, match="crash loop"):
+                await each
