@@ -22,6 +22,8 @@ import aioshm
 from aioshm.cli.app import CommandFailed, print_json
 from aioshm.config import Options, native_wanted
 from aioshm.events.protocol.encoding import NativeEncoder
+from aioshm.process.orphans import handles_child_exits, zombies_of
+from aioshm.process.topology import allowed_cpus, numa_nodes, show_cpus, sockets
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.ring.cores import FULL_FENCE, RECHECK_S, STRONG_ORDER, native_core
 from aioshm.ring.layout import Layout
@@ -34,6 +36,7 @@ Verdict: TypeAlias = Literal["good", "note", "bad"]
 
 _SHM_DIR = Path("/dev/shm")
 _MIB = 1 << 20
+_GIB = 1 << 30
 _STYLES: dict[Verdict, str] = {"good": "green", "note": "yellow", "bad": "bold red"}
 
 
@@ -58,10 +61,19 @@ def doctor(
     left = [_orphan(name, remove=clean) for name in orphans()]
     if as_json:
         costs = {"wake_up_ns": bounded(wake_up_ns)}
-        print_json({"aioshm": aioshm.__version__, "findings": findings, "costs": costs, "orphans": left})
+        print_json(
+            {
+                "aioshm": aioshm.__version__,
+                "findings": findings,
+                "topology": _topology(),
+                "costs": costs,
+                "orphans": left,
+            }
+        )
     else:
         console = Console(highlight=False)
         _show(console, findings)
+        _show_topology(console)
         _show_orphans(console, left)
     bad = [finding.name for finding in findings if finding.verdict == "bad"]
     if bad:
@@ -74,6 +86,8 @@ def examine() -> Iterator[Finding]:
     yield _platform()
     yield _settings()
     yield _cpus()
+    if sys.platform == "linux":
+        yield _process_one()
     yield _native("native core", native_core, "every message costs some microseconds more")
     yield _native("native encoder", NativeEncoder is not None, "batches of KV-cache events take three times as long")
     yield _memory_order()
@@ -117,6 +131,25 @@ def _cpus() -> Finding:
     if cpus == 1:
         return Finding("usable CPUs", "note", "1", "nothing spins, every wait sleeps: allow two or more CPUs")
     return Finding("usable CPUs", "good", str(cpus))
+
+
+def _process_one() -> Finding:
+    """Check whether process 1 of this pid namespace reaps orphans."""
+    name = "process 1"
+    handles = handles_child_exits(1)
+    if handles is None:
+        return Finding(name, "good", "not visible from here")
+    zombies = len(zombies_of(1))
+    if handles and not zombies:
+        return Finding(name, "good", "reaps orphans")
+    found = f"has {zombies} zombies"
+    if not zombies:
+        found = "does not handle SIGCHLD"
+    advice = (
+        "orphans stay zombies: start the container with --init; a supervisor that is process 1, or calls "
+        "adopt_orphans(), reaps what its engines and workers leave"
+    )
+    return Finding(name, "note", found, advice)
 
 
 def _native(name: str, runs: bool, price: str) -> Finding:
@@ -237,6 +270,37 @@ def _show(console: Console, findings: list[Finding]) -> None:
         # Escaped: the extra of a `pip install 'aioshm[torch]'` is no markup.
         table.add_row(verdict, finding.name, escape(" - ".join(filter(None, (finding.found, finding.advice)))))
     console.print(table)
+
+
+def _topology() -> dict[str, Any]:
+    nodes = {}
+    for number, node in numa_nodes().items():
+        nodes[number] = {
+            "cpus": sorted(node.cpus),
+            "memory_bytes": node.memory_bytes,
+            "free_bytes": node.free_bytes,
+        }
+    return {
+        "allowed_cpus": sorted(allowed_cpus()),
+        "sockets": {number: sorted(cpus) for number, cpus in sockets().items()},
+        "numa_nodes": nodes,
+    }
+
+
+def _show_topology(console: Console) -> None:
+    found = _topology()
+    if found["allowed_cpus"]:
+        console.print()
+        console.print(f"CPUs allowed to this process: {show_cpus(found['allowed_cpus'])}")
+    for number, cpus in found["sockets"].items():
+        console.print(f"socket {number}: CPUs {show_cpus(cpus)}")
+    for number, node in found["numa_nodes"].items():
+        line = f"NUMA node {number}: CPUs {show_cpus(node['cpus'])}"
+        if node["memory_bytes"] is not None:
+            line += f", {node['memory_bytes'] / _GIB:.1f} GiB of memory"
+        if node["free_bytes"] is not None:
+            line += f", {node['free_bytes'] / _GIB:.1f} GiB free"
+        console.print(line)
 
 
 def _show_orphans(console: Console, left: list[dict[str, Any]]) -> None:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # "as" marks exported names
     from aioshm.engine.usage import report_usage_stats as report_usage_stats
     from aioshm.engine.workers.group import WorkerGroup as WorkerGroup
     from aioshm.process.manager import ProcessManager as ProcessManager
+    from aioshm.process.orphans import adopt_orphans as adopt_orphans
     from aioshm.process.parent import die_with_parent as die_with_parent
     from aioshm.process.placement import Placement as Placement
     from aioshm.process.restart import RankInfo as RankInfo
@@ -102,6 +103,7 @@ if not TYPE_CHECKING:  # with __getattr__ a type checker would accept any name
         "aioshm.engine.usage": ("report_usage_stats",),
         "aioshm.engine.workers.group": ("WorkerGroup",),
         "aioshm.process.manager": ("ProcessManager",),
+        "aioshm.process.orphans": ("adopt_orphans",),
         "aioshm.process.parent": ("die_with_parent",),
         "aioshm.process.placement": ("Placement",),
         "aioshm.process.restart": ("RankInfo", "Restart"),

@@ -4,6 +4,7 @@
 
 * the process calls `die_with_parent` before it imports the main module, and its standard error can be a pipe;
 * the process leads a process group, which is killed when it exits, and ignores SIGINT unless the target handles it;
+* a starter that adopts orphans, such as process 1 of a container, reaps what the process leaves behind;
 * on Linux the sentinel is a pidfd, which is readable exactly when the process has exited;
 * the start never waits for the process: the pickled target and arguments are in an anonymous file that it inherits.
 """
@@ -26,6 +27,7 @@ from multiprocessing.context import SpawnProcess, set_spawning_popen
 from typing import IO, Any
 
 from aioshm.process import parent, progress
+from aioshm.process.orphans import leads_sessions, reap_left_by
 from aioshm.process.placement import Place
 
 STATUS_UNKNOWN = 255
@@ -130,6 +132,7 @@ class _Popen(popen_spawn_posix.Popen):
             self.duplicate_for_child(ended)
             place = process_obj._place
             command = _command(process_obj.name, place=place, tracker_fd=tracker, pipe_handle=orders)
+            lead = {"start_new_session": True} if leads_sessions() else {"process_group": 0}
             with _sigint_blocked("-c" in command):  # the new process inherits the mask, until `boot`
                 self._process = subprocess.Popen(
                     command,
@@ -137,7 +140,7 @@ class _Popen(popen_spawn_posix.Popen):
                     stdin=subprocess.DEVNULL,
                     stderr=process_obj._stderr,
                     env=_environment(place),
-                    process_group=0,
+                    **lead,
                 )
                 undo.callback(self._kill)
             self.pid = self._process.pid
@@ -211,6 +214,7 @@ class _Popen(popen_spawn_posix.Popen):
                 with suppress(OSError):
                     os.killpg(self.pid, signal.SIGKILL)
                 self.returncode = self._process.wait()
+                reap_left_by(self.pid)
             else:
                 self._process.wait()
                 self.returncode = STATUS_UNKNOWN

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from aioshm.errors import OutOfThreads
 from aioshm.process.background import in_thread
 from aioshm.process.limits import detach_when_forked
+from aioshm.process.orphans import reap_if_adopted
 from aioshm.process.watch import ProcessWatch
 
 if TYPE_CHECKING:  # the import takes 12 ms
@@ -109,6 +110,7 @@ class _Stopping:
             raise ValueError(f"timeout must be a finite number of seconds, at least 0, not {timeout}")
         self.procs = [proc for proc in procs if _runs(proc)]
         self._descendants: set[psutil.Process] = set()
+        self._killed: set[psutil.Process] = set()
 
     def find_descendants(self) -> None:
         """Note the descendants of the processes: unknown once the processes have exited."""
@@ -134,12 +136,17 @@ class _Stopping:
             proc.kill()
         for process in self._descendants:
             _kill(process)
+        self._killed |= self._descendants
 
     def descendants_run(self) -> bool:
         self._descendants = {process for process in self._descendants if _exists(process)}
         return bool(self._descendants)
 
     def report(self) -> None:
+        """Reap adopted descendants, and log what is left."""
+        for process in self._killed:
+            if process.is_running():  # the same process, and no later one with its pid
+                reap_if_adopted(process.pid)
         left = [f"{proc.name} (pid {proc.pid})" for proc in self._running()]
         left += [f"pid {process.pid}" for process in self._descendants]
         if left:

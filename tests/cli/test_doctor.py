@@ -14,6 +14,7 @@ from support import private_segments
 from aioshm import ShmRingBuffer
 from aioshm.cli import doctor
 from aioshm.cli.app import run
+from aioshm.process.topology import NumaNode
 
 SHM = Path("/dev/shm")
 
@@ -129,6 +130,15 @@ def shm(free, files=100, free_files=100):
     return lambda _: SimpleNamespace(f_bavail=free, f_frsize=4096, f_files=files, f_favail=free_files)
 
 
+def process_one(handles, zombies):
+    """Return the patches for a process 1."""
+    return [
+        ("sys.platform", "linux"),
+        ("aioshm.cli.doctor.handles_child_exits", lambda _: handles),
+        ("aioshm.cli.doctor.zombies_of", lambda _: zombies),
+    ]
+
+
 ORDER = ("aioshm.cli.doctor.STRONG_ORDER", False)
 
 
@@ -139,6 +149,10 @@ ORDER = ("aioshm.cli.doctor.STRONG_ORDER", False)
         ("memory order", [ORDER, ("aioshm.cli.doctor.FULL_FENCE", False)], "note", "weak",
          "without the native core, a 5 ms recheck timer bounds every parked wait"),
         ("usable CPUs", [("aioshm.cli.doctor.usable_cpus", lambda: 1)], "note", "1", "allow two or more CPUs"),
+        ("process 1", process_one(True, []), "good", "reaps orphans", ""),
+        ("process 1", process_one(None, []), "good", "not visible", ""),
+        ("process 1", process_one(False, []), "note", "does not handle SIGCHLD", "start the container with --init"),
+        ("process 1", process_one(True, [7, 8]), "note", "has 2 zombies", "start the container with --init"),
         ("memfd", [("os.memfd_create", forbidden)], "bad", "memfd_create: Operation not permitted",
          "AIOSHM_BACKING=named"),
         ("/dev/shm", [("os.statvfs", shm(16))], "note", "0 MiB free", "--shm-size"),
@@ -217,3 +231,39 @@ def test_wake_up_that_was_measured_under_load_is_called_so(capsys, monkeypatch, 
     (finding,) = [finding for finding in report["findings"] if finding["name"] == "waiting"]
     assert f"wake-up {wake_up_us}" in finding["found"]
     assert (finding["verdict"], finding["advice"]) == (verdict, advice)
+
+
+@pytest.fixture
+def two_nodes(monkeypatch):
+    gib = 1 << 30
+    nodes = {0: NumaNode(frozenset(range(4)), 16 * gib, 3 * gib // 2), 1: NumaNode(frozenset(range(4, 8)))}
+    monkeypatch.setattr(doctor, "allowed_cpus", lambda: frozenset({0, 1, 2, 6}))
+    monkeypatch.setattr(doctor, "sockets", lambda: {0: frozenset(range(8))})
+    monkeypatch.setattr(doctor, "numa_nodes", lambda: nodes)
+
+
+@pytest.mark.usefixtures("two_nodes")
+def test_topology_is_shown_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    run(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("CPUs allowed to this process: 0-2,6")
+    assert lines[first + 1 : first + 5] == [
+        "socket 0: CPUs 0-7",
+        "NUMA node 0: CPUs 0-3, 16.0 GiB of memory, 1.5 GiB free",
+        "NUMA node 1: CPUs 4-7",
+        "",
+    ]
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.usefixtures("two_nodes")
+def test_topology_is_in_json(capsys):
+    assert examined(capsys)["topology"] == {
+        "allowed_cpus": [0, 1, 2, 6],
+        "sockets": {"0": [0, 1, 2, 3, 4, 5, 6, 7]},
+        "numa_nodes": {
+            "0": {"cpus": [0, 1, 2, 3], "memory_bytes": 16 << 30, "free_bytes": 3 << 29},
+            "1": {"cpus": [4, 5, 6, 7], "memory_bytes": None, "free_bytes": None},
+        },
+    }

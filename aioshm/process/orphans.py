@@ -1,0 +1,157 @@
+"""Orphans that this process adopts, as process 1 of a container or as a subreaper (prctl(2)), and reaps."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from aioshm.errors import OutOfThreads
+from aioshm.process.limits import start_thread
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PR_GET_CHILD_SUBREAPER = 37
+_RECHECK_S = 1.0
+"""How often to look for exited orphans where no descriptor reports them."""
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of orphans among its descendants (PR_SET_CHILD_SUBREAPER), and reap them.
+
+    Call this before engines or workers are started. The orphans of dead ones then come to this process, and none of
+    them stays a zombie. Process 1 of a container adopts orphans without this call. Children of other parts of the
+    program, such as ``subprocess``, are left alone. Lasts until this process ends; forked children do not inherit it.
+
+    Raises:
+        OSError: The system has no subreapers (macOS).
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, f"{sys.platform} has no subreapers: process 1 adopts and reaps all orphans")
+    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(errno.EINVAL, "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def adopts_orphans() -> bool:
+    """Return whether orphans among the descendants of this process come to this process."""
+    if sys.platform != "linux":
+        return False
+    if os.getpid() == 1:
+        return True
+    found = ctypes.c_int(0)
+    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(found), 0, 0, 0)
+    return bool(found.value)
+
+
+def leads_sessions() -> bool:
+    """Return whether children have to lead sessions, by which their orphans are found, instead of process groups.
+
+    Not in a child of ``multiprocessing``: if that dies, its children have to be in its session.
+    """
+    return multiprocessing.parent_process() is None and adopts_orphans()
+
+
+def reap_left_by(leader: int) -> None:
+    """Reap what a dead child leaves behind, if this process adopts it: the members of its session and process group.
+
+    Takes place in a thread, which ends with the last of them.
+    """
+    if adopts_orphans():
+        try:
+            start_thread(_reap_all, leader, name="aioshm-reaps-orphans", what="reaping orphans")
+        except OutOfThreads:
+            with suppress(OSError):
+                _reap_exited(leader)
+
+
+def reap_if_adopted(pid: int) -> None:
+    """Reap an exited descendant that is now a child of this process, but was a child of another process before."""
+    with suppress(OSError):
+        found = _read(pid)
+        if found is not None and found.parent == os.getpid() and found.state == "Z":
+            _reap(pid)
+
+
+def handles_child_exits(pid: int) -> bool | None:
+    """Return whether a process handles, blocks or ignores SIGCHLD, as those that reap orphans do; None: not visible."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk:", "SigIgn:", "SigCgt:"))]
+    return any(mask >> (signal.SIGCHLD - 1) & 1 for mask in masks)
+
+
+def zombies_of(parent: int) -> list[int]:
+    """Return the zombies among the children of a process."""
+    return [found.pid for found in _children(parent) if found.state == "Z"]
+
+
+class _Process(NamedTuple):
+    """The beginning of /proc/PID/stat; see proc(5)."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+    session: int
+
+
+def _read(pid: int) -> _Process | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    return _Process(pid, fields[0], *map(int, fields[1:4]))
+
+
+def _children(parent: int) -> list[_Process]:
+    """Return the children of a process; raise OSError if no descriptor is left."""
+    found = [_read(int(name)) for name in os.listdir("/proc") if name.isdecimal()]
+    return [each for each in found if each is not None and each.parent == parent]
+
+
+def _reap_all(leader: int) -> None:
+    while True:
+        try:
+            running = _reap_exited(leader)
+            if not running:
+                return
+            _wait_for_exit(running)
+        except ProcessLookupError:  # exited meanwhile
+            continue
+        except OSError:  # no descriptor is left, or a sandbox
+            time.sleep(_RECHECK_S)
+
+
+def _reap_exited(leader: int) -> list[int]:
+    """Reap orphans that have exited, and return the others."""
+    if _read(leader) is not None:  # the number is used again, so the session and the group had no member left
+        return []
+    left = [each for each in _children(os.getpid()) if leader in (each.group, each.session)]
+    for each in left:
+        if each.state == "Z":
+            _reap(each.pid)
+    return [each.pid for each in left if each.state != "Z"]
+
+
+def _wait_for_exit(pids: list[int]) -> None:
+    poller = select.poll()
+    with ExitStack() as descriptors:
+        for pid in pids:
+            descriptor = os.pidfd_open(pid)
+            descriptors.callback(os.close, descriptor)
+            poller.register(descriptor, select.POLLIN)
+        poller.poll()
+
+
+def _reap(pid: int) -> None:
+    with suppress(ChildProcessError):  # another part of the program reaps all children
+        os.waitpid(pid, os.WNOHANG)
