@@ -214,7 +214,10 @@ class EngineCore:
     async def _handle(self, client: int, frames: list[Frame]) -> None:
         if not frames:  # the client is gone
             self._pause.lose(client)
-            await self._drop([each for each, owner in self._owners.items() if owner.client == client])
+            requests = [each for each, owner in self._owners.items() if owner.client == client]
+            if self._sockets is not None:
+                self._sockets.log_loss(client, len(requests))
+            await self._drop(requests)
             return
         kind = frames[0]
         payload = frames[1:]

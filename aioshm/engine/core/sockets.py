@@ -186,6 +186,18 @@ class CoreSockets:
         if output.pending_bytes > self._settings.max_pending_bytes and len(output.pending) > 1:
             self._drop(front_end)
 
+    def log_loss(self, client: int, requests: int) -> None:
+        """Log that a front end on another host is gone; `_drop` logs one on this host."""
+        front_end = self._front_ends[client]
+        if requests and over_tcp([front_end.address]):
+            logger.warning(
+                "engine %d lost front end %d (%s): its connection ended or was silent; its %d requests are aborted",
+                self._settings.index,
+                client,
+                front_end.output.address,
+                requests,
+            )
+
     def send_dead(self) -> None:
         """Report to every client that this engine ends."""
         for front_end in self._front_ends:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from itertools import count
-from pathlib import Path
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -16,19 +13,13 @@ import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
-from served_engine import Engine, Serving, ask, collected, here_and_there, served, stop, until
+from served_engine import Engine, Serving, ask, collected, here_and_there, served, until
 
 from aioshm.engine import (
-    APIServerProcessManager,
-    ClientOptions,
-    EngineClient,
-    EngineSupervisor,
     EngineZmqAddresses,
-    die_with_parent,
     run_engine_core,
 )
 from aioshm.engine.protocol.messages import EnvelopeDecoder
-from aioshm.errors import EngineDead
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
@@ -178,65 +169,3 @@ async def test_output_larger_than_the_bound_arrives() -> None:
 async def test_bound_that_makes_no_sense_is_refused_by_name(value: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="max_pending_bytes must be"):
         await run_engine_core(Engine(), "ipc:///nowhere", 0, max_pending_bytes=value)
-
-
-def talkative(directory: str, handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
-    """Run an engine; the target of a process."""
-    die_with_parent()
-    asyncio.run(run_engine_core(Streaming(0.005), handshake_address, dp_rank, max_pending_bytes=4 << 20))
-
-
-def ask_for_much(listen_address: str, sock: Any, directory: str, config: dict[str, Any]) -> None:
-    """Run a front end: ask again whenever a request ends, and write down how; the target of a process."""
-    die_with_parent()
-    path = Path(directory, str(config["client_index"]))
-    name = "little" if config["client_index"] else "much"
-
-    async def work() -> None:
-        addresses = EngineZmqAddresses([config["input_address"]], [config["output_address"]])
-        where = config["membership_address"]
-        async with EngineClient(
-            addresses, 1, options=ClientOptions(on_engine_death="continue", membership_address=where)
-        ) as client:
-            for number in count():
-                await client.wait_until_ready(WITHIN_S)
-                try:
-                    outputs = 0
-                    async for _ in client.submit(ask(f"{name} {number}", None)):
-                        outputs += 1
-                        path.write_text(f"{number} {outputs}")
-                except EngineDead:
-                    pass
-
-    asyncio.run(work())
-
-
-@pytest.mark.slow
-async def test_front_end_that_is_stopped_and_continued_is_served_again(
-    tmp_path: Path,
-) -> None:
-    def outputs(index: int, first: int = 0) -> int:
-        """Return the number of outputs of a front end's latest request, if it is this request or a later one."""
-        with suppress(FileNotFoundError, ValueError):
-            request, had = (tmp_path / str(index)).read_text().split()
-            return int(had) if int(request) >= first else 0
-        return 0
-
-    async with EngineSupervisor(talkative, 1, num_api_servers=2, args=(str(tmp_path),)) as supervisor:
-        addresses = supervisor.launch.addresses
-        async with APIServerProcessManager(
-            ask_for_much, "", None, str(tmp_path), 2, addresses.inputs, addresses.outputs,
-            membership_address=supervisor.launch.membership_address,
-        ) as fronts:  # fmt: skip
-            await until(lambda: outputs(0) and outputs(1))
-            stopped = fronts.processes[0].pid
-            assert stopped is not None
-            stop(stopped, signal.SIGSTOP)
-            manager = supervisor.launch.engine_manager
-            await until(lambda: "dropped front end 0" in " ".join(manager.last_lines("EngineCore_0")))
-            before = outputs(1)
-            await until(lambda: outputs(1) > before)
-            stop(stopped, signal.SIGCONT)
-            await until(lambda: outputs(0, 1))
-            before = outputs(1)
-            await until(lambda: outputs(1) > before)
