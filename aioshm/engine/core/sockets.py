@@ -28,6 +28,9 @@ from aioshm.zeromq.sockets import Socket, Sockets
 LINGER_MS = 2000
 """How long the last messages may take to leave; no time at all unless a front end is gone or stuck."""
 
+RECONNECT_S = 1.0
+"""Delay before a front end without keys gets a new connection: it ignores one that begins before the former ended."""
+
 COORDINATOR = -1
 """The coordinator, in place of a client's index."""
 
@@ -52,10 +55,19 @@ class SocketSettings:
 
 
 class _Output:
-    """The PUSH socket to one front end, and the messages that ZeroMQ has no room for."""
+    """The PUSH socket to one front end, and the messages that ZeroMQ has no room for.
 
-    def __init__(self, address: str, socket: Socket) -> None:
+    With a monitor, a lost connection is reported: ZeroMQ connects again, and has lost the messages on their way.
+    """
+
+    def __init__(self, address: str, socket: Socket, monitor: Monitor | None, on_lost: Callable[[], None]) -> None:
         self.address = address
+        self._monitor = monitor
+        self._on_lost = on_lost
+        self._connected = False
+        self._watch: Pump | None = None
+        if monitor is not None:
+            self._watch = Pump(asyncio.get_running_loop(), monitor.pair, partial(self._read_monitor, monitor))
         self.socket = socket
         self.pending: deque[tuple[int, list[bytes]]] = deque()  # counted size and frames of each message
         self.pending_bytes = 0
@@ -88,18 +100,32 @@ class _Output:
             size, frames = self.pending.popleft()
             self.pending_bytes -= size
             self.socket.send_multipart(frames, zmq.NOBLOCK)
-        if not self.pending:
-            self.pause()
+        if not self.pending and self._pump is not None:
+            self._pump.pause()
+
+    def _read_monitor(self, monitor: Monitor) -> None:
+        for kind, *_ in monitor.events():
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
+            elif kind == zmq.EVENT_DISCONNECTED and self._connected:
+                self._on_lost()
+                return
 
     def pause(self) -> None:
-        if self._pump is not None:
-            self._pump.pause()
+        for pump in (self._pump, self._watch):
+            if pump is not None:
+                pump.pause()
 
     def close(self) -> None:
         """Drop every message, and close the socket."""
         self.pause()
         self.pending.clear()
+        self.close_monitor()
         self.socket.close(linger=0)
+
+    def close_monitor(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
 
 
 class _FrontEnd:
@@ -232,6 +258,7 @@ class CoreSockets:
     def _close(self, linger_ms: int) -> None:
         for front_end in self._front_ends:
             front_end.monitor.close()
+            front_end.output.close_monitor()
         self._sockets.close(linger_ms)
 
     # Opening
@@ -242,11 +269,18 @@ class CoreSockets:
         try:
             self._sockets.add(monitor.pair)
             attach(dealer, input_address, bind=False)
-            output = _Output(output_address, self._open(zmq.PUSH, output_address))
-            return _FrontEnd(client, input_address, dealer, monitor, output)
+            return _FrontEnd(client, input_address, dealer, monitor, self._open_output(client, output_address))
         except BaseException:
             monitor.close()
             raise
+
+    def _open_output(self, client: int, address: str) -> _Output:
+        socket = self._open(zmq.PUSH, address)
+        monitor: Monitor | None = None
+        if over_tcp([address]):
+            monitor = Monitor(socket)
+            self._sockets.add(monitor.pair)
+        return _Output(address, socket, monitor, lambda: self._disconnect(self._front_ends[client]))
 
     def _open(self, kind: int, address: str, *, to_coordinator: bool = False) -> Socket:
         """Open a socket; a DEALER is not connected yet, so that a monitor can be attached before."""
@@ -293,8 +327,7 @@ class CoreSockets:
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and front_end.gone:
                 front_end.gone = False
                 logger.info("client %d is back; %d messages found it gone", front_end.client, front_end.dropped)
-                address = front_end.output.address
-                front_end.output = _Output(address, self._open(zmq.PUSH, address))
+                front_end.output = self._open_output(front_end.client, front_end.output.address)
                 front_end.dealer.send(self.registration, zmq.NOBLOCK)
                 if front_end.requests is not None:
                     front_end.requests.run_soon()  # a send may clear the event of a waiting message
@@ -316,9 +349,20 @@ class CoreSockets:
             front_end.output.pending_bytes,
             self._settings.max_pending_bytes,
         )
+        self._disconnect(front_end)
+
+    def _disconnect(self, front_end: _FrontEnd) -> None:
+        """Give up a client whose outputs are lost: the end of its connection is how the client notices."""
         self._lose(front_end)
         front_end.dealer.disconnect(front_end.address)
-        attach(front_end.dealer, front_end.address, bind=False)
+        if over_tcp([front_end.address]) and self._credentials is None:
+            asyncio.get_running_loop().call_later(RECONNECT_S, self._connect_again, front_end)
+        else:
+            self._connect_again(front_end)
+
+    def _connect_again(self, front_end: _FrontEnd) -> None:
+        if not self._closed:
+            attach(front_end.dealer, front_end.address, bind=False)
 
     def _take_from_coordinator(self, frames: list[Frame]) -> None:
         if frames != [COORDINATOR_READY]:
