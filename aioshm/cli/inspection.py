@@ -1,11 +1,11 @@
-"""``aioshm ls``, ``inspect``, ``who``, ``dump`` and ``export``: live queues of this host, from outside."""
+"""``aioshm ls``, ``inspect``, ``who``, ``dump`` and ``export``: queues and processes of this host, from outside."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from aioshm.cli.app import UNUSABLE, CommandFailed, print_json, run_interruptibl
 from aioshm.deferred import import_extra
 from aioshm.errors import AioshmError
 from aioshm.observe.messages import MessageHeader, last_messages
+from aioshm.observe.processes import StartedProcess, StartedProcesses
 from aioshm.observe.scan import QueueNotFound, Watch, Watched, chosen
 from aioshm.observe.suspects import WINDOW_S, ProcessReport, Report, Suspect, process_report
 from aioshm.observe.suspects import who as find_suspects
@@ -39,17 +40,23 @@ PORT = 9464
 
 
 def ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
-    """List every live queue of the user."""
+    """List every live queue of the user, and the engines, workers and other processes that aioshm has started."""
     with _one_line(), Watch() as watch:
+        started = StartedProcesses()
+        started.look()
         found = _look_twice(watch, interval)
+        processes = started.settle()
         if as_json:
-            print_json(tables.report(queues=[tables.queue_json(each) for each in found], skipped=watch.skipped))
+            print_json(tables.all_json(found, processes, watch.skipped))
             return
         console = tables.console()
         if found:
             console.print(tables.queues_rows(found))
         else:
-            console.print("no queue of this user is open on this host")
+            console.print(tables.NO_QUEUE)
+        if processes:
+            console.print()
+            console.print(tables.processes_rows(processes), crop=False)
         if watch.skipped:
             console.print(f"processes of other users not looked at: {watch.skipped}", style="dim")
 
@@ -71,30 +78,52 @@ def inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) -> 
 
 
 def who(
-    queue: Annotated[str | None, typer.Argument(help="A queue, or any process; none: every queue.")] = None,
+    queue: Annotated[
+        str | None, typer.Argument(help="A queue, an engine or worker, or the pid of any process; none: all.")
+    ] = None,
     as_json: AsJson = False,
     window: Annotated[float, typer.Option(min=0.01, max=60.0, help="Seconds to watch for.")] = WINDOW_S,
 ) -> None:
-    """Name the process that holds a queue up, its state, and its line of code."""
+    """Name the process that holds a queue up, and engines and workers without progress, with state and line of code."""
     with _one_line():
+        started = StartedProcesses()
+        started.look()
         reports: tuple[Report, ...] = ()
         process: ProcessReport | None = None
+        unknown: QueueNotFound | None = None
         try:
             reports = find_suspects(queue, window_s=window)
-        except QueueNotFound:
-            if queue is None or not queue.isdigit() or not is_own_process(int(queue)):
-                raise
+        except QueueNotFound as error:
+            unknown = error
+        processes = started.settle()
+        found = [each for each in processes if _is_asked_for(each, queue)]
+        if unknown is not None and queue is not None and queue.isdigit() and is_own_process(int(queue)):
             process = process_report(int(queue))  # an engine, say, whose messages go over sockets
+        elif unknown is not None and not found:
+            raise unknown
+        described = [(each, started.report(each)) for each in found]
         if as_json:
-            print_json(tables.report(queues=[_as_json(each) for each in reports], process=process))
+            content = [msgspec.structs.asdict(each) | msgspec.structs.asdict(report) for each, report in described]
+            print_json(tables.report(queues=[_as_json(each) for each in reports], process=process, processes=content))
             return
         console = tables.console()
         for report in reports:
             _show_report(console, report)
         if process is not None:
-            _show_process(console, process)
-        if not reports and process is None:
-            console.print("no queue of this user is open on this host")
+            _show_process(console, process, found)
+        else:
+            for each, seen in described:
+                _show_started(console, each, seen)
+        if not reports and process is None and not found:
+            console.print(tables.NO_QUEUE)
+        if queue is None and processes and not found:
+            console.print(f"engines and workers: {len(processes)}, and each of them makes progress")
+
+
+def _is_asked_for(process: StartedProcess, key: str | None) -> bool:
+    if key is None:
+        return not process.makes_progress
+    return key in (process.name, str(process.pid))
 
 
 def dump(
@@ -205,11 +234,24 @@ def _show_report(console: Console, report: Report) -> None:
         _show_code(console, suspect)
 
 
-def _show_process(console: Console, report: ProcessReport) -> None:
+def _progress(process: StartedProcess) -> str:
+    return f"{tables.progress(process)}, {process.requests} request{'s' * (process.requests != 1)}"
+
+
+def _show_process(console: Console, report: ProcessReport, started: Iterable[StartedProcess]) -> None:
     process = report.process
     name = f"pid {process.pid}"
     text = f"{name} ({process.command}) has no queue: {process.state}{_in_kernel(report)}"
     tables.print_folded(console, text, bold=name)
+    for each in started:
+        tables.print_folded(console, _progress(each), "  ")
+    _show_code(console, report)
+
+
+def _show_started(console: Console, process: StartedProcess, report: ProcessReport) -> None:
+    text = f"{process.name}, pid {process.pid} (of {tables.started_by(process)}): {_progress(process)}"
+    tables.print_folded(console, text, bold=process.name)
+    tables.print_folded(console, f"{report.process.state}{_in_kernel(report)}", "  ")
     _show_code(console, report)
 
 

@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
+from aioshm.observe.processes import StartedProcess
 from aioshm.observe.scan import Watched
 from aioshm.observe.snapshot import End, QueueSnapshot
 from aioshm.observe.suspects import LONG_LAG
@@ -23,6 +24,7 @@ JSON_VERSION: Final = 1
 """The version of the JSON of ``--json``, see docs/howto/inspection.md. Additions do not change the version."""
 
 NONE: Final = "-"
+NO_QUEUE: Final = "no queue of this user is open on this host"
 _INDENT: Final = "  "
 
 
@@ -55,7 +57,7 @@ class Rows(NamedTuple):
         for number, (row, style) in enumerate(zip(cells, ["bold", *self.styles], strict=True)):
             if first and number and row[0].plain != above:
                 above = row[0].plain
-                yield _uncut(row[0])
+                yield _uncut(Text(folded(above, options.max_width, "", _INDENT)))
             yield self._line(row[shown], widths[shown], self.names[shown], style)
             if not number:
                 yield _uncut(Text("\u2500" * _total(widths[shown])))
@@ -212,6 +214,39 @@ def lag(number: int, queue: QueueSnapshot) -> Text:
     return Text(count(number), style=style)
 
 
+def processes_rows(processes: Iterable[StartedProcess]) -> Rows:
+    """Return the table of the processes that aioshm has started."""
+    names = ("started by", "process", "pid", "state", "requests", "steps/s", "name")
+    rows: list[list[str | Text]] = []
+    styles = []
+    for each in processes:
+        rows.append(
+            [
+                Text(started_by(each)),
+                f"{each.kind} {each.rank}".removesuffix(" -1"),
+                str(each.pid),
+                progress(each),
+                count(each.requests),
+                rate(each.steps_per_s).removesuffix("/s"),
+                Text(each.name),
+            ]
+        )
+        styles.append(BAD * (not each.makes_progress))
+    return Rows(names, {"started by", "process", "state", "name"}, rows, styles, head=True, tail=True)
+
+
+def started_by(process: StartedProcess) -> str:
+    """Return the program and the pid of the process that has started a process."""
+    return f"{process.program} (pid {process.parent})"
+
+
+def progress(process: StartedProcess) -> str:
+    """Return the state of a process that aioshm has started: ``idle``, ``busy for 3.2 s``, ``stalled for 70 s``."""
+    if process.state in ("busy", "stalled"):
+        return f"{process.state} for {duration(process.seconds)}"
+    return process.state
+
+
 def facts_of(queue: QueueSnapshot) -> dict[str, str]:
     """Return the facts that ``inspect`` prints of a queue."""
     header = queue.header
@@ -236,6 +271,11 @@ def facts_of(queue: QueueSnapshot) -> dict[str, str]:
 def report(**content: Any) -> dict[str, Any]:
     """Return the object that ``--json`` prints."""
     return {"version": JSON_VERSION, **{name: msgspec.to_builtins(value) for name, value in content.items()}}
+
+
+def all_json(watched: Iterable[Watched], started: Iterable[StartedProcess], skipped: int) -> dict[str, Any]:
+    """Return what ``ls`` and ``top`` print with ``--json``."""
+    return report(queues=[queue_json(each) for each in watched], processes=list(started), skipped=skipped)
 
 
 def queue_json(each: Watched) -> dict[str, Any]:

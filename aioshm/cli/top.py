@@ -1,4 +1,4 @@
-"""``aioshm top``: queues and their ends, live."""
+"""``aioshm top``: queues, their ends, engines and workers, live."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rich.text import Text
 from aioshm.cli import tables
 from aioshm.cli.app import UNUSABLE, CommandFailed, interrupted
 from aioshm.errors import AioshmError
+from aioshm.observe.processes import StartedProcess, StartedProcesses
 from aioshm.observe.scan import Watch, Watched
 
 Key = Literal["name", "rate", "backlog", "age", "memory", "cpu"]
@@ -35,7 +36,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one page, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Show every live queue of this user on this host, and its ends, again and again."""
+    """Show every live queue of this user on this host, its ends, and engines and workers, again and again."""
     if sort not in KEYS:
         raise CommandFailed(f"--sort must be one of {', '.join(KEYS)}, not {sort!r}", UNUSABLE)
     key = next(key for key in KEYS if key == sort)
@@ -46,14 +47,19 @@ def top(
         interval = min(interval, 0.25)
     try:
         with _terminable(), Watch() as watch, show:
+            started = StartedProcesses()
+            look = started.look
+            if once:
+                look = started.settle
             watch.look()
+            started.look()
             while not show.wait(interval):
-                show.show(watch.look(), watch.skipped)
+                show.show(watch.look(), look(), watch.skipped)
                 if once:
                     return
     except KeyboardInterrupt:
         pass  # Ctrl-C is how users quit
-    except AioshmError as error:
+    except (AioshmError, ValueError) as error:
         raise CommandFailed(str(error), UNUSABLE) from None
 
 
@@ -96,14 +102,13 @@ class _Pages(contextlib.AbstractContextManager["_Pages"]):
         time.sleep(seconds)
         return False
 
-    def show(self, watched: Sequence[Watched], skipped: int) -> None:
-        """Show all queues."""
+    def show(self, watched: Sequence[Watched], started: Sequence[StartedProcess], skipped: int) -> None:
+        """Show all queues and processes."""
         queues = ordered(watched, self._sort)
         if self._as_json:
-            report = tables.report(queues=[tables.queue_json(each) for each in queues], skipped=skipped)
-            print(msgspec.json.encode(report).decode())
+            print(msgspec.json.encode(tables.all_json(queues, started, skipped)).decode())
         else:
-            self._console.print(page(queues, skipped))
+            self._console.print(page(queues, started, skipped), crop=False)
         sys.stdout.flush()
 
 
@@ -113,7 +118,7 @@ class _Screen(_Pages):
     def __init__(self, sort: Key) -> None:
         super().__init__(sort)
         self._live = Live(console=Console(highlight=False), screen=True, auto_refresh=False)
-        self._latest: tuple[Sequence[Watched], int] = ((), 0)
+        self._latest: tuple[Sequence[Watched], Sequence[StartedProcess], int] = ((), (), 0)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -138,22 +143,26 @@ class _Screen(_Pages):
                     self.show(*self._latest)
         return False
 
-    def show(self, watched: Sequence[Watched], skipped: int) -> None:
-        self._latest = (watched, skipped)
+    def show(self, watched: Sequence[Watched], started: Sequence[StartedProcess], skipped: int) -> None:
+        self._latest = (watched, started, skipped)
         keys = Text("  ").join(Text(f"{key[0]} {key}", "dim") for key in KEYS)
         keys.highlight_words([f"{self._sort[0]} {self._sort}"], "not dim bold")
         head = Text("aioshm top   sort: ") + keys + Text("   q quit")
-        self._live.update(Group(head, page(ordered(watched, self._sort), skipped)), refresh=True)
+        self._live.update(Group(head, page(ordered(watched, self._sort), started, skipped)), refresh=True)
 
 
-def page(watched: Sequence[Watched], skipped: int) -> Group:
-    """Return the tables of queues and ends."""
-    note = Text(f"queues: {len(watched)}; processes of other users not looked at: {skipped}", style="dim")
-    if not watched:
-        return Group(Text("no queue of this user is open on this host"), note)
-    queues = tables.queues_rows(watched)
-    ends = tables.ends_rows(watched, queues=True)
-    return Group(Text(), queues, Text(), ends, Text(), note)
+def page(watched: Sequence[Watched], started: Sequence[StartedProcess], skipped: int) -> Group:
+    """Return the tables of queues, of engines and workers, and of ends."""
+    note = f"queues: {len(watched)}; engines and workers: {len(started)}; "
+    note += f"processes of other users not looked at: {skipped}"
+    parts: list[Text | tables.Rows] = [Text(tables.NO_QUEUE)]
+    if watched:
+        parts = [Text(), tables.queues_rows(watched)]
+    if started:
+        parts += [Text(), tables.processes_rows(started)]
+    if watched:
+        parts += [Text(), tables.ends_rows(watched, queues=True)]
+    return Group(*parts, Text(), Text(note, style="dim"))
 
 
 def _is_screen() -> bool:

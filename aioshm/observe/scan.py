@@ -74,7 +74,7 @@ class Segment:
         raise FileNotFoundError(f"no process has {self.link} open any more")
 
 
-def find_segments() -> tuple[list[Segment], int]:
+def find_segments(links: re.Pattern[str] = _OURS) -> tuple[list[Segment], int]:
     """Return the segments that this user's processes have open, and the number of unreadable processes."""
     check_proc()
     found: dict[tuple[int, int], Segment] = {}
@@ -84,7 +84,7 @@ def find_segments() -> tuple[list[Segment], int]:
             if os.stat(f"{PROC}/{pid}").st_uid != os.geteuid():
                 skipped += 1
                 continue
-            for path, link, status in _segments_of(pid):
+            for path, link, status in _segments_of(pid, links):
                 identity = status.st_dev, status.st_ino
                 segment = found.setdefault(identity, Segment(link, identity, status.st_blocks * BLOCK))
                 if pid not in segment.holders:
@@ -97,14 +97,14 @@ def find_segments() -> tuple[list[Segment], int]:
     return list(found.values()), skipped
 
 
-def _segments_of(pid: int) -> Iterator[tuple[str, str, os.stat_result]]:
+def _segments_of(pid: int, links: re.Pattern[str]) -> Iterator[tuple[str, str, os.stat_result]]:
     """Yield path, name and status of the segments among the descriptors of a process."""
     folder = f"{PROC}/{pid}/fd"
     for name in os.listdir(folder):
         path = f"{folder}/{name}"
         with suppress(OSError):  # closed meanwhile
             link = os.readlink(path)
-            if _OURS.match(link) and not _is_looked_at(f"{folder}info/{name}"):
+            if links.match(link) and not _is_looked_at(f"{folder}info/{name}"):
                 yield path, link, os.stat(path)
 
 

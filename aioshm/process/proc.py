@@ -82,11 +82,14 @@ def parse_inner_pid(status: str, pid: int) -> int:
 def parse_command(cmdline: bytes) -> str:
     """Return a command line without the program's directory, in one line of limited length."""
     program, *arguments = cmdline.rstrip(b"\0").decode(errors="replace").split("\0")
-    words = " ".join([program.rpartition("/")[2], *arguments]).split()
-    text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(words))
+    text = _in_one_line(" ".join([program.rpartition("/")[2], *arguments]))
     if len(text) > _MAX_COMMAND:
         text = text[: _MAX_COMMAND - 3] + "..."
     return text
+
+
+def _in_one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
 def check_proc() -> None:
@@ -105,28 +108,40 @@ def is_own_process(pid: int) -> bool:
 def process_info(pid: int) -> ProcessInfo:
     """Return the state of a process; `GONE` with the pid if no process has it."""
     try:
-        state, cpu_s = parse_stat(_read(pid, "stat").decode(errors="replace"))
-        inner_pid = parse_inner_pid(_read(pid, "status").decode(errors="replace"), pid)
+        state, cpu_s = parse_stat(read_file(pid, "stat").decode(errors="replace"))
+        inner_pid = parse_inner_pid(read_file(pid, "status").decode(errors="replace"), pid)
         command = _command(pid)
     except (OSError, ValueError, IndexError):
         return msgspec.structs.replace(GONE, pid=pid)
     return ProcessInfo(pid=pid, inner_pid=inner_pid, state=state, command=command, cpu_s=cpu_s)
 
 
+def parent_of(pid: int) -> int:
+    """Return the pid of the parent of a process; raise `OSError` if no process has this pid."""
+    return int(read_file(pid, "stat").rpartition(b")")[2].split()[1])
+
+
+def child_name(pid: int) -> str:
+    """Return the name of a child of multiprocessing; empty: none, or the process is not such a child."""
+    before, _, name = read_file(pid, "cmdline").partition(b"--multiprocessing-fork")
+    if b"from multiprocessing." not in before:
+        return ""
+    return _in_one_line(name.strip(b"\0").decode(errors="replace"))
+
+
 def _command(pid: int) -> str:
     """Return the command line of a process; a child of multiprocessing is called by its name and its program."""
-    cmdline = _read(pid, "cmdline")
-    _, _, name = cmdline.partition(b"--multiprocessing-fork")
+    cmdline = read_file(pid, "cmdline")
     if b"from multiprocessing." not in cmdline:
         return parse_command(cmdline)
     with suppress(OSError, ValueError, IndexError):
-        parent = int(_read(pid, "stat").rpartition(b")")[2].split()[1])
+        parent = parent_of(pid)
         if os.readlink(f"{PROC}/{parent}/exe") == os.readlink(f"{PROC}/{pid}/exe"):  # else the parent has died
-            return f"{parse_command(name.lstrip(bytes(1))) or 'child'} of {_command(parent)}"
+            return f"{child_name(pid) or 'child'} of {_command(parent)}"
     return "child of multiprocessing"
 
 
-def _read(pid: int, name: str) -> bytes:
+def read_file(pid: int, name: str) -> bytes:
     """Return a file of a process; without pathlib, which is slower than the kernel."""
     with open(f"{PROC}/{pid}/{name}", "rb", buffering=0) as file:
         return b"".join(iter(lambda: file.read(65536), b""))

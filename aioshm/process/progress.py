@@ -51,7 +51,7 @@ class Sample(NamedTuple):
     steps: int  # steps or calls that have begun or ended
     turns: int  # signs of life of the event loop; 0: no loop has run yet
     expected_s: float  # how long the present step may take, by its own word; 0: not known
-    since_ns: int  # when the phase began, by the monotonic clock of the host
+    since_ns: int  # when the phase, or a block of `expect`, began or ended, by the monotonic clock of the host
     requests: int  # in the hands of the process
     writes_stacks: bool  # whether the process handles `STACK_SIGNAL`
 
@@ -137,11 +137,13 @@ class Progress:
         before = words[_EXPECTED]
         words[_EXPECTED] = int(1e9 * seconds)
         words[_STEPS] += 1
+        words[_SINCE] = monotonic_ns()
         try:
             yield
         finally:
             words[_EXPECTED] = before
             words[_STEPS] += 1
+            words[_SINCE] = monotonic_ns()
 
     @contextmanager
     def turning(self) -> Iterator[None]:

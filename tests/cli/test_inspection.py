@@ -28,7 +28,7 @@ from aioshm.cli import tables
 from aioshm.cli.app import run
 from aioshm.cli.tables import Rows
 from aioshm.cli.top import KEYS, ordered
-from aioshm.observe import proc
+from aioshm.process import proc
 
 NAME = "inspected"
 _numbers = itertools.count()

@@ -1,0 +1,142 @@
+"""``aioshm ls``, ``who`` and ``top`` show engines and workers, and name those without progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import eventually
+
+from aioshm.cli.app import run
+from aioshm.process import proc, progress
+from aioshm.process.manager import Job, ProcessManager
+from aioshm.process.progress import BUSY, IDLE, STARTING
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="it looks into /proc")
+
+LONG = "a worker with a name of many words, which is longer than any line of eighty columns is wide_3"
+
+
+def serve(phase: int, requests: int) -> None:
+    own = progress.own()
+    own.note_requests(requests)
+    own.enter(phase)
+    hang()
+
+
+def hang() -> None:
+    time.sleep(1000)  # HERE
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[str, Any]]:
+    jobs = [Job("EngineCore_0", (BUSY, 4)), Job("EngineCore_1", (IDLE, 0)), Job(LONG, (IDLE, 0))]
+    with ProcessManager(serve, jobs, shutdown_timeout=0) as manager:
+        for process in manager.processes:
+            eventually(lambda p=process: p.progress.read().phase != STARTING, "the first stamp")
+        yield {process.name: process for process in manager.processes}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHM_STALL_WARNING_S", "0.3")
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert run(args) == 0
+    return capsys.readouterr().out
+
+
+def own(text: str, key: str = "processes") -> dict[str, Any]:
+    found = json.loads(text)
+    assert found["version"] == 1
+    return {each["name"]: each for each in found[key] if each["parent"] == os.getpid()}
+
+
+@pytest.mark.parametrize("command", [["ls"], ["top", "--once"]])
+def test_tables_show_each_process(
+    command: list[str], processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pid = processes["EngineCore_0"].pid
+    eventually(lambda: re.search(rf"engine 0 +{pid} +stalled for \S+ \w+ +4 +0", said(capsys, *command)))
+    out = said(capsys, *command)
+    assert re.search(rf"engine 1 +{processes['EngineCore_1'].pid} +idle +0 +0", out)
+    assert re.search(rf"worker 3 +{processes[LONG].pid} +idle +0 +0", out)
+    assert LONG in " ".join(out.split())
+    assert f"(pid {os.getpid()})" in out
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("command", [["ls"], ["top", "--once"]])
+def test_a_name_without_spaces_is_whole_in_a_pipe(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"{'x' * 100}_0"
+    with ProcessManager(serve, [Job(name, (IDLE, 0))], shutdown_timeout=0):
+        assert name in said(capsys, *command)
+
+
+@pytest.mark.parametrize("command", [["ls", "--json"], ["top", "--once", "--json"]])
+def test_json_has_each_process(
+    command: list[str], processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = own(said(capsys, *command))
+    assert set(found) == set(processes)
+    assert found[LONG]["rank"] == 3
+    assert set(found["EngineCore_0"]) == {
+        "name", "kind", "rank", "pid", "parent", "program", "state", "seconds", "requests", "steps_per_s",
+    }  # fmt: skip
+
+
+class TestWho:
+    def test_only_processes_without_progress_are_named(
+        self, processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        os.kill(processes[LONG].pid, signal.SIGSTOP)
+        try:
+            eventually(lambda: proc.process_info(processes[LONG].pid).state == "stopped")
+            eventually(lambda: "EngineCore_0" in own(said(capsys, "who", "--json", "--window", "0.02")))
+            found = own(said(capsys, "who", "--json", "--window", "0.02"))
+        finally:
+            os.kill(processes[LONG].pid, signal.SIGCONT)
+        assert {name: each["state"] for name, each in found.items()} == {"EngineCore_0": "stalled", LONG: "stopped"}
+        assert found["EngineCore_0"]["wait_channel"] == proc.wait_channel(processes["EngineCore_0"].pid)
+        assert found["EngineCore_0"]["process"]["state"] == "sleeping"
+
+    def test_the_line_is_shown(self, processes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+        pid = processes["EngineCore_0"].pid
+        if not proc.stacks_of(pid)[0]:
+            pytest.skip(proc.stacks_of(pid)[1])
+        eventually(lambda: f"EngineCore_0, pid {pid} (of" in said(capsys, "who", "--window", "0.02"))
+        out = " ".join(said(capsys, "who", "EngineCore_0", "--window", "0.02").split())
+        lines = Path(__file__).read_text().splitlines()
+        number = next(number for number, text in enumerate(lines, 1) if text.endswith("# HERE"))
+        assert re.search(rf"EngineCore_0, pid {pid} \(of .*\): stalled for [\d.]+ \w+, 4 requests sleeping", out)
+        assert f"at {__file__}:{number} in hang" in out
+
+    @pytest.mark.parametrize("by_pid", [False, True])
+    def test_a_process_is_described_by_name_and_by_pid(
+        self, by_pid: bool, processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pid = processes["EngineCore_1"].pid
+        key = "EngineCore_1"
+        beginning = rf"EngineCore_1, pid {pid} \(of .*\(pid {os.getpid()}\)\): idle, 0 requests sleeping"
+        if by_pid:
+            key = str(pid)
+            beginning = rf"pid {pid} \(EngineCore_1 of .*\) has no queue: sleeping.* idle, 0 requests"
+        out = said(capsys, "who", key, "--window", "0.02")
+        assert re.search(beginning, " ".join(out.split()))
+
+    def test_a_wrong_limit_is_one_line(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AIOSHM_STALL_WARNING_S", "soon")
+        for command in (["ls"], ["who"], ["top", "--once"]):
+            assert run(command) == 2
+            assert re.fullmatch("aioshm: .*AIOSHM_STALL_WARNING_S.*\n", capsys.readouterr().err)
