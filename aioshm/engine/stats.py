@@ -91,6 +91,7 @@ class EngineClientStats(msgspec.Struct, frozen=True, kw_only=True):
         paused: The mode of the pause of the engines; None: they are not paused.
         late_outputs: How many outputs came for aborted requests, or from engines that counted as dead.
         deaths: How many engines have died in total.
+        stalled: How many engines make no progress, or are stopped.
     """
 
     index: int
@@ -102,6 +103,7 @@ class EngineClientStats(msgspec.Struct, frozen=True, kw_only=True):
     paused: str | None = None
     late_outputs: int
     deaths: int
+    stalled: int = 0
 
 
 class EngineSupervisorStats(msgspec.Struct, frozen=True):

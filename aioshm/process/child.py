@@ -88,7 +88,8 @@ class Child(SpawnProcess):
         """
         if self.exitcode is None:
             self.reason = reason
-            os.kill(self.pid or 0, signal.SIGABRT)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid or 0, signal.SIGABRT)
             self.join(ABORT_WITHIN_S)
             self.kill()
 

@@ -24,8 +24,10 @@ from typing import NamedTuple
 from aioshm.arguments import check_seconds
 from aioshm.process.limits import detach_when_forked
 
-STARTING, IDLE, BUSY, ENDING = range(4)
-"""Phases. A process that is starting or ending has other limits, so only idle and busy processes are judged."""
+STARTING, IDLE, BUSY, ENDING, WAITING = range(5)
+"""Phases. A process that is starting or ending has other limits, so it is not judged. A busy process that waits for its
+peers, in a collective operation, is `WAITING`.
+"""
 
 TURN_S = 0.5
 """Seconds between two signs of life of an event loop."""
@@ -147,7 +149,13 @@ class Progress:
 
     @contextmanager
     def turning(self) -> Iterator[None]:
-        """Give signs of life while the running loop runs, until the end of the block."""
+        """Give signs of life while the running loop runs, until the end of the block.
+
+        Nothing happens where another part of the program gives them.
+        """
+        if self._words[_TURNS]:
+            yield
+            return
         loop = asyncio.get_running_loop()
         handle: asyncio.TimerHandle
 
@@ -160,7 +168,19 @@ class Progress:
         try:
             yield
         finally:
-            handle.cancel()
+            self._words[_TURNS] = 0  # a loop that has ended is not late
+            if not loop.is_closed():
+                handle.cancel()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Be idle, and give signs of life, until the end of the block: in a process without steps or calls."""
+        if not self.is_watched or self._words[_TURNS]:  # it has steps or calls
+            yield
+            return
+        self.enter(IDLE)
+        with self.turning():
+            yield
 
 
 _own: Progress | None = None

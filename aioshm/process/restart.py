@@ -62,6 +62,8 @@ class Restart:
 
 ProcessPhase: TypeAlias = Literal["running", "stalled", "stopped", "waiting", "starting", "stopping", "exited"]
 
+Health: TypeAlias = Literal["running", "stalled", "stopped"]
+
 ALIVE: frozenset[ProcessPhase] = frozenset({"running", "stalled", "stopped"})
 """States of a process that is ready, and has not exited."""
 
@@ -168,7 +170,7 @@ class Life:
         """Whether its process is ready, and has not exited."""
         return self.state in ALIVE
 
-    def note_health(self, health: Literal["running", "stalled", "stopped"], where: str) -> None:
+    def note_health(self, health: Health, where: str) -> None:
         """Note that a process that is ready has stalled, was stopped, or makes progress again."""
         if self.is_alive:
             self.enter(health, where)

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from aioshm.process.background import in_thread
 from aioshm.process.child import Child
 from aioshm.process.proc import Frame, Stack, parse_faulthandler, stacks_of, users_line, wait_channel
-from aioshm.process.progress import BUSY, IDLE, TURN_S, Cell, Sample
-from aioshm.process.restart import Restart
+from aioshm.process.progress import BUSY, IDLE, TURN_S, WAITING, Cell, Sample
+from aioshm.process.restart import Health, Restart
 from aioshm.process.watch import STOPPED_STATES, process_state
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
@@ -25,8 +25,6 @@ LONGEST_INTERVAL_S = 3600.0
 
 _DUMP_WITHIN_S = 1.0
 _DUMP_STEP_S = 0.02
-
-Health: TypeAlias = Literal["running", "stalled", "stopped"]
 
 
 class Judge:
@@ -56,13 +54,19 @@ class Judge:
             self._turn_s = 0.0
         limit_s = max(self._warning_s, sample.expected_s)
         self.without_progress_s = 0.0
-        if sample.phase == BUSY and self._step_s >= limit_s:
+        if sample.phase in (BUSY, WAITING) and self._step_s >= limit_s:
             self.without_progress_s = self._step_s
         elif sample.phase == IDLE and sample.turns and self._turn_s >= max(limit_s, 3 * TURN_S):
             self.without_progress_s = self._turn_s
         if not self.without_progress_s:
             self._next_report_s = self._warning_s
         return self.without_progress_s > 0
+
+    def forgive(self) -> None:
+        """Count from now on: the process was stopped, and runs again."""
+        self._step_s = 0.0
+        self._turn_s = 0.0
+        self.without_progress_s = 0.0
 
     def report_is_due(self) -> bool:
         """Return whether a late process is to be reported now; each interval is twice as long as the one before."""
@@ -127,13 +131,16 @@ class Watched:
     Attributes:
         name: The name for people, such as ``engine 0``.
         process: The process.
+        in_step: Whether it works in lockstep with others that are.
         health: The present state.
         where: While it is not running: since when, and at which line, for people.
     """
 
-    def __init__(self, name: str, process: Child, warning_s: float) -> None:
+    def __init__(self, name: str, process: Child, warning_s: float, *, in_step: bool = False) -> None:
         self.name: str = name
         self.process: Child = process
+        self.in_step: bool = in_step
+        self.sample: Sample | None = None  # the last reading
         self.health: Health = "running"
         self.where: str = ""
         self.judge: Judge = Judge(warning_s)
@@ -147,6 +154,9 @@ class ProgressWatch:
     A stalled process is named in the log, with its line of Python, again and again at growing intervals. With
     ``hang_s`` in the restart policy it is ended after that long, and whoever watches its exit replaces it.
 
+    Of processes in lockstep, which wait for each other, one is ended: a stopped one before all others, else one
+    that does not say that it waits, and of these the one whose step began first.
+
     Args:
         warning_s: Seconds without progress before the first report.
         restart: The restart policy; None: nothing is ended.
@@ -155,18 +165,19 @@ class ProgressWatch:
 
     def __init__(self, warning_s: float, restart: Restart | None, on_change: Callable[[Watched], object]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._warning_s = warning_s
+        self._hang_s = None if restart is None else restart.hang_s
+        self._warning_s = warning_s if self._hang_s is None else min(warning_s, self._hang_s)
         self._restart = restart
         self._on_change = on_change
         self._watched: dict[Child, Watched] = {}
-        self._interval_s = min(LOOK_S, warning_s / 4)
+        self._interval_s = min(LOOK_S, self._warning_s / 4)
         self._tasks: set[asyncio.Task[None]] = set()
         self._last = self._loop.time()
         self._timer = self._loop.call_later(self._interval_s, self._look)
 
-    def add(self, name: str, process: Child) -> Watched:
+    def add(self, name: str, process: Child, *, in_step: bool = False) -> Watched:
         """Watch a process, until it exits."""
-        watched = self._watched[process] = Watched(name, process, self._warning_s)
+        watched = self._watched[process] = Watched(name, process, self._warning_s, in_step=in_step)
         return watched
 
     def close(self) -> None:
@@ -182,27 +193,45 @@ class ProgressWatch:
         elapsed_s = min(now - self._last, 2 * self._interval_s)
         self._last = now
         self._timer = self._loop.call_later(self._interval_s, self._look)
+        late: list[Watched] = []
         for watched in list(self._watched.values()):
             sample = None if watched.process.progress is None else watched.process.progress.read()
             if sample is None or watched.process.exitcode is not None:
                 del self._watched[watched.process]
-            elif watched.judge.look(elapsed_s, sample):
-                self._late(watched, sample)
+                continue
+            watched.sample = sample
+            if watched.judge.look(elapsed_s, sample):
+                self._late(watched)
+                late.append(watched)
             elif watched.health != "running":
                 logger.info("%s (pid %s) makes progress again", watched.name, watched.process.pid)
                 self._enter(watched, "running", "")
+        self._end_causes(late)
 
-    def _late(self, watched: Watched, sample: Sample) -> None:
-        if watched.health == "running":
-            self._enter(watched, self._health(watched), watched.where)
+    def _late(self, watched: Watched) -> None:
+        health = self._health(watched)
+        if watched.health == "stopped" and health == "stalled":
+            watched.judge.forgive()
+            return
+        self._enter(watched, health, watched.where)
         if watched.naming is None and watched.judge.report_is_due():
             watched.naming = self._spawn(self._report(watched))
+
+    def _end_causes(self, late: list[Watched]) -> None:
+        """End processes that have hung for too long."""
         restart = self._restart
-        if restart is None or restart.hang_s is None or watched.ending:
+        if restart is None or restart.hang_s is None:
             return
-        if watched.judge.without_progress_s >= max(restart.hang_s, sample.expected_s):
-            watched.ending = restart.kill_stopped or self._health(watched) == "stalled"
-            if watched.ending:
+        causes = [watched for watched in late if not watched.in_step]
+        if in_step := [watched for watched in late if watched.in_step]:
+            causes.append(min(in_step, key=_as_cause))
+        for watched in causes:
+            assert watched.sample is not None
+            limit_s = max(restart.hang_s, watched.sample.expected_s)
+            if watched.ending or watched.judge.without_progress_s < limit_s:
+                continue
+            if restart.kill_stopped or watched.health == "stalled":
+                watched.ending = True
                 self._spawn(self._end(watched))
 
     def _health(self, watched: Watched) -> Health:
@@ -215,7 +244,10 @@ class ProgressWatch:
             if not seconds:  # it has moved meanwhile
                 return
             health: Health = "stopped" if found.state in STOPPED_STATES else "stalled"
-            self._enter(watched, health, f"no progress for {seconds:.0f} s: {found.describe()}")
+            waits = ""
+            if watched.sample is not None and watched.sample.phase == WAITING:
+                waits = ", waits for its peers"
+            self._enter(watched, health, f"no progress for {seconds:.0f} s{waits}: {found.describe()}")
             logger.warning("%s (pid %s) is %s: %s", watched.name, watched.process.pid, health, watched.where)
         finally:
             watched.naming = None
@@ -227,6 +259,8 @@ class ProgressWatch:
             watched.ending = False
             return
         where = found.describe() if found.line is None else f"at {found.line}"
+        if found.state in STOPPED_STATES:
+            where = f"({found.state}) {where}"
         reason = f"hung for {seconds:.0f} s {where}, and was killed"
         await in_thread(lambda: watched.process.end(reason))
 
@@ -245,3 +279,9 @@ class ProgressWatch:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _as_cause(watched: Watched) -> tuple[bool, bool, int]:
+    """Sort processes in lockstep by how likely each is the cause of the stalls of all."""
+    assert watched.sample is not None
+    return (watched.health != "stopped", watched.sample.phase == WAITING, watched.sample.since_ns)

@@ -22,6 +22,7 @@ from aioshm.engine.protocol.payloads import PayloadEncoder
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.stats import EngineClientStats
 from aioshm.errors import CodecError, EngineDead
+from aioshm.process.restart import Health
 from aioshm.process.watch import WatchedManager, WatchedProcess
 
 OnEngineChange: TypeAlias = Callable[[int, EngineDead | None], object]
@@ -96,9 +97,9 @@ class EngineClient(AsyncClosing):
                 ...
 
     A request goes to the least busy engine: by the coordinator's published counts and KV cache usage, if the addresses
-    name a coordinator, else by the requests of this client. When an engine dies, all pending and later calls raise
-    `EngineDead`. With ``on_engine_death="continue"`` only the requests of that engine do; all other engines serve on,
-    and the engine may come back.
+    name a coordinator, else by the requests of this client. An engine that makes no progress is passed over. When an
+    engine dies, all pending and later calls raise `EngineDead`. With ``on_engine_death="continue"`` only the requests
+    of that engine do; all other engines serve on, and the engine may come back.
 
     Args:
         addresses: The addresses to bind, one input and output for each client; all others are read when the engines
@@ -179,6 +180,7 @@ class EngineClient(AsyncClosing):
             paused=self.paused,
             late_outputs=pending.late_outputs,
             deaths=link.engines.died,
+            stalled=len(link.engines.stalled),
         )
 
     def leave_deaths_to_supervisor(self) -> None:
@@ -235,6 +237,7 @@ class EngineClient(AsyncClosing):
             texts = [
                 f"engines {missing} have not registered after {timeout} s",
                 *map(str, link.engines.deaths.values()),
+                *link.engines.stalled.values(),
             ]
             raise TimeoutError("; ".join(texts)) from None
         link.check_open()
@@ -258,6 +261,26 @@ class EngineClient(AsyncClosing):
         check_int("incarnation", incarnation, minimum=0)
         self._link.check_open()
         self._link.void_keys(rank, incarnation)
+
+    def note_health(self, rank: int, health: Health, where: str = "") -> None:
+        """Note that an engine has stalled, was stopped, or makes progress again; supervisors and launches do it.
+
+        An engine without progress gets no new requests while another engine is there, except those with its rank
+        (``engine=``). Errors and timeouts name it. Unknown and dead engines are ignored.
+
+        Args:
+            rank: Its rank.
+            health: ``"stalled"``, ``"stopped"`` or ``"running"``.
+            where: What the engine does, for people.
+
+        Raises:
+            EngineDead, QueueClosed, RoleError: See `submit`.
+            ValueError: There is no such health.
+        """
+        if health not in get_args(Health):
+            raise ValueError(f"health must be one of {get_args(Health)}, not {health!r}")
+        self._link.check_open()
+        self._link.engines.note_health(rank, health, where)
 
     def add_engine(self, rank: int) -> None:
         """Expect one more engine, which gets requests once it has registered.

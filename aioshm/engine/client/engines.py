@@ -13,6 +13,7 @@ from aioshm.engine.protocol.addresses import identity
 from aioshm.engine.protocol.messages import EngineCoreRequestType, EnvelopeDecoder, decode_single
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.errors import EngineDead
+from aioshm.process.restart import Health
 
 MAX_REGISTRATION_BYTES = 1 << 20
 
@@ -44,6 +45,7 @@ class LoadBalancer:
         ordered = list(self.in_flight)
         start = first % len(ordered)
         self.choices: list[int] = ordered[start:] + ordered[:start]  # engines that get requests, longest idle first
+        self.stalled: dict[int, str] = {}  # passed over while there are others: how each makes no progress, by rank
         self._n_clients = n_clients
         self._published: dict[int, float] = {}  # loads by rank; empty: unknown
         self._usage: dict[int, int] = {}  # usage of KV caches by rank, in tenths
@@ -52,6 +54,8 @@ class LoadBalancer:
     def choose(self, among: Sequence[int] | None = None) -> int:
         """Return the rank of the engine for the next request; call `sent` afterwards."""
         choices = among or self.choices
+        if self.stalled:
+            choices = [rank for rank in choices if rank not in self.stalled] or choices
         in_flight = self.in_flight
         published = self._published
         if not published:
@@ -88,6 +92,7 @@ class LoadBalancer:
 
     def remove(self, rank: int) -> None:
         self.leave_out(rank)
+        self.stalled.pop(rank, None)
         del self.in_flight[rank]
 
     def update(self, counts: Sequence[Sequence[float]]) -> None:
@@ -132,6 +137,7 @@ class Engines:
         # Clients begin with different engines: otherwise all would choose the same engine.
         first = len(self.ranks) * client_index // n_clients
         self.balance: LoadBalancer = LoadBalancer(self.ranks, first, n_clients)
+        self.stalled: dict[int, str] = self.balance.stalled
         self.pending: Pending = Pending(EnvelopeDecoder(output_type), self.balance)
 
     @property
@@ -159,6 +165,7 @@ class Engines:
         if frames != [b""]:
             fields = decode_single(_map, frames, MAX_REGISTRATION_BYTES)
         self.ready[rank] = fields
+        self.stalled.pop(rank, None)
         self.pending.registered(rank, fields)
         return rank
 
@@ -201,7 +208,19 @@ class Engines:
         if rank not in self.leaving:
             self.balance.take_in(rank)
 
-    # Engines that die
+    # Engines that stall, or die
+
+    def note_health(self, rank: int, health: Health, where: str) -> None:
+        """Note that an engine has stalled, was stopped, or makes progress again; ignore an unknown or dead engine.
+
+        While another engine is there, an engine without progress gets only requests that are for this engine.
+        """
+        if health == "running":
+            self.stalled.pop(rank, None)
+        elif rank in self.names and rank not in self.deaths:
+            self.stalled[rank] = f"engine {rank} is {health}"
+            if where:
+                self.stalled[rank] += f": {where}"
 
     def go_on_without(self, rank: int, error: EngineDead, send: Send) -> tuple[int, int]:
         """Resubmit a dead engine's requests that brought no output yet to other engines, and fail all others.
@@ -210,6 +229,7 @@ class Engines:
         """
         self.ready.pop(rank, None)
         self.balance.leave_out(rank)
+        self.stalled.pop(rank, None)
         self.deaths[rank] = error
         self.died += 1
         moved = 0
@@ -276,7 +296,10 @@ class Engines:
     def remove_last(self) -> int:
         """Remove the last engine, and fail its remaining requests and calls; return its rank."""
         rank = self.ranks.pop()
-        gone = EngineDead(f"engine {rank} was taken out of service", engine=rank)
+        text = f"engine {rank} was taken out of service"
+        if rank in self.stalled:
+            text += f"; {self.stalled[rank]}"
+        gone = EngineDead(text, engine=rank)
         self.pending.fail_engine(rank, lambda: again(gone))
         del self.names[rank]
         self.ready.pop(rank, None)

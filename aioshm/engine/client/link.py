@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,6 +30,7 @@ from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.errors import CodecError, EndClosed, EngineDead, RoleError
 from aioshm.logs import LogLimiter
+from aioshm.process import progress
 from aioshm.process.background import notify
 from aioshm.zeromq.hosts import connectable
 
@@ -80,6 +82,7 @@ class EngineLink:
         self._began = False  # whether all engines have registered at some time
         self._membership: MembershipListener | None = None
         self._incarnations: dict[int, int] = {}  # of registered engines with keys
+        self._signs_of_life = ExitStack()  # of the loop, in an API server
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
     def __repr__(self) -> str:
@@ -119,6 +122,7 @@ class EngineLink:
                 self.liveness.stop()
                 self.sockets.close()
                 raise
+        self._signs_of_life.enter_context(progress.own().serving())
 
     async def aclose(self) -> None:
         if self.closed or not self._opened:
@@ -138,6 +142,7 @@ class EngineLink:
             self.sockets.close()
 
     def _stop_listening(self) -> None:
+        self._signs_of_life.close()
         self.liveness.stop()
         if self._membership is not None:
             self._membership.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -57,6 +57,7 @@ class Inbox:
     waiter: asyncio.Future[bool] | None = None  # whether its time limit has expired
     ended: bool = False
     error: Callable[[], Exception] | None = None  # creates the error of a failed request
+    stalled: Mapping[int, str] = field(default_factory=dict)  # how engines make no progress, by rank
     _stay: Callable[[], object] | None = None  # unregisters the callback at the end of a cancelled wait's task
 
     @property
@@ -81,6 +82,8 @@ class Inbox:
         while not self.outputs and not self.ended:
             if expired:
                 text = f"request {self.request_id!r}: no output within {timeout:g} s from engine {self.engine}"
+                if self.engine in self.stalled:
+                    text += f"; {self.stalled[self.engine]}"
                 raise TimeoutError(text)
             if self.waiter is not None:
                 raise self._shared()
@@ -288,6 +291,7 @@ class Pending:
         inbox.engine = rank
         inbox.generation = generation
         inbox.request = request
+        inbox.stalled = self._balance.stalled
         return inbox
 
     def move(self, inbox: Inbox, rank: int, generation: int) -> None:

@@ -183,6 +183,7 @@ class MembershipListener:
         self._link = link
         self.version: int = 0  # the applied version; 0: none yet
         self.early: dict[bytes, Registration] = {}  # by name: of engines that are not in the membership yet
+        self._unwell: set[int] = set()  # the ranks of engines that make no progress, by the membership
         self._progress = Progress()
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
         self._sockets = Sockets()
@@ -255,6 +256,11 @@ class MembershipListener:
             engines.begin_to_leave(rank)
         for rank, death in membership.deaths.items():
             link.explain(rank, death.incarnation, _error_of(death))
+        for rank in self._unwell - membership.health.keys():
+            engines.note_health(rank, "running", "")
+        for rank, (health, where) in membership.health.items():
+            engines.note_health(rank, health, where)
+        self._unwell = set(membership.health)
         self.version = membership.version
         for name in self.early.keys() & set(engines.names.values()):
             link.registered(self.early.pop(name))

@@ -12,6 +12,8 @@ import msgspec
 
 from aioshm.engine.protocol.messages import UtilityOutput
 from aioshm.errors import CodecError
+from aioshm.process import progress
+from aioshm.process.progress import BUSY, IDLE
 
 if TYPE_CHECKING:
     from aioshm.engine.core.core import EngineCore
@@ -45,13 +47,19 @@ class Calls:
     def __init__(self, engine: Any, core: EngineCore) -> None:
         self._engine = engine
         self._core = core
+        self._progress = progress.own()
         self._running: set[asyncio.Task[None]] = set()
 
     def take(self, client: int, call: Call) -> None:
         """Call a method for a client; an async one runs in a task."""
         try:
             method = self._method(call.method)
-            result = method(*_converted(method, call.args))
+            args = _converted(method, call.args)
+            self._progress.enter(BUSY)
+            try:
+                result = method(*args)
+            finally:
+                self._progress.enter(IDLE)
         except Exception as error:
             self._fail(client, call, error)
             return

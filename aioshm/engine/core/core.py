@@ -36,6 +36,8 @@ from aioshm.engine.protocol.waves import Lockstep
 from aioshm.engine.security.keys import AnyKeys
 from aioshm.errors import AioshmError, CodecError
 from aioshm.logs import LogLimiter
+from aioshm.process import progress
+from aioshm.process.progress import BUSY, ENDING, IDLE, WAITING
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -115,6 +117,7 @@ class EngineCore:
         if hasattr(engine, "has_unfinished_dp"):
             self._lockstep = Lockstep(index)
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
+        self._progress = progress.own()
 
     async def initialize(self, metadata: EngineHandshakeMetadata, awaiting: Callable[[], object]) -> dict[str, Any]:
         """Initialise the engine, and return the fields of READY; call ``awaiting`` before awaiting it."""
@@ -144,10 +147,12 @@ class EngineCore:
     async def run(self) -> None:
         """Serve until cancelled, or until a step fails."""
         engine = self._engine
+        self._progress.enter(IDLE)
         while True:
             while self._messages:
                 await self._handle(*self._messages.popleft())
             self._answer_orders()
+            self._progress.note_requests(len(self._owners))
             self._report_counts()
             if not self._has_work():
                 await self._wait(None)
@@ -156,7 +161,7 @@ class EngineCore:
             if self._lockstep is not None:
                 # An engine that is to keep its requests votes for the end of the wave: all stop at the same step.
                 votes = bool(self._owners) and self._pause.order.mode != "keep"
-                unfinished = await _awaited(engine.has_unfinished_dp(votes))
+                unfinished = await self._busy(engine.has_unfinished_dp, votes, phase=WAITING)
                 self._report_wave(complete=self._lockstep.stepped(unfinished))
                 busy = busy or unfinished  # all other engines would have to wait, too
             self._report_counts()
@@ -165,8 +170,12 @@ class EngineCore:
             else:
                 await self._wait(IDLE_STEP_S)
 
-    async def aclose(self) -> None:
-        """Report the end to the front ends, close the sockets, and shut the engine down."""
+    async def aclose(self, *, failed: bool) -> None:
+        """Report the end to the front ends, close the sockets, and shut the engine down.
+
+        Nobody limits the time that an engine may take for this after a failure, so it is watched then.
+        """
+        self._progress.enter(BUSY if failed else ENDING)
         self._calls.cancel()
         try:
             if self._sockets is not None:
@@ -204,10 +213,18 @@ class EngineCore:
         """Let the engine take a step; return whether it brought outputs."""
         dummy = getattr(self._engine, "execute_dummy_batch", None)
         if dummy is not None and not self._owners and self._lockstep is not None:
-            await _awaited(dummy())
+            await self._busy(dummy)
             return False
-        outputs = await _awaited(self._engine.step())
+        outputs = await self._busy(self._engine.step)
         return bool(outputs) and await self._send_outputs(outputs)
+
+    async def _busy(self, method: Callable[..., Any], *args: Any, phase: int = BUSY) -> Any:
+        """Call a method of the engine, and await it if it is async, as a busy process."""
+        self._progress.enter(phase)
+        try:
+            return await _awaited(method(*args))
+        finally:
+            self._progress.enter(IDLE)
 
     # Receiving
 
@@ -267,7 +284,7 @@ class EngineCore:
             await self._drop([request_id])
             owner = None
         try:  # the id may be that of an open request: some front ends send a request in parts
-            await _awaited(self._engine.add_request(request))
+            await self._busy(self._engine.add_request, request)
         except Exception as error:
             logger.debug("engine %d has refused request %r", self.index, request_id, exc_info=True)
             if owner is not None:
@@ -301,7 +318,7 @@ class EngineCore:
             self._owners.pop(request_id, None)
         try:
             if request_ids:
-                await _awaited(self._engine.abort_requests(request_ids))
+                await self._busy(self._engine.abort_requests, request_ids)
         except Exception:
             logger.exception("engine %d could not abort %s", self.index, request_ids)
 

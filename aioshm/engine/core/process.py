@@ -20,6 +20,7 @@ from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
 from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, EngineHandshake
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine
+from aioshm.process import progress
 from aioshm.process.background import give_back
 from aioshm.process.stopping import Termination
 from aioshm.zeromq.endpoint import attach, limit_frames, open_socket
@@ -142,11 +143,16 @@ async def run_engine_core(
         return fields
 
     try:
-        try:
-            await shake_hands(handshake_address, index, initialize=initialize, handshake=chosen)
-            await core.run()
-        finally:
-            await core.aclose()
+        with progress.own().turning():
+            failed = False
+            try:
+                await shake_hands(handshake_address, index, initialize=initialize, handshake=chosen)
+                await core.run()
+            except Exception:
+                failed = True
+                raise
+            finally:
+                await core.aclose(failed=failed)
     except (asyncio.CancelledError, SystemExit):
         if not termination.take_back():
             raise

@@ -31,6 +31,7 @@ from aioshm.engine.security.binding import ENGINES, FRONT_ENDS, Protection, over
 from aioshm.engine.security.bound_sockets import MAX_STRANGE_BYTES, BoundSockets, user_of, with_sender
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.logs import LogLimiter
+from aioshm.process import progress
 from aioshm.zeromq.pump import Pump, drain
 from aioshm.zeromq.sockets import Socket
 
@@ -261,7 +262,7 @@ async def _run(bound: Connection, notices: socket.socket, *arguments: Any) -> No
             else:  # the launching process is gone, so this process will soon be killed
                 loop.remove_reader(notices)
 
-    with notices, coordination:
+    with notices, coordination, progress.own().serving():
         loop.add_reader(notices, receive_notice)
         try:
             loop.add_signal_handler(signal.SIGTERM, coordination.end)

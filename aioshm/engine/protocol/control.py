@@ -6,7 +6,7 @@ The messages of the coordinator are vLLM's, those about the membership aioshm's 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -121,6 +121,8 @@ class Membership(msgspec.Struct, array_like=True, frozen=True):
     deaths: dict[Rank, Death] = {}  # by rank
     failure: Death | None = None  # why no engine will come back
     order: PauseOrder = NO_ORDER  # the newest order to pause or to resume
+    # Older front ends ignore the items below.
+    health: dict[Rank, tuple[Literal["stalled", "stopped"], str]] = {}  # engines without progress, and where they are
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):

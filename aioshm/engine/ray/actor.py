@@ -55,6 +55,7 @@ class EngineActor:
         self.node_id: str = ""
         self.pid: int = 0
         self.local_rank: int = -1  # the rank on the node; -1: undecided
+        self.reason: str = ""  # why it was killed
         self.run_ref: Any = None  # Ray's reference to the result of the run; None before
         self.exitcode: int | None = None  # 1 if the engine raised; None while it runs, and after a kill or a crash
         self._ended = threading.Event()

@@ -10,12 +10,14 @@ from functools import partial
 from typing import Any
 
 from aioshm.arguments import check_int, check_plain
+from aioshm.config import Options
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
 from aioshm.errors import EndClosed, ProcessDied, RoleError
 from aioshm.process.background import in_thread, notify_soon
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.placement import Placement, check_placement, place_of
 from aioshm.process.restart import Life, RankInfo, Restart
+from aioshm.process.stalls import ProgressWatch, Watched
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.process.watch import ProcessExit, ProcessWatch, WatchedProcess
 
@@ -35,7 +37,9 @@ class APIServerProcessManager(ProcessManager):
     socket. Engines abort the requests of the dead server, and register with the new process when the process binds its
     addresses, which need fixed ports over TCP. Late outputs for the dead server are dropped, see
     `EngineClient.late_outputs`: request ids have to be unique across processes. A server that exits with code 0 is
-    done, and not restarted.
+    done, and not restarted. A server whose event loop makes no progress for ``AIOSHM_STALL_WARNING_S`` is named in the
+    log with its line of Python, and killed and restarted after ``Restart(hang_s=)``; this begins when the server opens
+    its first `EngineClient`.
 
     Args:
         target_server_fn: The target of each process.
@@ -99,6 +103,7 @@ class APIServerProcessManager(ProcessManager):
                 self._copy = sock.dup()
         self._lives: dict[str, Life] = {}  # by the names of the processes, with ``restart``
         self._watch: ProcessWatch | None = None
+        self._stalls: ProgressWatch | None = None
         self._failure: ProcessDied | None = None  # the last death of a crash loop
         self._over = asyncio.Event()  # all servers are done, or one is in a crash loop, or the manager is closed
         attributes = as_attributes(keys_to_hand_over(keys))
@@ -123,6 +128,9 @@ class APIServerProcessManager(ProcessManager):
             for rank, process in enumerate(self.processes):
                 self._lives[process.name] = Life(rank, restart, report, process.pid)
             self._watch = ProcessWatch(manager=self, on_exit=self._server_exited)
+            self._stalls = ProgressWatch(Options.from_env().stall_warning_s, restart, self._health_changed)
+            for process in self.processes:
+                self._stalls.add(process.name, process)
 
     @property
     def restarts(self) -> bool:
@@ -167,6 +175,8 @@ class APIServerProcessManager(ProcessManager):
         super()._begin_to_close()
         if self._watch is not None and self._loop is not None:
             self._watch.close()
+            if self._stalls is not None:
+                self._stalls.close()
             if not self._loop.is_closed():
                 self._over.set()
                 for life in self._lives.values():
@@ -177,6 +187,11 @@ class APIServerProcessManager(ProcessManager):
         super()._release()
         if self._copy is not None:
             self._copy.close()
+
+    def _health_changed(self, watched: Watched) -> None:
+        life = self._lives[watched.process.name]
+        if life.pid == watched.process.pid:
+            life.note_health(watched.health, watched.where)
 
     def _server_exited(self) -> None:
         assert self._watch is not None
@@ -199,7 +214,9 @@ class APIServerProcessManager(ProcessManager):
                 return f"{found.name} could not be started: {error}"
             life.pid = process.pid
             assert self._watch is not None
+            assert self._stalls is not None
             self._watch.add([process], managed=True)
+            self._stalls.add(process.name, process)
             life.enter("running")
             return ""
 

@@ -19,6 +19,7 @@ from aioshm.engine.security.bound_sockets import BoundSockets, sender_of, with_s
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.errors import EngineDead, RoleError
 from aioshm.logs import LogLimiter
+from aioshm.process.restart import Health
 from aioshm.zeromq.endpoint import SILENCE_S
 from aioshm.zeromq.hosts import connectable
 
@@ -110,6 +111,7 @@ class FrontEnds(Closing):
         leaving.remove(rank)
         del self._membership.engines[rank]
         self._membership.deaths.pop(rank, None)
+        self._membership.health.pop(rank, None)
         version = self._publish()
         await self._all(lambda each: each.version >= version)  # then the engine may exit
 
@@ -121,7 +123,10 @@ class FrontEnds(Closing):
                 await self._all(lambda each: each.version >= version and not each.missing)
         except TimeoutError:
             missing = sorted({rank for each in self._progress.values() for rank in each.missing})
-            raise TimeoutError(f"engines {missing} have not registered everywhere after {timeout} s") from None
+            text = f"engines {missing} have not registered everywhere after {timeout} s"
+            for rank, (health, where) in self._membership.health.items():
+                text += f"; engine {rank} is {health}: {where}"
+            raise TimeoutError(text) from None
 
     def void_keys(self, rank: int, incarnation: int) -> None:
         """See `EngineClient.void_keys`."""
@@ -131,10 +136,20 @@ class FrontEnds(Closing):
                 self._membership.engines[rank] = incarnation
                 self._publish()
 
+    def note_health(self, rank: int, health: Health, where: str = "") -> None:
+        """See `EngineClient.note_health`."""
+        if rank in self._membership.engines:
+            if health == "running":
+                self._membership.health.pop(rank, None)
+            else:
+                self._membership.health[rank] = (health, where)
+            self._publish()
+
     def died(self, error: EngineDead, incarnation: int) -> None:
         """Publish the death of an incarnation of an engine."""
         if error.engine in self._membership.engines:
             self._membership.deaths[error.engine] = Death(str(error), error.engine, error.pid, incarnation)
+            self._membership.health.pop(error.engine, None)
             self._publish()
 
     def returned(self, rank: int) -> None:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aioshm.arguments import check_int, check_plain
+from aioshm.config import Options
 from aioshm.engine.client.client import ClientOptions, EngineClient
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.endpoints import get_engine_client_zmq_addr
-from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, StartupReport
+from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, StartupReport, engine_index
 from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.coordinator import EngineStartupCoordinator
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.options import EngineLayout, ResolvedLayout, StartupOptions
 from aioshm.engine.startup.processes import CoreEngineProcManager
-from aioshm.errors import RoleError
+from aioshm.errors import EndClosed, EngineDead, RoleError
 from aioshm.lifeline.sockets import sweep_leftovers
 from aioshm.process.child import Child
 from aioshm.process.placement import check_placement
+from aioshm.process.restart import Restart
+from aioshm.process.stalls import ProgressWatch, Watched
 from aioshm.process.watch import WatchedProcess
 
 
@@ -41,6 +44,7 @@ class CoreEngineLaunch:
         front_ends: The clients in API servers, with ``on_engine_death="continue"``.
         startup: The handshake; stays open for engines that come back, with ``on_engine_death="continue"``.
         watch_coordinator: Whether the exit of the coordinator ends the client, too.
+        options: The options of the client.
     """
 
     engine_manager: CoreEngineProcManager | CoreEngineActorManager
@@ -54,6 +58,9 @@ class CoreEngineLaunch:
     watch_coordinator: bool = field(default=True, repr=False)
     _client: EngineClient | None = field(default=None, repr=False)
     startup: EngineStartupCoordinator = field(repr=False)
+    options: Options = field(repr=False)
+    _stalls: ProgressWatch | None = field(default=None, repr=False)
+    _lockstep: bool = field(default=False, repr=False)
     _stays_open: bool = field(default=False, repr=False)
 
     @property
@@ -108,6 +115,8 @@ class CoreEngineLaunch:
             TimeoutError: Not all engines are ready in time. The startup continues, and may be waited for again.
         """
         report = await self.shake_hands(timeout)
+        if self._stalls is None:
+            self.watch_progress()
         if timeout is None:
             timeout = self.startup.progress_timeout
         if self._client is not None:
@@ -128,6 +137,44 @@ class CoreEngineLaunch:
             if not self._stays_open:
                 await self.startup.aclose()
         return self.report
+
+    # Progress
+
+    def watch_progress(
+        self,
+        restart: Restart | None = None,
+        *,
+        lockstep: bool = False,
+        on_change: Callable[[Watched], object] | None = None,
+    ) -> None:
+        """Name engines and the coordinator in the log when they make no progress, and inform the clients."""
+
+        def changed(watched: Watched) -> None:
+            rank = engine_index(watched.process.name)
+            if rank is not None and self.members is not None:
+                with suppress(EngineDead, EndClosed):
+                    self.members.note_health(rank, watched.health, watched.where)
+            if on_change is not None:
+                on_change(watched)
+
+        self._lockstep = lockstep
+        self._stalls = ProgressWatch(self.options.stall_warning_s, restart, changed)
+        if self.coordinator is not None:
+            self.watch(self.coordinator.proc)
+        for process in self.processes:
+            self.watch(process)
+
+    def watch(self, process: Child | EngineActor) -> None:
+        """Watch the progress of one more process."""
+        if self._stalls is not None and isinstance(process, Child):  # not an actor, on a node of Ray's
+            rank = engine_index(process.name)
+            name = "the coordinator" if rank is None else f"engine {rank}"
+            self._stalls.add(name, process, in_step=self._lockstep and rank is not None)
+
+    def stop_watching_progress(self) -> None:
+        """Undo `watch_progress`. Idempotent."""
+        if self._stalls is not None:
+            self._stalls.close()
 
 
 @asynccontextmanager
@@ -249,8 +296,10 @@ async def launch_core_engines(
             front_ends=front_ends,
             _client=engine_client,
             startup=shaking,
+            options=client.options or Options.from_env(),
             _stays_open=continues,
         )
+        stack.callback(launch.stop_watching_progress)
         if wait:
             await launch.wait_until_ready()
         yield launch

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.liveness import describe_exit, engine_of
@@ -18,8 +18,10 @@ from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.errors import EndClosed, EngineDead
 from aioshm.process.background import in_thread
-from aioshm.process.restart import Life, RankInfo, Restart, RestartHistory, bring_back
-from aioshm.process.stopping import ashutdown
+from aioshm.process.child import Child
+from aioshm.process.restart import Health, Life, RankInfo, Restart, RestartHistory, bring_back
+from aioshm.process.stalls import Watched
+from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S, ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
@@ -32,6 +34,7 @@ class RestartRules:
     restart: Restart
     lockstep: bool = False
     start_timeout: float
+    shutdown_timeout: float = SHUTDOWN_TIMEOUT_S
     on_change: Callable[[RankInfo], object] | None = None
 
 
@@ -40,13 +43,27 @@ class EngineLife(Life):
 
     def __init__(self, rank: int, rules: RestartRules, pid: int | None = None) -> None:
         super().__init__(rank, rules.restart, rules.on_change, pid)
+        self.ends_by_hand: bool = False  # see `EngineRestarts.restart`
         self.begin()
+
+    def stay(self) -> None:
+        """Go back from "stopping" to the present state of a living process."""
+        self.enter(*self.health)
 
     def begin(self) -> None:
         """Expect the READY and the exit of a new process."""
+        self.health: tuple[Health, str] = ("running", "")  # the present one, and where it is
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = loop.create_future()
         self.exited: asyncio.Future[ProcessExit] = loop.create_future()
+
+
+class _Fall(NamedTuple):
+    """The end of all engines in lockstep."""
+
+    life: EngineLife  # the first to die
+    cause: str
+    counts: bool  # for a crash loop
 
 
 class EngineRestarts:
@@ -63,12 +80,13 @@ class EngineRestarts:
         self._tasks: set[asyncio.Task[None]] = set()
         self._group_history = RestartHistory(rules.restart)  # in lockstep
         self._group: asyncio.Task[None] | None = None  # restarts all engines
-        self._fallen: tuple[EngineLife, str] | None = None  # the first to die, and the cause
+        self._fallen: _Fall | None = None
         self._coordinator_history = RestartHistory(rules.restart)
         for process in self._manager.processes:
             rank = engine_index(process.name)
             assert rank is not None
             self.lives[rank] = EngineLife(rank, rules, process.pid)
+        launch.watch_progress(rules.restart, lockstep=rules.lockstep, on_change=self._health_changed)
         self._startup = launch.startup.stay_open(self.ready)
         self._watch = ProcessWatch(manager=self._manager, on_exit=self._process_exited)
         if launch.coordinator is not None:
@@ -107,6 +125,29 @@ class EngineRestarts:
         if isinstance(self._members, FrontEnds):
             self._members.returned(rank)
 
+    async def restart(self, life: EngineLife) -> None:
+        """Replace the process of an engine, or wait for the replacement that is under way."""
+        if life.is_alive and not life.ends_by_hand:
+            life.ends_by_hand = True
+            process = next(each for each in self._manager.processes if engine_index(each.name) == life.rank)
+            process.reason = "was ended, to be restarted"
+            if isinstance(process, Child):
+                # SIGTERM is useless to a process that hangs.
+                await ashutdown([process], self._rules.shutdown_timeout if life.state == "running" else 0)
+            else:
+                await in_thread(process.kill)
+        if life.ends_by_hand:
+            await asyncio.wait([life.exited])
+        task = self._group if self._rules.lockstep else life.task
+        if task is not None:
+            await asyncio.wait([task])
+
+    def _health_changed(self, watched: Watched) -> None:
+        rank = engine_index(watched.process.name)
+        if rank in self.lives and self.lives[rank].pid == watched.process.pid:
+            self.lives[rank].health = (watched.health, watched.where)
+            self.lives[rank].note_health(watched.health, watched.where)
+
     # Exits
 
     def _process_exited(self) -> None:
@@ -127,10 +168,17 @@ class EngineRestarts:
         if self.failure is not None or life.state == "starting":  # the starting task handles the exit
             return
         life.cause = describe_exit(found)
+        counts = not life.ends_by_hand
+        life.ends_by_hand = False
         if self._rules.lockstep:
-            self._fall(life, life.cause)
-        else:
+            self._fall(_Fall(life, life.cause, counts))
+        elif counts:
             life.task = self._spawn(self._bring_up(life, life.cause), f"engine-{life.rank}")
+        else:
+            logger.info("%s", life.cause)
+            life.history.restarts += 1
+            life.enter("waiting")
+            life.task = self._spawn(self._bring_up(life, ""), f"engine-{life.rank}")
 
     def _void_keys(self, rank: int) -> None:
         """Refuse the keys of an exited engine process at every socket."""
@@ -149,10 +197,10 @@ class EngineRestarts:
         if not await life.bring_back(cause, lambda: self._start(life)):
             self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
 
-    def _fall(self, life: EngineLife, cause: str) -> None:
+    def _fall(self, fall: _Fall) -> None:
         """Kill and restart all engines, in lockstep: they may wait for the dead engine."""
         if self._fallen is None:
-            self._fallen = life, cause
+            self._fallen = fall
             for process in self._manager.processes:
                 process.kill()
             if self._group is None or self._group.done():
@@ -162,15 +210,19 @@ class EngineRestarts:
         """Start all engines, until all of them are ready."""
         history = self._group_history
         while self._fallen is not None:
-            life, cause = self._fallen
-            delay = history.died(asyncio.get_running_loop().time(), cause)
+            life, cause, counts = self._fallen
+            delay: float | None = 0.0
+            text = f"{cause}; restarting all engines"
+            if counts:
+                delay = history.died(asyncio.get_running_loop().time(), cause)
+                text += f" ({history.number})"
             alive = [each.exited for each in self.lives.values() if not each.exited.done()]
             if alive:
                 await asyncio.wait(alive)
             if delay is None:
                 self._give_up(f"the engines are in a crash loop: {history.story}", life)
                 return
-            logger.warning("%s; restarting all engines (%s)", cause, history.number)
+            logger.warning("%s", text)
             for each in self.lives.values():
                 each.enter("waiting")
             await asyncio.sleep(delay)
@@ -184,7 +236,7 @@ class EngineRestarts:
     async def _start_in_step(self, life: EngineLife) -> None:
         cause = await self._start(life)
         if cause:
-            self._fall(life, cause)
+            self._fall(_Fall(life, cause, counts=True))
 
     async def _start(self, life: EngineLife) -> str:
         """Start an engine, and wait until it is ready; return the cause of a failure, else ""."""
@@ -200,6 +252,7 @@ class EngineRestarts:
         life.pid = process.pid
         life.enter("starting")
         self._watch.add([process], managed=True)
+        self._launch.watch(process)
         if isinstance(self._members, EngineClient):
             self._members.watch(self._manager)
         if self._fallen is not None:
@@ -240,6 +293,7 @@ class EngineRestarts:
         count = None if self._members is None else len(self._members.ranks)
         await in_thread(lambda: coordinator.run_again(count))
         self._watch.add([coordinator.proc])
+        self._launch.watch(coordinator.proc)
 
     # Failure
 

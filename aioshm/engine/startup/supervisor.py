@@ -13,9 +13,11 @@ from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.client.client import ClientOptions, EngineClient, Resubmit
+from aioshm.engine.client.engines import again
 from aioshm.engine.protocol.pause import PauseMode
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
+from aioshm.engine.startup.options import EngineLayout
 from aioshm.engine.startup.restarts import EngineLife, EngineRestarts, RestartRules
 from aioshm.engine.stats import EngineSupervisorStats
 from aioshm.errors import EndClosed, EngineDead, RoleError
@@ -37,6 +39,11 @@ class EngineSupervisor(AsyncClosing):
     of other hosts; the supervisor admits them when they say HELLO. Ray's actors are recreated where there is room. A
     crash loop, see `Restart`, ends everything: the client, and `wait`, raise `EngineDead` with the cause of every
     death.
+
+    An engine or a coordinator without progress for ``stall_warning_s`` (see `Options`) is named in the log with its
+    line of Python, `engines` has its state, and other engines get the new requests. ``Restart(hang_s=)`` kills and
+    replaces it. Of engines in lockstep, which wait for each other, one counts as the cause: a stopped one, else one
+    outside of ``has_unfinished_dp``, and of these the one whose step began first.
 
     Args:
         target_fn: The target of each engine process.
@@ -80,6 +87,7 @@ class EngineSupervisor(AsyncClosing):
             restart=restart or Restart(),
             lockstep=lockstep,
             start_timeout=check_seconds("start_timeout", start_timeout),
+            shutdown_timeout=(options.get("layout") or EngineLayout()).shutdown_timeout,
             on_change=None if on_change is None else partial(notify_soon, on_change),
         )
         client = replace(
@@ -170,7 +178,7 @@ class EngineSupervisor(AsyncClosing):
         failure = restarts.failure
         if failure is None:
             raise EndClosed("the supervisor of engines was closed")
-        raise EngineDead(*failure.args, engine=failure.engine, pid=failure.pid)
+        raise again(failure)
 
     join_first = wait  # for `wait_for_completion_or_failure`
 
@@ -192,6 +200,47 @@ class EngineSupervisor(AsyncClosing):
     def __del__(self) -> None:
         if getattr(self, "_stack", None) is not None:
             warn_not_closed(self)
+
+    async def restart(self, index: int, *, timeout: float | None = None) -> None:
+        """Replace the process of an engine, which may hang; return when its replacement serves.
+
+        A running engine gets SIGTERM, and is killed ``EngineLayout.shutdown_timeout`` later; one without progress is
+        killed immediately. Its requests fail or move, as after a death. Nothing counts for a crash loop. While a
+        replacement is under way, this waits for that one. Engines in lockstep are all restarted. Cancelling this
+        changes nothing, once it has begun.
+
+        Args:
+            index: The rank of an engine of this host.
+            timeout: Seconds to wait; None: no limit. The restart continues after it.
+
+        Raises:
+            EngineDead: A crash loop: no replacement could be started.
+            RoleError: The engine is being stopped, or runs on another host, or the supervisor is not open.
+            TimeoutError: The replacement does not serve yet; the text has the engine's state.
+            TypeError, ValueError: There is no such engine, or an argument is invalid.
+        """
+        check_int("index", index, minimum=0)
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        restarts = self._open()
+        members = self.launch.members
+        life = restarts.lives.get(index)
+        if life is None:
+            if members is not None and index in members.ranks:
+                raise RoleError(f"engine {index} runs on another host: restart it there")
+            raise ValueError(f"index must be that of one of the engines {sorted(restarts.lives)}, not {index}")
+        if life.state == "stopping":
+            raise RoleError(f"engine {index} is being stopped")
+        try:
+            async with asyncio.timeout(timeout):
+                if restarts.failure is None:
+                    await restarts.restart(life)
+                if restarts.failure is None and members is not None:
+                    await members.wait_until_ready()
+        except TimeoutError:
+            raise TimeoutError(f"engine {index} does not serve after {timeout} s: it is {life.state}") from None
+        if restarts.failure is not None:
+            raise again(restarts.failure)
 
     # More engines, or fewer
 
@@ -262,11 +311,15 @@ class EngineSupervisor(AsyncClosing):
 
     async def _remove_engine(self, restarts: EngineRestarts, life: EngineLife, timeout: float | None) -> None:
         before = life.state
+        was_alive = life.is_alive
         life.enter("stopping")
         try:
             await self._members().remove_engine(life.rank, timeout=timeout)
         except BaseException:
-            life.enter(before)
+            if was_alive:
+                life.stay()
+            else:
+                life.enter(before)
             raise
         self._scale_coordinator()
         await restarts.remove(life.rank)

@@ -1,0 +1,132 @@
+"""Engines and API servers that hang, in every way, where their tests want it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from served_engine import Engine
+
+from aioshm import progress
+from aioshm.engine import ClientOptions, EngineClient, EngineZmqAddresses, die_with_parent, run_engine_core
+
+
+def hang_in_a_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()  # HERE: hang_in_a_lock
+
+
+def hang_with_the_gil_held() -> None:
+    ctypes.PyDLL(None).sleep(60)  # HERE: hang_with_the_gil_held
+
+
+def hang_with_the_gil_released() -> None:
+    time.sleep(60)  # HERE: hang_with_the_gil_released
+
+
+def hang_while_there_is(path: str) -> None:
+    while os.path.exists(path):
+        time.sleep(0.01)  # HERE: hang_while_there_is
+
+
+HANGS = {each.__name__: each for each in (hang_in_a_lock, hang_with_the_gil_held, hang_with_the_gil_released)}
+
+
+class Hanging(Engine):
+    """Hangs in the step of a request that has ``hang``, and while there is the file ``while_there_is``."""
+
+    def _step(self) -> list[Any]:
+        for request in self.requests.values():
+            if "hang" in request:
+                HANGS[request["hang"]]()
+            if "while_there_is" in request:
+                hang_while_there_is(request["while_there_is"])
+            if "expect" in request:
+                with progress.expect(request["expect"]):
+                    time.sleep(request["takes"])
+            elif "takes" in request:
+                time.sleep(request["takes"])
+        return super()._step()
+
+    def hang_now(self, path: str) -> None:
+        hang_while_there_is(path)
+
+    async def block_the_loop(self, path: str) -> None:
+        await asyncio.sleep(0)
+        hang_while_there_is(path)
+
+
+class HangingInStep(Hanging):
+    """Waits for the others in lockstep, by files in a directory."""
+
+    def __init__(self, rank: int, directory: str) -> None:
+        super().__init__()
+        self.rank = rank
+        self.directory = Path(directory)
+        self.round = 0
+
+    def execute_dummy_batch(self) -> None:
+        pass
+
+    def has_unfinished_dp(self, unfinished: bool) -> bool:
+        self.round += 1
+        (self.directory / f"{self.rank}-{self.round}").write_text(str(int(unfinished)))
+        other = self.directory / f"{1 - self.rank}-{self.round}"
+        while not other.exists() or not other.read_text():
+            time.sleep(0.001)
+        return unfinished or other.read_text() == "1"
+
+
+def line_of(name: str) -> str:
+    """Return the line where a function of this module hangs, as reports name it."""
+    lines = Path(__file__).read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if line.endswith(f"# HERE: {name}"))
+    return f"hanging.py:{number} in {name}"
+
+
+def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, slow_start_s: float = 0.0) -> None:
+    """Run an engine that hangs when a request says so."""
+    die_with_parent()
+    engine = Hanging()
+    if slow_start_s:
+        engine.initialize = lambda _metadata: time.sleep(slow_start_s)  # type: ignore[assignment,method-assign]
+    asyncio.run(run_engine_core(engine, handshake_address, dp_rank))
+
+
+def serve_in_step(handshake_address: str, dp_rank: int, local_dp_rank: int, directory: str) -> None:
+    """Run an engine in lockstep with one other."""
+    die_with_parent()
+    own = Path(directory) / str(os.getppid()) / "rounds"
+    own.mkdir(parents=True, exist_ok=True)
+    asyncio.run(run_engine_core(HangingInStep(dp_rank, str(own)), handshake_address, dp_rank))
+
+
+def serve_front_end(listen_address: str, sock: Any, directory: str, config: dict[str, Any]) -> None:
+    """Write the rank of the engine of each request into a file; hang while the file ``hang`` is there."""
+
+    async def work() -> None:
+        addresses = EngineZmqAddresses([config["input_address"]], [config["output_address"]])
+        options = ClientOptions(on_engine_death="continue", membership_address=config["membership_address"])
+        async with EngineClient(addresses, 2, options) as client:
+            await client.wait_until_ready(30)
+            number = 0
+            while True:
+                number += 1
+                stream = client.submit({"request_id": f"front {os.getpid()} {number}", "tokens": 1})
+                done = Path(directory, f"{config['client_index']}.new")
+                done.write_text(f"{number} {stream.engine} {client.stats().stalled}")
+                done.replace(done.with_suffix(".said"))
+                hang_while_there_is(f"{directory}/hang")
+                await asyncio.sleep(0.01)
+
+    asyncio.run(work())
+
+
+Hang = Callable[[], None]

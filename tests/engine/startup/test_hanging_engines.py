@@ -1,0 +1,160 @@
+"""Engines that hang: named with their line, passed over, replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import hanging
+import pytest
+from hanging import HANGS, line_of
+from served_engine import ask, collected, stop, until
+from supervised import pids
+
+from aioshm import Options
+from aioshm.engine import (
+    ClientOptions,
+    EngineLayout,
+    EngineSupervisor,
+    RankInfo,
+    Restart,
+)
+from aioshm.errors import EngineDead
+
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
+
+WARNING_S = 0.6
+HANG_S = 3.0
+ALONE = EngineLayout(coordinator=False)
+OPTIONS = Options(stall_warning_s=WARNING_S)
+CLIENT = ClientOptions(options=OPTIONS)
+HANG = Restart(max_restarts=1000, backoff_s=0.001, hang_s=HANG_S)
+
+
+@asynccontextmanager
+async def supervised(count: int = 2, **options: Any) -> AsyncIterator[EngineSupervisor]:
+    options = {"layout": ALONE, "client": CLIENT, **options}
+    async with EngineSupervisor(options.pop("serve", hanging.serve), count, **options) as supervisor:
+        yield supervisor
+
+
+@pytest.mark.parametrize("hang", HANGS)
+async def test_step_that_hangs_is_named_with_its_line_and_passed_over(
+    hang: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[RankInfo] = []
+    caplog.set_level(logging.WARNING, "aioshm.engine")
+    async with supervised(on_change=seen.append) as supervisor:
+        client = supervisor.client
+        stuck = client.submit(ask("stuck", hang=hang), engine=0, timeout=3 * WARNING_S)
+        await until(lambda: line_of(hang) in caplog.text)
+        assert f"engine 0 (pid {pids(supervisor)[0]}) is stalled: no progress for" in caplog.text
+        info = supervisor.engines[0]
+        assert (info.state, line_of(hang) in info.where) == ("stalled", True)
+        assert [(each.rank, each.state) for each in seen[:1]] == [(0, "stalled")]
+        assert client.stats().stalled == 1
+        assert supervisor.stats().engines[0] == info
+        for number in range(4):
+            stream = client.submit(ask(f"{number}"))
+            assert stream.engine == 1
+            assert len(await collected(stream)) == 3
+        with pytest.raises(TimeoutError, match=f"from engine 0; engine 0 is stalled: .*{hang}"):
+            await anext(stuck)
+        assert client.submit(ask("there"), engine=0).engine == 0
+        [alive, _] = pids(supervisor)
+        assert os.path.exists(f"/proc/{alive}"), "without hang_s it is not killed"
+
+
+@pytest.mark.parametrize("by", ["step", "sync call", "blocked loop"])
+async def test_engine_that_moves_again_comes_back(by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aioshm.engine")
+    hold = tmp_path / "hold"
+    hold.touch()
+    async with supervised() as supervisor:
+        client = supervisor.client
+        if by == "step":
+            waiting = asyncio.ensure_future(collected(client.submit(ask("a", while_there_is=str(hold)), engine=0)))
+        else:
+            method = "hang_now" if by == "sync call" else "block_the_loop"
+            waiting = asyncio.ensure_future(client.call(method, str(hold), engine=0))
+        await until(lambda: line_of("hang_while_there_is") in supervisor.engines[0].where)
+        everywhere = asyncio.ensure_future(client.call("report"))
+        hold.unlink()
+        await until(lambda: supervisor.engines[0].state == "running")
+        await waiting
+        assert len(await everywhere) == 2, "a call of all engines waits for the stalled one, too"
+        assert supervisor.engines[0].where == ""
+        assert client.stats().stalled == 0
+        assert {client.submit(ask(f"{number}")).engine for number in range(2)} == {0, 1}
+    assert "engine 0 (pid" in caplog.text
+    assert "makes progress again" in caplog.text
+
+
+async def test_engines_that_all_hang_are_chosen_as_before(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    async with supervised() as supervisor:
+        client = supervisor.client
+        streams = [client.submit(ask(f"{rank}", while_there_is=str(hold)), engine=rank) for rank in (0, 1)]
+        await until(lambda: client.stats().stalled == 2)
+        more = [client.submit(ask(f"more {number}")) for number in range(2)]
+        assert {stream.engine for stream in more} == {0, 1}
+        hold.unlink()
+        for stream in streams + more:
+            assert len(await collected(stream)) == 3
+
+
+async def test_stopped_engine_is_not_killed_and_comes_back() -> None:
+    async with supervised(restart=HANG) as supervisor:
+        client = supervisor.client
+        [victim, _] = pids(supervisor)
+        stop(victim, signal.SIGSTOP)
+        try:
+            await until(lambda: supervisor.engines[0].state == "stopped" and supervisor.engines[0].where)
+            assert client.submit(ask("a")).engine == 1
+            await asyncio.sleep(2 * HANG_S)
+        finally:
+            stop(victim, signal.SIGCONT)
+        await until(lambda: supervisor.engines[0].state == "running")
+        assert pids(supervisor)[0] == victim
+        assert len(await collected(client.submit(ask("b"), engine=0))) == 3
+
+
+async def test_stopped_engine_is_replaced_where_the_policy_says_so() -> None:
+    restart = Restart(hang_s=HANG_S, kill_stopped=True)
+    async with supervised(restart=restart) as supervisor:
+        [victim, _] = pids(supervisor)
+        stream = supervisor.client.submit(ask("a", None), engine=0)
+        await anext(stream)
+        stop(victim, signal.SIGSTOP)
+        died = rf"engine 0 \(pid {victim}\) hung for \d+ s \(stopped\) .*, and was killed"
+        with pytest.raises(EngineDead, match=died):
+            await anext(stream)
+        await until(lambda: supervisor.engines[0].state == "running" and pids(supervisor)[0] != victim)
+
+
+async def test_hung_engine_is_replaced_and_its_unstarted_requests_move() -> None:
+    async with supervised(restart=HANG, resubmit="unstarted") as supervisor:
+        client = supervisor.client
+        [victim, _] = pids(supervisor)
+        started = client.submit(ask("started", None), engine=0)
+        await anext(started)
+        hanging = asyncio.ensure_future(client.call("hang_now", __file__, engine=0))
+        await until(lambda: supervisor.engines[0].state == "stalled")
+        unstarted = client.submit(ask("unstarted"), engine=0)
+        died = rf"engine 0 \(pid {victim}\) hung for \d+ s at .*{line_of('hang_while_there_is')}, and was killed"
+        with pytest.raises(EngineDead, match=died):
+            await anext(started)
+        assert len(await collected(unstarted)) == 3
+        assert unstarted.engine == 1
+        with pytest.raises(EngineDead, match=died):
+            await hanging
+        await until(lambda: pids(supervisor)[0] != victim and supervisor.engines[0].state == "running")
+        assert supervisor.engines[0].restarts == 1
+        assert line_of("hang_while_there_is") in supervisor.engines[0].cause
