@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from aioshm.errors import OutOfThreads
 from aioshm.process.limits import start_thread
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -66,7 +65,7 @@ def reap_left_by(leader: int) -> None:
     if adopts_orphans():
         try:
             start_thread(_reap_all, leader, name="aioshm-reaps-orphans", what="reaping orphans")
-        except OutOfThreads:
+        except RuntimeError:  # `OutOfThreads`, or Python is ending
             with suppress(OSError):
                 _reap_exited(leader)
 

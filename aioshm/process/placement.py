@@ -38,7 +38,7 @@ class Placement:
 
     Attributes:
         env: Environment variables, on top of those of this process; None as the value of a variable unsets it.
-        cpus: The numbers of the CPUs that the process may use; None: as this process.
+        cpus: The numbers of the CPUs that the process may use, among those of the starting thread; None: as the thread.
         numa_node: The number of a NUMA node. The process uses the CPUs of the node, and with ``cpus`` those that are in
             both. New memory comes from the node while the node has some, then from other nodes; without the system's
             permission (``set_mempolicy``, which containers often forbid) only the CPUs are set, and the log says so at

@@ -44,6 +44,35 @@ def test_no_zombie_is_left_and_no_exit_code_is_stolen(tmp_path: Path, way: str, 
     assert json.loads(result.stdout) == {"done": True, "zombies": {}, "own": [orphanage.OWN_CODE]}
 
 
+NO_THREADS = """
+import os, subprocess
+from aioshm.process import adopt_orphans, orphans
+from aioshm.process.child import Child
+
+def leave():
+    orphan = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, orphan.pid, os.WEXITED | os.WNOWAIT)
+
+def refuse(*_, **__):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+if __name__ == "__main__":
+    adopt_orphans()
+    orphans.start_thread = refuse
+    child = Child(leave, "child")
+    child.start()
+    child.join()
+    print(child.exitcode, orphans.zombies_of(os.getpid()))
+"""
+
+
+def test_exited_orphans_are_reaped_where_no_thread_can_be_started(tmp_path: Path) -> None:
+    program = tmp_path / "no_threads.py"
+    program.write_text(NO_THREADS)
+    result = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("0 []\n", "")
+
+
 def test_systems_without_subreapers_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(OSError, match="darwin has no subreapers") as caught:
