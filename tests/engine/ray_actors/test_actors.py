@@ -21,6 +21,7 @@ from served_engine import ask, collected
 from startups import addresses
 from support import eventually
 
+from aioshm import Placement
 from aioshm.engine import (
     APIServerProcessManager,
     ClientOptions,
@@ -38,6 +39,7 @@ from aioshm.engine import (
     wait_for_completion_or_failure,
 )
 from aioshm.errors import EngineDead, EngineStartupError
+from aioshm.process.watch import ProcessWatch
 
 ray: Any = pytest.importorskip("ray")
 
@@ -297,3 +299,14 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install 'aioshm\[ray\]'"):
         CoreEngineActorManager(targets.leave, 1, 1)
+
+
+async def test_actors_have_the_environment_of_their_placement(tmp_path: Path) -> None:
+    placement = Placement(env=lambda rank: {"PLACED": f"as {rank}", "CUDA_VISIBLE_DEVICES": "7"})
+    async with await CoreEngineActorManager.start(
+        targets.tell_environment, 2, 2, args=(str(tmp_path),), placement=placement
+    ) as manager:
+        with ProcessWatch(manager=manager) as watch:
+            assert await watch.all_exited(asyncio.get_running_loop().time() + 60)
+    told = [(tmp_path / name).read_text() for name in "01"]
+    assert told == ["as 0, 7", "as 1, 7"]  # in place of the devices that Ray has reserved
