@@ -235,7 +235,8 @@ def _show_report(console: Console, report: Report) -> None:
 
 
 def _progress(process: StartedProcess) -> str:
-    return f"{tables.progress(process)}, {process.requests} request{'s' * (process.requests != 1)}"
+    text = f"{tables.progress(process)}, {process.requests} request{'s' * (process.requests != 1)}"
+    return text + ", waits for its peers" * process.waits_for_peers
 
 
 def _show_process(console: Console, report: ProcessReport, started: Iterable[StartedProcess]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -64,6 +64,8 @@ gauge worker_streams_in_flight {stream} streams.in_flight Streams that have not 
 histogram worker_stream_first_item_seconds s streams.first_item How long the first items of streams took to come.
 gauge worker_processes {process} n_workers Workers that a group shall have.
 gauge worker_standbys {process} standbys Processes that can take a rank immediately.
+gauge worker_stalled_processes {process} - Workers without progress.
+gauge worker_stopped_processes {process} - Workers that somebody has stopped.
 
 worker: group rank
 counter worker_restarts {restart} restarts Times that the process was started again.
@@ -77,6 +79,11 @@ counter engine_deaths {engine} deaths Engines that have died.
 gauge engine_requests_in_flight {request} in_flight Requests that have not ended.
 gauge engine_engines {engine} engines Engines that a client shall have.
 gauge engine_missing_engines {engine} missing Engines that do not serve: not registered yet, or dead.
+gauge engine_stalled_engines {engine} stalled Engines that are passed over: without progress, or stopped.
+
+supervisor: supervisor
+gauge engine_stalled_processes {process} - Engines without progress.
+gauge engine_stopped_processes {process} - Engines that somebody has stopped.
 
 engine: supervisor rank
 counter engine_restarts {restart} restarts Times that the process was started again.
@@ -112,6 +119,9 @@ counter events_subscriber_dropped_messages {message} dropped Messages that were 
 host: -
 gauge host_queues {queue} - Queues of this user on this host.
 gauge host_skipped_processes {process} - Processes of other users, which cannot be read.
+gauge host_started_processes {process} - Engines, workers and other processes that aioshm has started.
+gauge host_stalled_processes {process} - Processes of these without progress.
+gauge host_stopped_processes {process} - Processes of these that somebody has stopped.
 
 host queue: queue
 gauge queue_memory_bytes By memory_bytes Memory that the ring occupies.
@@ -192,10 +202,18 @@ def _of_queue(stats: QueueStats, name: str) -> Iterator[Sample]:
         yield Sample(METRICS["queue_reader_up"], (queue, str(row.rank)), row.state == "attached")
 
 
-def _of_ranks(section: str, infos: Iterable[RankInfo], name: str) -> Iterator[Sample]:
+def _of_ranks(section: str, infos: Collection[RankInfo], name: str) -> Iterator[Sample]:
+    yield from without_progress(section, (info.state for info in infos), name)
     for info in infos:
         yield from samples_of(section, info, name, str(info.rank))
         yield Sample(METRICS[f"{section}_up"], (name, str(info.rank)), info.state == "running")
+
+
+def without_progress(section: str, states: Iterable[str], *labels: str) -> Iterator[Sample]:
+    """Yield how many processes with these states are stalled, and how many are stopped."""
+    counts = Counter(states)
+    for state in ("stalled", "stopped"):
+        yield Sample(METRICS[f"{section}_{state}_processes"], labels, counts[state])
 
 
 def _of_group(stats: WorkerGroupStats, name: str) -> Iterator[Sample]:

@@ -27,6 +27,7 @@ from aioshm.process.progress import (
     STACK_OFFSET,
     STARTING,
     TURN_S,
+    WAITING,
     Sample,
     parse,
 )
@@ -51,7 +52,7 @@ _NAMES: dict[Kind, re.Pattern[str]] = {
 }
 _STAMPING: frozenset[Kind] = frozenset({"engine", "worker", "standby"})
 """Processes that write their cell as soon as they are ready."""
-_PHASES: dict[int, State] = {STARTING: "starting", IDLE: "idle", BUSY: "busy", ENDING: "ending"}
+_PHASES: dict[int, State] = {STARTING: "starting", IDLE: "idle", BUSY: "busy", ENDING: "ending", WAITING: "busy"}
 _MAX_PHASE = 15  # those of later releases included
 _STOPPED = ("stopped", "traced")
 _RATE_S = 0.2
@@ -74,6 +75,7 @@ class StartedProcess(msgspec.Struct, frozen=True, kw_only=True):
             for longer than ``AIOSHM_STALL_WARNING_S`` and the announced time (`aioshm.progress.expect`), or idle with
             a blocked event loop; ``"stopped"`` by SIGSTOP, a debugger or a frozen cgroup; ``"running"``: not known.
         seconds: Seconds in this state; of a blocked event loop, those for which it was watched.
+        waits_for_peers: Whether it is busy with a collective operation: another process may be the culprit.
         requests: Requests that it has.
         steps_per_s: Steps or calls; None: not known yet.
     """
@@ -86,6 +88,7 @@ class StartedProcess(msgspec.Struct, frozen=True, kw_only=True):
     program: str
     state: State
     seconds: float
+    waits_for_peers: bool
     requests: int
     steps_per_s: float | None
 
@@ -120,7 +123,7 @@ class History:
         if sample.since_ns:
             age_s = max(0, now_ns - sample.since_ns) / 1e9
         self.is_unsure = False
-        if sample.phase == BUSY and age_s >= max(self._warning_s, sample.expected_s):
+        if sample.phase in (BUSY, WAITING) and age_s >= max(self._warning_s, sample.expected_s):
             return "stalled", age_s
         if sample.phase == IDLE and sample.turns:
             if quiet_s >= max(QUIET_LOOP_S, sample.expected_s):
@@ -182,6 +185,7 @@ class _Process:
             program=self._program,
             state=state,
             seconds=seconds,
+            waits_for_peers=sample.phase == WAITING,
             requests=sample.requests,
             steps_per_s=self.history.steps_per_s,
         )

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from aioshm.deferred import import_extra
-from aioshm.observe.metrics import METRICS, SECTIONS, Metric, Observer, Sample, process_metrics, samples_of
+from aioshm.observe.metrics import (
+    METRICS,
+    SECTIONS,
+    Metric,
+    Observer,
+    Sample,
+    process_metrics,
+    samples_of,
+    without_progress,
+)
+from aioshm.observe.processes import StartedProcess, StartedProcesses
 from aioshm.observe.scan import Watch
 from aioshm.observe.snapshot import QueueSnapshot
 from aioshm.process.proc import HUNG, check_proc
@@ -63,25 +73,29 @@ class HostCollector:
 
         REGISTRY.register(HostCollector())
 
-    Each scrape reads the queues, in any thread, at no cost for their processes. `PrometheusCollector` uses the same
-    names and labels: register one of the two.
+    Each scrape reads the queues, in any thread, at no cost for their processes. It also counts engines and workers, and
+    those of them that are stalled or stopped, see `find_processes`. `PrometheusCollector` uses the same names and
+    labels: register one of the two.
 
     Raises:
         ImportError: prometheus_client is not installed; the text names the extra.
         NoProc: There is no ``/proc``.
+        ValueError: ``AIOSHM_STALL_WARNING_S`` is invalid.
     """
 
     def __init__(self) -> None:
         self._core = _client(type(self).__name__)
         check_proc()
         self._watch = Watch()
+        self._started = StartedProcesses()
         self._lock = threading.Lock()
 
     def collect(self) -> Iterator[PrometheusMetric]:
         """Return the metrics; prometheus_client calls `collect` at each scrape, in any thread."""
         with self._lock:
             queues = [each.queue for each in self._watch.look()]
-            return iter(_families(self._core, _host_samples(queues, self._watch.skipped)))
+            samples = [*_host_samples(queues, self._watch.skipped), *_of_processes(self._started.look())]
+            return iter(_families(self._core, samples))
 
     def describe(self) -> list[PrometheusMetric]:
         """Return all metrics without samples: a registry checks their names."""
@@ -106,6 +120,11 @@ def _host_samples(queues: list[QueueSnapshot], skipped: int) -> Iterator[Sample]
             label += f"#{queue.header.queue_id[:8]}"
         labels.add(label)
         yield from _of_queue(queue, label)
+
+
+def _of_processes(started: Sequence[StartedProcess]) -> Iterator[Sample]:
+    yield Sample(METRICS["host_started_processes"], (), len(started))
+    yield from without_progress("host", (process.state for process in started))
 
 
 def _of_queue(queue: QueueSnapshot, label: str) -> Iterator[Sample]:

@@ -90,7 +90,8 @@ def test_json_has_each_process(
     assert set(found) == set(processes)
     assert found[LONG]["rank"] == 3
     assert set(found["EngineCore_0"]) == {
-        "name", "kind", "rank", "pid", "parent", "program", "state", "seconds", "requests", "steps_per_s",
+        "name", "kind", "rank", "pid", "parent", "program", "state", "seconds", "waits_for_peers", "requests",
+        "steps_per_s",
     }  # fmt: skip
 
 
@@ -140,3 +141,16 @@ class TestWho:
         for command in (["ls"], ["who"], ["top", "--once"]):
             assert run(command) == 2
             assert re.fullmatch("aioshm: .*AIOSHM_STALL_WARNING_S.*\n", capsys.readouterr().err)
+
+
+def test_export_counts_them(processes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("prometheus_client")
+    os.kill(processes[LONG].pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: proc.process_info(processes[LONG].pid).state == "stopped")
+        eventually(lambda: not re.search("^aioshm_host_stalled_processes 0", said(capsys, "export", "--once"), re.M))
+        counts = dict(re.findall(r"^aioshm_host_(\w+)_processes (\d+)", said(capsys, "export", "--once"), re.M))
+    finally:
+        os.kill(processes[LONG].pid, signal.SIGCONT)
+    assert int(counts["started"]) >= len(processes), "others may test beside it"
+    assert int(counts["stopped"]) >= 1

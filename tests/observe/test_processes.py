@@ -26,7 +26,7 @@ from aioshm.observe import find_processes
 from aioshm.observe.processes import History, StartedProcess, StartedProcesses, named
 from aioshm.process import proc, progress
 from aioshm.process.manager import Job, ProcessManager
-from aioshm.process.progress import BUSY, FILE_NAME, IDLE, STARTING, Sample
+from aioshm.process.progress import BUSY, FILE_NAME, IDLE, STARTING, WAITING, Sample
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 
@@ -42,6 +42,10 @@ class TestHistory:
     def test_a_long_step_is_a_stall_at_first_sight(self) -> None:
         assert History(60.0).look(sample(), 159 * SECOND) == ("busy", 59.0)
         assert History(60.0).look(sample(), 161 * SECOND) == ("stalled", 61.0)
+
+    def test_a_process_that_waits_for_its_peers_is_busy(self) -> None:
+        assert History(60.0).look(sample(WAITING), 159 * SECOND) == ("busy", 59.0)
+        assert History(60.0).look(sample(WAITING), 161 * SECOND) == ("stalled", 61.0)
 
     def test_an_announced_time_replaces_the_limit(self) -> None:
         assert History(60.0).look(sample(expected_s=90.0), 161 * SECOND)[0] == "busy"

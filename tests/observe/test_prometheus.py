@@ -14,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from support import until
 
 from aioshm import MessageQueue, blocking
+from aioshm.engine import RankInfo
+from aioshm.engine.stats import CallStats, EngineClientStats, EngineSupervisorStats, StreamStats, WorkerGroupStats
 from aioshm.events import BlockRemoved, EventBatch, EventSubscriber, ZmqEventPublisher
 from aioshm.observe import PrometheusCollector
 from aioshm.observe.metrics import METRICS, SECTIONS
@@ -40,7 +42,7 @@ def value(samples: dict[Any, float], name: str, **labels: str) -> float:
 
 
 def test_every_metric_is_in_the_table_once() -> None:
-    assert len(METRICS) == sum(map(len, SECTIONS.values())) == 79
+    assert len(METRICS) == sum(map(len, SECTIONS.values())) == 87
 
 
 @pytest.mark.parametrize("family", METRICS.values(), ids=lambda family: family.name)
@@ -110,6 +112,33 @@ def test_removed_and_collected_objects_have_no_metrics() -> None:
     del first, second
     gc.collect()
     assert scraped(collector) == {}
+
+
+class Reporting:
+    """Has statistics, as a group or a supervisor has."""
+
+    def __init__(self, stats: object) -> None:
+        self._stats = stats
+
+    def stats(self) -> object:
+        return self._stats
+
+
+def test_stalled_and_stopped_engines_and_workers_are_counted() -> None:
+    states = ("running", "stalled", "stopped", "stalled", "waiting")
+    infos = tuple(RankInfo(rank, 100 + rank, state, 0, "") for rank, state in enumerate(states))
+    counts = dict.fromkeys(("requests", "failed", "in_flight", "late_outputs", "deaths", "missing"), 0)
+    client = EngineClientStats(index=0, engines=5, stalled=3, **counts)
+    supervisor = Reporting(EngineSupervisorStats(infos, client))
+    group = Reporting(WorkerGroupStats("Model", 5, 0, infos, CallStats(), StreamStats()))
+    well = Reporting(WorkerGroupStats("Well", 1, 0, infos[:1], CallStats(), StreamStats()))
+    samples = scraped(PrometheusCollector(supervisor, group, well))
+    for section, labels in (("engine", {"supervisor": "engines"}), ("worker", {"group": "Model"})):
+        assert value(samples, f"aioshm_{section}_stalled_processes", **labels) == 2
+        assert value(samples, f"aioshm_{section}_stopped_processes", **labels) == 1
+        assert value(samples, f"aioshm_{section}_up", rank="1", **labels) == 0
+    assert value(samples, "aioshm_worker_stalled_processes", group="Well") == 0
+    assert value(samples, "aioshm_engine_stalled_engines", client="0") == 3
 
 
 async def test_two_of_one_name() -> None:
