@@ -9,4 +9,5 @@ if TYPE_CHECKING:  # "as" marks exported names
 
 if not TYPE_CHECKING:  # with __getattr__ a type checker would accept any name
     __all__ = ["adopt_orphans"]
-    __getattr__, __dir__ = _import_when_used(__name__, {"aioshm.process.orphans": __all__})
+    _homes = {"aioshm.process.orphans": __all__, "aioshm.process.progress": ()}
+    __getattr__, __dir__ = _import_when_used(__name__, _homes)

@@ -99,7 +99,8 @@ async def describe(supervisor: EngineSupervisor) -> dict[str, Any]:
     client, engines = supervisor.client, []
     statuses = await asyncio.gather(*(_status(client, info) for info in supervisor.engines))
     for info, status in zip(supervisor.engines, statuses, strict=False):
-        engines.append({"engine": info.rank, "pid": info.pid, "restarts": info.restarts, "cause": info.cause, **status})
+        known = {"pid": info.pid, "restarts": info.restarts, "cause": info.cause, "where": info.where}
+        engines.append({"engine": info.rank, **known, **status})
     serving = sum(engine["state"] == "running" for engine in engines)
     well = "ok" if serving == len(engines) else "degraded" if serving else "failed"
     return {"status": well, "in_flight": client.in_flight, "engines": engines}

@@ -304,6 +304,36 @@ def test_a_killed_worker_ends_its_engine_which_comes_back() -> None:
 
 
 @pytest.mark.slow
+def test_health_names_engines_that_make_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHM_STALL_WARNING_S", "1")
+    server = Server("--engines", "2", "--workers", "1")
+    try:
+        engines = [psutil.Process(engine["pid"]) for engine in server.health()[1]["engines"]]
+
+        def states() -> tuple[int, str, list[str]]:
+            code, state = server.health()
+            return code, state["status"], [engine["state"] for engine in state["engines"]]
+
+        engines[1].suspend()
+        eventually(lambda: states() == (200, "degraded", ["running", "stopped"]), "the state of engine 1")
+        assert server.complete("hello", 3)[0] == 200
+        engines[0].suspend()
+        eventually(lambda: states() == (503, "failed", ["stopped", "stopped"]), "the state of engine 0")
+        eventually(lambda: all(engine["where"] for engine in server.health()[1]["engines"]), "the lines")
+        assert all("no progress for" in engine["where"] for engine in server.health()[1]["engines"])
+        for engine in engines:
+            engine.resume()
+        eventually(lambda: states() == (200, "ok", ["running", "running"]), "progress")
+        assert [engine["where"] for engine in server.health()[1]["engines"]] == ["", ""]
+        code, errors = server.end()
+        assert code == 0
+        for number, engine in enumerate(engines):
+            assert f"engine {number} (pid {engine.pid}) is stopped: no progress for" in errors
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_engines_die_come_back_become_more_and_fewer(changing_server: Server) -> None:
     """In one test: such a server takes ten seconds to start, and its processes are to end with the test."""
