@@ -83,12 +83,12 @@ class Child(SpawnProcess):
     def end(self, reason: str) -> None:
         """Kill the process for a reason, which is reported with its exit: with SIGABRT, and SIGKILL a little later.
 
-        The first makes ``faulthandler`` write the stacks to the standard error. Blocks until then; call this in a
-        thread.
+        SIGABRT makes ``faulthandler`` write the stacks to the standard error. Blocks until then; call this in a
+        thread. Of several reasons the first is reported.
         """
         if self.exitcode is None:
-            self.reason = reason
-            with suppress(ProcessLookupError):
+            self.reason = self.reason or reason
+            with suppress(ProcessLookupError):  # it has exited just now
                 os.kill(self.pid or 0, signal.SIGABRT)
             self.join(ABORT_WITHIN_S)
             self.kill()

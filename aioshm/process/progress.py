@@ -108,6 +108,7 @@ class Progress:
         if descriptor is not None:
             memory = mmap.mmap(descriptor, STACK_OFFSET)
         self.is_watched: bool = descriptor is not None
+        self._expected: dict[object, int] = {}  # by block that runs, in nanoseconds
         self._words = memoryview(memory)[:CELL_BYTES].cast("Q")
         detach_when_forked(self)
         if descriptor is not None:
@@ -135,17 +136,19 @@ class Progress:
     @contextmanager
     def expect(self, seconds: float) -> Iterator[None]:
         """See the function `expect`."""
-        words = self._words
-        before = words[_EXPECTED]
-        words[_EXPECTED] = int(1e9 * seconds)
-        words[_STEPS] += 1
-        words[_SINCE] = monotonic_ns()
+        block = object()
+        self._expected[block] = int(1e9 * seconds)
+        self._note_expected()
         try:
             yield
         finally:
-            words[_EXPECTED] = before
-            words[_STEPS] += 1
-            words[_SINCE] = monotonic_ns()
+            del self._expected[block]  # blocks of several tasks or threads may end in any order
+            self._note_expected()
+
+    def _note_expected(self) -> None:
+        self._words[_EXPECTED] = [0, *self._expected.values()][-1]
+        self._words[_STEPS] += 1
+        self._words[_SINCE] = monotonic_ns()
 
     @contextmanager
     def turning(self) -> Iterator[None]:
@@ -201,9 +204,9 @@ def expect(seconds: float) -> Iterator[None]:
         with progress.expect(600):
             compile_kernels()
 
-    For steps and methods of engines and workers; may be called in any thread. Blocks may be nested: the innermost
-    counts. Loading a model in ``initialize``, or in the constructor of a worker, needs none: the start has a limit of
-    its own.
+    For steps and methods of engines and workers; may be called in any thread. Of several blocks at a time, the block
+    that began last counts. Loading a model in ``initialize``, or in the constructor of a worker, needs none: the start
+    has a limit of its own.
 
     Args:
         seconds: How long the block may take. The time counts from its beginning.

@@ -77,7 +77,8 @@ class RankInfo:
         pid: The process id of its current process, or of the last process; None before the first.
         state: ``"running"``; ``"stalled"``: without progress for ``stall_warning_s``; ``"stopped"``: the same, because
             somebody has stopped the process; ``"waiting"`` for its restart, see `Restart`; ``"starting"`` until it is
-            ready; ``"stopping"``, after a request for fewer; or, of an API server, ``"exited"`` for good.
+            ready; ``"stopping"``, after a request for fewer, or for a restart of this one; or, of an API server, and of
+            a worker without ``restart``, ``"exited"`` for good.
         restarts: The number of restarts.
         cause: The cause of the last death; empty before the first death.
         where: What a stalled or stopped process does, with its line of Python if known; empty otherwise.

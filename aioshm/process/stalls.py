@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import NamedTuple
 
-from aioshm.process.background import in_thread
+from aioshm.errors import OutOfThreads
+from aioshm.process.background import give_back, in_thread
 from aioshm.process.child import Child
 from aioshm.process.proc import Frame, Stack, parse_faulthandler, stacks_of, users_line, wait_channel
 from aioshm.process.progress import BUSY, IDLE, TURN_S, WAITING, Cell, Sample
@@ -103,6 +104,8 @@ def culprit(pid: int, cell: Cell | None = None) -> Culprit:
     if not stacks and cell is not None and state not in STOPPED_STATES:
         stacks = _written_stacks(pid, cell)
     line = users_line(stacks) or users_line(stacks, beyond_loops=True)
+    if line is not None and line.file == "<string>":  # the command that starts a process of multiprocessing
+        line = None
     return Culprit(state, channel, line, "" if stacks else hint)
 
 
@@ -112,16 +115,16 @@ def _written_stacks(pid: int, cell: Cell) -> tuple[Stack, ...]:
         return ()
     try:
         cell.dump(pid)
-    except OSError:  # the process has exited
+        text = ""
+        deadline = time.monotonic() + _DUMP_WITHIN_S
+        while time.monotonic() < deadline:
+            time.sleep(_DUMP_STEP_S)
+            former = text
+            text = cell.stacks()
+            if text and text == former:
+                break
+    except (OSError, ValueError):  # the process has exited; another thread has closed the cell
         return ()
-    text = ""
-    deadline = time.monotonic() + _DUMP_WITHIN_S
-    while time.monotonic() < deadline:
-        time.sleep(_DUMP_STEP_S)
-        former = text
-        text = cell.stacks()
-        if text and text == former:
-            break
     return parse_faulthandler(text)
 
 
@@ -172,17 +175,22 @@ class ProgressWatch:
         self._watched: dict[Child, Watched] = {}
         self._interval_s = min(LOOK_S, self._warning_s / 4)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._last = self._loop.time()
-        self._timer = self._loop.call_later(self._interval_s, self._look)
+        self._last = 0.0
+        self._timer: asyncio.TimerHandle | None = None  # None: there is no process to watch
 
     def add(self, name: str, process: Child, *, in_step: bool = False) -> Watched:
         """Watch a process, until it exits."""
         watched = self._watched[process] = Watched(name, process, self._warning_s, in_step=in_step)
+        if self._timer is None:
+            self._last = self._loop.time()
+            self._timer = self._loop.call_later(self._interval_s, self._look)
         return watched
 
     def close(self) -> None:
         """Stop watching. Idempotent; safe on a closed loop."""
-        self._timer.cancel()
+        self._watched.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         if not self._loop.is_closed():
             for task in self._tasks:
                 task.cancel()
@@ -192,7 +200,6 @@ class ProgressWatch:
         # A watcher that was stopped, or whose loop was blocked, has not seen what the processes did meanwhile.
         elapsed_s = min(now - self._last, 2 * self._interval_s)
         self._last = now
-        self._timer = self._loop.call_later(self._interval_s, self._look)
         late: list[Watched] = []
         for watched in list(self._watched.values()):
             sample = None if watched.process.progress is None else watched.process.progress.read()
@@ -207,6 +214,9 @@ class ProgressWatch:
                 logger.info("%s (pid %s) makes progress again", watched.name, watched.process.pid)
                 self._enter(watched, "running", "")
         self._end_causes(late)
+        self._timer = None
+        if self._watched:
+            self._timer = self._loop.call_later(self._interval_s, self._look)
 
     def _late(self, watched: Watched) -> None:
         health = self._health(watched)
@@ -241,7 +251,7 @@ class ProgressWatch:
         try:
             found = await self._culprit(watched)
             seconds = watched.judge.without_progress_s
-            if not seconds:  # it has moved meanwhile
+            if not seconds or watched.process not in self._watched:  # it has moved, or exited
                 return
             health: Health = "stopped" if found.state in STOPPED_STATES else "stalled"
             waits = ""
@@ -258,15 +268,18 @@ class ProgressWatch:
         if not seconds:
             watched.ending = False
             return
-        where = found.describe() if found.line is None else f"at {found.line}"
-        if found.state in STOPPED_STATES:
+        where = f"({found.describe()})" if found.line is None else f"at {found.line}"
+        if found.state in STOPPED_STATES and found.line is not None:
             where = f"({found.state}) {where}"
         reason = f"hung for {seconds:.0f} s {where}, and was killed"
-        await in_thread(lambda: watched.process.end(reason))
+        await give_back(lambda: watched.process.end(reason))
 
     async def _culprit(self, watched: Watched) -> Culprit:
         pid = watched.process.pid or 0
-        return await in_thread(lambda: culprit(pid, watched.process.progress))
+        try:
+            return await in_thread(lambda: culprit(pid, watched.process.progress))
+        except OutOfThreads as error:
+            return Culprit(process_state(pid), wait_channel(pid), None, str(error))
 
     def _enter(self, watched: Watched, health: Health, where: str) -> None:
         if (health, where) != (watched.health, watched.where):

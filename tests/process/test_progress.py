@@ -83,6 +83,18 @@ def test_without_a_supervisor_progress_is_private() -> None:
     assert not own.is_watched
 
 
+def test_expected_durations_of_overlapping_blocks_end_with_their_blocks() -> None:
+    own = progress.Progress()
+    first, second = own.expect(600), own.expect(10)
+    first.__enter__()
+    second.__enter__()
+    assert own.read().expected_s == 10
+    first.__exit__(None, None, None)
+    assert own.read().expected_s == 10
+    second.__exit__(None, None, None)
+    assert own.read().expected_s == 0
+
+
 @pytest.mark.parametrize("seconds", [0, -1, "1", None, True, float("nan")])
 def test_expect_refuses_everything_but_seconds(seconds: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="seconds"), aioshm.progress.expect(seconds):

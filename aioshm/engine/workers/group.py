@@ -47,6 +47,11 @@ class WorkerGroup(AsyncClosing):
     state or a collective operation with the dead one. An exception in a method is no death: the call raises
     `WorkerError`, and the group continues.
 
+    A worker is stalled if a method does not return, a plain generator does not yield, or its event loop is blocked, for
+    ``options.stall_warning_s``. The log names the worker and its line of Python, and its state in `workers` is
+    ``"stalled"``; or ``"stopped"``, after SIGSTOP. A method that takes long announces that by
+    `aioshm.progress.expect`. ``Restart(hang_s=)`` kills and replaces stalled workers; `restart` does so on demand.
+
     Args:
         worker: Creates a worker. The group pickles it with ``args`` and ``kwargs`` once when it starts, and with
             ``restart`` keeps the result for every replacement: later changes have no effect. Pickling blocks the loop
@@ -55,7 +60,8 @@ class WorkerGroup(AsyncClosing):
         args: Positional arguments of ``worker``.
         kwargs: Keyword arguments of ``worker``, without ``rank``.
         name: Name of the processes: ``{name}_0`` and so on.
-        options: Options of all queues between the workers and this process.
+        options: Options of all queues between the workers and this process; ``stall_warning_s`` holds for the workers,
+            too.
         max_chunk_bytes: Room for one message in each queue's ring, in bytes; larger messages take longer.
         max_chunks: How many messages of that size each ring has room for.
         ready_timeout: Seconds that the start may take, and with ``restart`` each replacement and standby, imports
@@ -245,7 +251,7 @@ class WorkerGroup(AsyncClosing):
 
         Without an idle worker the call waits; waiting calls are served in order. A worker is idle when it has answered
         all calls, including those of `broadcast`, and has no stream. A worker under replacement is not idle; a new
-        worker is.
+        worker is. Nor is a stalled or stopped worker, until it makes progress again.
 
         Args, Returns, Raises: As `call`.
         """
@@ -316,10 +322,8 @@ class WorkerGroup(AsyncClosing):
 
     @property
     def workers(self) -> tuple[RankInfo, ...]:
-        """The workers, by rank; none before they are started, or without ``restart``."""
-        if self._session.replacer is None:
-            return ()
-        return self._session.replacer.workers
+        """The workers, by rank; none before they are ready. A stalled worker has its line of Python in ``where``."""
+        return self._session.workers
 
     @property
     def standbys(self) -> int:
@@ -368,6 +372,33 @@ class WorkerGroup(AsyncClosing):
         if replacer is None:
             raise RoleError("a group can be scaled if it has restart=Restart(...), and was entered")
         await self._session.scale(n_workers, replacer)
+
+    async def restart(self, rank: int, timeout: float | None = None) -> None:
+        """Kill a worker, for example a stalled or stopped one, and wait until its replacement is ready.
+
+        The worker gets SIGABRT, so that its standard error has the stacks of its threads, and SIGKILL 2 s later if it
+        still runs. Its calls in flight raise `WorkerDied`. The replacement comes without delay, and the restart does
+        not count against the restart policy; failed starts of the replacement do. For a worker that is being replaced
+        already, this only waits. Cancelling this ends the wait; the worker is replaced all the same.
+
+        Args:
+            rank: The worker.
+            timeout: Seconds; None waits for ever. After a `TimeoutError` the replacement continues, and another call
+                waits for the same one.
+
+        Raises:
+            RoleError: The group has no ``restart``, or was not entered.
+            ValueError: There is no worker of this rank.
+            TimeoutError: The replacement took too long; the text says how far it is.
+            WorkerDied: The group has ended: a crash loop.
+            QueueClosed: The group was closed, or was made smaller.
+        """
+        self._check_rank("rank", rank)
+        check_timeout("timeout", timeout)
+        replacer = self._entered().replacer
+        if replacer is None:
+            raise RoleError("a worker can be restarted if the group has restart=Restart(...)")
+        await replacer.restart(rank, timeout)
 
     async def join_first(self) -> AioshmError | None:
         """Wait until a worker has exited, also while there are no calls; return the error of later calls.

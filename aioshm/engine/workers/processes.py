@@ -21,6 +21,7 @@ from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.placement import Placement, place_of
 from aioshm.process.restart import Restart
+from aioshm.process.stalls import ProgressWatch, Watched
 from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import SUSPECT_STATES, ProcessExit, ProcessWatch, process_state
 
@@ -96,6 +97,8 @@ class WorkerProcesses:
         )
         this = weakref.proxy(self)  # the loop references the watch
         self._watch = ProcessWatch(manager=self._manager, on_exit=lambda: this._exited())
+        warning_s = settings.options.stall_warning_s
+        self._progress = ProgressWatch(warning_s, settings.restart, lambda watched: this._health_changed(watched))
 
     def late(self, n_workers: int) -> list[int]:
         """Return the ranks with unfinished constructors."""
@@ -149,6 +152,15 @@ class WorkerProcesses:
         if former is not None and former is not worker:
             self.discard(former)
 
+    def watch_progress(self, worker: WorkerProcess) -> None:
+        """Watch a worker that is ready."""
+        self._progress.add(worker.name, worker.process)
+
+    def _health_changed(self, watched: Watched) -> None:
+        for rank, worker in self.workers.items():
+            if worker.process is watched.process:
+                self._session.health_changed(rank, watched)
+
     def discard(self, worker: WorkerProcess) -> None:
         worker.control.close()
         if self._processes.get(worker.name) is worker:
@@ -187,23 +199,26 @@ class WorkerProcesses:
         return functools.partial(WorkerDied, rank, first.name, first.pid, first.exitcode, text, tail)
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Name workers, with the kernel's state of workers that cannot run."""
+        """Name workers, with the state of workers that make no progress or cannot run."""
         texts = []
         for rank in ranks:
             if rank not in self.workers:
                 texts.append(f"{self._settings.name}_{rank}, which is being started")
                 continue
             worker = self.workers[rank]
-            state = process_state(worker.pid)
-            text = f"{worker.name} (pid {worker.pid})"
-            if state in SUSPECT_STATES:
-                text = f"{worker.name} (pid {worker.pid}, {state})"
-            texts.append(text)
+            life = self._session.lives.get(rank)
+            known = [f"pid {worker.pid}"]
+            if life is not None and life.state in ("stalled", "stopped"):
+                known += [life.state, *[life.where] * bool(life.where)]
+            elif (state := process_state(worker.pid)) in SUSPECT_STATES:
+                known.append(state)
+            texts.append(f"{worker.name} ({', '.join(known)})")
         return ", ".join(texts)
 
     def forget(self) -> None:
         """Stop watching the processes, and close their sockets. Idempotent."""
         self._watch.close()
+        self._progress.close()
         for worker in self._processes.values():
             worker.control.close()
 

@@ -8,8 +8,9 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from aioshm.engine.workers.processes import Settings, WorkerProcess
-from aioshm.errors import AioshmError
-from aioshm.process.restart import Life, RankInfo, Restart, RestartHistory, bring_back
+from aioshm.errors import AioshmError, EndClosed
+from aioshm.process.background import give_back
+from aioshm.process.restart import ALIVE, Life, Restart, RestartHistory, bring_back
 
 if TYPE_CHECKING:
     from aioshm.engine.workers.session import Session
@@ -18,6 +19,9 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 EXIT_WITHIN_S = 5.0
 """How long a process may take to exit after its socket has ended."""
+
+BY_REQUEST = "was killed by WorkerGroup.restart"
+"""The reason for the end of a process that `Replacer.restart` has ended."""
 
 
 class Replacer:
@@ -30,17 +34,11 @@ class Replacer:
         self._restart = restart
         self._wanted = settings.standbys
         self._ready_timeout = settings.ready_timeout
-        self._lives: dict[int, Life] = {}
-        for rank, worker in self._processes.workers.items():
-            self._lives[rank] = Life(rank, restart, session.worker_changed, worker.pid)
+        self._lives = session.lives
         self._standbys: list[WorkerProcess] = []
         self._standby_history = RestartHistory(restart)
         self._filling: asyncio.Task[None] | None = None
         self._fill()
-
-    @property
-    def workers(self) -> tuple[RankInfo, ...]:
-        return tuple(life.info for _, life in sorted(self._lives.items()))
 
     @property
     def standbys(self) -> int:
@@ -55,13 +53,44 @@ class Replacer:
             self._fill(cause)
             return
         life = None if process.rank is None else self._lives.get(process.rank)
-        if life is not None and life.state == "running":  # else the task that starts the worker handles the exit
-            self._replace(life, cause)
+        if life is None or not (life.is_alive or life.state == "stopping"):
+            return  # the task that starts the worker handles the exit
+        life.cause = cause
+        life.enter("waiting")
+        if process.process.reason == BY_REQUEST:  # no death that the policy counts
+            logger.info("%s; replacing it", cause)
+            life.history.restarts += 1
+            cause = ""
+        self._replace(life, cause)
 
     def add(self, rank: int) -> asyncio.Task[None]:
         """Add a worker; return the task that is done when the worker is created."""
         life = self._lives[rank] = Life(rank, self._restart, self._session.worker_changed)
         return self._replace(life, "")
+
+    async def restart(self, rank: int, timeout: float | None) -> None:
+        """End a worker, and wait for its replacement; see `WorkerGroup.restart`."""
+        life = self._lives[rank]
+        if life.is_alive:
+            life.enter("stopping")
+            self._session.calls.schedule.set_late(rank)
+            ending = self._end(self._processes.workers[rank])
+            life.task = self._session.spawn(ending, f"aioshm-restarts-worker-{rank}")
+        try:
+            async with asyncio.timeout(timeout):
+                while not life.is_alive:
+                    assert life.task is not None
+                    await asyncio.wait([life.task])
+                    self._session.check()
+                    if self._lives.get(rank) is not life:
+                        raise EndClosed("the group of workers was made smaller")
+        except TimeoutError:
+            name = self._processes.describe([rank])
+            raise TimeoutError(f"no replacement of {name} within {timeout} s: {self.describe_absent()}") from None
+
+    async def _end(self, worker: WorkerProcess) -> None:
+        await give_back(lambda: worker.process.end(BY_REQUEST))
+        await asyncio.wait([worker.exited])  # from then on the life has the task that replaces the worker
 
     def remove(self, rank: int) -> None:
         life = self._lives.pop(rank)
@@ -71,8 +100,8 @@ class Replacer:
     def describe_absent(self) -> str:
         """Describe the deaths of absent workers, and the state of their replacements."""
         texts = []
-        for info in self.workers:
-            if info.state != "running":
+        for info in self._session.workers:
+            if info.state not in ALIVE:
                 text = f"worker {info.rank} is {info.state}"
                 if info.cause:
                     text = f"{info.cause}, and its replacement is {info.state}"
@@ -107,6 +136,7 @@ class Replacer:
         cause = await self._prepare(process, self._create(rank, process), "created")
         if not cause:
             life.enter("running")  # if the worker dies from now on, another task replaces it
+            self._processes.watch_progress(process)
             logger.info("%s is worker %d: pid %d", process.name, rank, process.pid)
             self._session.calls.mark_present([rank])
         self._fill()  # not before: the replacement comes first

@@ -4,7 +4,7 @@ A call of one worker is sent immediately, behind the worker's present calls. A c
 that has been idle longest; waiting calls of any worker are served in order. While such calls wait, a new call of one
 worker queues behind them: otherwise a worker that gets its own calls again and again would never be idle for them. A
 worker with a stream is not idle either, but a stream may last for ever. So a call of that worker does not queue behind
-the calls of any worker.
+the calls of any worker. A worker without progress is not idle.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class WorkerSlot:
     rank: int
     present: bool = False
     leaving: bool = False
+    late: bool = False  # stalled, stopped, or about to be restarted
     calls: int = 0
     streams: int = 0
     idle_since: int = 0
@@ -101,7 +102,7 @@ class WorkerSlot:
     @property
     def idle(self) -> bool:
         """Whether a call of any worker may be sent to this worker."""
-        return self.present and not (self.leaving or self.calls or self.streams)
+        return self.present and not (self.leaving or self.late or self.calls or self.streams)
 
 
 class Schedule:
@@ -187,6 +188,12 @@ class Schedule:
         slot.leaving = leaving
         if not leaving:
             self._free(slot)
+
+    def set_late(self, rank: int, *, late: bool = True) -> None:
+        """Pass over a worker that makes no progress; ``late=False``: it makes progress again."""
+        slot = self._slot(rank)
+        slot.late = late
+        self._free(slot)
 
     def forget(self, rank: int) -> list[Call]:
         """Remove a worker for good; return its queued calls."""

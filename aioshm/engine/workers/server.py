@@ -203,7 +203,7 @@ class CallServer:
             call, result = begun
             self._awaited = number = call[1]
             try:
-                value = await result
+                value = await self._worker.finish(result)
             except (Exception, asyncio.CancelledError) as error:  # the latter from the method, or by `_interrupt`
                 self._awaited = None
                 if self._end.done() or self._worker.terminated:

@@ -17,7 +17,8 @@ from aioshm.engine.workers.processes import Settings, WorkerProcess, WorkerProce
 from aioshm.engine.workers.replacement import Replacer
 from aioshm.errors import AioshmError, CodecError, EndClosed, RemoteFailure, WorkerError
 from aioshm.process.background import completed, in_thread
-from aioshm.process.restart import RankInfo
+from aioshm.process.restart import Life, RankInfo, Restart
+from aioshm.process.stalls import Watched
 from aioshm.queue import MessageQueue
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class Session:
         failure: Creates the error of every later call; None until the group ends.
         ended: Set when the group ends.
         is_open: Whether the processes and the calls exist.
+        lives: The state of each worker, by rank; none before the workers are created.
         replacer: Replaces dead workers; None without ``restart``, and before the workers are created.
     """
 
@@ -50,6 +52,7 @@ class Session:
         self.failure: Callable[[], AioshmError] | None = None
         self.ended: asyncio.Event = asyncio.Event()
         self.is_open: bool = False
+        self.lives: dict[int, Life] = {}
         self.replacer: Replacer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Queue[RankInfo | None]] = set()
@@ -101,6 +104,9 @@ class Session:
             names = self.processes.describe(late)
             text = f"the start of the workers: no answer from {names} within {settings.ready_timeout} s"
             raise TimeoutError(text) from None
+        for rank, worker in self.processes.workers.items():
+            self.lives[rank] = Life(rank, settings.restart or Restart(), self.worker_changed, worker.pid)
+            self.processes.watch_progress(worker)
         if settings.restart is None:
             self._pickled = b""
         else:
@@ -181,14 +187,30 @@ class Session:
         finally:
             self._watchers.discard(changes)
 
+    @property
+    def workers(self) -> tuple[RankInfo, ...]:
+        """The states of the workers, by rank."""
+        return tuple(life.info for _, life in sorted(self.lives.items()))
+
     def worker_changed(self, info: RankInfo | None) -> None:
         """Report a change to the iterators of `membership`; None: the group has ended."""
         for changes in self._watchers:
             changes.put_nowait(info)
 
+    def health_changed(self, rank: int, watched: Watched) -> None:
+        """Note that a worker has stalled, was stopped, or makes progress again."""
+        life = self.lives.get(rank)
+        if life is not None and life.is_alive:
+            life.note_health(watched.health, watched.where)
+            self.calls.schedule.set_late(rank, late=watched.health != "running")
+
     def processes_exited(self, gone: list[WorkerProcess]) -> None:
         """Fail the calls in flight on dead workers, and replace the workers; or end the group."""
         if self.replacer is None:
+            for worker in gone:
+                if worker.rank in self.lives:
+                    self.lives[worker.rank].cause = worker.exit().describe()
+                    self.lives[worker.rank].enter("exited")
             self.end(self.processes.death())
             return
         for worker in gone:

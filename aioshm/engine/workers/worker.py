@@ -8,7 +8,7 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +16,8 @@ from aioshm.config import Options
 from aioshm.engine.workers.messages import ControlSocket, MessageCodec, Request, failure_of
 from aioshm.engine.workers.server import CallServer
 from aioshm.errors import HandleError, PeerDied, QueueClosed, RemoteFailure
+from aioshm.process import progress
+from aioshm.process.progress import BUSY, ENDING, IDLE
 from aioshm.process.stopping import TERMINATED, Termination
 from aioshm.queue import MessageQueue
 
@@ -82,6 +84,7 @@ async def _serve(driver: ControlSocket, sizes: tuple[int, int], options: Options
         except (EOFError, OSError, PeerDied, QueueClosed, HandleError):  # the group was closed, or the driver has died
             return
         finally:
+            progress.own().enter(ENDING)
             await worker.close()
 
 
@@ -95,7 +98,9 @@ async def _serve_calls(driver: ControlSocket, worker: Worker, rank: int, replies
         for queue in (broadcasts, requests, replies):
             await queue.wait_until_ready()
         await driver.send("ready")
-        await CallServer(worker, rank, replies).run(broadcasts, requests)
+        with progress.own().turning():
+            progress.own().enter(IDLE)
+            await CallServer(worker, rank, replies).run(broadcasts, requests)
 
 
 def takes_rank(constructor: Callable[..., Any]) -> bool:
@@ -115,6 +120,8 @@ class Worker:
     def __init__(self, termination: Termination) -> None:
         self._termination = termination
         self._object: Any = None
+        self._progress = progress.own()
+        self._awaits = False  # whether a coroutine method runs
 
     @property
     def terminated(self) -> bool:
@@ -145,12 +152,26 @@ class Worker:
 
     def run_plain(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the user's, which may hold up the loop for long: SIGTERM interrupts it."""
+        if not self._awaits:  # else an item of a stream would count as progress of the coroutine method
+            self._progress.enter(BUSY)
         self._termination.interrupts = True
         try:
             return function(*args, **kwargs)
         finally:
             self._termination.interrupts = False
+            if not self._awaits:
+                self._progress.enter(IDLE)
             self._termination.raise_again()
+
+    async def finish(self, result: Awaitable[Any]) -> Any:
+        """Await the result of a coroutine method."""
+        self._awaits = True
+        self._progress.enter(BUSY)
+        try:
+            return await result
+        finally:
+            self._awaits = False
+            self._progress.enter(IDLE)
 
     async def close(self) -> None:
         """Call the object's method ``close``, uninterrupted by SIGTERM."""

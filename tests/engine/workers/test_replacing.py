@@ -302,7 +302,6 @@ async def test_scaling_needs_a_policy_a_number_within_max_workers_and_an_open_gr
     async with WorkerGroup(targets.Worker, 1, options=Options(max_spin_cpu=0.1)) as group:
         with pytest.raises(RoleError, match="restart="):
             await group.scale(1)
-        assert group.workers == ()
     async with group_of(1) as group:
         with pytest.raises(ValueError, match="n_workers must be at most max_workers, which is 1, not 2"):
             await group.scale(2)

@@ -150,3 +150,13 @@ def test_every_call_is_assigned_once_in_order_after_any_events(moves: list[tuple
         schedule.answered(begun[0])
     assert schedule.done(RANKS)
     assert len(set(turns)) == len(turns)
+
+
+def test_worker_without_progress_is_passed_over_until_it_makes_progress_again() -> None:
+    schedule = Asked(2)
+    schedule.set_late(0)
+    first, waiting = schedule.make(None), schedule.make(None)
+    assert (turn_of(first), turn_of(waiting)) == (1, None)
+    assert turn_of(schedule.make(0)) is None  # behind the waiting call
+    schedule.set_late(0, late=False)
+    assert turn_of(waiting) == 0

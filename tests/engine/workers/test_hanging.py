@@ -1,0 +1,316 @@
+"""Workers that hang or are stopped: named with their line, passed over, and replaced where the group says so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import hanging_targets as targets
+import pytest
+import uvloop
+from support import cancelled_after, until
+
+from aioshm import Options, QueueClosed, RoleError, WorkerDied
+from aioshm.engine import RankInfo, Restart, WorkerGroup
+
+pytestmark = pytest.mark.slow_on_uvloop
+
+WARNING_S = 0.6
+OF_EACH = {"stalled", "stopped"}
+
+
+def group_of(n_workers: int = 2, warning_s: float = WARNING_S, **options: Any) -> WorkerGroup:
+    """Create a group whose workers use the kind of loop of the test."""
+    factory = uvloop.new_event_loop if isinstance(asyncio.get_running_loop(), uvloop.Loop) else None
+    options = {"shutdown_timeout": 0.2, "loop_factory": factory, **options}
+    return WorkerGroup(targets.Hanging, n_workers, options=Options(stall_warning_s=warning_s), **options)
+
+
+@asynccontextmanager
+async def changes_of(group: WorkerGroup) -> AsyncIterator[list[RankInfo]]:
+    """Collect the changes of the workers."""
+    changes: list[RankInfo] = []
+
+    async def collect() -> None:
+        async for change in group.membership():
+            changes.append(change)
+
+    collecting = asyncio.create_task(collect())
+    await asyncio.sleep(0)
+    try:
+        yield changes
+    finally:
+        collecting.cancel()
+        with suppress(asyncio.CancelledError):
+            await collecting
+
+
+async def hang_in_a_call(group: WorkerGroup, way: Callable[[], None]) -> None:
+    await group.call(0, "hang", way)
+
+
+async def hang_in_a_coroutine(group: WorkerGroup, way: Callable[[], None]) -> None:
+    await group.call(0, "hang_awaited", way)
+
+
+async def hang_in_a_generator(group: WorkerGroup, way: Callable[[], None]) -> None:
+    async for _ in group.stream(0, "yield_and_hang", way):
+        pass
+
+
+async def hang_outside_of_calls(group: WorkerGroup, way: Callable[[], None]) -> None:
+    await group.call(0, "hang_later", way)
+    await asyncio.sleep(targets.LONG_S)
+
+
+async def hang_in_an_executor(group: WorkerGroup, _way: Callable[..., None]) -> None:
+    await group.call(0, "hang_in_an_executor")
+
+
+Place = Callable[[WorkerGroup, Callable[..., None]], Any]
+PLACES = [
+    *((hang_in_a_call, way) for way in targets.HANGS),
+    (hang_in_a_coroutine, targets.hang_in_a_lock),
+    (hang_in_a_generator, targets.hang_with_the_gil_released),
+    (hang_outside_of_calls, targets.hang_in_a_lock),
+    (hang_outside_of_calls, targets.hang_with_the_gil_held),
+    (hang_in_an_executor, targets.wait_for_a_later_job),
+]
+
+
+@pytest.mark.parametrize(("place", "way"), PLACES)
+async def test_hung_worker_is_named_with_its_line_and_passed_over(
+    place: Place, way: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    line = targets.line_of(way)
+    async with group_of() as group, changes_of(group) as changes:
+        pid = group.pids[0]
+        hanging = asyncio.create_task(place(group, way))
+        await until(lambda: changes and line in changes[-1].where)
+        assert group.workers[0].state == "stalled"
+        assert group.workers[1].state == "running"
+        assert group.stats().workers == group.workers
+        assert changes[0].state == "stalled"
+        assert changes[-1] == group.workers[0]
+        assert re.search(rf"Worker_0 \(pid {pid}\) is stalled: no progress for .*{re.escape(line)}", caplog.text)
+        with pytest.raises(TimeoutError, match=rf"Worker_0 \(pid {pid}, stalled, no progress .*{re.escape(line)}\)"):
+            await group.call(0, "which", timeout=0.05)
+        assert [await group.call_any("which") for _ in range(3)] == [1, 1, 1]
+        items = [item async for item in group.stream(None, "count", 2, 0)]
+        assert items == [0, 1]
+        hanging.cancel()
+
+
+async def test_coroutine_that_hangs_is_noticed_beside_a_stream_that_runs() -> None:
+    async with group_of(1) as group:
+        stream = group.stream(0, "count", 100_000, 0.001)
+        assert await anext(stream) == 0
+        waiting = asyncio.create_task(group.call(0, "wait_forever"))
+        async for _ in stream:
+            if group.workers[0].state == "stalled":
+                break
+        assert group.workers[0].state == "stalled"
+        waiting.cancel()
+        await until(lambda: group.workers[0].state == "running")
+
+
+async def test_stopped_worker_is_not_killed_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aioshm.engine")
+    async with group_of(restart=Restart(hang_s=WARNING_S)) as group, changes_of(group) as changes:
+        pid = group.pids[0]
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: group.workers[0].where)
+        assert group.workers[0].state == "stopped"
+        calls = [asyncio.create_task(group.call_any("which")) for _ in range(3)]
+        assert await asyncio.gather(*calls) == [1, 1, 1]
+        call = asyncio.create_task(group.call(0, "which"))
+        with pytest.raises(TimeoutError, match=rf"Worker_0 \(pid {pid}, stopped, no progress for "):
+            await group.broadcast("which", timeout=2 * WARNING_S)
+        os.kill(pid, signal.SIGCONT)
+        assert await call == 0
+        await until(lambda: group.workers[0].state == "running")
+        assert {await group.call_any("which") for _ in range(2)} == {0, 1}
+        assert group.pids[0] == pid
+        states = [change.state for change in changes]
+        assert states[-1] == "running"
+        assert set(states) <= {"running", *OF_EACH}
+        assert "Worker_0" in caplog.text
+        assert "makes progress again" in caplog.text
+
+
+async def test_without_a_worker_that_makes_progress_calls_wait() -> None:
+    async with group_of() as group:
+        for pid in group.pids:
+            os.kill(pid, signal.SIGSTOP)
+        await until(lambda: [info.state for info in group.workers] == ["stopped"] * 2)
+        with pytest.raises(TimeoutError, match=r"no idle worker: Worker_0 \(pid \d+, stopped.*Worker_1 "):
+            await group.call_any("which", timeout=0.05)
+        waiting = asyncio.create_task(group.call_any("which"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        os.kill(group.pids[1], signal.SIGCONT)
+        assert await waiting == 1
+        os.kill(group.pids[0], signal.SIGCONT)
+
+
+async def test_steps_just_below_the_limit_are_no_stall(caplog: pytest.LogCaptureFixture) -> None:
+    limit_s = 1.2
+    short_s = 0.4 * limit_s  # leaves room for a machine with other work
+    async with group_of(2, limit_s) as group, changes_of(group) as changes:
+        for method in ("sleep", "sleep_awaited"):
+            for _ in range(2):
+                await group.broadcast(method, short_s)
+        for method in ("count", "count_awaited"):
+            assert [item async for item in group.stream(0, method, 3, short_s)] == [0, 1, 2]
+        slow = group.stream(1, "count", 20, 0, prefetch=1)
+        for number in range(4):  # the generator waits for its consumer
+            assert await anext(slow) == number
+            await asyncio.sleep(1.5 * short_s)
+        await slow.aclose()
+        assert changes == []
+    assert "progress" not in caplog.text
+
+
+@pytest.mark.parametrize("method", ["sleep_as_expected", "sleep_as_expected_awaited"])
+async def test_expected_long_step_is_no_stall(method: str) -> None:
+    async with group_of(restart=Restart(hang_s=WARNING_S)) as group, changes_of(group) as changes:
+        assert await group.broadcast(method, 4 * WARNING_S) == [0, 1]
+        assert changes == []
+
+
+# Killed and replaced
+
+
+@pytest.mark.parametrize("standbys", [0, pytest.param(1, marks=pytest.mark.slow)])
+async def test_hung_worker_is_killed_and_replaced_and_the_error_names_the_line(standbys: int) -> None:
+    line = re.escape(targets.line_of(targets.hang_in_a_lock))
+    async with group_of(restart=Restart(hang_s=2 * WARNING_S), standbys=standbys) as group:
+        await until(lambda: group.standbys == standbys)
+        before = group.pids
+        with pytest.raises(WorkerDied, match=rf"hung for \d+ s at .*{line}, and was killed") as caught:
+            await group.call(0, "hang", targets.hang_in_a_lock)
+        assert (caught.value.rank, caught.value.pid) == (0, before[0])
+        assert any("hang_in_a_lock" in text for text in caught.value.last_lines)
+        assert await group.broadcast("which") == [0, 1]
+        assert (group.pids[0] != before[0], group.pids[1]) == (True, before[1])
+        assert group.workers[0].restarts == 1
+        assert "and was killed" in group.workers[0].cause
+        await until(lambda: group.standbys == standbys)
+
+
+async def test_replacement_that_hangs_is_noticed_too() -> None:
+    async with group_of(1, restart=Restart(backoff_s=0.01)) as group:
+        os.kill(group.pids[0], signal.SIGKILL)
+        await until(lambda: group.workers[0].restarts == 1 and group.workers[0].state == "running")
+        os.kill(group.pids[0], signal.SIGSTOP)
+        await until(lambda: group.workers[0].state == "stopped")
+        os.kill(group.pids[0], signal.SIGKILL)
+        await until(lambda: group.workers[0].restarts == 2 and group.workers[0].state == "running")
+        assert await group.call_any("which") == 0
+
+
+async def test_stopped_worker_is_killed_if_the_policy_says_so() -> None:
+    async with group_of(1, restart=Restart(hang_s=WARNING_S, kill_stopped=True)) as group:
+        os.kill(group.pids[0], signal.SIGSTOP)
+        with pytest.raises(WorkerDied, match=r"hung for \d+ s \(stopped.*\), and was killed"):
+            await group.call(0, "which")
+        assert await group.call(0, "which") == 0
+
+
+async def test_without_restart_a_hung_worker_is_not_killed_and_an_exit_is_listed() -> None:
+    async with group_of() as group, changes_of(group) as changes:
+        assert [(info.rank, info.pid, info.state) for info in group.workers] == [
+            (rank, pid, "running") for rank, pid in enumerate(group.pids)
+        ]
+        call = asyncio.create_task(group.call(0, "hang", targets.hang_with_the_gil_released))
+        await until(lambda: group.workers[0].where)
+        await asyncio.sleep(2 * WARNING_S)
+        assert group.workers[0].state == "stalled"
+        os.kill(group.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
+            await call
+        assert group.workers[0].state == changes[-1].state == "exited"
+        assert "was killed by SIGKILL" in group.workers[0].cause
+        assert group.workers[1].state == "running"
+
+
+# Restarted by hand
+
+
+@pytest.mark.parametrize("condition", ["healthy", "hung", "stopped"])
+async def test_restart_replaces_a_worker_in_any_condition(condition: str) -> None:
+    async with group_of(restart=Restart(max_restarts=0)) as group:  # a restart by hand is no death
+        before = group.pids
+        if condition == "stopped":
+            os.kill(before[0], signal.SIGSTOP)
+        call = asyncio.create_task(group.call(0, "hang", targets.hang_in_a_lock))
+        if condition != "healthy":
+            await until(lambda: group.workers[0].where)
+        await asyncio.gather(*(group.restart(0, timeout=60) for _ in range(3)))
+        with pytest.raises(WorkerDied, match=rf"Worker_0 \(pid {before[0]}\) was killed by WorkerGroup.restart"):
+            await call
+        assert (group.pids[0] != before[0], group.pids[1]) == (True, before[1])
+        assert [info.restarts for info in group.workers] == [1, 0]
+        assert group.workers[0].cause.endswith("was killed by WorkerGroup.restart")
+        await group.restart(0)
+        assert group.workers[0].restarts == 2
+        assert await group.broadcast("which") == [0, 1]
+
+
+async def test_restart_needs_a_policy_a_worker_and_an_open_group() -> None:
+    async with group_of() as group:
+        with pytest.raises(RoleError, match="restart="):
+            await group.restart(0)
+    async with group_of(1, restart=Restart()) as group:
+        with pytest.raises(ValueError, match="rank must be below 1, not 1"):
+            await group.restart(1)
+        with pytest.raises(ValueError, match="timeout"):
+            await group.restart(0, timeout=-1)
+    with pytest.raises(QueueClosed):
+        await group.restart(0)
+
+
+async def test_restart_that_takes_too_long_says_how_far_it_is_and_continues(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    async with group_of(1, restart=Restart(), kwargs={"flag": str(flag)}) as group:
+        flag.touch()
+        with pytest.raises(
+            TimeoutError,
+            match=r"no replacement of Worker_0 .* within 2 s: Worker_0 .* was killed by WorkerGroup.restart, "
+            r"and its replacement is starting \(pid \d+\)$",
+        ):
+            await group.restart(0, timeout=2)
+        flag.unlink()
+        starting = group.pids[0]
+        again = asyncio.create_task(group.restart(0, timeout=60))
+        await asyncio.sleep(0.05)
+        os.kill(starting, signal.SIGKILL)  # the constructor hangs still
+        await again
+        assert await group.call(0, "which") == 0
+        assert group.workers[0].restarts == 2
+
+
+@pytest.mark.parametrize("turns", [0, 3, pytest.param(30, marks=pytest.mark.slow)])
+async def test_cancelled_restart_ends_the_worker_all_the_same(turns: int) -> None:
+    async with group_of(1, restart=Restart()) as group:
+        before = group.pids[0]
+        await cancelled_after(group.restart(0), turns)
+        if turns:
+            await until(lambda: group.workers[0].restarts == 1 and group.workers[0].state == "running")
+            assert group.pids[0] != before
+        assert await group.call(0, "which") == 0
+
+
+async def test_closing_ends_a_restart() -> None:
+    async with group_of(1, restart=Restart()) as group:
+        restarting = asyncio.create_task(group.restart(0))
+        await until(lambda: group.workers[0].state != "running")
+    with pytest.raises(QueueClosed):
+        await restarting
