@@ -7,7 +7,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def serve_in_step(handshake_address: str, dp_rank: int, local_dp_rank: int, dire
 
 
 def serve_front_end(listen_address: str, sock: Any, directory: str, config: dict[str, Any]) -> None:
-    """Write the rank of the engine of each request into a file; hang while the file ``hang`` is there."""
+    """Write the rank of the engine of each request into a file; hang while the file ``hang-{index}`` is there."""
 
     async def work() -> None:
         addresses = EngineZmqAddresses([config["input_address"]], [config["output_address"]])
@@ -117,16 +117,16 @@ def serve_front_end(listen_address: str, sock: Any, directory: str, config: dict
         async with EngineClient(addresses, 2, options) as client:
             await client.wait_until_ready(30)
             number = 0
+            streams: deque[Any] = deque(maxlen=100)  # a dropped stream aborts its request
             while True:
                 number += 1
                 stream = client.submit({"request_id": f"front {os.getpid()} {number}", "tokens": 1})
-                done = Path(directory, f"{config['client_index']}.new")
+                streams.append(stream)
+                index = config["client_index"]
+                done = Path(directory, f"{index}.new")
                 done.write_text(f"{number} {stream.engine} {client.stats().stalled}")
                 done.replace(done.with_suffix(".said"))
-                hang_while_there_is(f"{directory}/hang")
+                hang_while_there_is(f"{directory}/hang-{index}")
                 await asyncio.sleep(0.01)
 
     asyncio.run(work())
-
-
-Hang = Callable[[], None]

@@ -61,6 +61,14 @@ def test_an_expected_duration_replaces_the_limit() -> None:
     assert [judge.look(1.0, sample(expected_s=4.0)) for _ in range(6)] == [False] * 4 + [True] * 2
 
 
+def test_a_stop_does_not_count_as_time_of_the_step() -> None:
+    judge = Judge(2.0)
+    assert [judge.look(1.0, sample()) for _ in range(4)] == [False, False, True, True]
+    judge.forgive()
+    assert judge.without_progress_s == 0
+    assert [judge.look(1.0, sample()) for _ in range(3)] == [False, True, True]
+
+
 def test_reports_come_at_growing_intervals() -> None:
     judge = Judge(2.0)
     due = []
@@ -98,6 +106,21 @@ def test_expected_durations_of_overlapping_blocks_end_with_their_blocks() -> Non
 @pytest.mark.parametrize("seconds", [0, -1, "1", None, True, float("nan")])
 def test_expect_refuses_everything_but_seconds(seconds: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="seconds"), aioshm.progress.expect(seconds):
+        pass
+
+
+async def test_signs_of_life_end_with_their_block_and_are_given_once() -> None:
+    cell = progress.Cell()
+    own = progress.Progress(cell.fileno())
+    with own.serving():
+        assert own.read()[:3] == (IDLE, 1, 1)
+        with own.turning(), own.serving():
+            pass
+        assert own.read()[:3] == (IDLE, 1, 1)
+        await until(lambda: own.read().turns > 1)
+    assert own.read().turns == 0, "a loop that has ended is not late"
+    cell.close()
+    with progress.Progress().serving():
         pass
 
 
@@ -262,6 +285,55 @@ async def test_expected_steps_are_never_reported(caplog: pytest.LogCaptureFixtur
         await until(lambda: found.process.exitcode is not None)
     assert found.process.exitcode == 0
     assert changes == []
+
+
+def long_step(seconds: float) -> None:
+    progress.own().enter(BUSY)
+    time.sleep(seconds)
+
+
+async def test_a_step_that_was_stopped_for_long_is_not_ended_when_it_runs_again() -> None:
+    async with watched(long_step, 60.0, restart=Restart(hang_s=4 * WARNING_S)) as (found, changes):
+        await until(lambda: found.process.progress.read().phase == BUSY)
+        os.kill(found.process.pid, signal.SIGSTOP)
+        await until(lambda: found.judge.without_progress_s > 5 * WARNING_S)
+        os.kill(found.process.pid, signal.SIGCONT)
+        await until(lambda: found.health == "running")
+        await until(lambda: found.health == "stalled")
+        assert found.process.exitcode is None
+        await until(lambda: found.process.exitcode is not None)
+        assert {health for health, _ in changes} == {"stopped", "running", "stalled"}
+
+
+async def collective(steps: int) -> None:
+    own = progress.own()
+    with own.turning():
+        own.enter(BUSY)
+        for _ in range(steps):
+            await asyncio.sleep(0.05)
+            own.enter(BUSY)
+        own.enter(progress.WAITING)
+        time.sleep(60)
+
+
+def peer(steps: int) -> None:
+    asyncio.run(collective(steps))
+
+
+async def test_of_processes_in_lockstep_the_cause_is_ended() -> None:
+    jobs = [Job("waits", (peer, 0)), Job("hangs", (hanging_step, hang_in_a_lock)), Job("waits too", (peer, 1))]
+    async with ProcessManager(call, jobs, shutdown_timeout=0) as manager:
+        watcher = ProgressWatch(WARNING_S, Restart(hang_s=3 * WARNING_S), lambda _: None)
+        found = [watcher.add(process.name, process, in_step=True) for process in manager.processes]
+        with watch.ProcessWatch(manager.processes) as exits:
+            (exited,) = await exits.next()
+        watcher.close()
+    assert exited.name == "hangs"
+    assert [each.health for each in found] == ["stalled"] * 3
+
+
+def call(function: Callable[..., None], *args: object) -> None:
+    function(*args)
 
 
 @pytest.mark.parametrize("kill_stopped", [False, True])

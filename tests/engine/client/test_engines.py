@@ -141,3 +141,48 @@ def test_a_death_that_was_told_is_named_with_its_process() -> None:
     with pytest.raises(EngineDead, match=r"^engine 6 \(pid 77\) was killed$") as caught:
         engines.choose(None)
     assert (caught.value.engine, caught.value.pid) == (6, 77)
+
+
+def test_an_engine_without_progress_is_passed_over_while_another_is_there() -> None:
+    engines = three()
+    for rank in (4, 5):
+        engines.note_health(rank, "stalled", "at model.py:41 in forward")
+    for _ in range(3):
+        assert engines.choose(None) == 6
+        engines.balance.sent(6)
+    assert engines.choose(4) == 4, "where its rank is given"
+    assert engines.in_service() == [4, 5, 6], "calls of all engines are for all"
+    engines.note_health(6, "stopped", "")
+    assert engines.choose(None) in (4, 5), "if all make no progress, the least busy is chosen, as before"
+    assert engines.stalled[4] == "engine 4 is stalled: at model.py:41 in forward"
+    assert engines.stalled[6] == "engine 6 is stopped"
+    engines.note_health(4, "running", "")
+    assert engines.choose(None) == 4
+
+
+def test_a_leaving_or_dead_engine_stays_out_when_it_makes_progress_again() -> None:
+    engines = three()
+    engines.register(engines.names[4], [b""])
+    engines.note_health(4, "stalled", "")
+    engines.note_health(5, "stalled", "")
+    engines.begin_to_leave(4)
+    engines.go_on_without(5, EngineDead("engine 5 was killed", engine=5), lambda *_: None)
+    assert list(engines.stalled) == [4]
+    for rank in (4, 5):
+        engines.note_health(rank, "running", "")
+    assert engines.choose(None) == 6
+    engines.note_health(5, "stalled", "")  # late
+    engines.note_health(7, "stalled", "")  # unknown
+    assert engines.stalled == {}
+    engines.stay(4)
+    assert set(engines.balance.choices) == {4, 6}
+
+
+def test_an_engine_that_registers_again_makes_progress() -> None:
+    engines = three()
+    engines.note_health(6, "stalled", "")
+    engines.register(engines.names[6], [b""])
+    assert engines.stalled == {}
+    engines.note_health(6, "stalled", "")
+    engines.remove_last()
+    assert engines.stalled == {}

@@ -24,8 +24,9 @@ from aioshm.engine import (
     EngineSupervisor,
     RankInfo,
     Restart,
+    launch_core_engines,
 )
-from aioshm.errors import EngineDead
+from aioshm.errors import EngineDead, RoleError
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
@@ -158,3 +159,160 @@ async def test_hung_engine_is_replaced_and_its_unstarted_requests_move() -> None
         await until(lambda: pids(supervisor)[0] != victim and supervisor.engines[0].state == "running")
         assert supervisor.engines[0].restarts == 1
         assert line_of("hang_while_there_is") in supervisor.engines[0].cause
+
+
+async def test_steps_within_limits_and_slow_starts_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "aioshm.engine")
+    client = ClientOptions(options=Options(stall_warning_s=3.0))
+    changes: list[RankInfo] = []
+    async with supervised(1, client=client, on_change=changes.append, kwargs={"slow_start_s": 4.0}) as supervisor:
+        within = ask("within", 2, takes=1.0)
+        expected = ask("expected", 1, takes=4.0, expect=60)
+        for request in (within, expected):
+            await collected(supervisor.client.submit(request))
+        assert supervisor.engines[0].state == "running"
+    assert changes == []
+    assert not [text for text in caplog.messages if "stalled" in text or "progress" in text]
+
+
+async def test_launch_without_restarts_names_and_passes_over(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "aioshm.engine")
+    async with launch_core_engines(hanging.serve, 2, layout=ALONE, client=CLIENT) as launch:
+        stuck = launch.client.submit(ask("stuck", hang="hang_in_a_lock"), engine=1)
+        await until(lambda: line_of("hang_in_a_lock") in caplog.text)
+        assert {launch.client.submit(ask(f"{number}")).engine for number in range(4)} == {0}
+        assert stuck.engine == 1
+
+
+async def test_limit_of_a_hang_holds_below_that_of_the_report() -> None:
+    restart = Restart(hang_s=HANG_S)
+    async with supervised(1, restart=restart, client=None) as supervisor:
+        victim = pids(supervisor)[0]
+        with pytest.raises(EngineDead, match="hung for"):
+            await collected(supervisor.client.submit(ask("stuck", hang="hang_with_the_gil_released")))
+        await until(lambda: supervisor.engines[0].state == "running" and pids(supervisor)[0] != victim)
+
+
+# Lockstep
+
+
+async def test_in_lockstep_the_engine_outside_of_the_collective_is_the_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "aioshm.engine")
+    async with supervised(
+        serve=hanging.serve_in_step,
+        restart=HANG,
+        lockstep=True,
+        layout=None,
+        kwargs={"directory": str(tmp_path)},
+    ) as supervisor:
+        before = pids(supervisor)
+        stuck = supervisor.client.submit(ask("stuck", hang="hang_in_a_lock"), engine=1)
+        died = rf"engine 1 \(pid {before[1]}\) hung for \d+ s at .*{line_of('hang_in_a_lock')}"
+        with pytest.raises(EngineDead, match=died):
+            await collected(stuck)
+        await until(lambda: [info.state for info in supervisor.engines] == ["running"] * 2)
+        assert not set(before) & set(pids(supervisor))
+        assert "engine 1" in next(text for text in caplog.messages if "restarting all engines" in text)
+        waits = next(text for text in caplog.messages if text.startswith("engine 0 "))
+        assert "waits for its peers" in waits
+        assert "has_unfinished_dp" in waits
+
+
+async def test_in_lockstep_nobody_is_killed_for_a_stopped_engine(tmp_path: Path) -> None:
+    async with supervised(
+        serve=hanging.serve_in_step,
+        restart=HANG,
+        lockstep=True,
+        layout=None,
+        kwargs={"directory": str(tmp_path)},
+    ) as supervisor:
+        client = supervisor.client
+        before = pids(supervisor)
+        stream = client.submit(ask("long", None), engine=0)
+        await anext(stream)
+        stop(before[1], signal.SIGSTOP)
+        try:
+            await until(lambda: [info.state for info in supervisor.engines] == ["stalled", "stopped"])
+            await asyncio.sleep(2 * HANG_S)
+        finally:
+            stop(before[1], signal.SIGCONT)
+        await until(lambda: [info.state for info in supervisor.engines] == ["running"] * 2)
+        assert pids(supervisor) == before
+
+
+# By hand
+
+
+@pytest.mark.parametrize("state", ["running", "stalled", "stopped"])
+async def test_restart_replaces_one_engine_and_counts_for_no_crash_loop(state: str) -> None:
+    async with supervised(restart=Restart(max_restarts=0)) as supervisor:
+        client = supervisor.client
+        before = pids(supervisor)
+        streams = []
+        if state == "stopped":
+            stop(before[0], signal.SIGSTOP)
+        elif state == "stalled":
+            streams.append(client.submit(ask("stuck", hang="hang_in_a_lock"), engine=0))
+        stream = client.submit(ask("lost", None), engine=0)
+        await until(lambda: supervisor.engines[0].state == state)
+        both = [asyncio.create_task(supervisor.restart(0)) for _ in range(2)]
+        await asyncio.gather(*both)
+        after = pids(supervisor)
+        assert (after[0] != before[0], after[1] == before[1]) == (True, True)
+        info = supervisor.engines[0]
+        assert (info.state, info.restarts) == ("running", 1)
+        assert f"engine 0 (pid {before[0]}) was ended, to be restarted" in info.cause
+        with pytest.raises(EngineDead, match="to be restarted"):
+            await collected(stream)
+        assert len(await collected(client.submit(ask("again"), engine=0))) == 3
+
+
+async def test_restart_in_lockstep_replaces_all(tmp_path: Path) -> None:
+    async with supervised(
+        serve=hanging.serve_in_step,
+        restart=Restart(max_restarts=0),
+        lockstep=True,
+        layout=None,
+        kwargs={"directory": str(tmp_path)},
+    ) as supervisor:
+        before = pids(supervisor)
+        await supervisor.restart(1)
+        assert not set(before) & set(pids(supervisor))
+        assert [info.state for info in supervisor.engines] == ["running"] * 2
+
+
+async def test_restart_of_an_engine_that_starts_waits_for_its_replacement(tmp_path: Path) -> None:
+    async with supervised(1, kwargs={"slow_start_s": 2.0}) as supervisor:
+        before = pids(supervisor)[0]
+        with pytest.raises(TimeoutError, match=r"engine 0 does not serve after 1.0 s: it is (waiting|starting)"):
+            await supervisor.restart(0, timeout=1.0)
+        await supervisor.restart(0)
+        info = supervisor.engines[0]
+        assert (info.state, info.restarts, info.pid != before) == ("running", 1, True)
+
+
+async def test_cancelled_restart_goes_on() -> None:
+    async with supervised(1) as supervisor:
+        before = pids(supervisor)[0]
+        restarting = asyncio.create_task(supervisor.restart(0))
+        await asyncio.sleep(0)
+        restarting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await restarting
+        await until(lambda: pids(supervisor)[0] != before and supervisor.engines[0].state == "running")
+
+
+async def test_restart_of_no_engine_is_refused() -> None:
+    async with supervised(1) as supervisor:
+        wrong: list[tuple[Any, type[Exception], str]] = [
+            (1, ValueError, r"index must be that of one of the engines \[0\], not 1"),
+            (-1, ValueError, "index"),
+            ("0", TypeError, "index"),
+        ]
+        for index, error, text in wrong:
+            with pytest.raises(error, match=text):
+                await supervisor.restart(index)
+    with pytest.raises(RoleError, match="inside `async with`"):
+        await supervisor.restart(0)
