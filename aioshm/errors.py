@@ -348,6 +348,8 @@ class RequestFailed(AioshmError, RuntimeError):
 class RequestAborted(AioshmError):
     """A request was aborted before its last output: its stream was closed, or its id was aborted or submitted again.
 
+    Also: the engines were paused with the mode ``"abort"``.
+
     Attributes:
         engine: The rank of the engine, or of the worker of the stream.
         request_id: The id of the request; for a worker's stream the name of the method.

@@ -445,10 +445,10 @@ class EngineClient(AsyncClosing):
         When this returns, no engine is in a step, and none begins one until `resume`. New requests wait: `submit`
         returns, and the request is sent after `resume`, in the order of submission. `call` works. The pause outlives
         the client that has asked for it, and the engines: an engine that is restarted or added is paused, too.
-        Engines that are missing are not waited for.
+        Engines that are missing are not waited for: one that starts already pauses when it registers.
 
-        A later `pause` with another mode changes the mode. Cancelling this, or a timeout, leaves the engines pausing:
-        `resume` undoes that.
+        The last call of `pause` or `resume` counts, by any client: a later `pause` may change the mode. Cancelling
+        this, or a timeout, leaves the engines pausing: `resume` undoes that.
 
         Args:
             mode: What happens to requests in flight. ``"finish"``: they run to their end. ``"abort"``: their streams
@@ -456,7 +456,7 @@ class EngineClient(AsyncClosing):
             timeout: Seconds to wait; None waits for ever.
 
         Raises:
-            CallFailed: An engine of vLLM has refused to pause: it is older than 0.12.
+            CallFailed: An engine of vLLM has refused to pause, such as a release without ``pause_scheduler``.
             EngineDead: An engine is dead.
             QueueClosed, RoleError: The client is closed, or not ready; or `resume` was called meanwhile.
             TimeoutError: Engines have requests in flight or are in a step; the text names them.

@@ -81,10 +81,12 @@ class Inbox:
         expired = False
         while not self.outputs and not self.ended:
             if expired:
-                text = f"request {self.request_id!r}: no output within {timeout:g} s from engine {self.engine}"
-                if self.engine in self.stalled:
-                    text += f"; {self.stalled[self.engine]}"
-                raise TimeoutError(text)
+                source = f"from engine {self.engine}"
+                if self.engine == UNSENT:
+                    source = "because the engines are paused"
+                elif self.engine in self.stalled:
+                    source += f"; {self.stalled[self.engine]}"
+                raise TimeoutError(f"request {self.request_id!r}: no output within {timeout:g} s {source}")
             if self.waiter is not None:
                 raise self._shared()
             loop = asyncio.get_running_loop()

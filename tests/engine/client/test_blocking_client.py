@@ -296,7 +296,7 @@ class TestCalls:
             with pytest.raises(RequestAborted, match="paused"):
                 next(stream)
             waiting = client.submit(ask("b"), timeout=0.05)
-            with pytest.raises(TimeoutError):
+            with pytest.raises(TimeoutError, match=r"no output within 0\.05 s because the engines are paused"):
                 next(waiting)
             assert client.call("report", engine=0)["seen"] == 1
             client.resume()

@@ -69,11 +69,12 @@ async def test_all_pause_at_the_same_step_and_resume(mode: PauseMode) -> None:
     async with asyncio.timeout(60), in_lockstep(3) as (serving, ranks):
         client = serving.client
         for number in range(5):  # one engine has requests, the others take dummy batches
-            tokens = None if mode == "abort" else 40
+            tokens = {"finish": 40, "abort": None, "keep": 400}[mode]
             stream = client.submit(ask(f"{number}", tokens), engine=number % 3)
             assert (await anext(stream))["token"] == 0
             await client.pause(mode)
             await check_paused(ranks)
+            assert any(rank.requests for rank in ranks) == (mode == "keep")
             waiting = client.submit(ask(f"waiting {number}", 2))
             assert await client.call("add", 1) == [2, 2, 2]
             await check_paused(ranks)
@@ -82,7 +83,7 @@ async def test_all_pause_at_the_same_step_and_resume(mode: PauseMode) -> None:
                 with pytest.raises(RequestAborted, match="paused"):
                     await collected(stream)
             else:
-                assert [output["token"] for output in await collected(stream)] == list(range(1, 40))
+                assert [output["token"] for output in await collected(stream)] == list(range(1, tokens or 0))
             assert len(await collected(waiting)) == 2
         assert len({rank.turns for rank in ranks}) == 1
 
@@ -130,7 +131,8 @@ async def test_request_of_an_older_front_end_to_paused_engines_starts_no_wave_th
             front_end = await peers.front_end()
             await published(front_end)
             await front_end.send(pack([1, 0]))
-            await until(lambda: [rank.turns for rank in ranks] == [1, 1])  # all of them take part
+            # All of them take part, and leave their collective.
+            await until(lambda: [(rank.turns, rank.waits) for rank in ranks] == [(1, False)] * 2)
         await check_paused(ranks)
         await client.resume()
         assert len(await collected(client.submit(ask("a")))) == 3

@@ -30,11 +30,17 @@ pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop
 class Restless(Engine):
     """Has work without requests, and counts steps."""
 
-    def __init__(self, lockstep: bool) -> None:
+    def __init__(self, lockstep: bool, busy: str) -> None:
         super().__init__()
         self.steps = 0
+        self.busy = busy
         if lockstep:
             self.has_unfinished_dp = lambda unfinished: unfinished
+
+    async def initialize(self, metadata: Any) -> dict[str, Any]:  # type: ignore[override]
+        while os.path.exists(self.busy):
+            await asyncio.sleep(0.01)
+        return super().initialize(metadata)
 
     def has_work(self) -> bool:
         return True
@@ -48,13 +54,13 @@ class Restless(Engine):
 
 
 def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, hold: str, lockstep: bool = False) -> None:
-    """Run an engine; while the file ``hold`` is there, its process waits before HELLO."""
+    """Run an engine; while the file ``hold`` is there, it waits before HELLO, or with the suffix .busy before READY."""
     die_with_parent()
 
     async def run() -> None:
         while os.path.exists(hold):
             await asyncio.sleep(0.01)
-        await run_engine_core(Restless(lockstep), handshake_address, dp_rank)
+        await run_engine_core(Restless(lockstep, f"{hold}.busy"), handshake_address, dp_rank)
 
     asyncio.run(run())
 
@@ -127,6 +133,24 @@ async def test_engine_that_starts_during_the_end_of_the_pause_runs(tmp_path: Pat
         assert len(await collected(waiting)) == 3
         await supervisor.wait_until_ready(30)
         assert len(await collected(client.submit(ask("b"), engine=1))) == 3
+
+
+async def test_engine_that_was_starting_pauses_when_it_registers(tmp_path: Path) -> None:
+    """INIT came before the pause."""
+    async with supervised(tmp_path / "hold") as supervisor:
+        client = supervisor.client
+        busy = tmp_path / "hold.busy"
+        busy.touch()
+        stop(pids(supervisor)[1])
+        await until(lambda: 1 in client.deaths and 1 in supervisor.launch.startup.handshake.hello)
+        await supervisor.pause()
+        busy.unlink()
+        await supervisor.wait_until_ready(30)
+        await supervisor.pause()
+        await check_paused(client)
+        stream = client.submit(ask("a"), engine=1)
+        await supervisor.resume()
+        assert len(await collected(stream)) == 3
 
 
 async def test_engines_are_added_and_removed_during_a_pause(tmp_path: Path) -> None:
