@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -236,6 +237,17 @@ def parse_spy(text: bytes, pid: int) -> tuple[Stack, ...]:
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise ValueError(f"py-spy has printed something unknown: {error!r}") from None
     return tuple(stacks)
+
+
+def stacks_of_thread(thread: int) -> tuple[Stack, ...]:
+    """Return the stack of a thread of this process, named by `threading.get_ident`; none if the thread has ended."""
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:
+        return ()
+    frames = [
+        _frame(each.f_code.co_name, each.f_code.co_filename, line) for each, line in traceback.walk_stack(innermost)
+    ]
+    return (Stack("MainThread", True, True, tuple(frames)),)
 
 
 _WRITTEN_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')

@@ -16,7 +16,7 @@ import signal
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic_ns
 from typing import NamedTuple
@@ -109,6 +109,8 @@ class Progress:
             memory = mmap.mmap(descriptor, STACK_OFFSET)
         self.is_watched: bool = descriptor is not None
         self._expected: dict[object, int] = {}  # by block that runs, in nanoseconds
+        self.on_expect: set[Callable[[], object]] = set()
+        """Called in any thread when `expect` begins and ends; they raise nothing."""
         self._words = memoryview(memory)[:CELL_BYTES].cast("Q")
         detach_when_forked(self)
         if descriptor is not None:
@@ -117,6 +119,7 @@ class Progress:
     def detach_after_fork(self) -> None:
         """Leave the cell to the parent, in a forked child."""
         self._words = memoryview(bytearray(CELL_BYTES)).cast("Q")
+        self.on_expect = set()
 
     def enter(self, phase: int) -> None:
         """Note the beginning of a phase, such as a step's."""
@@ -149,6 +152,8 @@ class Progress:
         self._words[_EXPECTED] = [0, *self._expected.values()][-1]
         self._words[_STEPS] += 1
         self._words[_SINCE] = monotonic_ns()
+        for notify in tuple(self.on_expect):
+            notify()
 
     @contextmanager
     def turning(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import msgspec
 from aioshm.arguments import check_int, check_seconds
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
+from aioshm.engine.client.heartbeats import OnLate
 from aioshm.engine.client.link import EngineLink
 from aioshm.engine.client.requests import UNSENT, Inbox, OutputStream, PendingCall
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
@@ -281,6 +282,10 @@ class EngineClient(AsyncClosing):
             raise ValueError(f"health must be one of {get_args(Health)}, not {health!r}")
         self._link.check_open()
         self._link.engines.note_health(rank, health, where)
+
+    def supervise_heartbeats(self, hang_s: float | None, on_late: OnLate) -> None:
+        """Report late engines that send heartbeats; a supervisor calls this, and ends them after ``hang_s`` seconds."""
+        self._link.heartbeats.supervise(hang_s, on_late)
 
     def add_engine(self, rank: int) -> None:
         """Expect one more engine, which gets requests once it has registered.

@@ -17,6 +17,7 @@ from aioshm.arguments import check_int
 from aioshm.closing import warn_not_closed
 from aioshm.config import Options
 from aioshm.engine.client.engines import Engines, again
+from aioshm.engine.client.heartbeats import Heartbeats
 from aioshm.engine.client.liveness import Liveness
 from aioshm.engine.client.pause import PauseOfEngines
 from aioshm.engine.client.requests import UNSENT, Inbox, Pending
@@ -111,6 +112,7 @@ class EngineLink:
         self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
         self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
         self.liveness: Liveness = Liveness(this)
+        self.heartbeats: Heartbeats = Heartbeats(this)
         if membership_address is not None:
             self.pending.on_idle = lambda _rank: this.report_progress()
             try:
@@ -144,6 +146,7 @@ class EngineLink:
     def _stop_listening(self) -> None:
         self._signs_of_life.close()
         self.liveness.stop()
+        self.heartbeats.stop()
         if self._membership is not None:
             self._membership.close()
 
@@ -280,6 +283,15 @@ class EngineLink:
         except (OSError, RuntimeError) as error:  # this client then balances by its own requests only
             self._limiter.warn(logger, "there are no counts from the coordinator: %s", error)
 
+    def heartbeat(self, connection: int, frames: list[bytes]) -> None:
+        found = self.liveness.engine_at(connection)
+        if found is None or self.dead is not None:
+            return
+        try:
+            self.heartbeats.receive(*found, frames)
+        except ValueError as error:
+            self._limiter.warn(logger, "a heartbeat of engine %d is ignored: %s", found[0], error)
+
     def disconnected(self, connection: int) -> None:
         if self._membership is not None:
             self._membership.forget_early(connection)
@@ -311,6 +323,7 @@ class EngineLink:
 
     def lose(self, rank: int) -> None:
         """Send no more requests to an unreachable engine; its death is reported soon."""
+        self.heartbeats.forget(rank)
         if self.goes_on:
             self.engines.balance.leave_out(rank)
 
@@ -320,6 +333,8 @@ class EngineLink:
             return
         self.sockets.outputs.run()  # its last outputs
         rank = error.engine
+        if rank is not None:
+            self.heartbeats.forget(rank)
         if not self.goes_on or rank not in self.engines.ranks:
             self.engines.died += 1
             # Waiting calls raise the error; without any, an engine was stopped.
@@ -339,6 +354,7 @@ class EngineLink:
         if not self.closed and self.dead is None:
             self.dead = error
             self.liveness.stop()
+            self.heartbeats.stop()
             self._fail(lambda: again(error))
 
     def _fail(self, error: Callable[[], Exception]) -> None:
@@ -365,7 +381,9 @@ class EngineLink:
         self._protection.void(rank, incarnation)
 
     def remove_last(self) -> None:
-        self.liveness.dismiss(self.engines.remove_last())
+        rank = self.engines.remove_last()
+        self.liveness.dismiss(rank)
+        self.heartbeats.forget(rank)
         self.settle()
 
     def report_scale(self) -> None:

@@ -90,6 +90,13 @@ class Liveness:
                 self._lose(rank)
                 return
 
+    def engine_at(self, connection: int) -> tuple[int, str] | None:
+        """Return the rank of the engine with a connection, and a description of its sender."""
+        for rank, engine in self._engines.items():
+            if engine.connection == connection and rank is not None:
+                return rank, engine.sender
+        return None
+
     def lost(self, rank: int) -> None:
         """Note that an engine is unreachable."""
         if self._of(rank).connection is not None:

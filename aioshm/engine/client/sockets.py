@@ -17,7 +17,7 @@ from aioshm.engine.protocol.control import (
     decode_membership,
     encode,
 )
-from aioshm.engine.protocol.messages import SUBSCRIBE_TO_ALL
+from aioshm.engine.protocol.messages import SUBSCRIBE_TO_ALL, is_heartbeat
 from aioshm.engine.protocol.pause import PauseOrder
 from aioshm.engine.protocol.payloads import Frame, check_stranger
 from aioshm.engine.security.binding import Protection, over_tcp
@@ -158,6 +158,9 @@ class ClientSockets:
         sender, (name, *frames) = message
         connection = self._connections.of(sender)
         if connection is None:
+            return
+        if is_heartbeat(frames):
+            self._link.heartbeat(connection, frames)
             return
         user = user_of(sender) if self.register_by_keys else ""
         self._link.registered(Registration(name, frames, connection, sender_of(sender), user))

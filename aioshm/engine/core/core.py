@@ -132,11 +132,12 @@ class EngineCore:
             fields.setdefault("dp_stats_address", stats_address)
         return fields
 
-    async def connect(self, addresses: EngineZmqAddresses, fields: dict[str, Any]) -> None:
-        """Connect to the front ends, and register there with the fields of READY."""
+    async def connect(self, addresses: EngineZmqAddresses, fields: dict[str, Any]) -> CoreSockets:
+        """Connect to the front ends, and register there with the fields of READY; return the sockets."""
         self._fields = fields
         self._sockets = CoreSockets(addresses, self._put, self._settings)
         await self._sockets.register(self._registration())
+        return self._sockets
 
     def _registration(self) -> bytes:
         fields = self._fields

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import zmq
 from aioshm.arguments import check_seconds
 from aioshm.config import Options
 from aioshm.engine.core.core import EngineCore
+from aioshm.engine.core.heartbeats import Heartbeats
 from aioshm.engine.core.sockets import MAX_PENDING_BYTES
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
 from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, EngineHandshake
@@ -22,6 +23,7 @@ from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine
 from aioshm.process import progress
 from aioshm.process.background import give_back
+from aioshm.process.selfwatch import SelfWatch
 from aioshm.process.stopping import Termination
 from aioshm.zeromq.endpoint import attach, limit_frames, open_socket
 from aioshm.zeromq.monitor import ENDED, MISMATCH, Monitor
@@ -97,6 +99,9 @@ async def run_engine_core(
     else. So the engine needs no locks. A step that is not async blocks the loop; ZeroMQ's own thread receives messages
     meanwhile.
 
+    An engine that no process of its host watches watches itself: a thread logs the line of Python after
+    ``options.stall_warning_s`` seconds without progress, see `progress.expect`; and front ends get its heartbeats.
+
     After a failed step, SIGTERM, or a cancellation, every client is notified that the engine is dead. SIGTERM also ends
     an async ``initialize``, and calls ``shutdown``: a `WorkerGroup` that the engine has entered closes its workers. An
     ``initialize`` that is not async ends with the process. After SIGTERM this returns; otherwise it raises.
@@ -106,7 +111,8 @@ async def run_engine_core(
         handshake_address: Where the front end listens.
         index: The engine's rank.
         request_type: The type that requests are decoded to: any type that msgspec knows; None for plain data.
-        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` apply; None: `Options.from_env`.
+        options: ``max_message_bytes``, ``remote_timeout``, ``secure`` and ``stall_warning_s`` apply; None:
+            `Options.from_env`.
         max_pending_bytes: Bytes of outputs that may wait for one front end of this host, besides the last 8 messages,
             which ZeroMQ holds. With more than that the front end has stopped reading, and the engine drops it: it logs
             a warning that names the front end, and aborts its requests. A front end that runs again raises `EngineDead`
@@ -122,6 +128,7 @@ async def run_engine_core(
         Exception: An exception of the engine in ``initialize`` or ``step``.
     """
     options = options or Options.from_env()
+    stall_warning_s = options.stall_warning_s
     chosen = handshake or HandshakeOptions()
     chosen = replace(chosen, secure=chosen.secure and options.secure)
     core = EngineCore(
@@ -134,16 +141,22 @@ async def run_engine_core(
         max_pending_bytes=max_pending_bytes,
     )
     termination = Termination()
+    own = progress.own()
 
     async def initialize(metadata: EngineHandshakeMetadata) -> dict[str, Any]:
         # A method that is not async, and may take minutes, is ended by the signal itself.
         fields = await core.initialize(metadata, termination.arm)
         termination.arm()
-        await core.connect(metadata.addresses, fields)
+        sockets = await core.connect(metadata.addresses, fields)
+        if not own.is_watched:
+            watches.enter_context(SelfWatch(f"engine {index}", stall_warning_s))
+        if not own.is_watched or not chosen.local:
+            watches.enter_context(Heartbeats(sockets.beat))
         return fields
 
     try:
-        with progress.own().turning():
+        with ExitStack() as watches:
+            watches.enter_context(own.turning())
             failed = False
             try:
                 await shake_hands(handshake_address, index, initialize=initialize, handshake=chosen)

@@ -7,14 +7,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import zmq
 
+from aioshm.engine.core.heartbeats import present_heartbeat
 from aioshm.engine.protocol.addresses import EngineZmqAddresses, identity
-from aioshm.engine.protocol.messages import COORDINATOR_READY, ENGINE_CORE_DEAD, SUBSCRIBE_TO_ALL
+from aioshm.engine.protocol.messages import COORDINATOR_READY, ENGINE_CORE_DEAD, SUBSCRIBE_TO_ALL, is_marked
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.bound_sockets import with_views
@@ -40,6 +42,7 @@ MAX_PENDING_BYTES = 128 << 20
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _UNBOUNDED = 0
+_HEARTBEATS_HWM = 1000  # of a front end of this host that is stopped
 _LOCAL_HWM = 8  # messages of any size that ZeroMQ holds for a front end of this host; bytes bound the remainder
 
 
@@ -129,9 +132,15 @@ class _Output:
 
 
 class _FrontEnd:
-    """The connection to one client: a DEALER with its monitor, and an output."""
+    """The connection to one client: a DEALER with its monitor, and an output.
 
-    def __init__(self, client: int, address: str, dealer: Socket, monitor: Monitor, output: _Output) -> None:
+    Clients with keys are certainly aioshm's, and get heartbeats. Other clients get them once they have sent a request
+    as only aioshm's do.
+    """
+
+    def __init__(
+        self, client: int, address: str, dealer: Socket, monitor: Monitor, output: _Output, *, has_keys: bool
+    ) -> None:
         self.client = client
         self.address = address
         self.dealer = dealer
@@ -140,6 +149,13 @@ class _FrontEnd:
         self.gone = False
         self.dropped = 0  # messages since the client is gone
         self.requests: Pump | None = None
+        self.has_keys = has_keys
+        self.takes_heartbeats = has_keys
+
+    @property
+    def may_hold_heartbeats(self) -> bool:
+        """Whether the DEALER may hold heartbeats that the next client at this address must not get."""
+        return self.takes_heartbeats and not self.has_keys
 
 
 class CoreSockets:
@@ -168,6 +184,7 @@ class CoreSockets:
         self._closed = False
         self.registration: bytes = b""
         self._front_ends: list[_FrontEnd] = []
+        self.beating: bool = False  # whether there are heartbeats
         self.coordinated: bool = addresses.coordinator_input is not None and addresses.coordinator_output is not None
         self._coordinator_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
@@ -224,6 +241,20 @@ class CoreSockets:
                 requests,
             )
 
+    def beat(self) -> None:
+        """Send a heartbeat to each front end that is known to be aioshm's."""
+        self.beating = True
+        if not self._closed:
+            for front_end in self._front_ends:
+                self._read_monitor(front_end)
+                self._beat(front_end)
+
+    def _beat(self, front_end: _FrontEnd) -> None:
+        if self.beating and front_end.takes_heartbeats and not front_end.gone:
+            with suppress(zmq.Again):
+                front_end.dealer.send(present_heartbeat(), zmq.NOBLOCK)
+            self._look_for_requests(front_end)
+
     def send_dead(self) -> None:
         """Report to every client that this engine ends."""
         for front_end in self._front_ends:
@@ -269,7 +300,9 @@ class CoreSockets:
         try:
             self._sockets.add(monitor.pair)
             attach(dealer, input_address, bind=False)
-            return _FrontEnd(client, input_address, dealer, monitor, self._open_output(client, output_address))
+            output = self._open_output(client, output_address)
+            has_keys = self._credentials is not None and over_tcp([input_address])
+            return _FrontEnd(client, input_address, dealer, monitor, output, has_keys=has_keys)
         except BaseException:
             monitor.close()
             raise
@@ -309,6 +342,7 @@ class CoreSockets:
         if kind == zmq.DEALER:
             name = identity(settings.index) if credentials is None else credentials.name
             socket.setsockopt(zmq.ROUTING_ID, name)
+            socket.setsockopt(zmq.SNDHWM, _HEARTBEATS_HWM)
         else:
             attach(socket, address, bind=False)
         return socket
@@ -324,13 +358,19 @@ class CoreSockets:
         for kind, *_ in front_end.monitor.events():
             if kind == zmq.EVENT_DISCONNECTED and not front_end.gone:
                 self._lose(front_end)
-            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and front_end.gone:
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and front_end.gone and not front_end.may_hold_heartbeats:
                 front_end.gone = False
                 logger.info("client %d is back; %d messages found it gone", front_end.client, front_end.dropped)
                 front_end.output = self._open_output(front_end.client, front_end.output.address)
                 front_end.dealer.send(self.registration, zmq.NOBLOCK)
-                if front_end.requests is not None:
-                    front_end.requests.run_soon()  # a send may clear the event of a waiting message
+                self._look_for_requests(front_end)
+                self._beat(front_end)
+        if front_end.gone and front_end.may_hold_heartbeats:
+            self._connect_anew(front_end)
+
+    def _look_for_requests(self, front_end: _FrontEnd) -> None:
+        if front_end.requests is not None:
+            front_end.requests.run_soon()  # a send may clear the event of a waiting message
 
     def _lose(self, front_end: _FrontEnd) -> None:
         """Drop the pending outputs of a front end, and abort its requests."""
@@ -354,6 +394,11 @@ class CoreSockets:
     def _disconnect(self, front_end: _FrontEnd) -> None:
         """Give up a client whose outputs are lost: the end of its connection is how the client notices."""
         self._lose(front_end)
+        self._connect_anew(front_end)
+
+    def _connect_anew(self, front_end: _FrontEnd) -> None:
+        """Connect again to a front end that is gone, without unsent messages."""
+        front_end.takes_heartbeats = front_end.has_keys
         front_end.dealer.disconnect(front_end.address)
         if over_tcp([front_end.address]) and self._credentials is None:
             asyncio.get_running_loop().call_later(RECONNECT_S, self._connect_again, front_end)
@@ -371,5 +416,9 @@ class CoreSockets:
             self._coordinator_ready.set_result(None)
 
     def _take(self, front_end: _FrontEnd, frames: list[Frame]) -> None:
-        if not front_end.gone:  # else sent before the connection ended, and read afterwards
-            self._on_message(front_end.client, frames)
+        if front_end.gone:  # sent before the connection ended, and read afterwards
+            return
+        self._on_message(front_end.client, frames)
+        if self.beating and not front_end.takes_heartbeats and is_marked(frames):
+            front_end.takes_heartbeats = True
+            self._beat(front_end)

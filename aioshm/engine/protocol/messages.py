@@ -13,11 +13,16 @@ aioshm's clients and engines add one number to that: the generation of each subm
 request are never taken for those of a later request with the same id. It is the last frame of an ADD (`mark`), which
 vLLM's engines ignore, and comes back in the ninth field of the envelope, which vLLM's front ends never get: an engine
 sends it only to clients that have sent it.
+
+An engine of aioshm that no process of its own host watches sends its progress to front ends, DEALER to ROUTER: every
+second, and when `progress.expect` begins or ends. Such a `Heartbeat` is one frame, an array with the marker
+``aioshm heartbeat`` first; registrations, which go the same way, are maps. Only aioshm's front ends get them: those
+with keys from the registration on, those without from their first request with a generation on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from time import monotonic
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
@@ -39,6 +44,13 @@ FINISH_REASON = 5
 
 NO_GENERATION = 0
 """The generation of requests that were submitted without one."""
+
+HEARTBEAT_S = 1.0
+"""Seconds between two heartbeats."""
+
+_HEARTBEAT = "aioshm heartbeat"
+_HEARTBEAT_BYTES = 256
+_HEARTBEAT_MARKER = slice(2, 2 + len(_HEARTBEAT))  # behind the heads of the array and of the marker
 
 _MARK = b"aioshm generation "
 _MARK_BYTES = len(_MARK) + 8
@@ -116,6 +128,24 @@ class MarkedOutputs(EngineCoreOutputs[Output], Generic[Output], array_like=True,
     generations: list[int] | None = None
 
 
+class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag=_HEARTBEAT, gc=False):
+    """The progress of an engine; see `Sample` in ``aioshm.process.progress``.
+
+    Attributes:
+        phase: What the engine does.
+        steps: The number of steps and calls that have begun or ended.
+        turns: The number of signs of life of the event loop.
+        expected_s: How long the present step may take, in seconds; 0: not known.
+        requests: The number of requests that the engine has.
+    """
+
+    phase: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    steps: Count
+    turns: Count
+    expected_s: float
+    requests: Count
+
+
 class StartWave(NamedTuple):
     """The coordinator's order to engines to run, except for the engine that runs already."""
 
@@ -160,6 +190,25 @@ def pop_mark(frames: list[Frame]) -> int:
     if len(frames) == 1 or len(last) != _MARK_BYTES or bytes(last[: len(_MARK)]) != _MARK:
         return NO_GENERATION
     return int.from_bytes(frames.pop()[len(_MARK) :], "little")
+
+
+def is_marked(frames: Sequence[Frame]) -> bool:
+    """Return whether a message, with its type byte, is a request of an aioshm client."""
+    return len(frames) > 2 and frames[0] == EngineCoreRequestType.ADD.value and frames[-1][: len(_MARK)] == _MARK
+
+
+def is_heartbeat(frames: Sequence[Frame]) -> bool:
+    """Return whether an engine's message to a ROUTER is a heartbeat, not a registration."""
+    return len(frames) == 1 and frames[0][_HEARTBEAT_MARKER] == _HEARTBEAT.encode()
+
+
+_heartbeat = msgspec.msgpack.Decoder(Heartbeat)
+encode_heartbeat: Callable[[Heartbeat], bytes] = msgspec.msgpack.Encoder().encode
+
+
+def decode_heartbeat(frames: Sequence[bytes]) -> Heartbeat:
+    """Decode a heartbeat; raises `ValueError`."""
+    return decode_single(_heartbeat, frames, _HEARTBEAT_BYTES)
 
 
 def is_finished(output: Any) -> bool:

@@ -14,6 +14,7 @@ from aioshm.engine.client.liveness import describe_exit, engine_of
 from aioshm.engine.dp.coordinator import NAME as COORDINATOR
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.protocol.addresses import CoreEngine, engine_index
+from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.errors import EndClosed, EngineDead
@@ -22,7 +23,7 @@ from aioshm.process.child import Child
 from aioshm.process.restart import Health, Life, RankInfo, Restart, RestartHistory, bring_back
 from aioshm.process.stalls import Watched
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S, ashutdown
-from aioshm.process.watch import ProcessExit, ProcessWatch
+from aioshm.process.watch import STOPPED_STATES, ProcessExit, ProcessWatch, process_state
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -87,6 +88,8 @@ class EngineRestarts:
             assert rank is not None
             self.lives[rank] = EngineLife(rank, rules, process.pid)
         launch.watch_progress(rules.restart, lockstep=rules.lockstep, on_change=self._health_changed)
+        if isinstance(self._members, EngineClient):
+            self._members.supervise_heartbeats(rules.restart.hang_s, self._late)
         self._startup = launch.startup.stay_open(self.ready)
         self._watch = ProcessWatch(manager=self._manager, on_exit=self._process_exited)
         if launch.coordinator is not None:
@@ -147,6 +150,24 @@ class EngineRestarts:
         if rank in self.lives and self.lives[rank].pid == watched.process.pid:
             self.lives[rank].health = (watched.health, watched.where)
             self.lives[rank].note_health(watched.health, watched.where)
+
+    def _late(self, rank: int, seconds: float, where: str) -> None:
+        """Note that the heartbeats of an actor show no progress, and kill the actor if the policy says so."""
+        actor = next((each for each in self._manager.processes if engine_index(each.name) == rank), None)
+        life = self.lives.get(rank)
+        if life is None or not isinstance(actor, EngineActor):
+            return
+        restart = self._rules.restart
+        stopped = actor.local and process_state(actor.pid) in STOPPED_STATES
+        health: Health = "running"
+        if seconds:
+            health = "stopped" if stopped else "stalled"
+        life.health = (health, where)
+        life.note_health(health, where)
+        if restart.hang_s is None or seconds < restart.hang_s or actor.reason or (stopped and not restart.kill_stopped):
+            return
+        actor.reason = f"hung for {seconds:.0f} s, and was killed"
+        self._spawn(in_thread(actor.kill), f"hung-engine-{rank}")
 
     # Exits
 

@@ -50,7 +50,7 @@ def tell_environment(directory: str, dp_rank: int, **_: Any) -> None:
     Path(directory, f"{dp_rank}").write_text(f"{os.environ.get('PLACED')}, {os.environ.get('CUDA_VISIBLE_DEVICES')}")
 
 
-def serve(address: str, dp_rank: int, local_dp_rank: int, local_client: bool) -> None:
+def serve(address: str, dp_rank: int, local_dp_rank: int, local_client: bool, kind: Any = None) -> None:
     """Be an engine that serves requests."""
     from served_engine import Engine
 
@@ -58,7 +58,10 @@ def serve(address: str, dp_rank: int, local_dp_rank: int, local_client: bool) ->
 
     asyncio.run(
         run_engine_core(
-            Engine(), address, dp_rank, handshake=HandshakeOptions(local=local_client, headless=not local_client)
+            (kind or Engine)(),
+            address,
+            dp_rank,
+            handshake=HandshakeOptions(local=local_client, headless=not local_client),
         )
     )
 
@@ -66,6 +69,19 @@ def serve(address: str, dp_rank: int, local_dp_rank: int, local_client: bool) ->
 def serve_launched(handshake_address: str, dp_rank: int, local_dp_rank: int, local_client: bool) -> None:
     """Be an engine of `launch_core_engines`."""
     serve(handshake_address, dp_rank, local_dp_rank, local_client)
+
+
+def serve_hanging(handshake_address: str, dp_rank: int, local_dp_rank: int, local_client: bool) -> None:
+    """Be such an engine, which hangs in the step of a request that says so."""
+    from served_engine import Engine
+
+    class Hanging(Engine):
+        def step(self) -> Any:
+            if any(request.get("hang") for request in self.requests.values()):
+                time.sleep(LONG_S)
+            return super().step()
+
+    serve(handshake_address, dp_rank, local_dp_rank, local_client, Hanging)
 
 
 def serve_unless(path: str, handshake_address: str, dp_rank: int, local_dp_rank: int, local_client: bool) -> None:

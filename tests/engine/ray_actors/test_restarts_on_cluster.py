@@ -128,6 +128,21 @@ async def test_actor_comes_back_also_when_its_node_has_left(
         await until(lambda: ray.available_resources().get("chip") == 1, "the return of its room")
 
 
+async def test_actor_that_hangs_is_killed_and_comes_back(ray_cluster: Any) -> None:
+    """The actor sends heartbeats; the client of the supervisor judges them."""
+    needs = EngineNeeds(world_size=0)
+    restart = Restart(hang_s=1.0)
+    options = {"restart": restart, "target": targets.serve_hanging, "manager_options": {"needs": needs}}
+    async with supervised(2, 1, **options) as (supervisor, _):
+        first = supervisor.engines[1].pid
+        stream = supervisor.client.submit(ask("hangs", hang=True), engine=1)
+        with pytest.raises(EngineDead, match=rf"engine 1 \(pid {first} on .*\) hung for \d+ s, and was killed"):
+            await collected(stream)
+        await serves(supervisor, 1, restarts=1)
+        assert supervisor.engines[1].pid != first
+        assert "hung for" in supervisor.engines[1].cause
+
+
 async def test_no_room_is_a_crash_loop_in_the_end(nodes: Nodes) -> None:
     nodes.add()
     async with supervised(3, 2, restart=Restart(max_restarts=2, backoff_s=0.01)) as (supervisor, manager):

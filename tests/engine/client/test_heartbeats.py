@@ -1,0 +1,359 @@
+"""Engines that are nobody's child processes: those that hang are passed over, and named at both ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import hanging_engine
+import msgspec
+import pytest
+import uvloop
+import zmq
+from hanging_engine import KEYS
+from peers import BareEngine, BareFrontEnd, received
+from served_engine import Engine, ask, clients_of, collected, here_and_there, until
+from startups import tasks
+
+from aioshm import progress
+from aioshm.config import Options
+from aioshm.engine import (
+    ClientOptions,
+    CoreEngine,
+    EngineClient,
+    EngineStartupCoordinator,
+    EngineZmqAddresses,
+    StartupOptions,
+    get_engine_client_zmq_addr,
+    run_engine_core,
+)
+from aioshm.engine.protocol.messages import mark
+from aioshm.process.manager import Job, ProcessManager
+from aioshm.process.progress import BUSY, ENDING, IDLE, STARTING, Progress
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+SCRIPT = Path(hanging_engine.__file__)
+LOOPBACK = "tcp://127.0.0.1:0"
+WARNING_S = 1.0
+
+encode = msgspec.msgpack.encode
+
+REGISTRATION = encode({"num_gpu_blocks": 5})
+
+
+# The sender
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Progress:
+    """Give this process a progress of its own, and the engines in it quick heartbeats."""
+    fresh = Progress()
+    monkeypatch.setattr(progress, "_own", fresh)
+    monkeypatch.setattr("aioshm.engine.core.heartbeats.HEARTBEAT_S", 0.01)
+    return fresh
+
+
+class FrontEnd:
+    """The bare sockets of a front end without keys."""
+
+    def __init__(self, context: Any, addresses: EngineZmqAddresses) -> None:
+        self.router = context.socket(zmq.ROUTER)
+        self.pull = context.socket(zmq.PULL)
+        self.router.bind(addresses.inputs[0])
+        self.pull.bind(addresses.outputs[0])
+
+    def submit(self, request_id: str, *, generation: int = 0) -> None:
+        frames = [encode(ask(request_id, 1))]
+        if generation:
+            frames = mark(frames, generation)
+        self.router.send_multipart([b"\0\0", b"\0", *frames])
+
+    def close(self) -> None:
+        self.router.close(linger=0)
+        self.pull.close(linger=0)
+
+
+@asynccontextmanager
+async def engine_of(context: Any, addresses: EngineZmqAddresses) -> AsyncIterator[None]:
+    """Run an engine in this loop; a bare front end shakes hands with it."""
+    with closing(BareFrontEnd(context, get_engine_client_zmq_addr(True, ""), b"\0\0")) as shaking:
+        async with tasks(run_engine_core(Engine(), shaking.address, 0)):
+            await shaking.hears()
+            shaking.says(encode({"addresses": addresses, "parallel_config": {}}))
+            assert (await shaking.hears())["status"] == "READY"
+            yield
+
+
+async def heard(front_end: FrontEnd) -> list[Any]:
+    """Return the next heartbeat."""
+    _, frame = await received(front_end.router)
+    assert frame[:18] == b"\x96\xb0aioshm heartbeat"
+    heartbeat: list[Any] = msgspec.msgpack.decode(frame)
+    return heartbeat[1:]
+
+
+async def dozens_of_heartbeats(own: Progress) -> None:
+    before = own.read().turns
+    await until(lambda: own.read().turns > before)
+
+
+async def test_front_end_without_marks_gets_a_registration_and_nothing_more(own: Progress) -> None:
+    addresses = here_and_there()
+    with zmq.Context() as context, closing(FrontEnd(context, addresses)) as front_end:
+        async with engine_of(context, addresses):
+            assert (await received(front_end.router))[1:] == [REGISTRATION]
+            front_end.submit("a")
+            await received(front_end.pull)
+            await dozens_of_heartbeats(own)
+            assert not front_end.router.poll(0)
+
+
+async def test_front_end_with_marks_gets_heartbeats_but_not_its_successor(own: Progress) -> None:
+    addresses = here_and_there()
+    with zmq.Context() as context, ExitStack() as ends:
+        front_end = ends.enter_context(closing(FrontEnd(context, addresses)))
+        async with engine_of(context, addresses):
+            assert (await received(front_end.router))[1:] == [REGISTRATION]
+            front_end.submit("a", generation=7)
+            _phase, steps, _turns, expected_s, requests = await heard(front_end)
+            assert (expected_s, requests) == (0.0, 0)
+            await received(front_end.pull)
+            while (await heard(front_end))[1] == steps:
+                pass
+            front_end.close()
+            successor = ends.enter_context(closing(FrontEnd(context, addresses)))
+            assert (await received(successor.router))[1:] == [REGISTRATION]
+            successor.submit("b")
+            await received(successor.pull)
+            await dozens_of_heartbeats(own)
+            assert not successor.router.poll(0)
+
+
+async def test_expectation_leaves_although_the_loop_is_blocked_next(
+    own: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioshm.engine.core.heartbeats.HEARTBEAT_S", 3600)
+    addresses = here_and_there()
+    with zmq.Context() as context, closing(FrontEnd(context, addresses)) as front_end:
+
+        def expected() -> float:  # without a turn of the loop
+            assert front_end.router.poll(10_000)
+            seconds: float = msgspec.msgpack.decode(front_end.router.recv_multipart()[1])[4]
+            return seconds
+
+        async with engine_of(context, addresses):
+            await received(front_end.router)
+            front_end.submit("a", generation=7)
+            await heard(front_end)
+            await received(front_end.pull)
+            with progress.expect(33):
+                assert expected() == 33
+            assert expected() == 0
+            in_thread = progress.expect(44)
+            await asyncio.to_thread(in_thread.__enter__)
+            assert (await heard(front_end))[3] == 44
+            await asyncio.to_thread(in_thread.__exit__, None, None, None)
+            assert (await heard(front_end))[3] == 0
+    assert own.on_expect == set()
+
+
+# The judge
+
+
+def beat(phase: int = IDLE, steps: int = 0, turns: int = 1, expected_s: float = 0.0) -> bytes:
+    return encode(["aioshm heartbeat", phase, steps, turns, expected_s, 0])
+
+
+@asynccontextmanager
+async def bare_engine(
+    monkeypatch: pytest.MonkeyPatch, warning_s: float = 0.2
+) -> AsyncIterator[tuple[EngineClient, BareEngine, Any]]:
+    monkeypatch.setattr("aioshm.engine.client.heartbeats.GRACE_S", 0.1)
+    options = {"options": Options(stall_warning_s=warning_s), "on_engine_death": "continue"}
+    async with clients_of(here_and_there(), 1, 1, **options) as serving:
+        with zmq.Context() as context, BareEngine(context, serving.client) as engine:
+            await serving.client.wait_until_ready(10)
+            yield serving.client, engine, context
+
+
+@pytest.mark.parametrize("phase", [STARTING, IDLE, BUSY])
+async def test_silent_engine_is_stalled_until_it_moves(
+    phase: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aioshm.engine")
+    async with bare_engine(monkeypatch) as (client, engine, _):
+        engine.dealer.send(beat(phase))
+        await until(lambda: client.stats().stalled)
+        what = "no progress for" if phase == BUSY else "no sign of life of its event loop for"
+        assert f"engine 0 (pid {os.getpid()}) is stalled: {what}" in caplog.text
+        assert "its own log has the line" in caplog.text
+        await until(lambda: caplog.text.count("is stalled") > 1)
+        engine.dealer.send(beat(phase, steps=1, turns=2))
+        await until(lambda: not client.stats().stalled)
+        assert f"engine 0 (pid {os.getpid()}) makes progress again" in caplog.text
+
+
+async def test_engine_whose_loop_runs_is_stalled_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bare_engine(monkeypatch) as (client, engine, _):
+        for turns in range(1000):
+            engine.dealer.send(beat(BUSY, turns=turns))
+            await asyncio.sleep(0.02)
+            if client.stats().stalled:
+                break
+        assert client.stats().stalled
+
+
+async def test_requests_that_are_sent_meanwhile_hide_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bare_engine(monkeypatch, 1.0) as (client, engine, _):
+        for number in range(150):
+            engine.dealer.send(beat(turns=number))
+            client.submit(ask(str(number))).inbox.end()
+            await asyncio.sleep(0.02)
+            assert not client.stats().stalled
+
+
+@pytest.mark.parametrize(
+    "heartbeats",
+    [
+        [],
+        [b"\x96\xb0aioshm heartbeat"],
+        [encode(["aioshm heartbeat", -1, 0, 0, 0.0, 0])],
+        [beat(ENDING)],
+        [beat(99)],
+        [beat(BUSY, expected_s=3600)],
+    ],
+)
+async def test_engines_that_say_nothing_or_nonsense_are_not_judged(
+    heartbeats: list[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bare_engine(monkeypatch, 0.05) as (client, engine, _):
+        for each in heartbeats:
+            engine.dealer.send(each)
+        await asyncio.sleep(1)
+        assert not client.stats().stalled
+        assert "is stalled" not in caplog.text
+
+
+async def test_time_counts_only_while_the_clients_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bare_engine(monkeypatch, 1.0) as (client, engine, _):
+        engine.dealer.send(beat(turns=1))
+        await asyncio.sleep(0.2)
+        time.sleep(2.5)
+        engine.dealer.send(beat(turns=2))
+        await asyncio.sleep(0.3)
+        assert not client.stats().stalled
+
+
+async def test_stalled_engine_that_is_replaced_is_judged_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bare_engine(monkeypatch) as (client, engine, context):
+        engine.dealer.send(beat(BUSY))
+        await until(lambda: client.stats().stalled)
+        engine.dealer.close(linger=0)
+        await until(lambda: client.deaths)
+        assert not client.stats().stalled
+        with BareEngine(context, client) as successor:
+            await client.wait_until_ready(10)
+            caplog.clear()
+            await asyncio.sleep(1)  # without heartbeats it is not judged
+            assert not client.stats().stalled
+            successor.dealer.send(beat(BUSY))
+            await until(lambda: client.stats().stalled)
+
+
+async def test_engine_whose_process_has_exited_is_not_judged_any_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bare_engine(monkeypatch) as (client, engine, _):
+        async with ProcessManager(time.sleep, [Job("EngineCore_0", (600,))], shutdown_timeout=0) as manager:
+            client.watch(manager)
+            engine.dealer.send(beat(BUSY))
+            await until(lambda: client.stats().stalled)
+            manager.processes[0].kill()
+            await until(lambda: client.deaths)  # its connection has not ended
+            caplog.clear()
+            await asyncio.sleep(1)
+            assert "is stalled" not in caplog.text
+
+
+# Both
+
+
+@asynccontextmanager
+async def engines_by_hand(tmp_path: Path, count: int) -> AsyncIterator[EngineClient]:
+    """Start engines in processes of nobody's, as on another host; their logs are ``0.log``, and so on."""
+    addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
+    expected = [CoreEngine(rank, local=False) for rank in range(count)]
+    options = ClientOptions(keys=KEYS, options=Options(stall_warning_s=WARNING_S), on_engine_death="continue")
+    loop = "uvloop" if isinstance(asyncio.get_running_loop(), uvloop.Loop) else "asyncio"
+    environment = {**os.environ, "AIOSHM_STALL_WARNING_S": str(WARNING_S), "PYTHONPATH": os.pathsep.join(sys.path)}
+    os.mkfifo(tmp_path / "fifo")
+    processes = []
+    async with EngineClient(addresses, expected, options) as client:
+        try:
+            startup = EngineStartupCoordinator(LOOPBACK, expected, addresses, options=StartupOptions(keys=KEYS))
+            async with startup:
+                for rank in range(count):
+                    arguments = [startup.handshake_address, str(rank), loop, str(tmp_path / "fifo")]
+                    with (tmp_path / f"{rank}.log").open("wb") as log:
+                        command = [sys.executable, str(SCRIPT), *arguments]
+                        processes.append(subprocess.Popen(command, stderr=log, env=environment))
+                await startup.wait(60)
+            await client.wait_until_ready(60)
+            yield client
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def line_of(hang: str) -> int:
+    lines = SCRIPT.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# HERE {hang}"))
+
+
+@pytest.mark.parametrize("hang", ["in_a_lock", "with_the_gil", "blocked_loop"])
+async def test_hung_engine_is_passed_over_and_comes_back(
+    hang: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aioshm.engine")
+    async with engines_by_hand(tmp_path, 2) as client:
+        if hang == "blocked_loop":
+            hanging: asyncio.Task[Any] = asyncio.ensure_future(client.call(hang, engine=0))
+        else:
+            hanging = asyncio.ensure_future(collected(client.submit(ask("hangs", hang=hang), engine=0)))
+        await until(lambda: client.stats().stalled)
+        assert "engine 0 (127.0.0.1) is stalled: no " in caplog.text
+        for number in range(4):
+            assert len(await collected(client.submit(ask(str(number))))) == 3
+        log = tmp_path / "0.log"
+        await until(lambda: f"line {line_of(hang)} in" in log.read_text() or f":{line_of(hang)} in" in log.read_text())
+        assert ("Timeout (" in log.read_text()) == (hang == "with_the_gil")
+        with (tmp_path / "fifo").open("w"):
+            pass
+        await until(lambda: not client.stats().stalled)
+        await hanging
+        assert "engine 0 (127.0.0.1) makes progress again" in caplog.text
+        assert len(await collected(client.submit(ask("next"), engine=0))) == 3
+        assert "engine 1" not in caplog.text
+
+
+async def test_expected_and_steady_steps_are_no_stalls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with engines_by_hand(tmp_path, 2) as client:
+        expected = asyncio.ensure_future(collected(client.submit(ask("expected", hang="expected"), engine=0)))
+        for number in range(6):
+            await collected(client.submit(ask(str(number), hang="long"), engine=1))
+        await expected
+        assert client.stats().stalled == 0
+    assert "stalled" not in caplog.text
+    assert "stalled" not in (tmp_path / "0.log").read_text() + (tmp_path / "1.log").read_text()
