@@ -147,7 +147,7 @@ class Replacer:
         if failure is not None:
             return f"{process} could not be created: {failure}"
         try:
-            await self._session.connect(rank, process)
+            await self._session.connect(process)
         except AioshmError as error:
             return f"cannot attach to the queues of {process}: {error}"
         return ""

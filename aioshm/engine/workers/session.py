@@ -115,20 +115,21 @@ class Session:
     async def _create_all(self) -> None:
         self.spawn(self._admit(), "aioshm-admits-workers")
         workers = self.processes.workers
-        results = await _all(self._step(rank, self.construct(worker)) for rank, worker in workers.items())
+        results = await _all(self._step(self.construct, worker) for worker in workers.values())
         failures = {rank: failure for rank, failure in zip(workers, results, strict=True) if failure is not None}
         if failures:
             raise WorkerError(method_name(self._settings.worker), failures)
-        await _all(self._step(rank, self.connect(rank, worker)) for rank, worker in workers.items())
+        await _all(self._step(self.connect, worker) for worker in workers.values())
 
-    async def _step(self, rank: int, step: Coroutine[Any, Any, T]) -> T:
+    async def _step(self, step: Callable[[WorkerProcess], Coroutine[Any, Any, T]], worker: WorkerProcess) -> T:
         """Run a step of the start; raise the exit of a dead process."""
+        assert worker.rank is not None
         try:
-            return await step
+            return await step(worker)
         except AioshmError:  # some are an OSError, too
             raise
         except (EOFError, OSError):
-            await self.lost(rank)
+            await self.lost(worker.rank)
 
     async def _admit(self) -> None:
         """Let the first workers attach to the queue of calls of all workers."""
@@ -148,13 +149,14 @@ class Session:
         worker.constructed = True
         return failure
 
-    async def connect(self, rank: int, worker: WorkerProcess) -> None:
+    async def connect(self, worker: WorkerProcess) -> None:
         """Open the queues of a worker that was constructed, and start to send calls to it.
 
         Raises:
             EOFError, OSError: The process has exited.
             AioshmError: A queue cannot be opened.
         """
+        assert worker.rank is not None
         options = self._own_options
         async with AsyncExitStack() as unused:
             requests = MessageQueue(1, 1, None, *self._settings.sizes, codec=MessageCodec(), options=options)
@@ -172,7 +174,7 @@ class Session:
             if worker.exited.done():
                 raise EOFError
             unused.pop_all()
-        self.calls.add(rank, requests, replies)
+        self.calls.add(worker.rank, requests, replies)
 
     # Changes of the workers
 
