@@ -9,7 +9,7 @@ Each of these prints a table, or JSON with ``--json``, and with ``--check`` fail
     python -m benchmarks.engine_roundtrip  from a request to an engine's first output
     python -m benchmarks.events_publish    batches of KV-cache events
     python -m benchmarks.observe           messages lost to `aioshm top` and to scrapes
-    python -m benchmarks.survival          engines and workers that are killed at random
+    python -m benchmarks.survival          engines and workers that are killed or hang
     python -m benchmarks.vllm_executor     a step of vLLM's executor on either queue (make vllm)
 
 `benchmarks.before_after` compares two checkouts of aioshm. `benchmarks.throughput` measures the figures of README's

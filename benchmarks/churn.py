@@ -53,17 +53,11 @@ class Pause:
 
 @dataclass(frozen=True)
 class Sent:
-    """The writer's figures of one repetition.
-
-    Attributes:
-        messages_per_s: The rate.
-        pauses_us: Of its calls that admit readers and notice deaths.
-        died: When each death was known, by pid.
-    """
+    """The writer's figures of one repetition."""
 
     messages_per_s: float
-    pauses_us: list[float]
-    died: dict[int, float]
+    pauses_us: list[float]  # of calls that admit readers and notice deaths
+    died: dict[int, float]  # when each death was known, by pid
 
 
 async def run(settings: Settings, report: Report) -> None:

@@ -2,7 +2,8 @@
 
 One request at a time, so that it is latency that is measured. All carry the same structs, encoded by msgspec, over a
 Unix socket, and the engine answers each request with one output. aioshm does more for a front end: it chooses an
-engine, knows the request of each output, aborts requests that are left, and notices when an engine dies.
+engine, knows the request of each output, aborts requests that are left, and notices when an engine dies. A request to
+an engine that stamps its progress is compared with one to the same engine without stamps, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -22,15 +24,16 @@ import zmq.asyncio
 
 from aioshm.engine import (
     ClientOptions,
-    CoreEngine,
     EngineClient,
-    EngineStartupCoordinator,
-    EngineZmqAddresses,
+    EngineLayout,
+    die_with_parent,
+    launch_core_engines,
     run_engine_core,
 )
 from benchmarks.framework.crew import BenchmarkError, Boss, Crew
-from benchmarks.framework.harness import Settings, main, progress
+from benchmarks.framework.harness import Settings, loop_factory, main, progress
 from benchmarks.framework.report import Report, latencies
+from benchmarks.framework.stamps import Stamped, hold_cost
 
 MOST = 1.15
 """The promised p50, as a share of zmq.asyncio's."""
@@ -67,10 +70,19 @@ async def run(settings: Settings, report: Report) -> None:
     with Crew(settings.loop_factory) as crew:
         async with AsyncExitStack() as stack:
             progress("starting an engine of each contestant")
-            asks = {name: await stack.enter_async_context(front(crew)) for name, front in CONTESTANTS.items()}
+            client = await stack.enter_async_context(engine_of(settings.more.loop))
+            asks: dict[str, Ask] = {
+                "aioshm": lambda request: anext(client.submit(request)),
+                "zmq.asyncio": await stack.enter_async_context(router_of(crew)),
+            }
             for prompt, length in PROMPTS.items():
                 progress(f"{prompt}: {settings.repeat} time(s)")
                 await _contest(settings, report, asks, prompt, length)
+
+            async def step() -> float:
+                return (await _times(asks["aioshm"], min(PROMPTS.values()), 1))[0]
+
+            await hold_cost(settings, report, "a request to an engine", step, partial(client.call, "stamp"))
     for prompt in PROMPTS:
         ratios = report.ratios(prompt, "aioshm", "zmq.asyncio", "p50_us")
         report.hold(f"p50 from a request of {prompt} to its first output, against bare sockets", ratios, "x", MOST)
@@ -110,7 +122,7 @@ def answer(request: Request) -> Output:
     return Output(request.request_id, request.prompt_token_ids[-1], "length")
 
 
-class Echo:
+class Echo(Stamped):
     """An engine that answers each request in its next step."""
 
     def __init__(self) -> None:
@@ -135,36 +147,21 @@ class Echo:
         return outputs
 
 
-async def serve(boss: Boss, address: str) -> None:
-    """Role: an engine of aioshm's."""
-    serving = asyncio.create_task(run_engine_core(Echo(), address, 0, request_type=Request))
-    ordering = asyncio.create_task(boss.order())
-    await asyncio.wait([serving, ordering], return_when=asyncio.FIRST_COMPLETED)
-    serving.cancel()
-    ordering.cancel()
-    await asyncio.wait([serving, ordering])
-    if not serving.cancelled():
-        serving.result()
+def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, loop: str) -> None:
+    """Run an engine of aioshm's; the target of a process."""
+    die_with_parent()
+    with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
+        runner.run(run_engine_core(Echo(), handshake_address, dp_rank, request_type=Request))
 
 
 @asynccontextmanager
-async def client_of(crew: Crew) -> AsyncIterator[Ask]:
-    """Start an engine; yield a function that sends it a request and returns the first output."""
-    with tempfile.TemporaryDirectory(prefix="aioshm-") as folder:
-        addresses = EngineZmqAddresses([f"ipc://{folder}/in"], [f"ipc://{folder}/out"])
-        async with EngineClient(addresses, 1, options=ClientOptions(output_type=Output)) as client:
-            handshake = f"ipc://{folder}/handshake"
-            hand = crew.start("engine of aioshm", serve, handshake)
-            async with EngineStartupCoordinator(handshake, [CoreEngine(0)], client.addresses) as startup:
-                await startup.wait(READY_S)
-            await client.wait_until_ready(READY_S)
-
-            async def ask(request: Request) -> Output:
-                output: Output = await anext(client.submit(request))
-                return output
-
-            yield ask
-            await crew.dismiss([hand])
+async def engine_of(loop: str) -> AsyncIterator[EngineClient]:
+    """Start an engine; yield its client."""
+    options = ClientOptions(output_type=Output)
+    layout = EngineLayout(coordinator=False)
+    async with launch_core_engines(serve, 1, kwargs={"loop": loop}, client=options, layout=layout) as launch:
+        assert launch.client is not None
+        yield launch.client
 
 
 async def echo(boss: Boss, address: str) -> None:
@@ -188,7 +185,7 @@ async def echo(boss: Boss, address: str) -> None:
 
 @asynccontextmanager
 async def router_of(crew: Crew) -> AsyncIterator[Ask]:
-    """Do the same with a ROUTER of zmq.asyncio, and nothing else."""
+    """Start an engine with a DEALER of zmq.asyncio, and ask it through a ROUTER; nothing else."""
     decode, encode = msgspec.msgpack.Decoder(Output).decode, msgspec.msgpack.Encoder().encode
     with tempfile.TemporaryDirectory(prefix="aioshm-") as folder:
         address = f"ipc://{folder}/router"
@@ -210,8 +207,6 @@ async def router_of(crew: Crew) -> AsyncIterator[Ask]:
             socket.close(linger=0)
             context.term()
 
-
-CONTESTANTS = {"aioshm": client_of, "zmq.asyncio": router_of}
 
 if __name__ == "__main__":
     sys.exit(main("engine_roundtrip", __doc__, run, repeat=3, seconds=1.0))

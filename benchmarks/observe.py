@@ -55,13 +55,7 @@ TRIM, RESAMPLES = 0.2, 2000
 
 @dataclass
 class Observers:
-    """The processes of ``aioshm top`` and ``aioshm export``, stopped between their parts.
-
-    Attributes:
-        processes: The two.
-        port: Where to scrape.
-        period_s: Between two looks.
-    """
+    """The processes of ``aioshm top`` and ``aioshm export``, stopped between their parts."""
 
     processes: tuple[Popen[bytes], Popen[bytes]]
     port: int
@@ -147,13 +141,7 @@ def _drain(fd: int) -> None:
 
 @dataclass
 class Run:
-    """The queue that is measured, and its observers.
-
-    Attributes:
-        ring: The queue's.
-        looking: The observers.
-        seconds: Of a part.
-    """
+    """The queue that is measured in parts of some seconds, and its observers."""
 
     ring: RingFile
     looking: Observers

@@ -1,29 +1,45 @@
-"""Processes that are killed while they serve: every request ends, and nothing is left behind.
+"""Processes that are killed or hang while they serve: every request ends, and nothing is left behind.
 
 Four engines with a worker each, under an `EngineSupervisor`, and a `WorkerGroup` of four with a standby have a steady
-load. Again and again a process of the tree is killed (SIGKILL), or stopped for two seconds (SIGSTOP), or two are killed
-at once; never this one. Every request and every call has to end: with its result, or with an error that names a
-process that has died. Every fourth request has the id of one that was aborted just before. Afterwards there are as
-many processes, descriptors and as much memory as before. The workers of the group are made with an argument of 4 MiB.
+load. Again and again a process of the tree is killed (SIGKILL), stopped for two seconds (SIGSTOP), or hangs for ever,
+in a lock or in C with the GIL, or two are struck at once; never this one. A process that hangs is replaced after
+`HANG_S`, a stopped one is not. Every request and every call has to end: with its result, or with an error that names a
+process that has died, and the line where it hung. Every fourth request has the id of one that was aborted just before.
+Afterwards there are as many processes, descriptors and as much memory as before. The workers of the group are made with
+an argument of 4 MiB.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import os
 import random
+import re
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-from aioshm.engine import EngineClient, EngineSupervisor, Restart, WorkerGroup, die_with_parent, run_engine_core
+from aioshm import Options
+from aioshm.engine import (
+    ClientOptions,
+    EngineClient,
+    EngineSupervisor,
+    Restart,
+    WorkerGroup,
+    die_with_parent,
+    run_engine_core,
+)
 from aioshm.errors import EngineDead, WorkerDied
 from benchmarks.framework.harness import Settings, main, progress
 from benchmarks.framework.report import Report
@@ -31,16 +47,41 @@ from benchmarks.framework.report import Report
 ENGINES, WORKERS, STANDBYS = 4, 4, 1
 ASKING, CALLING = 16, 2
 TOKENS = 6
-PERIOD_S, STOPPED_S = 0.3, 2.0
+PERIOD_S, STOPPED_S, HANG_S = 0.3, 2.0, 2.0
 ABORTED = 100
 """The first token of requests that are aborted; others begin with 0."""
 USED_AGAIN = 4
 """Of so many requests one has the id of one that was aborted just before."""
 PATIENCE_S = 60.0
 RESTART = Restart(max_restarts=1_000_000, backoff_s=0.01, backoff_max_s=0.1)
+OPTIONS = Options(stall_warning_s=HANG_S / 2)
+HUNG_AT = re.compile(r"hung for \d+ s .*\.py:\d+ in \w+")
 WEIGHTS = bytes(4 << 20)
 """An argument that no pipe takes at once."""
 MEMORY_MIB = 16.0
+
+
+def hang_in_a_lock(*_: object) -> None:
+    """Wait for ever, without the GIL."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def hang_in_c(*_: object) -> None:
+    """Sleep for ever, with the GIL."""
+    ctypes.PyDLL(None).pause()
+
+
+HANGS = {signal.SIGUSR1: hang_in_a_lock, signal.SIGUSR2: hang_in_c}
+WAYS = (6, 1, 1.5, 1.5)
+"""How often processes are killed, stopped, and made to hang in either way, one to another."""
+
+
+def obey() -> None:
+    """Hang on a signal, wherever the main thread is; a process that starts does not, as nobody would notice."""
+    for number, hang in HANGS.items():
+        signal.signal(number, hang)
 
 
 class Adder:
@@ -52,6 +93,7 @@ class Adder:
 
     def add(self, numbers: list[int]) -> list[int]:
         """Return each number and this worker's rank."""
+        obey()
         return [number + self._rank for number in numbers]
 
 
@@ -78,6 +120,7 @@ class Engine:
 
     async def step(self) -> list[dict[str, Any]]:
         """Give each request its next number."""
+        obey()
         if not self.given:
             return []
         assert self._group is not None
@@ -122,7 +165,8 @@ class Survival:
         self._patience_s, self._pause_s = patience_s, pause_s
         self.counts: Counter[str] = Counter()
         self.oddities: list[str] = []
-        self._dead: set[int] = set()
+        self._killed: set[int] = set()
+        self._hanging: set[int] = set()
         self.stopping = False
 
     async def ask(self, who: int) -> None:
@@ -167,12 +211,6 @@ class Survival:
                     answers = await self._group.call_any("add", [number], timeout=patience_s)
             except WorkerDied as error:
                 self._failed(error)
-            except TimeoutError as error:
-                if "and its successor is" in str(error) and any(f"(pid {pid})" in str(error) for pid in self._dead):
-                    self.counts["failed"] += 1  # all were never there at once: one after the other was killed
-                    self.counts["starved"] += 1
-                else:
-                    self._odd(error)
             except Exception as error:
                 self._odd(error)
             else:
@@ -200,17 +238,26 @@ class Survival:
         while True:
             await asyncio.sleep(PERIOD_S)
             trees = [each for each in here.children(recursive=True) if "resource_tracker" not in " ".join(_line(each))]
-            victims = chance.sample(trees, min(len(trees), 2 if chance.random() < 0.1 else 1))
-            for victim in victims:
+            [way] = chance.choices([signal.SIGKILL, signal.SIGSTOP, *HANGS], WAYS)
+            if way in HANGS:
+                trees = [each for each in trees if _handles(each.pid, way)]
+            for victim in chance.sample(trees, min(len(trees), 2 if chance.random() < 0.1 else 1)):
+                self.counts[way.name] += 1
                 with suppress(psutil.NoSuchProcess):
-                    if chance.random() < 0.1:
-                        self.counts["stopped"] += 1
-                        victim.suspend()
-                        asyncio.get_running_loop().call_later(STOPPED_S, _resume, victim)
-                    else:
-                        self.counts["killed"] += 1
-                        self._dead.add(victim.pid)
-                        victim.send_signal(signal.SIGKILL)
+                    victim.send_signal(way)
+                if way in HANGS:
+                    self._hanging.add(victim.pid)
+                elif way == signal.SIGKILL:
+                    self._killed.add(victim.pid)
+                else:
+                    asyncio.get_running_loop().call_later(STOPPED_S, self._resume, victim)
+
+    def _resume(self, stopped: psutil.Process) -> None:
+        with suppress(psutil.NoSuchProcess):
+            alone = stopped.ppid() == os.getpid() and stopped.pid not in self._killed | self._hanging
+            if alone and stopped.status() == "zombie":
+                self._odd(RuntimeError(f"{stopped} has died while it was stopped"))
+            stopped.resume()
 
     def _done(self, right: bool, what: str) -> None:
         self.counts["completed" if right else "wrong"] += 1
@@ -219,6 +266,9 @@ class Survival:
 
     def _failed(self, error: EngineDead | WorkerDied) -> None:
         named = error.pid is not None or "no engine is left" in str(error)
+        if error.pid in self._hanging and "hung for" in str(error):
+            self.counts["by hangs"] += 1
+            named = HUNG_AT.search(str(error)) is not None
         self.counts["failed" if named else "nameless"] += 1
         if not named:
             self.oddities.append(repr(error))
@@ -235,9 +285,12 @@ def _line(process: psutil.Process) -> list[str]:
         return []
 
 
-def _resume(process: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):
-        process.resume()
+def _handles(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal; see proc(5)."""
+    with suppress(OSError):
+        found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        return found is not None and int(found[1], 16) >> (number - 1) & 1 > 0
+    return False
 
 
 async def run(settings: Settings, report: Report) -> None:
@@ -246,9 +299,11 @@ async def run(settings: Settings, report: Report) -> None:
     seconds = settings.seconds if minutes is None else 60 * minutes
     if settings.quick:
         seconds = 3.0
+    restart = replace(RESTART, hang_s=HANG_S)
+    client = ClientOptions(options=OPTIONS)
     async with (
-        EngineSupervisor(serve, ENGINES, restart=RESTART, resubmit="unstarted") as supervisor,
-        WorkerGroup(Adder, WORKERS, args=(WEIGHTS,), restart=RESTART, standbys=STANDBYS) as group,
+        EngineSupervisor(serve, ENGINES, restart=restart, resubmit="unstarted", client=client) as supervisor,
+        WorkerGroup(Adder, WORKERS, args=(WEIGHTS,), restart=restart, standbys=STANDBYS, options=OPTIONS) as group,
     ):
         survival = Survival(supervisor, group)
         work = [asyncio.create_task(survival.ask(who)) for who in range(ASKING)]
@@ -261,18 +316,35 @@ async def run(settings: Settings, report: Report) -> None:
             await asyncio.sleep(min(left, 10.0))
             progress(f"{time.monotonic() - began:.0f} of {seconds:.0f} s: {dict(survival.counts)}")
         striking.cancel()
-        await asyncio.sleep(STOPPED_S)  # an engine notices the death of its worker with its next step, so it has work
+        await asyncio.sleep(
+            STOPPED_S + 2 * HANG_S
+        )  # an engine notices the death of its worker with its next step, so it has work
         survival.stopping = True
         await asyncio.gather(*work)
         after = await _settled(supervisor, group)
         well = await survival.everyone_answers()
     counts, result = survival.counts, report.result("survival", "aioshm", ENGINES + WORKERS)
-    for name in ("requests", "used again", "completed", "failed", "starved", "killed", "stopped"):
+    for name in (
+        "requests",
+        "used again",
+        "completed",
+        "failed",
+        "by hangs",
+        "SIGKILL",
+        "SIGSTOP",
+        "SIGUSR1",
+        "SIGUSR2",
+    ):
         result.add(**{name: counts[name]})
     for oddity in survival.oddities[:10]:
         progress(f"odd: {oddity}")
     unanswered = counts["requests"] - counts["completed"] - counts["failed"]
-    report.hold("requests that were neither completed nor failed with the name of a dead process", unanswered, "", 0)
+    report.hold(
+        "requests that were neither completed nor failed with the name of a dead process, and the line where it hung",
+        unanswered,
+        "",
+        0,
+    )
     report.hold("engines and workers that do not all answer when it is over", float(not well), "", 0)
     for name in ("hung", "wrong", "nameless", "other errors"):
         report.hold(name, counts[name], "", 0)

@@ -2,7 +2,7 @@
 
 `WorkerGroup` sends a step once, to all workers, and waits for their answers on an event loop. The rival sends it to
 each worker down a ``multiprocessing.Pipe`` of its own, and blocks for one answer after the other. The workers only
-answer with the step that they were sent.
+answer with the step that they were sent. A step with the stamps of progress is compared with a step without, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
@@ -22,6 +23,7 @@ from aioshm.engine import WorkerGroup
 from benchmarks.framework.crew import BenchmarkError, Boss, Crew
 from benchmarks.framework.harness import Settings, main, progress
 from benchmarks.framework.report import Report, latencies
+from benchmarks.framework.stamps import Stamped, hold_cost
 
 WORKERS = (1, 2)
 STEP = {"request_ids": ["a", "b", "c", "d"], "tokens": [[1], [2], [3], [4]]}
@@ -31,7 +33,7 @@ MIN_STEPS = 20
 Step = Callable[[], Awaitable[list[Any]]]
 
 
-class Worker:
+class Worker(Stamped):
     """Answers; the same class works for both contestants."""
 
     def __init__(self, rank: int) -> None:
@@ -52,6 +54,9 @@ async def run(settings: Settings, report: Report) -> None:
                     times = await _steps(step, n_workers, settings.seconds)
                     case = f"step, {n_workers} worker{'s' if n_workers > 1 else ''}"
                     report.result(case, name, n_workers).add(**latencies(times))
+    async with WorkerGroup(Worker, 2, ready_timeout=TIMEOUT_S) as group:
+        timed = partial(_timed, partial(group.collective_rpc, "step", (STEP,)), 2)
+        await hold_cost(settings, report, "a step of a WorkerGroup", timed, partial(group.broadcast, "stamp"))
     ratios = report.ratios("step, 2 workers", "aioshm", "mp.Pipe", "p50_us", n_reader=2)
     report.hold("a step of a WorkerGroup with 2 workers: p50 against pipes that block their caller", ratios, "x", 1)
 
@@ -76,12 +81,7 @@ async def _timed(step: Step, n_workers: int) -> float:
 async def group_of(n_workers: int) -> AsyncIterator[Step]:
     """Start a group of workers; yield a function that does a step."""
     async with WorkerGroup(Worker, n_workers, ready_timeout=TIMEOUT_S) as group:
-
-        async def step() -> list[Any]:
-            results: list[Any] = await group.collective_rpc("step", (STEP,))
-            return results
-
-        yield step
+        yield partial(group.collective_rpc, "step", (STEP,))
 
 
 @asynccontextmanager

@@ -66,16 +66,8 @@ class Contest:
     """Contestants on stage together; one that fails is noted and left out from then on.
 
     Each repetition goes round all of them, in an order that is drawn. So another program on the machine disturbs all
-    alike, and none always has the first turn, which may take a few per cent longer after a rest.
-
-    Args:
-        settings: From the command line.
-        report: Where failures are noted.
-        contestants: Who takes part. Those that are not installed are left out, with a word on how to get them.
-        workload: The kind of messages.
-        n_reader: Readers.
-        both_ways: Whether there is a line back from the first reader.
-        seed: Determines the orders of turns.
+    alike, and none always has the first turn, which may take a few per cent longer after a rest. Contestants that are
+    not installed are left out, with a word on how to get them.
     """
 
     def __init__(

@@ -116,14 +116,7 @@ class Crew:
         self._directory = tempfile.mkdtemp(prefix="crew-")  # short, as paths of sockets have to be
 
     def start(self, name: str, role: Role, *args: Any, has_children: bool = False) -> Hand:
-        """Start a process that plays a role.
-
-        Args:
-            name: For people.
-            role: What it plays.
-            args: Of the role.
-            has_children: Whether it is to have children, which it must end when it loses this one.
-        """
+        """Start a process that plays a role; with children, which it must end when it loses this process."""
         context: Any = self._spawning if has_children else self._forking
         ours, theirs = context.Pipe()
         process = context.Process(

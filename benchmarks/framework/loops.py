@@ -35,23 +35,14 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class Ports:
-    """The ends that a loop uses.
-
-    Attributes:
-        work: The kind of message.
-        send: Sends a message, in a process that has such an end.
-        receive: Returns the next message, in a process that has such an end.
-        lease: Returns a block that has the next message, in a process whose end has such.
-        turn: Lets the event loop run once; does nothing without one.
-        copied: Returns how many bytes of messages the end has copied; None if it does not count them.
-    """
+    """The ends that a loop uses; those that a process does not have raise an error."""
 
     work: Workload
     send: Callable[[Any], Any]
     receive: Callable[[], Any]
-    lease: Callable[[], Any]
-    turn: Callable[[], Any]
-    copied: Callable[[], int] | None = None
+    lease: Callable[[], Any]  # returns a block that has the next message
+    turn: Callable[[], Any]  # lets the event loop run once; does nothing without one
+    copied: Callable[[], int] | None = None  # returns how many bytes of messages the end has copied, if it counts them
 
 
 Loop: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
@@ -169,14 +160,7 @@ async def answer(ports: Ports, count: int) -> None:
 
 
 async def tick(ports: Ports, count: int, period_s: float, seed: int = 0) -> None:
-    """Send so many messages at a cadence, each with the time at which it was sent in place of its number.
-
-    Args:
-        ports: The sending end.
-        count: Messages.
-        period_s: The mean of their gaps.
-        seed: The same gaps for the same number.
-    """
+    """Send so many messages at a cadence, each with the time at which it was sent in place of its number."""
     send, turn, message, key = ports.send, ports.turn, ports.work.make(), ports.work.key
     rng, due = random.Random(seed), time.perf_counter() + 0.05
     for _ in range(count):

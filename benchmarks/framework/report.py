@@ -10,13 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Result:
-    """The figures of one contestant in one case.
+    """The figures of one contestant in one case, such as ``"small dict"``, in each repetition.
 
-    Attributes:
-        case: Such as ``"small dict"``.
-        contestant: Its name.
-        n_reader: Readers.
-        figures: The values of each figure, one for each repetition. The name of a figure ends in its unit.
+    The name of a figure ends in its unit.
     """
 
     case: str
@@ -36,23 +32,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Promise:
-    """A promise, and the figure that was measured.
-
-    Attributes:
-        text: The promise, with its bound.
-        measured: The figure, a median where it was measured several times.
-        unit: Follows the figure, ``"x"`` for a ratio.
-        bound: The promised figure.
-        at_least: Whether the bound is a lower one.
-        spread: The least and the largest of several measurements.
-    """
+    """A promise, and the figure that was measured, a median where it was measured several times."""
 
     text: str
     measured: float
     unit: str
     bound: float
-    at_least: bool = False
-    spread: tuple[float, float] | None = None
+    at_least: bool = False  # whether the bound is a lower one
+    spread: tuple[float, float] | None = None  # the least and the largest of several measurements
 
     @property
     def kept(self) -> bool:

@@ -24,14 +24,7 @@ from benchmarks.framework.workload import Workload
 
 @dataclass(frozen=True)
 class Stage:
-    """A contestant with its lines open.
-
-    Attributes:
-        contestant: The contestant.
-        workload: The kind of messages.
-        writer: The process that sends.
-        readers: Those that receive, by rank.
-    """
+    """A contestant with its lines open."""
 
     contestant: Contestant
     workload: Workload
@@ -67,13 +60,6 @@ async def on_stage(
 ) -> AsyncIterator[Stage]:
     """Start a contestant's processes and open its lines; leaving the block closes them and ends the processes.
 
-    Args:
-        contestant: The contestant.
-        workload: The kind of messages.
-        n_reader: Readers.
-        loop_factory: Makes the event loops.
-        both_ways: Whether there is a line back from the first reader.
-
     Raises:
         BenchmarkError: A process fails, dies or does not end.
     """
@@ -96,21 +82,12 @@ async def together(waits: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a process.
-
-    Attributes:
-        workload: The kind of messages.
-        out: The end to send by.
-        back: The end to receive by.
-        is_reader: Whether the end to receive by is opened first.
-        core: The core to stay on.
-        awaited: Whether the contestant is.
-    """
+    """The part of a process."""
 
     workload: Workload
     out: End | None
     back: End | None
-    is_reader: bool
+    is_reader: bool  # whether the end to receive by is opened first
     core: int | None
     awaited: bool
 

@@ -1,0 +1,151 @@
+"""Engines and workers that are slow, but below the limit, are never reported as stalled.
+
+``CALM_S=600 python -m pytest tests/engine/test_calm_steps.py`` does that for 10 minutes on each loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from logging import INFO
+from typing import Any
+
+import pytest
+import uvloop
+
+from aioshm import Options, progress
+from aioshm.engine import (
+    ClientOptions,
+    EngineLayout,
+    EngineSupervisor,
+    RankInfo,
+    Restart,
+    WorkerGroup,
+    die_with_parent,
+    run_engine_core,
+)
+
+CALM_S = float(os.environ.get("CALM_S", "15"))
+LIMIT_S = 2.0
+LONGEST_S = 0.8 * LIMIT_S
+EXPECTED_S = 3 * LIMIT_S
+KINDS = ("burn", "sleep", "wait", "burn as expected", "wait as expected")
+OFTEN = (40, 30, 30, 2, 2)
+ENGINES, WORKERS = 3, 4
+"""More than there are CPUs, and all of them have work all the time."""
+
+
+async def take(kind: str, seconds: float) -> float:
+    """Take a step; return how long it took."""
+    began = time.monotonic()
+    if kind.endswith("as expected"):
+        with progress.expect(4 * LIMIT_S):
+            await take(kind.split()[0], EXPECTED_S)
+            return 0.0
+    if kind == "wait":
+        await asyncio.sleep(seconds)
+    elif kind == "sleep":
+        time.sleep(seconds)
+    while time.monotonic() < began + seconds:
+        pass
+    return time.monotonic() - began
+
+
+class Paced:
+    """An engine that takes one step for each request, or a worker."""
+
+    def __init__(self, *, rank: int = 0) -> None:
+        self.requests: list[dict[str, Any]] = []
+
+    def initialize(self, _metadata: object) -> dict[str, Any]:
+        return {}
+
+    def add_request(self, request: dict[str, Any]) -> None:
+        self.requests.append(request)
+
+    def abort_requests(self, ids: list[str]) -> None:
+        self.requests = [each for each in self.requests if each["request_id"] not in ids]
+
+    async def step(self) -> list[dict[str, Any]]:
+        if not self.requests:
+            return []
+        request = self.requests.pop(0)
+        took = await take(*request["step"])
+        return [{"request_id": request["request_id"], "took": took, "finish_reason": "stop"}]
+
+    async def take(self, kind: str, seconds: float) -> float:
+        return await take(kind, seconds)
+
+    def burn(self, seconds: float) -> float:
+        began = time.monotonic()
+        while time.monotonic() < began + seconds:
+            pass
+        return time.monotonic() - began
+
+
+def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, uv: bool) -> None:
+    """Run an engine; the target of a process."""
+    die_with_parent()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uv else None) as runner:
+        runner.run(run_engine_core(Paced(), handshake_address, dp_rank))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(CALM_S + 100)
+async def test_random_steps_below_the_limit_are_no_stall(caplog: pytest.LogCaptureFixture) -> None:
+    uv = isinstance(asyncio.get_running_loop(), uvloop.Loop)
+    options = Options(stall_warning_s=LIMIT_S)
+    restart = Restart(hang_s=LIMIT_S)
+    changes: list[RankInfo] = []
+    took: list[float] = []
+    end = 0.0
+
+    async def ask(supervisor: EngineSupervisor, rank: int) -> None:
+        chance = random.Random(rank)
+        number = 0
+        while time.monotonic() < end:
+            number += 1
+            step = chance.choices(KINDS, OFTEN)[0], chance.uniform(0, LONGEST_S)
+            stream = supervisor.client.submit({"request_id": f"{rank} {number}", "step": step}, engine=rank)
+            took.extend([output["took"] async for output in stream])
+            await asyncio.sleep(chance.choice([0, 0.1]))
+
+    async def call(group: WorkerGroup, rank: int) -> None:
+        chance = random.Random(-1 - rank)
+        while time.monotonic() < end:
+            kind, seconds = chance.choices(KINDS, OFTEN)[0], chance.uniform(0, LONGEST_S)
+            if kind == "burn" and chance.random() < 0.5:
+                took.append(await group.call(rank, "burn", seconds))
+            else:
+                took.append(await group.call(rank, "take", kind, seconds))
+            await asyncio.sleep(chance.choice([0, 0.1]))
+
+    async def watch(group: WorkerGroup) -> None:
+        async for change in group.membership():
+            changes.append(change)
+
+    async with (
+        EngineSupervisor(
+            serve,
+            ENGINES,
+            kwargs={"uv": uv},
+            restart=restart,
+            on_change=changes.append,
+            client=ClientOptions(options=options),
+            layout=EngineLayout(coordinator=False),
+        ) as supervisor,
+        WorkerGroup(
+            Paced, WORKERS, restart=restart, options=options, loop_factory=uvloop.new_event_loop if uv else None
+        ) as group,
+    ):
+        watching = asyncio.create_task(watch(group))
+        end = time.monotonic() + CALM_S
+        asking = [ask(supervisor, rank) for rank in range(ENGINES)]
+        await asyncio.gather(*asking, *(call(group, rank) for rank in range(WORKERS)))
+        watching.cancel()
+    print(f"{len(took)} steps, the longest {max(took):.2f} s")
+    if max(took) < LIMIT_S:  # else the machine made a step longer
+        assert changes == []
+        assert not [text for name, level, text in caplog.record_tuples if name == "aioshm.engine" and level > INFO]
