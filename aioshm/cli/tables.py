@@ -31,8 +31,8 @@ _INDENT: Final = "  "
 class Rows(NamedTuple):
     """A table whose lines fit the console, where no name is cut.
 
-    If the table is too wide, the cells of the last column (if ``tail``) have lines of their own below their rows, and
-    those of the first column (if ``head``) lines above.
+    If the table is too wide, the cells of the first column (if ``head``) have lines of their own above their rows, or,
+    where that is not enough, those of the last column (if ``tail``) lines below, or both.
     """
 
     names: tuple[str, ...]
@@ -48,7 +48,9 @@ class Rows(NamedTuple):
         widths = [max(cell.cell_len for cell in column) for column in zip(*cells, strict=True)]
         first = 0
         last = len(widths)
-        if self.tail and _total(widths) > options.max_width:
+        if self.head and _total(widths[1:]) <= options.max_width < _total(widths):
+            first = 1
+        elif self.tail and _total(widths) > options.max_width:
             last -= 1
         if self.head and _total(widths[:last]) > options.max_width:
             first = 1

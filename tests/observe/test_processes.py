@@ -230,6 +230,21 @@ def test_a_process_that_exits_between_two_looks_is_left_out() -> None:
         assert {each.name for each in watch.look() if each.parent == os.getpid()} == {"Model_1"}
 
 
+def test_processes_that_start_meanwhile_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshm.observe.processes.RESCAN_S", 0.0)
+    with started(EngineCore_0=(blocked_loop, ())) as processes:
+        pid = processes["EngineCore_0"].pid
+        watch = StartedProcesses()
+        watch.look()
+        with ProcessManager(idle, [Job("Model_0", ())], shutdown_timeout=0):
+            names = [each.name for each in watch.settle() if each.parent == os.getpid()]
+            assert "EngineCore_0" in names
+            searches: list[object] = []
+            monkeypatch.setattr(watch, "_search", lambda: searches.append(None))
+            assert [each.state for each in watch.settle() if each.pid == pid] == ["stalled"]
+            assert len(searches) <= 2, "at its first look, and at one after its time is over"
+
+
 def test_a_forked_child_is_not_taken_for_the_process() -> None:
     with started(EngineCore_0=(forking, ())) as processes:
         pid = processes["EngineCore_0"].pid
