@@ -158,7 +158,7 @@ class ProgressWatch:
     ``hang_s`` in the restart policy it is ended after that long, and whoever watches its exit replaces it.
 
     Of processes in lockstep, which wait for each other, one is ended: a stopped one before all others, else one
-    that does not say that it waits, and of these the one whose step began first.
+    that does not say that it waits, and of these the one whose step began first. One that waits is ended if all do.
 
     Args:
         warning_s: Seconds without progress before the first report.
@@ -234,7 +234,10 @@ class ProgressWatch:
             return
         causes = [watched for watched in late if not watched.in_step]
         if in_step := [watched for watched in late if watched.in_step]:
-            causes.append(min(in_step, key=_as_cause))
+            cause = min(in_step, key=_as_cause)
+            waits = cause.sample is not None and cause.sample.phase == WAITING
+            if not waits or len(in_step) == sum(watched.in_step for watched in self._watched.values()):
+                causes.append(cause)  # else it waits for a process that is not late, such as in a step that takes long
         for watched in causes:
             assert watched.sample is not None
             limit_s = max(restart.hang_s, watched.sample.expected_s)

@@ -55,6 +55,11 @@ class Hanging(Engine):
                 time.sleep(request["takes"])
         return super()._step()
 
+    def shutdown(self) -> None:
+        if any("hang_at_the_end" in request for request in self.requests.values()):
+            hang_in_a_lock()
+        super().shutdown()
+
     def hang_now(self, path: str) -> None:
         hang_while_there_is(path)
 

@@ -305,31 +305,50 @@ async def test_a_step_that_was_stopped_for_long_is_not_ended_when_it_runs_again(
         assert {health for health, _ in changes} == {"stopped", "running", "stalled"}
 
 
-async def collective(steps: int) -> None:
-    own = progress.own()
-    with own.turning():
-        own.enter(BUSY)
-        for _ in range(steps):
-            await asyncio.sleep(0.05)
-            own.enter(BUSY)
-        own.enter(progress.WAITING)
-        time.sleep(60)
+def wait_for_peers() -> None:
+    progress.own().enter(progress.WAITING)
+    time.sleep(60)
 
 
-def peer(steps: int) -> None:
-    asyncio.run(collective(steps))
+@asynccontextmanager
+async def in_lockstep(*bodies: tuple[Callable[..., None], *tuple[Any, ...]]) -> AsyncIterator[list[Watched]]:
+    jobs = [Job(f"peer {number}", body) for number, body in enumerate(bodies)]
+    async with ProcessManager(call, jobs, shutdown_timeout=0) as manager:
+        for process in manager.processes:
+            await until(lambda process=process: process.progress.read().phase in (BUSY, progress.WAITING))
+        watcher = ProgressWatch(WARNING_S, Restart(hang_s=3 * WARNING_S), lambda _: None)
+        try:
+            yield [watcher.add(process.name, process, in_step=True) for process in manager.processes]
+        finally:
+            watcher.close()
 
 
 async def test_of_processes_in_lockstep_the_cause_is_ended() -> None:
-    jobs = [Job("waits", (peer, 0)), Job("hangs", (hanging_step, hang_in_a_lock)), Job("waits too", (peer, 1))]
-    async with ProcessManager(call, jobs, shutdown_timeout=0) as manager:
-        watcher = ProgressWatch(WARNING_S, Restart(hang_s=3 * WARNING_S), lambda _: None)
-        found = [watcher.add(process.name, process, in_step=True) for process in manager.processes]
-        with watch.ProcessWatch(manager.processes) as exits:
+    async with in_lockstep((wait_for_peers,), (hanging_step, hang_in_a_lock), (wait_for_peers,)) as found:
+        with watch.ProcessWatch([each.process for each in found]) as exits:
             (exited,) = await exits.next()
-        watcher.close()
-    assert exited.name == "hangs"
-    assert [each.health for each in found] == ["stalled"] * 3
+        assert exited.name == "peer 1"
+        assert [each.health for each in found] == ["stalled"] * 3
+
+
+async def test_of_processes_in_lockstep_that_all_wait_the_first_is_ended() -> None:
+    async with in_lockstep((wait_for_peers,), (wait_for_peers,)) as found:
+        with watch.ProcessWatch([each.process for each in found]) as exits:
+            assert len(await exits.next()) == 1
+
+
+def expected_step() -> None:
+    own = progress.own()
+    with own.expect(60):
+        own.enter(BUSY)
+        time.sleep(60)
+
+
+async def test_in_lockstep_a_process_that_waits_for_an_expected_step_is_not_ended() -> None:
+    async with in_lockstep((wait_for_peers,), (expected_step,)) as found:
+        await until(lambda: found[0].judge.without_progress_s > 5 * WARNING_S)
+        assert [each.process.exitcode for each in found] == [None, None]
+        assert [each.health for each in found] == ["stalled", "running"]
 
 
 def call(function: Callable[..., None], *args: object) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from aioshm.engine.protocol.messages import UtilityOutput
 from aioshm.errors import CodecError
 from aioshm.process import progress
-from aioshm.process.progress import BUSY, IDLE
+from aioshm.process.progress import BUSY
 
 if TYPE_CHECKING:
     from aioshm.engine.core.core import EngineCore
@@ -54,12 +54,8 @@ class Calls:
         """Call a method for a client; an async one runs in a task."""
         try:
             method = self._method(call.method)
-            args = _converted(method, call.args)
             self._progress.enter(BUSY)
-            try:
-                result = method(*args)
-            finally:
-                self._progress.enter(IDLE)
+            result = method(*_converted(method, call.args))
         except Exception as error:
             self._fail(client, call, error)
             return

@@ -162,7 +162,9 @@ class EngineCore:
             if self._lockstep is not None:
                 # An engine that is to keep its requests votes for the end of the wave: all stop at the same step.
                 votes = bool(self._owners) and self._pause.order.mode != "keep"
-                unfinished = await self._busy(engine.has_unfinished_dp, votes, phase=WAITING)
+                self._progress.enter(WAITING)
+                unfinished = await _awaited(engine.has_unfinished_dp(votes))
+                self._progress.enter(BUSY)
                 self._report_wave(complete=self._lockstep.stepped(unfinished))
                 busy = busy or unfinished  # all other engines would have to wait, too
             self._report_counts()
@@ -192,6 +194,7 @@ class EngineCore:
         self._arrived.set()
 
     async def _wait(self, seconds: float | None) -> None:
+        self._progress.enter(IDLE)
         if not self._messages:
             self._arrived.clear()
             with suppress(TimeoutError):
@@ -212,20 +215,13 @@ class EngineCore:
 
     async def _step(self) -> bool:
         """Let the engine take a step; return whether it brought outputs."""
+        self._progress.enter(BUSY)
         dummy = getattr(self._engine, "execute_dummy_batch", None)
         if dummy is not None and not self._owners and self._lockstep is not None:
-            await self._busy(dummy)
+            await _awaited(dummy())
             return False
-        outputs = await self._busy(self._engine.step)
+        outputs = await _awaited(self._engine.step())
         return bool(outputs) and await self._send_outputs(outputs)
-
-    async def _busy(self, method: Callable[..., Any], *args: Any, phase: int = BUSY) -> Any:
-        """Call a method of the engine, and await it if it is async, as a busy process."""
-        self._progress.enter(phase)
-        try:
-            return await _awaited(method(*args))
-        finally:
-            self._progress.enter(IDLE)
 
     # Receiving
 
@@ -284,8 +280,9 @@ class EngineCore:
         if owner is not None and owner.generation != sender.generation:  # a request of the client before its restart
             await self._drop([request_id])
             owner = None
+        self._progress.enter(BUSY)
         try:  # the id may be that of an open request: some front ends send a request in parts
-            await self._busy(self._engine.add_request, request)
+            await _awaited(self._engine.add_request(request))
         except Exception as error:
             logger.debug("engine %d has refused request %r", self.index, request_id, exc_info=True)
             if owner is not None:
@@ -317,9 +314,10 @@ class EngineCore:
     async def _drop(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._owners.pop(request_id, None)
+        self._progress.enter(BUSY)
         try:
             if request_ids:
-                await self._busy(self._engine.abort_requests, request_ids)
+                await _awaited(self._engine.abort_requests(request_ids))
         except Exception:
             logger.exception("engine %d could not abort %s", self.index, request_ids)
 

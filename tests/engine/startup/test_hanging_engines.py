@@ -193,6 +193,16 @@ async def test_limit_of_a_hang_holds_below_that_of_the_report() -> None:
         await until(lambda: supervisor.engines[0].state == "running" and pids(supervisor)[0] != victim)
 
 
+async def test_engine_that_fails_and_hangs_in_shutdown_is_replaced() -> None:
+    async with supervised(1, restart=HANG) as supervisor:
+        victim = pids(supervisor)[0]
+        request = ask("a", crash="out of memory", hang_at_the_end=True)
+        with pytest.raises(EngineDead):
+            await collected(supervisor.client.submit(request))
+        await until(lambda: supervisor.engines[0].state == "running" and pids(supervisor)[0] != victim)
+        assert line_of("hang_in_a_lock") in supervisor.engines[0].cause
+
+
 # Lockstep
 
 
