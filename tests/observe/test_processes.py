@@ -253,6 +253,22 @@ def test_a_forked_child_is_not_taken_for_the_process() -> None:
         assert [each.pid for each in found] == [pid]
 
 
+def test_a_fork_of_the_supervisor_is_not_taken_for_the_process() -> None:
+    with started(Model_0=(idle, ())) as processes:
+        fork = os.fork()
+        if not fork:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            assert {each.pid for each in own_processes().values()} == {processes["Model_0"].pid}
+            psutil.Process(processes["Model_0"].pid).kill()
+            processes["Model_0"].join()
+            assert own_processes() == {}
+        finally:
+            os.kill(fork, signal.SIGKILL)
+            os.waitpid(fork, 0)
+
+
 def test_workers_of_an_engine_are_shown_with_their_engine() -> None:
     with started(EngineCore_0=(supervising, ())) as processes:
         pid = processes["EngineCore_0"].pid

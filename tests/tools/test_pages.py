@@ -26,6 +26,7 @@ SLOW = {
     "docs/howto/engine-requests.md",
     "docs/howto/engines.md",
     "docs/howto/from-multiprocessing.md",
+    "docs/howto/hung-engine.md",
     "docs/howto/inspection.md",
     "docs/howto/many-producers.md",
     "docs/howto/names.md",
