@@ -97,9 +97,9 @@ async def _serve_calls(driver: ControlSocket, worker: Worker, rank: int, replies
     ):
         for queue in (broadcasts, requests, replies):
             await queue.wait_until_ready()
-        await driver.send("ready")
         with progress.own().turning():
-            progress.own().enter(IDLE)
+            progress.own().enter(IDLE)  # before the group may count on it: a worker that starts is not judged
+            await driver.send("ready")
             await CallServer(worker, rank, replies).run(broadcasts, requests)
 
 
