@@ -280,7 +280,14 @@ class Cluster:
             void_keys=lambda *_: None, watch=lambda *_: None, give_up=self._give_up, ranks=self.ranks
         )
         startup = SimpleNamespace(stay_open=lambda _: self.startup)
-        launch: Any = SimpleNamespace(engine_manager=self.manager, members=client, coordinator=None, startup=startup)
+        launch: Any = SimpleNamespace(
+            engine_manager=self.manager,
+            members=client,
+            coordinator=None,
+            startup=startup,
+            watch=lambda _: None,
+            watch_progress=lambda *_, **__: None,
+        )
         rules = restarts.RestartRules(
             restart=self.policy,
             lockstep=self.lockstep,
