@@ -212,15 +212,6 @@ async def test_engine_whose_loop_runs_is_stalled_in_a_step(monkeypatch: pytest.M
         assert client.stats().stalled
 
 
-async def test_requests_that_are_sent_meanwhile_hide_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bare_engine(monkeypatch, 1.0) as (client, engine, _):
-        for number in range(150):
-            engine.dealer.send(beat(turns=number))
-            client.submit(ask(str(number))).inbox.end()
-            await asyncio.sleep(0.02)
-            assert not client.stats().stalled
-
-
 @pytest.mark.parametrize(
     "heartbeats",
     [
@@ -246,10 +237,9 @@ async def test_engines_that_say_nothing_or_nonsense_are_not_judged(
 async def test_time_counts_only_while_the_clients_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bare_engine(monkeypatch, 1.0) as (client, engine, _):
         engine.dealer.send(beat(turns=1))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.6)  # some looks
         time.sleep(2.5)
-        engine.dealer.send(beat(turns=2))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.1)
         assert not client.stats().stalled
 
 
