@@ -86,12 +86,19 @@ class Child(SpawnProcess):
         SIGABRT makes ``faulthandler`` write the stacks to the standard error. Blocks until then; call this in a
         thread. Of several reasons the first is reported.
         """
-        if self.exitcode is None:
-            self.reason = self.reason or reason
-            with suppress(ProcessLookupError):  # it has exited just now
-                os.kill(self.pid or 0, signal.SIGABRT)
+        if self.send_signal(signal.SIGABRT, reason):
             self.join(ABORT_WITHIN_S)
             self.kill()
+
+    def send_signal(self, number: int, reason: str = "") -> bool:
+        """Send a signal, for a reason to report with the exit; return False if the process does not run."""
+        if self._launched is None:
+            return False
+        with self._launched.reaping:  # who sees the exit sees the reason
+            sent = self._launched.send(number)
+            if sent:
+                self.reason = self.reason or reason
+        return sent
 
     @property
     def sentinel(self) -> int:
@@ -112,7 +119,7 @@ class _Popen(popen_spawn_posix.Popen):
 
     def __init__(self, process_obj: Any) -> None:
         self._passed: list[int] = []
-        self._reaping = threading.Lock()
+        self.reaping = threading.RLock()  # a signal handler may interrupt its holder
         super().__init__(process_obj)
 
     def duplicate_for_child(self, fd: int) -> int:
@@ -189,13 +196,29 @@ class _Popen(popen_spawn_posix.Popen):
     def released(self) -> bool:
         return self.finalizer is None or not self.finalizer.still_active()
 
+    def send(self, number: int) -> bool:
+        """Send a signal; return False if the process does not run: then its pid may be another process's."""
+        with self.reaping:
+            runs = self.poll() is None
+            if runs:
+                with suppress(ProcessLookupError):  # another part of the program has reaped the process just now
+                    os.kill(self.pid, number)
+        return runs
+
+    def terminate(self) -> None:
+        self.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """Return the exit code, or None while the process runs; with a ``flag`` of 0, wait for the exit."""
         if self.returncode is None:
             if _HAVE_WAITID:
                 self._reap(flag)
             elif flag:
-                self.returncode = self._process.poll()
+                with self.reaping:
+                    self.returncode = self._process.poll()
             else:
                 self.returncode = self._process.wait()
         return self.returncode
@@ -207,7 +230,7 @@ class _Popen(popen_spawn_posix.Popen):
                 return
         except ChildProcessError:  # another thread, or another part of the program, has reaped the process
             known = False
-        with self._reaping:
+        with self.reaping:
             if self.returncode is not None:
                 return
             if known:

@@ -142,6 +142,17 @@ def _command(pid: int) -> str:
     return "child of multiprocessing"
 
 
+def handles_signal(pid: int, number: int) -> bool:
+    """Return whether a process has a handler of a signal; True without ``/proc``."""
+    if not PROC.is_dir():
+        return True
+    with suppress(OSError):
+        for line in read_file(pid, "status").splitlines():
+            if line.startswith(b"SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def read_file(pid: int, name: str) -> bytes:
     """Return a file of a process; without pathlib, which is slower than the kernel."""
     with open(f"{PROC}/{pid}/{name}", "rb", buffering=0) as file:

@@ -78,14 +78,13 @@ class Cell:
             return None
         return parse(os.pread(self._file.fileno(), CELL_BYTES, 0))
 
-    def dump(self, pid: int) -> None:
-        """Make the process write its stacks; `stacks` returns them a little later."""
-        os.ftruncate(self._file.fileno(), STACK_OFFSET)
-        os.lseek(self._file.fileno(), STACK_OFFSET, os.SEEK_SET)  # the offset belongs to both processes
-        os.kill(pid, STACK_SIGNAL)
+    def drop_stacks(self) -> None:
+        """Make room for the stacks that the process writes on `STACK_SIGNAL`; raise ValueError after `close`."""
+        self._file.truncate(STACK_OFFSET)
+        self._file.seek(STACK_OFFSET)  # the offset belongs to both processes
 
     def stacks(self) -> str:
-        """Return what the process has written after `dump`."""
+        """Return what the process has written after `drop_stacks`."""
         size = os.fstat(self._file.fileno()).st_size - STACK_OFFSET
         return os.pread(self._file.fileno(), size, STACK_OFFSET).decode(errors="replace")
 

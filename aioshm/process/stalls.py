@@ -11,8 +11,16 @@ from typing import NamedTuple
 from aioshm.errors import OutOfThreads
 from aioshm.process.background import give_back, in_thread
 from aioshm.process.child import Child
-from aioshm.process.proc import Frame, Stack, parse_faulthandler, stacks_of, users_line, wait_channel
-from aioshm.process.progress import BUSY, IDLE, TURN_S, WAITING, Cell, Sample
+from aioshm.process.proc import (
+    Frame,
+    Stack,
+    handles_signal,
+    parse_faulthandler,
+    stacks_of,
+    users_line,
+    wait_channel,
+)
+from aioshm.process.progress import BUSY, IDLE, STACK_SIGNAL, TURN_S, WAITING, Sample
 from aioshm.process.restart import Health, Restart
 from aioshm.process.watch import STOPPED_STATES, process_state
 
@@ -96,25 +104,30 @@ class Culprit(NamedTuple):
         return f"{text}; {self.hint}" if self.hint else text
 
 
-def culprit(pid: int, cell: Cell | None = None) -> Culprit:
+def culprit(process: Child) -> Culprit:
     """Find out what a process does: by py-spy, or else by ``faulthandler``. Blocks for up to some seconds."""
+    pid = process.pid or 0
     state = process_state(pid)
     channel = wait_channel(pid)
     stacks, hint = stacks_of(pid)
-    if not stacks and cell is not None and state not in STOPPED_STATES:
-        stacks = _written_stacks(pid, cell)
+    if not stacks and state not in STOPPED_STATES:
+        stacks = _written_stacks(process)
     line = users_line(stacks) or users_line(stacks, beyond_loops=True)
     if line is not None and line.file == "<string>":  # the command that starts a process of multiprocessing
         line = None
     return Culprit(state, channel, line, "" if stacks else hint)
 
 
-def _written_stacks(pid: int, cell: Cell) -> tuple[Stack, ...]:
-    sample = cell.read()
-    if sample is None or not sample.writes_stacks:
+def _written_stacks(process: Child) -> tuple[Stack, ...]:
+    cell = process.progress
+    sample = None if cell is None else cell.read()
+    # The process may have dropped the handler since, or run another program (execve(2)): then the signal would end it.
+    if cell is None or sample is None or not sample.writes_stacks or not handles_signal(process.pid or 0, STACK_SIGNAL):
         return ()
     try:
-        cell.dump(pid)
+        cell.drop_stacks()
+        if not process.send_signal(STACK_SIGNAL):
+            return ()
         text = ""
         deadline = time.monotonic() + _DUMP_WITHIN_S
         while time.monotonic() < deadline:
@@ -123,7 +136,7 @@ def _written_stacks(pid: int, cell: Cell) -> tuple[Stack, ...]:
             text = cell.stacks()
             if text and text == former:
                 break
-    except (OSError, ValueError):  # the process has exited; another thread has closed the cell
+    except (OSError, ValueError):  # another thread has closed the cell
         return ()
     return parse_faulthandler(text)
 
@@ -278,10 +291,10 @@ class ProgressWatch:
         await give_back(lambda: watched.process.end(reason))
 
     async def _culprit(self, watched: Watched) -> Culprit:
-        pid = watched.process.pid or 0
         try:
-            return await in_thread(lambda: culprit(pid, watched.process.progress))
+            return await in_thread(lambda: culprit(watched.process))
         except OutOfThreads as error:
+            pid = watched.process.pid or 0
             return Culprit(process_state(pid), wait_channel(pid), None, str(error))
 
     def _enter(self, watched: Watched, health: Health, where: str) -> None:
