@@ -279,6 +279,11 @@ def _frame(function: str, file: str, line: int) -> Frame:
     return Frame(function, file, line, own=not any(part in file for part in _LIBRARIES))
 
 
+def runs_a_loop(stacks: Iterable[Stack]) -> bool:
+    """Return whether the main thread runs an event loop."""
+    return any(frame.file.endswith(_LOOPS) for stack in stacks if stack.is_main for frame in stack.frames)
+
+
 def users_line(stacks: Iterable[Stack], *, beyond_loops: bool = False) -> Frame | None:
     """Return the innermost call of the user's code; a loop's caller only with ``beyond_loops``."""
     ordered = sorted(stacks, key=lambda stack: (not stack.is_main, not stack.is_running))

@@ -12,10 +12,12 @@ from aioshm.errors import OutOfThreads
 from aioshm.process.background import give_back, in_thread
 from aioshm.process.child import Child
 from aioshm.process.proc import (
+    LOOP_WAITS,
     Frame,
     Stack,
     handles_signal,
     parse_faulthandler,
+    runs_a_loop,
     stacks_of,
     users_line,
     wait_channel,
@@ -100,7 +102,7 @@ class Culprit(NamedTuple):
         if self.channel:
             text += f" in {self.channel}"
         if self.line is not None:
-            return f"{text}, at {self.line}"
+            text += f", at {self.line}"
         return f"{text}; {self.hint}" if self.hint else text
 
 
@@ -112,10 +114,13 @@ def culprit(process: Child) -> Culprit:
     stacks, hint = stacks_of(pid)
     if not stacks and state not in STOPPED_STATES:
         stacks = _written_stacks(process)
-    line = users_line(stacks) or users_line(stacks, beyond_loops=True)
+    line = users_line(stacks)
+    if stacks:
+        hint = LOOP_WAITS if line is None and runs_a_loop(stacks) else ""
+        line = line or users_line(stacks, beyond_loops=True)
     if line is not None and line.file == "<string>":  # the command that starts a process of multiprocessing
         line = None
-    return Culprit(state, channel, line, "" if stacks else hint)
+    return Culprit(state, channel, line, hint)
 
 
 def _written_stacks(process: Child) -> tuple[Stack, ...]:

@@ -207,6 +207,16 @@ def blocked_loop(hang: Callable[[], None]) -> None:
     asyncio.run(main())
 
 
+def await_for_ever() -> None:
+    async def main() -> None:
+        own = progress.own()
+        with own.turning():
+            own.enter(BUSY)
+            await asyncio.Event().wait()
+
+    asyncio.run(main())
+
+
 def steady(steps: int, longest_s: float) -> None:
     async def main() -> None:
         own = progress.own()
@@ -263,6 +273,17 @@ async def test_a_hang_is_named_with_its_line(
             assert found.health == "stalled"
             assert changes[0][0] == "stalled"
             assert f"engine 7 (pid {found.process.pid}) is stalled: no progress for" in caplog.text
+
+
+@pytest.mark.parametrize("spy", [True, False], ids=["py-spy", "faulthandler"])
+async def test_a_step_that_awaits_for_ever_is_reported_as_such(
+    spy: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not spy:
+        monkeypatch.setattr("aioshm.process.stalls.stacks_of", lambda pid: ((), proc.NOT_INSTALLED))
+    async with watched(await_for_ever) as (found, _):
+        await until(lambda: "is stalled" in caplog.text)
+        assert "in await_for_ever; its event loop waits" in found.where
 
 
 async def test_a_stopped_process_is_told_from_a_hung_one_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
