@@ -25,7 +25,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -41,6 +40,7 @@ from aioshm.engine import (
     run_engine_core,
 )
 from aioshm.errors import EngineDead, WorkerDied
+from aioshm.process.proc import handles_signal
 from benchmarks.framework.harness import Settings, main, progress
 from benchmarks.framework.report import Report
 
@@ -240,7 +240,7 @@ class Survival:
             trees = [each for each in here.children(recursive=True) if "resource_tracker" not in " ".join(_line(each))]
             [way] = chance.choices([signal.SIGKILL, signal.SIGSTOP, *HANGS], WAYS)
             if way in HANGS:
-                trees = [each for each in trees if _handles(each.pid, way)]
+                trees = [each for each in trees if handles_signal(each.pid, way)]
             for victim in chance.sample(trees, min(len(trees), 2 if chance.random() < 0.1 else 1)):
                 self.counts[way.name] += 1
                 with suppress(psutil.NoSuchProcess):
@@ -283,14 +283,6 @@ def _line(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def _handles(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal; see proc(5)."""
-    with suppress(OSError):
-        found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-        return found is not None and int(found[1], 16) >> (number - 1) & 1 > 0
-    return False
 
 
 async def run(settings: Settings, report: Report) -> None:
