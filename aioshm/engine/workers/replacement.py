@@ -70,6 +70,7 @@ class Replacer:
 
     async def restart(self, rank: int, timeout: float | None) -> None:
         """End a worker, and wait for its replacement; see `WorkerGroup.restart`."""
+        self._session.check()  # the workers of a group that has ended are left alone
         life = self._lives[rank]
         if life.is_alive:
             life.enter("stopping")

@@ -275,6 +275,17 @@ async def test_restart_needs_a_policy_a_worker_and_an_open_group() -> None:
         await group.restart(0)
 
 
+async def test_restart_of_a_group_that_has_ended_kills_nobody() -> None:
+    async with group_of(restart=Restart(max_restarts=0)) as group:
+        before = group.pids
+        os.kill(before[0], signal.SIGKILL)
+        assert isinstance(await group.join_first(), WorkerDied)
+        with pytest.raises(WorkerDied, match="a crash loop"):
+            await group.restart(1)
+        assert group.workers[1].state == "running"
+        assert group.pids == before
+
+
 async def test_restart_that_takes_too_long_says_how_far_it_is_and_continues(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     async with group_of(1, restart=Restart(), kwargs={"flag": str(flag)}) as group:
