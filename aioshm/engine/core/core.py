@@ -137,6 +137,7 @@ class EngineCore:
         self._fields = fields
         self._sockets = CoreSockets(addresses, self._put, self._settings)
         await self._sockets.register(self._registration())
+        self._progress.enter(IDLE)  # before READY: from then on somebody may wait for this engine
         return self._sockets
 
     def _registration(self) -> bytes:
@@ -148,7 +149,6 @@ class EngineCore:
     async def run(self) -> None:
         """Serve until cancelled, or until a step fails."""
         engine = self._engine
-        self._progress.enter(IDLE)
         while True:
             while self._messages:
                 await self._handle(*self._messages.popleft())
