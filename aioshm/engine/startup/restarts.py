@@ -102,6 +102,8 @@ class EngineRestarts:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for life in self.lives.values():
+            life.exited.cancel()  # nobody will see the exit: `restart` waits no longer
 
     def add(self, rank: int) -> asyncio.Task[None]:
         """Add an engine, and return the task of its start."""
@@ -115,6 +117,7 @@ class EngineRestarts:
         life = self.lives.pop(rank)
         if life.task is not None:
             life.task.cancel()
+        life.exited.cancel()
         self._startup.handshake.remove(rank)
         with suppress(ValueError):  # the first start has not begun
             await self._manager.stop_engine(rank)
@@ -134,11 +137,10 @@ class EngineRestarts:
             life.ends_by_hand = True
             process = next(each for each in self._manager.processes if engine_index(each.name) == life.rank)
             process.reason = "was ended, to be restarted"
-            if isinstance(process, Child):
-                # SIGTERM is useless to a process that hangs.
-                await ashutdown([process], self._rules.shutdown_timeout if life.state == "running" else 0)
-            else:
-                await in_thread(process.kill)
+            # SIGTERM is useless to a process that hangs.
+            timeout = self._rules.shutdown_timeout if life.state == "running" else 0
+            # A task of its own: a cancelled `ashutdown` kills.
+            self._spawn(_end(process, timeout), f"end-of-engine-{life.rank}")
         if life.ends_by_hand:
             await asyncio.wait([life.exited])
         task = self._group if self._rules.lockstep else life.task
@@ -337,3 +339,10 @@ class EngineRestarts:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._give_up(f"the supervisor has failed: {type(error).__name__}: {error}", None)
+
+
+async def _end(process: Child | EngineActor, timeout: float) -> None:
+    if isinstance(process, Child):
+        await ashutdown([process], timeout)
+    else:
+        await in_thread(process.kill)

@@ -215,6 +215,7 @@ class EngineSupervisor(AsyncClosing):
 
         Raises:
             EngineDead: A crash loop: no replacement could be started.
+            QueueClosed: The supervisor was closed.
             RoleError: The engine is being stopped, or runs on another host, or the supervisor is not open.
             TimeoutError: The replacement does not serve yet; the text has the engine's state.
             TypeError, ValueError: There is no such engine, or an argument is invalid.
@@ -235,12 +236,16 @@ class EngineSupervisor(AsyncClosing):
             async with asyncio.timeout(timeout):
                 if restarts.failure is None:
                     await restarts.restart(life)
+                if restarts.lives.get(index) is not life:
+                    raise RoleError(f"engine {index} was stopped by scale()")
                 if restarts.failure is None and members is not None:
                     await members.wait_until_ready()
         except TimeoutError:
             raise TimeoutError(f"engine {index} does not serve after {timeout} s: it is {life.state}") from None
         if restarts.failure is not None:
             raise again(restarts.failure)
+        if restarts.failed.is_set():
+            raise EndClosed("the supervisor of engines was closed")
 
     # More engines, or fewer
 
@@ -297,7 +302,7 @@ class EngineSupervisor(AsyncClosing):
     async def pause(self, mode: PauseMode = "finish", timeout: float | None = None) -> None:
         """Pause all engines, for all front ends; see `EngineClient.pause`.
 
-        With API servers their clients pause the engines: one has to be connected.
+        With API servers their clients pause the engines: this waits for one that is connected.
         """
         await self._members().pause(mode, timeout)
 

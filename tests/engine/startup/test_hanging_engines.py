@@ -14,7 +14,7 @@ from typing import Any
 import hanging
 import pytest
 from hanging import HANGS, line_of
-from served_engine import ask, collected, stop, until
+from served_engine import Engine, ask, collected, stop, until
 from supervised import pids
 
 from aioshm import Options
@@ -24,9 +24,11 @@ from aioshm.engine import (
     EngineSupervisor,
     RankInfo,
     Restart,
+    die_with_parent,
     launch_core_engines,
+    run_engine_core,
 )
-from aioshm.errors import EngineDead, RoleError
+from aioshm.errors import EngineDead, QueueClosed, RoleError
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
@@ -326,3 +328,61 @@ async def test_restart_of_no_engine_is_refused() -> None:
                 await supervisor.restart(index)
     with pytest.raises(RoleError, match="inside `async with`"):
         await supervisor.restart(0)
+
+
+# By hand, of an engine that takes its time to end
+
+
+class SlowToEnd(Engine):
+    """Writes a file at the end of its shutdown."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    async def shutdown(self) -> None:
+        Path(self.path).touch()
+        await asyncio.sleep(1)
+        Path(f"{self.path}.done").touch()
+
+
+def serve_slow_to_end(handshake_address: str, dp_rank: int, local_dp_rank: int, path: str) -> None:
+    die_with_parent()
+    asyncio.run(run_engine_core(SlowToEnd(path), handshake_address, dp_rank))
+
+
+@asynccontextmanager
+async def ending(tmp_path: Path, count: int) -> AsyncIterator[tuple[EngineSupervisor, asyncio.Task[None]]]:
+    """Supervise engines, and restart the last one; its process is in its shutdown."""
+    layout = EngineLayout(coordinator=False, shutdown_timeout=30)
+    path = tmp_path / "shutdown"
+    async with supervised(count, serve=serve_slow_to_end, layout=layout, kwargs={"path": str(path)}) as supervisor:
+        restarting = asyncio.create_task(supervisor.restart(count - 1))
+        await until(path.exists)
+        yield supervisor, restarting
+
+
+async def test_cancelled_restart_leaves_an_engine_the_time_to_end(tmp_path: Path) -> None:
+    async with ending(tmp_path, 1) as (supervisor, restarting):
+        restarting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await restarting
+        await supervisor.restart(0)
+        assert (tmp_path / "shutdown.done").exists()
+        assert supervisor.engines[0].restarts == 1
+
+
+async def test_restart_of_an_engine_that_is_removed_meanwhile_ends(tmp_path: Path) -> None:
+    async with ending(tmp_path, 2) as (supervisor, restarting):
+        await supervisor.scale(1)
+        with pytest.raises(RoleError, match="engine 1 was stopped by scale"):
+            async with asyncio.timeout(10):
+                await restarting
+
+
+async def test_restart_ends_when_the_supervisor_is_closed(tmp_path: Path) -> None:
+    async with ending(tmp_path, 1) as (supervisor, restarting):
+        await supervisor.aclose()
+        with pytest.raises(QueueClosed):
+            async with asyncio.timeout(10):
+                await restarting
