@@ -17,7 +17,7 @@ from aioshm.engine.protocol.pause import PauseMode, PauseOrder, check_mode, desc
 from aioshm.engine.security.binding import FRONT_ENDS, Protection
 from aioshm.engine.security.bound_sockets import BoundSockets, sender_of, with_sender
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.errors import EngineDead, RoleError
+from aioshm.errors import EndClosed, EngineDead, RoleError
 from aioshm.logs import LogLimiter
 from aioshm.process.restart import Health
 from aioshm.zeromq.endpoint import SILENCE_S
@@ -40,8 +40,10 @@ class FrontEnds(Closing):
     def __init__(
         self, address: str, ranks: Iterable[int], *, keys: EngineKeys | None = None, secure: bool = True
     ) -> None:
+        ranks = list(ranks)
         self._membership = Membership(1, dict.fromkeys(ranks, 0))
         self._valid: dict[int, int] = {}  # also of removed engines
+        self._alive: set[int] = set(ranks)  # engines that are ready, as far as known here
         self._progress: dict[bytes, Progress] = {}  # by ZeroMQ identity
         self._names: dict[int, bytes] = {}  # by connection number
         self._changed = asyncio.Event()
@@ -110,6 +112,7 @@ class FrontEnds(Closing):
             raise
         leaving.remove(rank)
         del self._membership.engines[rank]
+        self._alive.discard(rank)
         self._membership.deaths.pop(rank, None)
         self._membership.health.pop(rank, None)
         version = self._publish()
@@ -148,12 +151,14 @@ class FrontEnds(Closing):
     def died(self, error: EngineDead, incarnation: int) -> None:
         """Publish the death of an incarnation of an engine."""
         if error.engine in self._membership.engines:
+            self._alive.discard(error.engine)
             self._membership.deaths[error.engine] = Death(str(error), error.engine, error.pid, incarnation)
             self._membership.health.pop(error.engine, None)
             self._publish()
 
     def returned(self, rank: int) -> None:
-        """Stop publishing the death of an engine that is back."""
+        """Note that an engine is ready, and stop publishing its death."""
+        self._alive.add(rank)
         if self._membership.deaths.pop(rank, None) is not None:
             self._publish()
 
@@ -189,15 +194,17 @@ class FrontEnds(Closing):
         return self._membership.order
 
     async def pause(self, mode: PauseMode = "finish", timeout: float | None = None) -> None:
-        """See `EngineClient.pause`; the connected front ends pause the engines."""
+        """See `EngineClient.pause`; the connected front ends pause the engines, so one is waited for."""
         check_mode(mode)
         self._publish(order=self._membership.order.next(0, mode))
         try:
             async with asyncio.timeout(timeout):
                 await self._obeyed()
+                while self.paused and self._unpaused():
+                    await self._change()
+                    await self._obeyed()
         except TimeoutError:
-            unpaused = sorted({rank for each in self._progress.values() for rank in each.unpaused})
-            raise TimeoutError(describe_unpaused(unpaused, timeout)) from None
+            raise TimeoutError(self._describe_unpaused(timeout)) from None
         if not self.paused:
             raise RoleError("the engines were resumed before pause() has returned")
 
@@ -210,13 +217,35 @@ class FrontEnds(Closing):
         """Wait until all front ends, and so all engines, have obeyed the newest order."""
         await self._all(lambda each: each.order >= self._membership.order and not each.unpaused)
 
+    def _unpaused(self) -> list[int]:
+        """Return the ranks of the engines that have not obeyed the newest order, as far as known here."""
+        unpaused = {rank for each in self._progress.values() for rank in each.unpaused}
+        obeyed = [each for each in self._progress.values() if each.order >= self._membership.order]
+        unpaused |= {rank for rank in self._alive if all(rank in each.missing for each in obeyed)}
+        return sorted(unpaused)
+
+    def _describe_unpaused(self, timeout: float | None) -> str:
+        silent = sum(each.order < self._membership.order for each in self._progress.values())
+        if not self._progress:
+            return (
+                f"the engines have not paused after {timeout} s: no front end is connected, and front ends pause them"
+            )
+        if silent:
+            return f"the engines have not paused after {timeout} s: {silent} front ends have not answered"
+        return describe_unpaused(self._unpaused(), timeout)
+
     # Progress of front ends
 
     async def _all(self, condition: Callable[[Progress], bool]) -> None:
         """Wait until a condition holds for all front ends."""
         while not all(map(condition, self._progress.values())):
-            self._changed.clear()
-            await self._changed.wait()
+            await self._change()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+        if self._pump.paused:
+            raise EndClosed("the front ends of the engines are not heard any more: their supervisor was closed")
 
     def _take(self, message: tuple[zmq.Frame, list[bytes]]) -> None:
         sender, (name, *frames) = message
@@ -229,6 +258,8 @@ class FrontEnds(Closing):
             self._limiter.warn(logger, "ignored a message from %s, no front end: %s", sender_of(sender), error)
             return
         known = self._progress.get(name)
+        if known is not None and known.version:
+            self._alive -= set(progress.missing).difference(known.missing)  # on other hosts, nobody else reports deaths
         self._progress[name] = progress
         self._names[connection] = name
         if progress.order > self._membership.order:

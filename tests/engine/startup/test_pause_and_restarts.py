@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from served_engine import Engine, ask, collected, stop, until
 from supervised import MANY, pids
 
@@ -22,7 +24,7 @@ from aioshm.engine import (
     die_with_parent,
     run_engine_core,
 )
-from aioshm.errors import EngineDead, RequestAborted
+from aioshm.errors import EngineDead, QueueClosed, RequestAborted
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
@@ -238,6 +240,41 @@ async def test_supervisor_pauses_the_engines_of_its_front_ends(tmp_path: Path) -
             assert len(await collected(stream)) == 3
         await supervisor.resume()
         assert one.paused is other.paused is None
+
+
+async def test_supervisor_without_a_front_end_waits_for_one_to_pause_the_engines(tmp_path: Path) -> None:
+    async with supervised(tmp_path / "hold", num_api_servers=2) as supervisor:
+        with pytest.raises(TimeoutError, match=r"have not paused after 0\.05 s: no front end is connected"):
+            await supervisor.pause("keep", timeout=0.05)
+        pausing = asyncio.create_task(supervisor.pause("keep"))
+        async with front_end(supervisor, 0) as one:
+            await pausing
+            await check_paused(one)
+        pausing = asyncio.create_task(supervisor.pause("keep"))  # its only front end is gone
+        await asyncio.sleep(0.05)
+        assert not pausing.done()
+        stop(pids(supervisor)[1])
+        async with front_end(supervisor, 1) as one:
+            await pausing
+            assert one.paused == "keep"
+            await supervisor.resume()
+
+
+async def test_pause_names_a_front_end_that_does_not_answer_and_ends_with_the_supervisor(tmp_path: Path) -> None:
+    async with supervised(tmp_path / "hold", num_api_servers=2) as supervisor, front_end(supervisor, 0):
+        address = supervisor.launch.membership_address
+        assert address is not None
+        with zmq.Context() as context, context.socket(zmq.DEALER) as silent:
+            silent.connect(address)
+            silent.send(msgspec.msgpack.encode([]))
+            await until(lambda: len(supervisor.launch.front_ends or ()) == 2)
+            with pytest.raises(TimeoutError, match=r"have not paused after 0\.2 s: 1 front ends have not answered"):
+                await supervisor.pause(timeout=0.2)
+            pausing = asyncio.create_task(supervisor.pause())
+            await asyncio.sleep(0)
+            await supervisor.aclose()
+            with pytest.raises(QueueClosed):
+                await pausing
 
 
 async def test_front_end_that_dies_leaves_the_pause_and_learns_it_again(tmp_path: Path) -> None:
