@@ -24,7 +24,7 @@ from aioshm.process.proc import (
 )
 from aioshm.process.progress import BUSY, IDLE, STACK_SIGNAL, TURN_S, WAITING, Sample
 from aioshm.process.restart import Health, Restart
-from aioshm.process.watch import STOPPED_STATES, process_state
+from aioshm.process.watch import NOT_VISIBLE, STOPPED_STATES, process_state
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -34,6 +34,8 @@ LOOK_S = 0.5
 LONGEST_INTERVAL_S = 3600.0
 """Between two reports on one stall: the intervals grow."""
 
+_NAMED_AT_A_TIME = 8
+"""How many processes are named at a time: each takes a thread, and with py-spy a process."""
 _DUMP_WITHIN_S = 1.0
 _DUMP_STEP_S = 0.02
 
@@ -193,6 +195,7 @@ class ProgressWatch:
         self._watched: dict[Child, Watched] = {}
         self._interval_s = min(LOOK_S, self._warning_s / 4)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._naming = asyncio.Semaphore(_NAMED_AT_A_TIME)
         self._last = 0.0
         self._timer: asyncio.TimerHandle | None = None  # None: there is no process to watch
 
@@ -266,14 +269,17 @@ class ProgressWatch:
                 self._spawn(self._end(watched))
 
     def _health(self, watched: Watched) -> Health:
-        return "stopped" if process_state(watched.process.pid or 0) in STOPPED_STATES else "stalled"
+        state = process_state(watched.process.pid or 0)
+        if state in STOPPED_STATES or (state == NOT_VISIBLE and watched.health == "stopped"):
+            return "stopped"
+        return "stalled"
 
     async def _report(self, watched: Watched) -> None:
         try:
             found = await self._culprit(watched)
             seconds = watched.judge.without_progress_s
-            if not seconds or watched.process not in self._watched:  # it has moved, or exited
-                return
+            if not seconds or watched.process not in self._watched or watched.process.exitcode is not None:
+                return  # it has moved, or exited
             health: Health = "stopped" if found.state in STOPPED_STATES else "stalled"
             waits = ""
             if watched.sample is not None and watched.sample.phase == WAITING:
@@ -284,23 +290,26 @@ class ProgressWatch:
             watched.naming = None
 
     async def _end(self, watched: Watched) -> None:
+        assert self._restart is not None
         found = await self._culprit(watched)
         seconds = watched.judge.without_progress_s
-        if not seconds:
+        stopped = found.state in STOPPED_STATES
+        if not seconds or (stopped and not self._restart.kill_stopped):  # it has moved, or was stopped just now
             watched.ending = False
             return
         where = f"({found.describe()})" if found.line is None else f"at {found.line}"
-        if found.state in STOPPED_STATES and found.line is not None:
+        if stopped and found.line is not None:
             where = f"({found.state}) {where}"
         reason = f"hung for {seconds:.0f} s {where}, and was killed"
         await give_back(lambda: watched.process.end(reason))
 
     async def _culprit(self, watched: Watched) -> Culprit:
-        try:
-            return await in_thread(lambda: culprit(watched.process))
-        except OutOfThreads as error:
-            pid = watched.process.pid or 0
-            return Culprit(process_state(pid), wait_channel(pid), None, str(error))
+        async with self._naming:
+            try:
+                return await in_thread(lambda: culprit(watched.process))
+            except OutOfThreads as error:
+                pid = watched.process.pid or 0
+                return Culprit(process_state(pid), wait_channel(pid), None, str(error))
 
     def _enter(self, watched: Watched, health: Health, where: str) -> None:
         if (health, where) != (watched.health, watched.where):

@@ -19,6 +19,8 @@ STOPPED_STATES = frozenset({"stopped", "tracing-stop", "frozen"})
 """States of processes that somebody has stopped: by SIGSTOP, with a debugger, or with the freezer of a cgroup."""
 SUSPECT_STATES = STOPPED_STATES | {"zombie", "dead", "gone", "disk-sleep"}
 """States in which a process does nothing for its queue."""
+NOT_VISIBLE = "not visible from here"
+"""The state of a process that the system does not show; also if no descriptor is left to read it."""
 
 _PF_EXITING = 0x4  # linux/sched.h
 _FIRST_RECHECK_S = 0.001
@@ -33,19 +35,19 @@ _SHOWN_CHARACTERS = 500
 def process_state(pid: int) -> str:
     """Return "running", "sleeping", "stopped", "frozen", "gone"...; a pid of 0 is in another pid namespace."""
     if pid <= 0:
-        return "not visible from here"
+        return NOT_VISIBLE
     if is_frozen(pid):
         return "frozen"
     try:
         import psutil  # takes 12 ms, and only a report of a delay needs it
     except (ImportError, OSError):  # OSError: no descriptor to read it
-        return "not visible from here"
+        return NOT_VISIBLE
     try:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
         return "gone"
     except (psutil.Error, OSError):  # OSError: no /proc, or no descriptor to read it
-        return "not visible from here"
+        return NOT_VISIBLE
 
 
 def is_frozen(pid: int, root: Path = Path("/")) -> bool:
@@ -139,7 +141,8 @@ class ProcessExit:
         managed: Whether a watched manager started the process.
         host: The address of the process's host, which may be another host; empty: this host.
         last_line: The last line of the process's stderr, if the manager knows it and the code is not 0.
-        reason: Why the supervisor has killed the process, such as ``"made no progress for 30 s"``; empty otherwise.
+        reason: Why the supervisor has killed the process, such as ``"hung for 30 s at a.py:41 in f, and was
+            killed"``; empty otherwise.
     """
 
     name: str

@@ -18,7 +18,8 @@ import pytest
 from support import until
 
 import aioshm
-from aioshm.process import proc, progress, watch
+from aioshm.process import proc, progress, stalls, watch
+from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.progress import BUSY, IDLE, Sample
 from aioshm.process.restart import Restart
@@ -306,6 +307,62 @@ async def test_expected_steps_are_never_reported(caplog: pytest.LogCaptureFixtur
         await until(lambda: found.process.exitcode is not None)
     assert found.process.exitcode == 0
     assert changes == []
+
+
+async def test_a_stopped_process_stays_stopped_while_nobody_can_look(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "aioshm.engine")
+    async with watched(long_step, 60.0) as (found, changes):
+        await until(lambda: found.process.progress.read().phase == BUSY)
+        os.kill(found.process.pid, signal.SIGSTOP)
+        await until(lambda: found.health == "stopped" and found.naming is None)
+        monkeypatch.setattr("aioshm.process.stalls.process_state", lambda pid: watch.NOT_VISIBLE)  # no descriptor left
+        late_s = found.judge.without_progress_s
+        await until(lambda: found.judge.without_progress_s > late_s + WARNING_S)
+        assert "running" not in {health for health, _ in changes}
+
+
+async def test_a_process_that_is_stopped_while_its_line_is_found_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attach_a_debugger(process: Child) -> stalls.Culprit:
+        os.kill(process.pid or 0, signal.SIGSTOP)
+        return culprit(process)
+
+    culprit = stalls.culprit
+    monkeypatch.setattr(stalls, "culprit", attach_a_debugger)
+    async with watched(long_step, 60.0, restart=Restart(hang_s=WARNING_S)) as (found, _):
+        await until(lambda: found.ending)
+        await until(lambda: not found.ending)
+        assert found.process.exitcode is None
+        await until(lambda: found.health == "stopped")
+
+
+async def test_few_processes_are_named_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now: list[Child] = []
+    most: list[int] = []
+
+    def name(process: Child) -> stalls.Culprit:
+        now.append(process)
+        most.append(len(now))
+        time.sleep(0.05)
+        now.remove(process)
+        return stalls.Culprit("sleeping", "", None, "")
+
+    monkeypatch.setattr(stalls, "culprit", name)
+    watcher = ProgressWatch(0.2, None, lambda _: None)
+    children = [Child(time.time, "child") for _ in range(3 * stalls._NAMED_AT_A_TIME)]
+    own = []
+    for child in children:
+        child.progress = progress.Cell()
+        own.append(progress.Progress(child.progress.fileno()))
+        own[-1].enter(BUSY)
+    found = [watcher.add("child", child) for child in children]
+    await until(lambda: all(each.where for each in found))
+    watcher.close()
+    assert max(most) <= stalls._NAMED_AT_A_TIME
+    for child in children:
+        assert child.progress is not None
+        child.progress.close()
 
 
 def long_step(seconds: float) -> None:
