@@ -314,7 +314,7 @@ def rate(per_s: float | None) -> str:
 
 
 def size(nbytes: float | None) -> str:
-    """Return a number of bytes: ``512 B``, ``4.7 MiB``."""
+    """Return a number of bytes for people: ``512 B``, ``4.7 MiB``; None: a dash."""
     if nbytes is None:
         return NONE
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):

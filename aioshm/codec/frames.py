@@ -192,7 +192,7 @@ def parts_of(message: Encoded) -> tuple[Sequence[bytes | memoryview], Sequence[m
 
 
 def body_of(message: Encoded) -> memoryview:
-    """Return the body of an encoded message, read-only."""
+    """Return an encoded message as the bytes that a slot or a socket carries, with its buffers; read-only."""
     if isinstance(message, bytes):
         return memoryview(message)
     body = bytearray(message_bytes(message))

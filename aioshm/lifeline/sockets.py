@@ -100,7 +100,10 @@ def _sweep(directory: Path) -> None:
 
 
 def sweep_leftovers() -> None:
-    """Remove files and segments of dead processes; runs after a stop, and when Python ends."""
+    """Remove socket files and segments of dead processes.
+
+    Runs after processes were stopped, and when Python ends.
+    """
     for directory in _directories:
         with suppress(OSError):
             _sweep(directory)

@@ -174,7 +174,7 @@ METRICS: dict[str, Metric] = {metric.name: metric for section in SECTIONS.values
 
 
 def process_metrics() -> Iterator[Metric]:
-    """Yield the metrics of the objects of a process: all metrics but the host's."""
+    """Yield the metrics of objects in this process; `aioshm export` has those of all queues of the host."""
     for title, section in SECTIONS.items():
         if not title.startswith("host"):
             yield from section

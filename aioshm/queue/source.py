@@ -89,7 +89,7 @@ class NoRing:
 
 
 def nothing() -> Any:
-    """Receive nothing."""
+    """Return `EMPTY`, in place of a message."""
     return EMPTY
 
 

@@ -52,7 +52,13 @@ def new_context(
 
 
 def shared_context(what: str, *, sockets: int, connections: int) -> zmq.Context[zmq.Socket[bytes]]:
-    """Return the context of the process, see `new_context`."""
+    """Return the one context of this process, after a check that its limits admit the new sockets.
+
+    Args:
+        what: Needs the sockets; for the error.
+        sockets: How many sockets will be opened.
+        connections: How many connections they will have.
+    """
     with naming_limits(what):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     needed = SIGNAL_DESCRIPTORS * sockets + connections

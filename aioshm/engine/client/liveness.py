@@ -91,7 +91,7 @@ class Liveness:
                 return
 
     def engine_at(self, connection: int) -> tuple[int, str] | None:
-        """Return the rank of the engine with a connection, and a description of its sender."""
+        """Return the rank of the engine at a connection, and its process, such as ``pid 12``; None: no engine."""
         for rank, engine in self._engines.items():
             if engine.connection == connection and rank is not None:
                 return rank, engine.sender

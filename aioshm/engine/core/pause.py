@@ -8,7 +8,7 @@ from aioshm.engine.protocol.pause import NO_ORDER, PauseOrder
 
 
 class Owner(NamedTuple):
-    """The client of an open request, and the client's generation of it."""
+    """The client of an open request, and the number of this submission: an id may be submitted again."""
 
     client: int
     generation: int

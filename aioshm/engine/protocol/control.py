@@ -140,10 +140,10 @@ _progress = msgspec.msgpack.Decoder(Progress)
 
 
 def decode_membership(frames: list[bytes]) -> Membership:
-    """Decode a message of the launching process."""
+    """Decode what the launching process publishes to front ends."""
     return decode_single(_membership, frames, MAX_MEMBERSHIP_BYTES)
 
 
 def decode_progress(frames: list[bytes]) -> Progress:
-    """Decode a message of a front end."""
+    """Decode what a front end reports to the launching process."""
     return decode_single(_progress, frames, MAX_MEMBERSHIP_BYTES)

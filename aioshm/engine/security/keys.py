@@ -151,11 +151,11 @@ class EngineKeys:
         return self._pair(b"coordinator")
 
     def to_coordinator(self) -> CurveKeys:
-        """Return the keys for a front end's connection to the coordinator."""
+        """Return the keys with which a front end connects to the coordinator."""
         return replace(self.front_end, server=self.coordinator.public)
 
     def to_front_end(self) -> CurveKeys:
-        """Return the keys for a front end's connection to the launching process."""
+        """Return the keys with which a front end connects to the launching process."""
         return replace(self.front_end, server=self.front_end.public)
 
     def for_engine(self, rank: int, incarnation: int = 0) -> EngineCredentials:

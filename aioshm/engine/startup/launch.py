@@ -172,7 +172,7 @@ class CoreEngineLaunch:
             self._stalls.add(name, process, in_step=self._lockstep and rank is not None)
 
     def stop_watching_progress(self) -> None:
-        """Undo `watch_progress`. Idempotent."""
+        """Stop watching for engines that hang, see `watch_progress`. Idempotent."""
         if self._stalls is not None:
             self._stalls.close()
 

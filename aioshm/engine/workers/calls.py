@@ -110,7 +110,7 @@ class CallTable:
     # Calls of one worker
 
     async def call(self, call: Call, request: Request, timeout: float | None) -> Any:
-        """Call one worker, and return the result."""
+        """Send ``request`` to the worker that ``call`` wants, and return the result; ``call`` tracks it until then."""
         try:
             async with self._within(timeout, call):
                 await self._send(call, CALL, request)

@@ -247,7 +247,7 @@ class SourceTracker:
             self._jobs.append(_Job(_Why.BEGIN, None))
 
     def asked(self, arrivals: int) -> None:
-        """Record that the current request is sent now, after ``arrivals`` live messages."""
+        """Note that the current replay request is sent now; ``arrivals``: live messages received so far."""
         self._jobs[0].asked_at = arrivals
 
     def replayed(self, message: Message) -> bool:

@@ -37,7 +37,11 @@ _REPLAY_THREAD = 2
 
 
 class PublisherSockets:
-    """A PUB socket, or XPUB where strangers may subscribe, and a ROUTER socket if there is a replay endpoint."""
+    """The sockets of a publisher: one for batches, and a ROUTER if there is a replay endpoint.
+
+    Batches leave through PUB; at a port that strangers can reach, through XPUB, which lets the publisher refuse
+    subscriptions.
+    """
 
     def __init__(self, settings: PublisherSettings) -> None:
         rank = settings.data_parallel_rank

@@ -73,7 +73,7 @@ class Room:
         return self.window_has(messages) and self._ring.free(*need)
 
     def window_has(self, messages: Sequence[Encoded]) -> bool:
-        """Return whether the window has room for messages; evict remote readers that are too slow."""
+        """Return whether `remote_window` admits messages for remote readers; evict those that are too slow."""
         network = self._network
         if network is None or network.flow.room_for(*messages):
             return True
