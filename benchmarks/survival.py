@@ -211,6 +211,12 @@ class Survival:
                     answers = await self._group.call_any("add", [number], timeout=patience_s)
             except WorkerDied as error:
                 self._failed(error)
+            except TimeoutError as error:
+                if "and its replacement is" in str(error) and any(f"(pid {pid})" in str(error) for pid in self._killed):
+                    self.counts["failed"] += 1  # all were never there at once: one after the other was killed
+                    self.counts["starved"] += 1
+                else:
+                    self._odd(error)
             except Exception as error:
                 self._odd(error)
             else:
