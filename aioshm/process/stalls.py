@@ -36,6 +36,7 @@ LONGEST_INTERVAL_S = 3600.0
 
 _NAMED_AT_A_TIME = 8
 """How many processes are named at a time: each takes a thread, and with py-spy a process."""
+_EXITED_STATES = ("zombie", "dead", "gone")
 _DUMP_WITHIN_S = 1.0
 _DUMP_STEP_S = 0.02
 
@@ -276,16 +277,20 @@ class ProgressWatch:
 
     async def _report(self, watched: Watched) -> None:
         try:
-            found = await self._culprit(watched)
             seconds = watched.judge.without_progress_s
-            if not seconds or watched.process not in self._watched or watched.process.exitcode is not None:
-                return  # it has moved, or exited
-            health: Health = "stopped" if found.state in STOPPED_STATES else "stalled"
             waits = ""
             if watched.sample is not None and watched.sample.phase == WAITING:
                 waits = ", waits for its peers"
-            self._enter(watched, health, f"no progress for {seconds:.0f} s{waits}: {found.describe()}")
-            logger.warning("%s (pid %s) is %s: %s", watched.name, watched.process.pid, health, watched.where)
+            found = await self._culprit(watched)
+            if watched.process not in self._watched or found.state in _EXITED_STATES:
+                return
+            health: Health = "stopped" if found.state in STOPPED_STATES else "stalled"
+            where = f"no progress for {max(seconds, watched.judge.without_progress_s):.0f} s{waits}: {found.describe()}"
+            verb = "was"  # it moves again: the signal that makes it write its stacks interrupts C code that sleeps
+            if watched.judge.without_progress_s:
+                verb = "is"
+                self._enter(watched, health, where)
+            logger.warning("%s (pid %s) %s %s: %s", watched.name, watched.process.pid, verb, health, where)
         finally:
             watched.naming = None
 

@@ -181,7 +181,8 @@ def hang_in_a_lock() -> None:
 
 
 def hang_with_the_gil_held() -> None:
-    ctypes.PyDLL(None).sleep(60)  # HERE
+    while True:  # a signal ends each sleep
+        ctypes.PyDLL(None).sleep(60)  # HERE
 
 
 def hang_with_the_gil_released() -> None:
@@ -335,6 +336,48 @@ async def test_a_process_that_is_stopped_while_its_line_is_found_is_not_killed(m
         await until(lambda: not found.ending)
         assert found.process.exitcode is None
         await until(lambda: found.health == "stopped")
+
+
+async def test_a_process_that_exits_while_its_line_is_found_is_not_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exit_first(process: Child) -> stalls.Culprit:
+        os.kill(process.pid or 0, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)
+        return culprit(process)
+
+    culprit = stalls.culprit
+    monkeypatch.setattr(stalls, "culprit", exit_first)
+    monkeypatch.setattr(stalls, "LOOK_S", 0.1)
+    async with watched(long_step, 60.0) as (found, changes):
+        await until(lambda: found.process.exitcode is not None and found.naming is None)
+    assert [where for _, where in changes] == [""]
+    assert "stalled" not in caplog.text
+
+
+async def test_a_process_that_moves_while_its_line_is_found_is_named_all_the_same(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def move(_: Child) -> stalls.Culprit:
+        own.enter(IDLE)
+        moved.wait(30)
+        return stalls.Culprit("sleeping", "", None, "why")
+
+    moved = threading.Event()
+    monkeypatch.setattr(stalls, "culprit", move)
+    child = Child(time.time, "child")
+    child.progress = progress.Cell()
+    own = progress.Progress(child.progress.fileno())
+    own.enter(BUSY)
+    watcher = ProgressWatch(0.2, None, lambda _: None)
+    found = watcher.add("engine 7", child)
+    await until(lambda: found.naming is not None)
+    await until(lambda: found.health == "running")
+    moved.set()
+    await until(lambda: "why" in caplog.text)
+    watcher.close()
+    child.progress.close()
+    assert "engine 7 (pid None) was stalled: no progress for 0 s: sleeping; why" in caplog.text
 
 
 async def test_few_processes_are_named_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
