@@ -160,7 +160,11 @@ class EngineClient(AsyncClosing):
 
     @property
     def paused(self) -> PauseMode | None:
-        """The mode of the pause, from `pause` until `resume` by any client; None: the engines are not paused."""
+        """The mode of the pause, from `pause` until `resume` by any client; None: the engines are not paused.
+
+        A client learns of the pauses of others from its ``membership_address``, and from engines to which it has sent
+        a request.
+        """
         return self._link.pause.order.mode or None
 
     def pause_order(self) -> PauseOrder:
@@ -452,8 +456,8 @@ class EngineClient(AsyncClosing):
         the client that has asked for it, and the engines: an engine that is restarted or added is paused, too.
         Engines that are missing are not waited for: one that starts already pauses when it registers.
 
-        The last call of `pause` or `resume` counts, by any client: a later `pause` may change the mode. Cancelling
-        this, or a timeout, leaves the engines pausing: `resume` undoes that.
+        The last call of `pause` or `resume` counts, by any client: a later `pause` may change the mode. After a
+        failure, a timeout, or a cancellation, the engines are pausing nonetheless: `resume` undoes that.
 
         Args:
             mode: What happens to requests in flight. ``"finish"``: they run to their end. ``"abort"``: their streams

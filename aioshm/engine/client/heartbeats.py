@@ -65,6 +65,9 @@ class Heartbeats:
         self._on_late = on_late
         if hang_s is not None:
             self._warning_s = min(self._warning_s, hang_s)
+            self._interval_s = min(LOOK_S, self._warning_s / 4)
+            for engine in self._engines.values():  # their first heartbeats came before READY
+                engine.judge = Judge(self._warning_s + GRACE_S)
 
     def receive(self, rank: int, sender: str, frames: Sequence[bytes]) -> None:
         """Take a heartbeat of an engine; raises `ValueError` if it is invalid."""

@@ -243,6 +243,19 @@ async def test_time_counts_only_while_the_clients_loop_runs(monkeypatch: pytest.
         assert not client.stats().stalled
 
 
+async def test_limit_of_a_supervisor_holds_for_engines_that_were_there_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bare_engine(monkeypatch, 3600) as (client, engine, _):
+        engine.dealer.send(beat(BUSY))
+        engine.dealer.send(beat(-1))
+        await until(lambda: "a heartbeat of engine 0 is ignored" in caplog.text)  # so the first one has arrived
+        reports: list[float] = []
+        client.supervise_heartbeats(0.2, lambda _rank, seconds, _where: reports.append(seconds))
+        await until(lambda: reports)
+        assert 0.2 <= reports[0] < 10
+
+
 async def test_stalled_engine_that_is_replaced_is_judged_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
