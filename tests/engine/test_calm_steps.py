@@ -98,8 +98,8 @@ async def test_random_steps_below_the_limit_are_no_stall(caplog: pytest.LogCaptu
     uv = isinstance(asyncio.get_running_loop(), uvloop.Loop)
     options = Options(stall_warning_s=LIMIT_S)
     restart = Restart(hang_s=LIMIT_S)
-    changes: list[RankInfo] = []
-    took: list[float] = []
+    changes: list[tuple[str, RankInfo]] = []
+    took: list[tuple[float, str, int]] = []
     end = 0.0
 
     async def ask(supervisor: EngineSupervisor, rank: int) -> None:
@@ -109,7 +109,7 @@ async def test_random_steps_below_the_limit_are_no_stall(caplog: pytest.LogCaptu
             number += 1
             step = chance.choices(KINDS, OFTEN)[0], chance.uniform(0, LONGEST_S)
             stream = supervisor.client.submit({"request_id": f"{rank} {number}", "step": step}, engine=rank)
-            took.extend([output["took"] async for output in stream])
+            took.extend([(output["took"], "engine", rank) async for output in stream])
             await asyncio.sleep(chance.choice([0, 0.1]))
 
     async def call(group: WorkerGroup, rank: int) -> None:
@@ -117,14 +117,14 @@ async def test_random_steps_below_the_limit_are_no_stall(caplog: pytest.LogCaptu
         while time.monotonic() < end:
             kind, seconds = chance.choices(KINDS, OFTEN)[0], chance.uniform(0, LONGEST_S)
             if kind == "burn" and chance.random() < 0.5:
-                took.append(await group.call(rank, "burn", seconds))
+                took.append((await group.call(rank, "burn", seconds), "worker", rank))
             else:
-                took.append(await group.call(rank, "take", kind, seconds))
+                took.append((await group.call(rank, "take", kind, seconds), "worker", rank))
             await asyncio.sleep(chance.choice([0, 0.1]))
 
     async def watch(group: WorkerGroup) -> None:
         async for change in group.membership():
-            changes.append(change)
+            changes.append(("worker", change))
 
     async with (
         EngineSupervisor(
@@ -132,7 +132,7 @@ async def test_random_steps_below_the_limit_are_no_stall(caplog: pytest.LogCaptu
             ENGINES,
             kwargs={"uv": uv},
             restart=restart,
-            on_change=changes.append,
+            on_change=lambda change: changes.append(("engine", change)),
             client=ClientOptions(options=options),
             layout=EngineLayout(coordinator=False),
         ) as supervisor,
@@ -145,7 +145,8 @@ async def test_random_steps_below_the_limit_are_no_stall(caplog: pytest.LogCaptu
         asking = [ask(supervisor, rank) for rank in range(ENGINES)]
         await asyncio.gather(*asking, *(call(group, rank) for rank in range(WORKERS)))
         watching.cancel()
-    print(f"{len(took)} steps, the longest {max(took):.2f} s")
-    if max(took) < LIMIT_S:  # else the machine made a step longer
-        assert changes == []
+    print(f"{len(took)} steps, the longest {max(took)[0]:.2f} s")
+    late = {step[1:] for step in took if step[0] >= LIMIT_S}  # where a busy machine has made a step longer
+    assert [change for change in changes if (change[0], change[1].rank) not in late] == []
+    if not late:
         assert not [text for name, level, text in caplog.record_tuples if name == "aioshm.engine" and level > INFO]
