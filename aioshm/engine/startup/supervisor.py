@@ -202,7 +202,7 @@ class EngineSupervisor(AsyncClosing):
             warn_not_closed(self)
 
     async def restart(self, index: int, *, timeout: float | None = None) -> None:
-        """Replace the process of an engine, which may hang; return when its replacement serves.
+        """Replace the process of an engine, which may hang; return when its replacement and all other engines serve.
 
         A running engine gets SIGTERM, and is killed ``EngineLayout.shutdown_timeout`` later; one without progress is
         killed immediately. Its requests fail or move, as after a death. Nothing counts for a crash loop. While a
@@ -217,7 +217,7 @@ class EngineSupervisor(AsyncClosing):
             EngineDead: A crash loop: no replacement could be started.
             QueueClosed: The supervisor was closed.
             RoleError: The engine is being stopped, or runs on another host, or the supervisor is not open.
-            TimeoutError: The replacement does not serve yet; the text has the engine's state.
+            TimeoutError: The replacement, or another engine, does not serve yet; the text has that engine's state.
             TypeError, ValueError: There is no such engine, or an argument is invalid.
         """
         check_int("index", index, minimum=0)
@@ -241,7 +241,8 @@ class EngineSupervisor(AsyncClosing):
                 if restarts.failure is None and members is not None:
                     await members.wait_until_ready()
         except TimeoutError:
-            raise TimeoutError(f"engine {index} does not serve after {timeout} s: it is {life.state}") from None
+            late = next((each for each in (life, *restarts.lives.values()) if not each.is_alive), life)
+            raise TimeoutError(f"engine {late.rank} does not serve after {timeout} s: it is {late.state}") from None
         if restarts.failure is not None:
             raise again(restarts.failure)
         if restarts.failed.is_set():

@@ -305,6 +305,20 @@ async def test_restart_of_an_engine_that_starts_waits_for_its_replacement(tmp_pa
         assert (info.state, info.restarts, info.pid != before) == ("running", 1, True)
 
 
+@pytest.mark.slow
+async def test_restart_that_waits_for_another_engine_names_that_engine() -> None:
+    async with supervised() as supervisor:
+        before = pids(supervisor)
+        stop(before[1])
+        await until(lambda: pids(supervisor)[1] != before[1])
+        stop(pids(supervisor)[1], signal.SIGSTOP)  # it is starting
+        with pytest.raises(TimeoutError, match=r"engine 1 does not serve after 8 s: it is starting"):
+            await supervisor.restart(0, timeout=8)
+        assert supervisor.engines[0].state == "running"
+        stop(pids(supervisor)[1], signal.SIGCONT)
+        await supervisor.wait_until_ready(30)
+
+
 async def test_cancelled_restart_goes_on() -> None:
     async with supervised(1) as supervisor:
         before = pids(supervisor)[0]
