@@ -510,7 +510,8 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     async def __aenter__(self) -> Self:
         """Enter the block that closes this end. A reader starts to attach, so that a writer in the same task finds it.
 
-        If attaching fails, the first call that needs it raises the error.
+        This waits for nobody: await `wait_until_ready`, or receive, to wait for the writer. If attaching fails, the
+        first call that needs it raises the error.
         """
         if self._reader is not None:
             with suppress(AioshmError):

@@ -185,7 +185,8 @@ class QueueBase(Generic[T]):
     ) -> Any:
         """Create a reader that finds its writer by name: a writer of the same user on this host.
 
-        The search begins with the first call that needs the writer, or with ``async with``. The writer may start later.
+        The search begins with the first call that needs the writer, or with ``async with``, which does not wait for the
+        writer. `wait_until_ready`, or the first call that receives, waits. The writer may start later.
 
         With ``reconnect=True``, a reader whose writer was killed or closed first receives every message that this
         writer had sent. Then it waits for the next writer of the name and for that writer's readers. The waiting call,

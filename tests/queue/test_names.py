@@ -156,8 +156,20 @@ def test_the_blocking_face_in_either_order() -> None:
     assert late.result() == [3]
 
 
+async def test_reader_that_dies_before_all_are_ready_is_reported_with_the_name_of_the_queue() -> None:
+    async with new_writer(2) as writer:
+        ready = asyncio.ensure_future(writer.wait_until_ready(60))
+        async with child("collect", writer.export_handle().to_json(), "1") as victim:
+            await until(lambda: writer.readers[1].state == "attached", "admission")
+            victim.signal(signal.SIGKILL)
+            await victim.end()
+        with pytest.raises(PeerDied, match="died: queue steps, before all readers were ready"):
+            await ready
+
+
 async def test_who_waits_in_vain_is_told_for_what(names: Path) -> None:
     expected = re.escape(f"there is no writer of the name 'steps' in {names}")
+    expected += r".*\(waited \d\.\d s; timeout= of attach\(\)"
     async with MessageQueue.attach("steps", 0, timeout=0.05) as reader:
         for call in (reader.dequeue, reader.wait_until_ready, reader.lease().__aenter__):
             with pytest.raises(TimeoutError, match=expected):

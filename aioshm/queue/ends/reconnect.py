@@ -83,6 +83,7 @@ class NoWriter(Source):
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is None:
+            self.since = monotonic()
             self._search_after(0, loop)
 
     def _search_after(self, pause_s: float, loop: asyncio.AbstractEventLoop) -> None:
@@ -96,7 +97,10 @@ class NoWriter(Source):
             self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * PAUSE_GROWTH)
 
     def too_late(self) -> Exception:
-        return TimeoutError(f"{self._reconnect.state!r}: {self._reconnect.writers.awaited()}")
+        search = self._reconnect
+        waited = seconds(monotonic() - self.since)
+        hint = f"waited {waited}; timeout= of attach() and of calls sets how long, None: for ever"
+        return TimeoutError(f"{search.state!r}: {search.writers.awaited()} ({hint})")
 
     def report_waiting(self, waited_s: float) -> None:
         search = self._reconnect

@@ -60,6 +60,7 @@ class Writer(Closable):
         self.network = network
         # The readers by rank, local and remote.
         self.registry: ReaderRegistry = ring.registry
+        self.registry.name = state.name
         self._transports: list[LocalReaders | RemoteReaders] = [ring]
         self._n_reader = n_reader
         self._codec = codec
