@@ -26,8 +26,9 @@ def adopt_orphans() -> None:
     """Make this process the parent of orphans among its descendants (PR_SET_CHILD_SUBREAPER), and reap them.
 
     Call this before engines or workers are started. The orphans of dead ones then come to this process, and none of
-    them stays a zombie. Process 1 of a container adopts orphans without this call. Children of other parts of the
-    program, such as ``subprocess``, are left alone. Lasts until this process ends; forked children do not inherit it.
+    them stays a zombie, except daemons: orphans that have begun a session of their own (setsid(2)). Process 1 of a
+    container adopts orphans without this call. Children of other parts of the program, such as ``subprocess``, are
+    left alone. Lasts until this process ends; forked children do not inherit it.
 
     Raises:
         OSError: The system has no subreapers (macOS).

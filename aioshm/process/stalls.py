@@ -277,6 +277,7 @@ class ProgressWatch:
 
     async def _report(self, watched: Watched) -> None:
         try:
+            health = watched.health
             seconds = watched.judge.without_progress_s
             waits = ""
             if watched.sample is not None and watched.sample.phase == WAITING:
@@ -284,11 +285,14 @@ class ProgressWatch:
             found = await self._culprit(watched)
             if watched.process not in self._watched or found.state in _EXITED_STATES:
                 return
-            health: Health = "stopped" if found.state in STOPPED_STATES else "stalled"
+            if found.state in STOPPED_STATES:
+                health = "stopped"
             where = f"no progress for {max(seconds, watched.judge.without_progress_s):.0f} s{waits}: {found.describe()}"
             verb = "was"  # it moves again: the signal that makes it write its stacks interrupts C code that sleeps
-            if watched.judge.without_progress_s:
+            continued = watched.health == "stopped" and found.state not in STOPPED_STATES
+            if watched.judge.without_progress_s and not continued:  # else `_late` forgives the time of the stop
                 verb = "is"
+                health = "stopped" if found.state in STOPPED_STATES else "stalled"
                 self._enter(watched, health, where)
             logger.warning("%s (pid %s) %s %s: %s", watched.name, watched.process.pid, verb, health, where)
         finally:
@@ -299,8 +303,9 @@ class ProgressWatch:
         found = await self._culprit(watched)
         seconds = watched.judge.without_progress_s
         stopped = found.state in STOPPED_STATES
-        if not seconds or (stopped and not self._restart.kill_stopped):  # it has moved, or was stopped just now
-            watched.ending = False
+        continued = watched.health == "stopped" and not stopped
+        if not seconds or continued or (stopped and not self._restart.kill_stopped):
+            watched.ending = False  # it has moved, or was continued or stopped just now
             return
         where = f"({found.describe()})" if found.line is None else f"at {found.line}"
         if stopped and found.line is not None:

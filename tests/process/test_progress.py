@@ -380,6 +380,26 @@ async def test_a_process_that_moves_while_its_line_is_found_is_named_all_the_sam
     assert "engine 7 (pid None) was stalled: no progress for 0 s: sleeping; why" in caplog.text
 
 
+@pytest.mark.parametrize("kill_stopped", [False, True])
+async def test_a_process_that_is_continued_while_its_line_is_found_has_time_again(
+    kill_stopped: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def go_on(process: Child) -> stalls.Culprit:
+        if found.health == "stopped":
+            os.kill(process.pid or 0, signal.SIGCONT)
+        return culprit(process)
+
+    culprit = stalls.culprit
+    monkeypatch.setattr(stalls, "culprit", go_on)
+    restart = Restart(hang_s=WARNING_S, kill_stopped=kill_stopped)
+    async with watched(long_step, 60.0, restart=restart) as (found, changes):
+        await until(lambda: found.process.progress.read().phase == BUSY)
+        os.kill(found.process.pid, signal.SIGSTOP)
+        await until(lambda: found.process.exitcode is not None)
+    assert [health for health, _ in changes][:3] == ["stopped", "running", "stalled"]
+    assert f"engine 7 (pid {found.process.pid}) was stopped: " in caplog.text
+
+
 async def test_few_processes_are_named_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now: list[Child] = []
     most: list[int] = []
