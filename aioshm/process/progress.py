@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aioshm.arguments import check_seconds
 from aioshm.process.limits import detach_when_forked
@@ -32,6 +32,8 @@ peers, in a collective operation, is `WAITING`.
 TURN_S = 0.5
 """Seconds between two signs of life of an event loop."""
 
+_LONG_STEP_NS = int(1e9 * TURN_S / 2)
+
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 3 * hasattr(signal, "SIGRTMAX")
 """Makes a process write its stacks, if it says so in its cell."""
 
@@ -43,7 +45,7 @@ FILE_NAME = "progress-of-aioshm"
 """Unlike those of queues, which begin with aioshm."""
 
 _CELL = struct.Struct("=8Q")
-_PHASE, _STEPS, _TURNS, _EXPECTED, _SINCE, _REQUESTS, _WRITES_STACKS = range(7)
+_PHASE, _STEPS, _TURNS, _EXPECTED, _SINCE, _REQUESTS, _WRITES_STACKS, _WAITED = range(8)
 
 
 class Sample(NamedTuple):
@@ -88,6 +90,14 @@ class Cell:
         size = os.fstat(self._file.fileno()).st_size - STACK_OFFSET
         return os.pread(self._file.fileno(), size, STACK_OFFSET).decode(errors="replace")
 
+    def waits(self) -> str:
+        """Return where the coroutine of the present step waits, as ``faulthandler`` writes stacks; "" if not known."""
+        page = os.pread(self._file.fileno(), STACK_OFFSET, 0)
+        words = _CELL.unpack_from(page)
+        if words[_WAITED] != words[_STEPS]:
+            return ""
+        return page[CELL_BYTES:].partition(b"\0")[0].decode(errors="replace")
+
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._file.close()
@@ -111,6 +121,9 @@ class Progress:
         self.on_expect: set[Callable[[], object]] = set()
         """Called in any thread when `expect` begins and ends; they raise nothing."""
         self._words = memoryview(memory)[:CELL_BYTES].cast("Q")
+        self._waits = memoryview(memory)[CELL_BYTES:]
+        self.task: asyncio.Task[Any] | None = None
+        """The task that awaits the present step."""
         detach_when_forked(self)
         if descriptor is not None:
             self._words[_WRITES_STACKS] = _write_stacks_to(descriptor)
@@ -118,6 +131,7 @@ class Progress:
     def detach_after_fork(self) -> None:
         """Leave the cell to the parent, in a forked child."""
         self._words = memoryview(bytearray(CELL_BYTES)).cast("Q")
+        self._waits = memoryview(b"")
         self.on_expect = set()
 
     def enter(self, phase: int) -> None:
@@ -164,11 +178,14 @@ class Progress:
             yield
             return
         loop = asyncio.get_running_loop()
+        self.task = asyncio.current_task()
         handle: asyncio.TimerHandle
 
         def turn() -> None:
             nonlocal handle
             self._words[_TURNS] += 1
+            if self._words[_PHASE] in (BUSY, WAITING) and monotonic_ns() - self._words[_SINCE] > _LONG_STEP_NS:
+                self._note_wait()
             handle = loop.call_later(TURN_S, turn)
 
         turn()
@@ -178,6 +195,13 @@ class Progress:
             self._words[_TURNS] = 0  # a loop that has ended is not late
             if not loop.is_closed():
                 handle.cancel()
+
+    def _note_wait(self) -> None:
+        """Write down where the coroutine of a long step waits: it is on the stack of no thread."""
+        if self._waits and self.task is not None:
+            text = "".join(reversed(list(_waiting_frames(self.task.get_coro())))).encode()[: len(self._waits) - 1]
+            self._waits[: len(text) + 1] = text + b"\0"
+            self._words[_WAITED] = self._words[_STEPS]
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -220,6 +244,15 @@ def expect(seconds: float) -> Iterator[None]:
     """
     with own().expect(check_seconds("seconds", seconds)):
         yield
+
+
+def _waiting_frames(awaited: Any) -> Iterator[str]:
+    """Yield the calls of a coroutine that waits, the outermost first, as ``faulthandler`` writes them."""
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+        if frame is not None:
+            yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n'
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
 
 
 def _write_stacks_to(descriptor: int) -> bool:

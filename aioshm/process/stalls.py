@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import NamedTuple
 
 from aioshm.errors import OutOfThreads
@@ -117,13 +118,21 @@ def culprit(process: Child) -> Culprit:
     stacks, hint = stacks_of(pid)
     if not stacks and state not in STOPPED_STATES:
         stacks = _written_stacks(process)
-    line = users_line(stacks)
+    line = users_line(stacks) or users_line(_waiting_stacks(process))
     if stacks:
         hint = LOOP_WAITS if line is None and runs_a_loop(stacks) else ""
         line = line or users_line(stacks, beyond_loops=True)
     if line is not None and line.file == "<string>":  # the command that starts a process of multiprocessing
         line = None
     return Culprit(state, channel, line, hint)
+
+
+def _waiting_stacks(process: Child) -> tuple[Stack, ...]:
+    """Return where the coroutine of the present step waits, if its process has written that down."""
+    with suppress(ValueError):  # another thread has closed the cell
+        if process.progress is not None:
+            return parse_faulthandler(process.progress.waits())
+    return ()
 
 
 def _written_stacks(process: Child) -> tuple[Stack, ...]:

@@ -10,12 +10,13 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import until
+from support import eventually, until
 
 import aioshm
 from aioshm.process import proc, progress, stalls, watch
@@ -210,11 +211,17 @@ def blocked_loop(hang: Callable[[], None]) -> None:
 
 
 def await_for_ever() -> None:
+    async def ask_a_full_pool() -> None:
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(threading.Event().wait)
+            await asyncio.gather(loop.run_in_executor(pool, print))  # HERE
+
     async def main() -> None:
         own = progress.own()
         with own.turning():
             own.enter(BUSY)
-            await asyncio.Event().wait()
+            await asyncio.wait_for(ask_a_full_pool(), None)
 
     asyncio.run(main())
 
@@ -278,14 +285,14 @@ async def test_a_hang_is_named_with_its_line(
 
 
 @pytest.mark.parametrize("spy", [True, False], ids=["py-spy", "faulthandler"])
-async def test_a_step_that_awaits_for_ever_is_reported_as_such(
+async def test_a_step_that_awaits_for_ever_is_named_with_the_line_of_its_coroutine(
     spy: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not spy:
         monkeypatch.setattr("aioshm.process.stalls.stacks_of", lambda pid: ((), proc.NOT_INSTALLED))
     async with watched(await_for_ever) as (found, _):
         await until(lambda: "is stalled" in caplog.text)
-        assert "in await_for_ever; its event loop waits" in found.where
+        assert f"{line_of(await_for_ever).partition(' ')[0]} in ask_a_full_pool" in found.where
 
 
 async def test_a_stopped_process_is_told_from_a_hung_one_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -327,6 +334,7 @@ async def test_a_stopped_process_stays_stopped_while_nobody_can_look(
 async def test_a_process_that_is_stopped_while_its_line_is_found_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     def attach_a_debugger(process: Child) -> stalls.Culprit:
         os.kill(process.pid or 0, signal.SIGSTOP)
+        eventually(lambda: watch.process_state(process.pid or 0) in watch.STOPPED_STATES)  # a moment later
         return culprit(process)
 
     culprit = stalls.culprit

@@ -166,6 +166,7 @@ class Worker:
     async def finish(self, result: Awaitable[Any]) -> Any:
         """Await the result of a coroutine method."""
         self._awaits = True
+        self._progress.task = asyncio.current_task()
         self._progress.enter(BUSY)
         try:
             return await result
