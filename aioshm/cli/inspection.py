@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from aioshm.cli import tables
@@ -19,11 +18,11 @@ from aioshm.cli.app import UNUSABLE, CommandFailed, print_json, run_interruptibl
 from aioshm.deferred import import_extra
 from aioshm.errors import AioshmError
 from aioshm.observe.messages import MessageHeader, last_messages
-from aioshm.observe.processes import StartedProcess, StartedProcesses
+from aioshm.observe.processes import CALLED, StartedProcess, StartedProcesses
 from aioshm.observe.scan import QueueNotFound, Watch, Watched, chosen
-from aioshm.observe.suspects import WINDOW_S, ProcessReport, Report, Suspect, process_report
+from aioshm.observe.suspects import GRAVE, WINDOW_S, ProcessReport, Report, Suspect, process_report
 from aioshm.observe.suspects import who as find_suspects
-from aioshm.process.proc import is_own_process
+from aioshm.process.proc import LOOP_WAITS, Frame, Stack, is_own_process
 from aioshm.zeromq.hosts import bracketed
 
 if TYPE_CHECKING:
@@ -33,7 +32,8 @@ Queue = Annotated[str, typer.Argument(help="Its name, its id or the beginning of
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Interval = Annotated[float, typer.Option(min=0.0, max=60.0, help="Seconds that rates are measured for.")]
 
-_MAX_FRAMES = 30
+_AROUND = 2
+"""Frames that are shown on either side of the user's line."""
 
 PORT = 9464
 """The port of OpenTelemetry's exporters for Prometheus."""
@@ -83,8 +83,9 @@ def who(
     ] = None,
     as_json: AsJson = False,
     window: Annotated[float, typer.Option(min=0.01, max=60.0, help="Seconds to watch for.")] = WINDOW_S,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Show the whole stacks of all threads.")] = False,
 ) -> None:
-    """Name the process that holds a queue up, and engines and workers without progress, with state and line of code."""
+    """Name engines and workers without progress, and processes that hold a queue up, with state and line of code."""
     with _one_line():
         started = StartedProcesses()
         started.look()
@@ -97,27 +98,38 @@ def who(
             unknown = error
         processes = started.settle()
         found = [each for each in processes if _is_asked_for(each, queue)]
+        described = [(each, started.report(each)) for each in found]
         if unknown is not None and queue is not None and queue.isdigit() and is_own_process(int(queue)):
-            process = process_report(int(queue))  # an engine, say, whose messages go over sockets
+            # An engine, say, whose messages go over sockets.
+            process = next((report for _, report in described), None) or process_report(int(queue))
         elif unknown is not None and not found:
             raise unknown
-        described = [(each, started.report(each)) for each in found]
         if as_json:
             content = [msgspec.structs.asdict(each) | msgspec.structs.asdict(report) for each, report in described]
             print_json(tables.report(queues=[_as_json(each) for each in reports], process=process, processes=content))
             return
-        console = tables.console()
-        for report in reports:
-            _show_report(console, report)
+        screen = _Screen(whole=stacks)
         if process is not None:
-            _show_process(console, process, found)
+            screen.show_process(process, found)
         else:
-            for each, seen in described:
-                _show_started(console, each, seen)
-        if not reports and process is None and not found:
-            console.print(tables.NO_QUEUE)
-        if queue is None and processes and not found:
-            console.print(f"engines and workers: {len(processes)}, and each of them makes progress")
+            for each, seen in sorted(described, key=lambda pair: _urgency(pair[0])):
+                screen.show_started(each, seen)
+        held_up = [report for report in reports if report.held_up]
+        for report in sorted(held_up, key=_severity):
+            screen.show_queue(report)
+        if queue is not None:
+            for report in reports:
+                if not report.held_up:
+                    screen.show_healthy(report)
+            if len({each.parent for each in found}) > 1:
+                screen.show(f"several programs have a {queue}: aioshm who PID")
+        elif reports or processes:
+            queues = len(reports) - len(held_up)
+            others = len(processes) - len(found)
+            screen.show(f"healthy: {queues} queue{'s' * (queues != 1)}, {others} process{'es' * (others != 1)}")
+        else:
+            screen.show(tables.NO_QUEUE)
+        screen.end()
 
 
 def _is_asked_for(process: StartedProcess, key: str | None) -> bool:
@@ -211,65 +223,118 @@ def _as_json(report: Report) -> dict[str, Any]:
         "queue": report.queue.label,
         "id": report.queue.header.queue_id,
         "messages_per_s": report.messages_per_s,
-        "held_up": any(suspect.grave for suspect in report.suspects),
+        "held_up": report.held_up,
         "suspects": report.suspects,
     }
 
 
-def _show_report(console: Console, report: Report) -> None:
-    label = report.queue.label
-    if not any(suspect.grave for suspect in report.suspects):
+def _urgency(process: StartedProcess) -> tuple[bool, bool, bool, float]:
+    """Sort processes: stalled ones first, likely culprits before their peers, then stopped ones, then all others."""
+    return process.makes_progress, process.state == "stopped", process.waits_for_peers, -process.seconds
+
+
+def _severity(report: Report) -> tuple[int, int]:
+    """Sort queues that are held up: the worst kind of trouble first, then the longest backlog."""
+    return GRAVE.index(report.suspects[0].kind), -report.queue.header.backlog
+
+
+class _Screen:
+    """Prints reports: the code of each process once, and one hint at stacks that cannot be seen."""
+
+    def __init__(self, *, whole: bool) -> None:
+        self._console = tables.console()
+        self._whole = whole
+        self._has_cut = False
+        self._pids: set[int] = set()  # those with code on the screen
+        self._hints: set[str] = set()
+
+    def show(self, text: str, indent: str = "", bold: str = "") -> None:
+        tables.print_folded(self._console, text, indent, bold=bold)
+
+    def show_queue(self, report: Report) -> None:
+        label = report.queue.label
+        for suspect in report.suspects:
+            name = f"reader {suspect.rank}"
+            if suspect.side == "writer":
+                name = "the writer"
+            if suspect.pid:
+                name += f", pid {suspect.pid} ({suspect.command})"
+            self.show(f"{label}: {name}: {suspect.text}", bold=label)
+            if suspect.pid and suspect.state != "gone":
+                self._show_code(suspect.pid, suspect.state, suspect)
+
+    def show_healthy(self, report: Report) -> None:
+        label = report.queue.label
         texts = [f"{tables.count(report.messages_per_s)} messages/s", *(suspect.text for suspect in report.suspects)]
-        tables.print_folded(console, f"{label}: no end holds the queue up ({'; '.join(texts)})", bold=label)
-        return
-    for suspect in report.suspects:
-        name = f"reader {suspect.rank}"
-        if suspect.side == "writer":
-            name = "the writer"
-        if suspect.pid:
-            name += f", pid {suspect.pid} ({suspect.command})"
-        tables.print_folded(console, f"{label}: {name}: {suspect.text}", bold=label)
-        if suspect.pid and suspect.state != "gone":
-            tables.print_folded(console, f"{suspect.state}{_in_kernel(suspect)}", "  ")
-        _show_code(console, suspect)
+        self.show(f"{label}: no end holds the queue up ({'; '.join(texts)})", bold=label)
 
+    def show_process(self, report: ProcessReport, started: Iterable[StartedProcess]) -> None:
+        process = report.process
+        name = f"pid {process.pid}"
+        self.show(f"{name} ({process.command}) has no queue: {process.state}{_in_kernel(report)}", bold=name)
+        for each in started:
+            self.show(_progress(each), "  ")
+        self._show_code(process.pid, "", report)
 
-def _progress(process: StartedProcess) -> str:
-    text = f"{tables.progress(process)}, {process.requests} request{'s' * (process.requests != 1)}"
-    return text + ", waits for its peers" * process.waits_for_peers
+    def show_started(self, process: StartedProcess, report: ProcessReport) -> None:
+        text = f"{process.name}, pid {process.pid} (of {tables.started_by(process)}): {_progress(process)}"
+        self.show(text, bold=process.name)
+        self._show_code(process.pid, report.process.state, report)
 
+    def end(self) -> None:
+        if self._has_cut:
+            self.show("the whole stacks of all threads: --stacks")
 
-def _show_process(console: Console, report: ProcessReport, started: Iterable[StartedProcess]) -> None:
-    process = report.process
-    name = f"pid {process.pid}"
-    text = f"{name} ({process.command}) has no queue: {process.state}{_in_kernel(report)}"
-    tables.print_folded(console, text, bold=name)
-    for each in started:
-        tables.print_folded(console, _progress(each), "  ")
-    _show_code(console, report)
+    def _show_code(self, pid: int, state: str, report: Suspect | ProcessReport) -> None:
+        if pid in self._pids:
+            return
+        self._pids.add(pid)
+        if state:
+            self.show(f"{state}{_in_kernel(report)}", "  ")
+        if report.line is not None:
+            self.show(f"at {report.line}", "  ", bold=str(report.line))
+        for stack, frames in self._chosen_frames(report):
+            self.show(stack.name + " (runs)" * stack.is_running, "  ")
+            for frame in frames:
+                self.show(str(frame), "    ", bold=str(frame) * frame.own)
+        self._show_hint(report)
 
+    def _chosen_frames(self, report: Suspect | ProcessReport) -> Iterator[tuple[Stack, tuple[Frame, ...]]]:
+        """Choose all frames, or those around the user's line."""
+        if self._whole:
+            yield from ((stack, stack.frames) for stack in report.stacks)
+            return
+        ordered = sorted(report.stacks, key=lambda stack: (report.line not in stack.frames, not stack.is_main))
+        for stack in ordered[:1]:
+            middle = 0
+            if report.line in stack.frames:
+                middle = stack.frames.index(report.line)
+            frames = stack.frames[max(0, middle - _AROUND) : middle + _AROUND + 1]
+            self._has_cut = self._has_cut or len(frames) < sum(len(each.frames) for each in report.stacks)
+            yield stack, frames
 
-def _show_started(console: Console, process: StartedProcess, report: ProcessReport) -> None:
-    text = f"{process.name}, pid {process.pid} (of {tables.started_by(process)}): {_progress(process)}"
-    tables.print_folded(console, text, bold=process.name)
-    tables.print_folded(console, f"{report.process.state}{_in_kernel(report)}", "  ")
-    _show_code(console, report)
+    def _show_hint(self, report: Suspect | ProcessReport) -> None:
+        """Show how to see more; the same for several processes once."""
+        kind = report.hint
+        if not report.stacks:
+            kind = "no stack"
+        if not report.hint or kind in self._hints:
+            return
+        self.show(report.hint, "  ")
+        if kind in ("no stack", LOOP_WAITS):
+            self._hints.add(kind)
 
 
 def _in_kernel(report: Suspect | ProcessReport) -> str:
     return f"; in the kernel: {report.wait_channel}" * bool(report.wait_channel)
 
 
-def _show_code(console: Console, report: Suspect | ProcessReport) -> None:
-    if report.line is not None:
-        tables.print_folded(console, f"at {report.line}", "  ", bold=str(report.line))
-    own = [stack for stack in report.stacks if stack.is_main or stack.is_running or any(f.own for f in stack.frames)]
-    for stack in own or report.stacks:
-        tables.print_folded(console, stack.name + " (runs)" * stack.is_running, "  ")
-        for frame in stack.frames[:_MAX_FRAMES]:
-            tables.print_folded(console, str(frame), "    ", bold=str(frame) * frame.own)
-    if report.hint:
-        tables.print_folded(console, report.hint, "  ")
+def _progress(process: StartedProcess) -> str:
+    noun = "request"
+    if process.kind in CALLED:
+        noun = "call"
+    text = f"{tables.progress(process)}, {process.requests} {noun}{'s' * (process.requests != 1)}"
+    return text + ", waits for its peers" * process.waits_for_peers
 
 
 # dump

@@ -26,6 +26,8 @@ JSON_VERSION: Final = 1
 NONE: Final = "-"
 NO_QUEUE: Final = "no queue of this user is open on this host"
 _INDENT: Final = "  "
+_SHORTEST_PATH: Final = 20
+"""Paths of fewer characters are whole on the narrowest console."""
 
 
 class Rows(NamedTuple):
@@ -91,9 +93,13 @@ def _uncut(text: Text) -> Text:
 
 
 def folded(text: str, width: int, first: str = "", others: str = "") -> str:
-    """Return a text in lines of at most this width, but for longer words; ``first`` and ``others`` indent them."""
+    """Return a text in lines of at most this width, but for longer words; ``first`` and ``others`` indent them.
+
+    A longer path is shown without its middle.
+    """
+    room = width - max(len(first), len(others))
     lines = wrap(
-        text,
+        " ".join(_shortened(word, room) for word in text.split(" ")),
         width,
         initial_indent=first,
         subsequent_indent=others,
@@ -101,6 +107,13 @@ def folded(text: str, width: int, first: str = "", others: str = "") -> str:
         break_on_hyphens=False,
     )
     return "\n".join(lines)
+
+
+def _shortened(word: str, room: int) -> str:
+    if "/" not in word or len(word) <= max(room, _SHORTEST_PATH):
+        return word
+    head = room // 3
+    return f"{word[:head]}...{word[head + 3 - room :]}"
 
 
 def console() -> Console:

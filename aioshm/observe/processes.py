@@ -50,7 +50,9 @@ _NAMES: dict[Kind, re.Pattern[str]] = {
     "worker": re.compile(r"(.+)_(\d+)"),
     "process": re.compile(r"(.*)()"),
 }
-_STAMPING: frozenset[Kind] = frozenset({"engine", "worker", "standby"})
+CALLED: frozenset[Kind] = frozenset({"worker", "standby"})
+"""Processes with calls instead of requests, one at a time."""
+_STAMPING: frozenset[Kind] = CALLED | {"engine"}
 """Processes that write their cell as soon as they are ready."""
 _PHASES: dict[int, State] = {STARTING: "starting", IDLE: "idle", BUSY: "busy", ENDING: "ending", WAITING: "busy"}
 _MAX_PHASE = 15  # those of later releases included
@@ -76,7 +78,7 @@ class StartedProcess(msgspec.Struct, frozen=True, kw_only=True):
             a blocked event loop; ``"stopped"`` by SIGSTOP, a debugger or a frozen cgroup; ``"running"``: not known.
         seconds: Seconds in this state; of a blocked event loop, those for which it was watched.
         waits_for_peers: Whether it is busy with a collective operation: another process may be the culprit.
-        requests: Requests that it has.
+        requests: Requests that it has; of a worker 1 during a call.
         steps_per_s: Steps or calls; None: not known yet.
     """
 
@@ -176,6 +178,9 @@ class _Process:
             self.history.is_unsure = False
         elif not sample.steps and not sample.turns and self._kind not in _STAMPING:
             state = "running"
+        requests = sample.requests
+        if self._kind in CALLED and sample.phase in (BUSY, WAITING):
+            requests = max(1, requests)
         return StartedProcess(
             name=self._name,
             kind=self._kind,
@@ -186,7 +191,7 @@ class _Process:
             state=state,
             seconds=seconds,
             waits_for_peers=sample.phase == WAITING,
-            requests=sample.requests,
+            requests=requests,
             steps_per_s=self.history.steps_per_s,
         )
 

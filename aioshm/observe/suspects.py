@@ -180,6 +180,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     suspects: tuple[Suspect, ...]
     messages_per_s: float
 
+    @property
+    def held_up(self) -> bool:
+        """Whether an end holds the queue up: the first of the suspects, at least."""
+        return any(suspect.grave for suspect in self.suspects)
+
 
 class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a process that has no queue; attributes as in `Suspect`."""

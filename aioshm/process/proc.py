@@ -175,6 +175,9 @@ _TRIES = 5
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3.", "<frozen ", str(Path(__file__).parents[1]) + "/")
 """Parts of file names of libraries."""
 
+_OWN_THREADS = "aioshm-"
+"""The beginning of the names of aioshm's threads."""
+
 _LOOPS = ("asyncio/base_events.py", "asyncio/runners.py")
 """Files with functions that run an event loop."""
 
@@ -276,7 +279,14 @@ def parse_faulthandler(text: str) -> tuple[Stack, ...]:
 
 
 def _frame(function: str, file: str, line: int) -> Frame:
-    return Frame(function, file, line, own=not any(part in file for part in _LIBRARIES))
+    own = not any(part in file for part in _LIBRARIES) and not _is_of_aioshm(file)
+    return Frame(function, file, line, own)
+
+
+def _is_of_aioshm(file: str) -> bool:
+    """Return whether a file is of this package, which may lie elsewhere for the other process."""
+    _, found, inside = file.rpartition("/aioshm/")
+    return bool(found) and os.path.exists(Path(__file__).parents[1] / inside.partition("/")[0])
 
 
 def runs_a_loop(stacks: Iterable[Stack]) -> bool:
@@ -285,9 +295,12 @@ def runs_a_loop(stacks: Iterable[Stack]) -> bool:
 
 
 def users_line(stacks: Iterable[Stack], *, beyond_loops: bool = False) -> Frame | None:
-    """Return the innermost call of the user's code; a loop's caller only with ``beyond_loops``."""
-    ordered = sorted(stacks, key=lambda stack: (not stack.is_main, not stack.is_running))
-    for stack in ordered:
+    """Return the innermost call of the user's code, if any in the main thread.
+
+    A loop's caller counts only with ``beyond_loops``, and aioshm's own threads never.
+    """
+    others = [stack for stack in stacks if not stack.name.startswith(_OWN_THREADS)]
+    for stack in sorted(others, key=lambda stack: (not stack.is_main, not stack.is_running)):
         for frame in stack.frames:
             if frame.own:
                 return frame

@@ -176,8 +176,9 @@ class TestDump:
 class TestWho:
     def test_who(self, call: Call) -> None:
         code, out, _ = call("who", NAME, "--window", "0.02")
+        text = " ".join(out.split())  # the command of the tests may take several lines
         assert code == 0
-        assert re.search(rf"{NAME}: reader 1, pid {os.getpid()} \(.+\): took nothing in the last", out)
+        assert re.search(rf"{NAME}: reader 1, pid {os.getpid()} \(.+\): took nothing in the last", text)
 
     def test_json(self, call: Call) -> None:
         _, out, _ = call("who", "--json", "--window", "0.02")
@@ -185,6 +186,26 @@ class TestWho:
         [one] = [each for each in found["queues"] if each["queue"] == NAME]
         assert (found["version"], found["process"], one["held_up"]) == (1, None, True)
         assert (one["suspects"][0]["kind"], one["suspects"][0]["rank"]) == ("blocked", 1)
+
+    def test_healthy_queue_is_counted_and_described_only_when_asked_for(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "200")
+
+        async def main() -> None:
+            async with MessageQueue(1, 1, name=NAME) as writer, MessageQueue.attach(NAME, 0):
+                await writer.wait_until_ready()
+                for args in (["who"], ["who", NAME]):
+                    # In a thread: the loop waits, as that of an idle writer does.
+                    assert await asyncio.to_thread(run, [*args, "--window", "0.02"]) == 0
+                    said.append(capsys.readouterr().out)
+
+        said: list[str] = []
+        asyncio.run(main())
+        assert NAME not in said[0]
+        assert re.search(r"^healthy: (?!0)\d+ queues?, \d+ process", said[0], re.M)
+        assert f"{NAME}: no end holds the queue up (0 messages/s" in said[1]
+        assert "healthy" not in said[1]
 
     def test_a_process_without_a_queue(self, call: Call) -> None:
         with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as child:
@@ -288,6 +309,16 @@ class TestWidth:
         assert code == 0
         assert [line for line in out.splitlines() if len(line) > 80] == []
         assert NAME in out or command.startswith("dump")
+
+    def test_long_path_is_shown_without_its_middle(self, capsys: pytest.CaptureFixture[str]) -> None:
+        path = "/srv/" + "directory/" * 20 + "model.py:41"
+        console = Console(width=80)
+        tables.print_folded(console, f"at {path} in forward", "  ")
+        tables.print_folded(console, "x" * 100)
+        first, second, third, name = capsys.readouterr().out.splitlines()
+        assert (first, third, name) == ("  at", "    in forward", "x" * 100)
+        assert re.fullmatch(r"    /srv/directory/\S+\.\.\.\S+/directory/model\.py:41", second)
+        assert len(second) == 80
 
     def test_cells_that_do_not_fit_get_own_lines(self) -> None:
         ends: list[list[str | Text]] = [

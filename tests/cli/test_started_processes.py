@@ -6,8 +6,11 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,20 @@ from aioshm.process.progress import BUSY, IDLE, STARTING
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="it looks into /proc")
 
 LONG = "a worker with a name of many words, which is longer than any line of eighty columns is wide_3"
+
+
+PROGRAM = """
+import sys, time
+from aioshm.process import progress
+from aioshm.process.manager import Job, ProcessManager
+def serve(phase):
+    progress.own().enter(phase)
+    time.sleep(1000)
+if __name__ == "__main__":
+    with ProcessManager(serve, [Job("Shared_1", (int(sys.argv[1]),))], shutdown_timeout=0) as manager:
+        print(manager.processes[0].pid, flush=True)
+        sys.stdin.read()
+"""
 
 
 def serve(phase: int, requests: int) -> None:
@@ -71,7 +88,7 @@ def test_tables_show_each_process(
     assert re.search(rf"engine 1 +{processes['EngineCore_1'].pid} +idle +0 +0", out)
     assert re.search(rf"worker 3 +{processes[LONG].pid} +idle +0 +0", out)
     assert LONG in " ".join(out.split())
-    assert f"(pid {os.getpid()})" in out
+    assert f"(pid {os.getpid()})" in " ".join(out.split())
     assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
@@ -110,7 +127,92 @@ class TestWho:
         assert found["EngineCore_0"]["wait_channel"] == proc.wait_channel(processes["EngineCore_0"].pid)
         assert found["EngineCore_0"]["process"]["state"] == "sleeping"
 
-    def test_the_line_is_shown(self, processes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_stalled_processes_come_first_then_stopped_ones_and_healthy_ones_are_counted(
+        self, processes: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "500")
+        jobs = [Job("Later_0", (BUSY, 0)), Job("Later_1", (IDLE, 0))]
+        with ProcessManager(serve, jobs, shutdown_timeout=0) as manager:
+            stopped = processes["EngineCore_0"].pid
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                eventually(lambda: proc.process_info(stopped).state == "stopped")
+                eventually(lambda: set(own(said(capsys, "who", "--json"))) == {"EngineCore_0", "Later_0"})
+                lines = said(capsys, "who", "--window", "0.02").splitlines()
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+            pids = [manager.processes[0].pid, stopped]
+            named = [line for line in lines if any(f", pid {pid} (" in line for pid in pids)]
+            assert re.match(rf"Later_0, pid {pids[0]} \(of .*\): stalled for \S+ \w+, 1 call$", named[0])
+            assert re.match(rf"EngineCore_0, pid {pids[1]} \(of .*\): stopped, 4 requests$", named[1])
+            assert "Later_1" not in "".join(lines)
+            assert re.search(r"^healthy: \d+ queues?, (?!0)\d+ process", "\n".join(lines), re.M)
+
+    def test_name_in_several_programs_shows_the_one_without_progress_first(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        script = tmp_path / "program.py"
+        script.write_text(PROGRAM)
+        with ExitStack() as stack:
+            pids = []
+            for phase in (IDLE, BUSY):
+                command = [sys.executable, str(script), str(phase)]
+                program = stack.enter_context(subprocess.Popen(command, stdin=-1, stdout=-1, text=True))
+                stack.callback(program.kill)
+                assert program.stdout is not None
+                pids.append(program.stdout.readline().strip())
+            eventually(lambda: "stalled for" in said(capsys, "who", "Shared_1", "--window", "0.02"))
+            out = said(capsys, "who", "Shared_1", "--window", "0.02")
+            assert re.findall(r"^Shared_1, pid (\d+)", out, re.M) == pids[::-1]
+            assert "\nseveral programs have a Shared_1: aioshm who PID\n" in out
+            assert "several programs" not in said(capsys, "who", pids[0], "--window", "0.02")
+
+    def test_only_frames_around_the_line_are_shown_unless_all_stacks_are_wanted(
+        self, processes: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pid = processes["EngineCore_0"].pid
+        seen, reason = proc.stacks_of(pid)
+        if not seen:
+            pytest.skip(reason)
+        monkeypatch.setenv("COLUMNS", "500")
+        short = said(capsys, "who", str(pid), "--window", "0.02").splitlines()
+        whole = said(capsys, "who", str(pid), "--window", "0.02", "--stacks").splitlines()
+        frames = [[line for line in lines if line.startswith("    ")] for lines in (short, whole)]
+        assert [line.rpartition(" ")[2] for line in frames[0][:2]] == ["hang", "serve"]
+        assert (len(frames[0]), len(frames[1])) == (3, sum(len(stack.frames) for stack in seen))
+        assert (short[-1], whole[-1] == short[-1]) == ("the whole stacks of all threads: --stacks", False)
+        assert "  aioshm-parent-watch" not in short
+
+    @pytest.mark.parametrize("by_pid", [False, True])
+    def test_without_py_spy_the_hint_is_there_once_and_not_beside_a_stack(
+        self,
+        by_pid: bool,
+        processes: dict[str, Any],
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("aioshm.observe.suspects.stacks_of", lambda pid: ((), proc.NOT_INSTALLED))
+        engine = processes["EngineCore_0"]
+        args = ["who", *[str(engine.pid)] * by_pid, "--window", "0.02"]
+        engine.progress.drop_stacks()
+        os.kill(processes[LONG].pid, signal.SIGSTOP)
+        try:
+            eventually(lambda: proc.process_info(processes[LONG].pid).state == "stopped")
+            eventually(lambda: f"pid {engine.pid} (" in said(capsys, *args))
+            assert said(capsys, *args).count(proc.NOT_INSTALLED) == 1
+        finally:
+            os.kill(processes[LONG].pid, signal.SIGCONT)
+        if by_pid:
+            engine.progress.drop_stacks()
+            engine.send_signal(progress.STACK_SIGNAL)
+            eventually(lambda: "in hang" in engine.progress.stacks())
+            out = said(capsys, *args)
+            assert ("in hang" in out, proc.NOT_INSTALLED in out) == (True, False)
+
+    def test_the_line_is_shown(
+        self, processes: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "500")  # the path of this file is whole
         pid = processes["EngineCore_0"].pid
         if not proc.stacks_of(pid)[0]:
             pytest.skip(proc.stacks_of(pid)[1])

@@ -26,7 +26,7 @@ from aioshm.observe import find_processes
 from aioshm.observe.processes import History, StartedProcess, StartedProcesses, named
 from aioshm.process import proc, progress
 from aioshm.process.manager import Job, ProcessManager
-from aioshm.process.progress import BUSY, FILE_NAME, IDLE, STARTING, WAITING, Sample
+from aioshm.process.progress import BUSY, FILE_NAME, IDLE, STACK_SIGNAL, STARTING, WAITING, Sample
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 
@@ -335,7 +335,8 @@ class TestReport:
             eventually(lambda: seen().state == "stalled")
             report = watch.report(seen())
             assert (report.line, report.hint) == (None, proc.NOT_INSTALLED)
-            cell.dump(processes["EngineCore_0"].pid)
+            cell.drop_stacks()
+            processes["EngineCore_0"].send_signal(STACK_SIGNAL)
             eventually(lambda: "in busy" in cell.stacks())
             report = watch.report(seen())
             assert str(report.line).endswith(self.line())

@@ -126,6 +126,13 @@ class TestStacks:
         )
         assert users_line([working]) == self.own
 
+    def test_threads_of_aioshm_are_passed_over(self) -> None:
+        watch = Stack("aioshm-parent-watch", False, True, (self.own,))
+        loop = Frame("Runner.run", "/usr/lib/python3.11/asyncio/runners.py", 118, False)
+        waiting = Stack("MainThread", True, False, (self.lib, loop, msgspec.structs.replace(self.own, line=99)))
+        assert users_line([watch, waiting]) is None
+        assert users_line([watch, waiting], beyond_loops=True) == waiting.frames[-1]
+
     def test_output_of_py_spy_is_parsed(self) -> None:
         def frame(name: str, file: str, line: int) -> dict[str, object]:
             return {"name": name, "filename": file, "line": line, "module": None}
@@ -160,6 +167,10 @@ class TestStacks:
             ("/usr/lib/python3.12/asyncio/runners.py", False),
             ("<frozen runpy>", False),
             (proc.__file__, False),
+            ("/other/checkout/aioshm/process/parent.py", False),
+            ("/other/checkout/aioshm/__init__.py", False),
+            ("/home/me/aioshm/examples/worker_pool.py", True),
+            ("/home/me/aioshm/app.py", True),
         ],
     )
     def test_library_files_are_not_own(self, file: str, own: bool) -> None:

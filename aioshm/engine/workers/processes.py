@@ -196,7 +196,16 @@ class WorkerProcesses:
         tail = []
         with suppress(ValueError):  # the process was discarded, and no other process could be started
             tail = self._manager.last_lines(first.name)
-        return functools.partial(WorkerDied, rank, first.name, first.pid, first.exitcode, text, tail)
+        failure = (rank, first.name, first.pid, first.exitcode, text)
+
+        def make() -> WorkerDied:
+            if not first.reason:
+                return WorkerDied(*failure, tail)
+            error = WorkerDied(*failure)  # the lines are the stacks, and the text has the line of Python
+            error.last_lines = tail.copy()
+            return error
+
+        return make
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Name workers, with the state of workers that make no progress or cannot run."""

@@ -196,6 +196,7 @@ async def test_hung_worker_is_killed_and_replaced_and_the_error_names_the_line(s
             await group.call(0, "hang", targets.hang_in_a_lock)
         assert (caught.value.rank, caught.value.pid) == (0, before[0])
         assert any("hang_in_a_lock" in text for text in caught.value.last_lines)
+        assert str(caught.value).splitlines() == [str(caught.value)], "the stacks are not in the text"
         assert await group.broadcast("which") == [0, 1]
         assert (group.pids[0] != before[0], group.pids[1]) == (True, before[1])
         assert group.workers[0].restarts == 1
