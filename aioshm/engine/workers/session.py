@@ -113,12 +113,13 @@ class Session:
             self.replacer = Replacer(self, settings, settings.restart)
 
     async def _create_all(self) -> None:
-        self.spawn(self._admit(), "aioshm-admits-workers")
         workers = self.processes.workers
         results = await _all(self._step(self.construct, worker) for worker in workers.values())
         failures = {rank: failure for rank, failure in zip(workers, results, strict=True) if failure is not None}
         if failures:
             raise WorkerError(method_name(self._settings.worker), failures)
+        # Not earlier: a constructor may take long, and the queue would report its missing readers meanwhile.
+        self.spawn(self._admit(), "aioshm-admits-workers")
         await _all(self._step(self.connect, worker) for worker in workers.values())
 
     async def _step(self, step: Callable[[WorkerProcess], Coroutine[Any, Any, T]], worker: WorkerProcess) -> T:

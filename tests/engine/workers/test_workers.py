@@ -21,7 +21,7 @@ import worker_targets as targets
 from managed import gone, open_things
 from support import cancelled_after, eventually, until
 
-from aioshm import CodecError, QueueClosed, RoleError, WorkerDied, WorkerError
+from aioshm import CodecError, Options, QueueClosed, RoleError, WorkerDied, WorkerError
 from aioshm.engine import WorkerGroup
 from aioshm.engine.workers.processes import WorkerProcess
 from aioshm.engine.workers.session import Session
@@ -300,15 +300,25 @@ class TestStarting:
             await group.__aenter__()
         assert all(gone(pid) for pid in group.pids)
 
+    async def test_queue_of_the_group_does_not_report_missing_readers_while_constructors_run(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        hang = {"failing": 1, "how": "hang"}
+        options = Options(stall_warning_s=0.2)
+        group = group_of(worker=targets.fails_to_start, kwargs=hang, options=options, ready_timeout=1)
+        with pytest.raises(TimeoutError, match="no answer from"):
+            await group.__aenter__()
+        assert "for readers to attach" not in caplog.text
+
     async def test_constructed_workers_that_have_not_attached_in_time_are_named(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         connect = Session.connect
 
-        async def only_first_connects(session: Session, rank: int, worker: WorkerProcess) -> None:
-            if rank == 1:
+        async def only_first_connects(session: Session, worker: WorkerProcess) -> None:
+            if worker.rank == 1:
                 await asyncio.Event().wait()
-            await connect(session, rank, worker)
+            await connect(session, worker)
 
         monkeypatch.setattr(Session, "connect", only_first_connects)
         group = group_of(ready_timeout=5)
