@@ -61,7 +61,7 @@ Call = Callable[..., Any]
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
     """Run a command while there is a queue; return the exit code, the output, and the errors."""
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "400")  # the longest command included
 
     def call(*args: str) -> tuple[int, str, str]:
         async def main() -> int:
