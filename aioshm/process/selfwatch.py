@@ -42,12 +42,14 @@ class SelfWatch:
     def __enter__(self) -> Self:
         self._watched = threading.get_ident()
         self._thread = start_thread(self._run, name="aioshm-watches-itself", what=f"the watch over {self._name}")
-        own().on_expect.add(self._arm)
-        self._arm()
+        own().on_expect.add(self.arm)
+        _running.add(self)
+        self.arm()
         return self
 
     def __exit__(self, *_: object) -> None:
-        own().on_expect.discard(self._arm)
+        _running.discard(self)
+        own().on_expect.discard(self.arm)
         self._ends.set()
         self._thread.join(_ENDS_WITHIN_S)
         faulthandler.cancel_dump_traceback_later()
@@ -62,21 +64,22 @@ class SelfWatch:
             late = judge.look(min(now - last, 2 * self._interval_s), own().read())
             last = now
             if self._armed_until - now < self._warning_s:
-                self._arm()
+                self.arm()
             if stalled and not late:
                 logger.info("%s (pid %d) makes progress again", self._name, os.getpid())
             stalled = late
             if late and judge.report_is_due():
                 self._report(judge.without_progress_s)
 
-    def _arm(self) -> None:
+    def arm(self) -> None:
         """Let `faulthandler` write the stacks in a while, unless this is called again before."""
         sample = own().read()
         if sample.phase == ENDING:
             return
         within_s = max(1.5 * self._warning_s, sample.expected_s + self._warning_s)
         self._armed_until = time.monotonic() + within_s
-        with suppress(OSError, ValueError, RuntimeError, AttributeError):  # the standard error has no descriptor
+        # The standard error may have no descriptor.
+        with _forking, suppress(OSError, ValueError, RuntimeError, AttributeError):
             faulthandler.dump_traceback_later(within_s)
 
     def _report(self, seconds: float) -> None:
@@ -85,3 +88,28 @@ class SelfWatch:
         line = users_line(stacks) or users_line(stacks, beyond_loops=True)
         found = Culprit(process_state(pid), wait_channel(pid), line, "")
         logger.warning("%s (pid %d) is stalled: no progress for %.0f s: %s", self._name, pid, seconds, found.describe())
+
+
+_running: set[SelfWatch] = set()
+_forking = threading.Lock()  # nothing is armed meanwhile
+
+
+def _before_fork() -> None:
+    # A forked child has no thread of `faulthandler`, and would wait for it when Python ends.
+    _forking.acquire()
+    if _running:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _in_child() -> None:
+    _running.clear()
+    _forking.release()
+
+
+def _in_parent() -> None:
+    _forking.release()
+    for each in tuple(_running):
+        each.arm()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
