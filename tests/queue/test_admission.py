@@ -103,13 +103,15 @@ class TestAReaderThatCloses:
     async def test_is_named_to_a_writer_that_waits(self, n_local: int, n_remote: int) -> None:
         async with wide_writer(n_local * 2, n_remote * 2) as writer:
             handle = writer.export_handle()
-            ready = asyncio.ensure_future(writer.wait_until_ready(1))
+            ready = asyncio.ensure_future(writer.wait_until_ready(60))
             async with MessageQueue.create_from_handle(handle, 0) as early:
                 giving_up = asyncio.ensure_future(early.wait_until_ready())
                 await until(lambda: pid_of(writer, 0), "admission")
                 giving_up.cancel()
+            await until(lambda: "has left" in missing(writer), "the departure")
+            ready.cancel()
             with pytest.raises(TimeoutError, match=r"rank 0 \(pid \d+.* has left\), rank 1$"):
-                await ready
+                await writer.wait_until_ready(0.1)
 
     @EITHER_PLACE
     async def test_after_all_were_ready(self, n_local: int, n_remote: int) -> None:

@@ -181,7 +181,7 @@ class WriterLink:
                 return
             if data.kind == wire.MARK:
                 self.window.marked(data.seq)
-                if not self.proven:
+                if not self.proven and not self._leaving:  # a greeting after the goodbye would attach the reader again
                     self.proven = True
                     self._hello = msgspec.structs.replace(self._hello, proven=True)
                     self._send(self._hello)
