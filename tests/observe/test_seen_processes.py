@@ -319,7 +319,7 @@ class TestForeignFiles:
 class TestReport:
     def line(self) -> str:
         lines = Path(__file__).read_text().splitlines()
-        return f"test_processes.py:{next(n for n, text in enumerate(lines, 1) if text.endswith('# HERE'))} in busy"
+        return f"{Path(__file__).name}:{next(n for n, text in enumerate(lines, 1) if text.endswith('# HERE'))} in busy"
 
     def test_without_py_spy_the_stack_is_the_one_that_the_supervisor_has_read(
         self, monkeypatch: pytest.MonkeyPatch
