@@ -135,6 +135,19 @@ class Engine:
         raise AssertionError
 
 
+class Slow(Engine):
+    """Takes a step whenever it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = asyncio.Event()
+
+    async def step(self) -> list[Any]:  # type: ignore[override]
+        await self.may_go_on.wait()
+        self.may_go_on.clear()
+        return self._step()
+
+
 def serve(address: str, loop: str, dp_rank: int, local_dp_rank: int) -> None:
     """Run an engine; the target of a process."""
     die_with_parent()

@@ -20,7 +20,7 @@ OnLate: TypeAlias = Callable[[int, float, str], object]
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 GRACE_S = 2 * HEARTBEAT_S
-"""Added to every limit: a step may begin up to a second after the last heartbeat, and the next one takes its way."""
+"""Added to every limit: a step may begin up to a second after the last heartbeat, and the next one may be late."""
 
 
 class _Engine:

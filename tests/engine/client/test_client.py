@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from iterating import EACH_WAY, END, Way, by_aclosing
-from served_engine import Engine, ask, collected, here_and_there, served, until
+from served_engine import Engine, Slow, ask, collected, here_and_there, served, until
 from typed_messages import Output, Request
 
 from aioshm.engine import ClientOptions, CoreEngine, EngineClient, EngineZmqAddresses
@@ -28,19 +28,6 @@ from aioshm.errors import (
 )
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
-
-
-class Slow(Engine):
-    """Takes a step whenever it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_go_on = asyncio.Event()
-
-    async def step(self) -> list[Any]:  # type: ignore[override]
-        await self.may_go_on.wait()
-        self.may_go_on.clear()
-        return self._step()
 
 
 class TestStreams:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from served_engine import Engine, ask, collected, served, until
+from served_engine import Engine, Slow, ask, collected, served, until
 
 from aioshm.errors import EngineDead, RequestAborted, RoleError
 
@@ -17,19 +17,6 @@ pytestmark = pytest.mark.usefixtures("runtime_dir")
 
 SILENCE_S = 0.005
 LONG_S = 30.0
-
-
-class Slow(Engine):
-    """Takes a step whenever it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_go_on = asyncio.Event()
-
-    async def step(self) -> list[Any]:  # type: ignore[override]
-        await self.may_go_on.wait()
-        self.may_go_on.clear()
-        return self._step()
 
 
 class Steady(Engine):

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -208,17 +208,21 @@ async def test_engine_that_fails_and_hangs_in_shutdown_is_replaced() -> None:
 # Lockstep
 
 
-async def test_in_lockstep_the_engine_outside_of_the_collective_is_the_cause(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, "aioshm.engine")
-    async with supervised(
+def in_step(directory: Path) -> AbstractAsyncContextManager[EngineSupervisor]:
+    return supervised(
         serve=hanging.serve_in_step,
         restart=HANG,
         lockstep=True,
         layout=None,
-        kwargs={"directory": str(tmp_path)},
-    ) as supervisor:
+        kwargs={"directory": str(directory)},
+    )
+
+
+async def test_in_lockstep_the_engine_outside_of_the_collective_is_the_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "aioshm.engine")
+    async with in_step(tmp_path) as supervisor:
         before = pids(supervisor)
         stuck = supervisor.client.submit(ask("stuck", hang="hang_in_a_lock"), engine=1)
         died = rf"engine 1 \(pid {before[1]}\) hung for \d+ s at .*{line_of('hang_in_a_lock')}"
@@ -233,13 +237,7 @@ async def test_in_lockstep_the_engine_outside_of_the_collective_is_the_cause(
 
 
 async def test_in_lockstep_nobody_is_killed_for_a_stopped_engine(tmp_path: Path) -> None:
-    async with supervised(
-        serve=hanging.serve_in_step,
-        restart=HANG,
-        lockstep=True,
-        layout=None,
-        kwargs={"directory": str(tmp_path)},
-    ) as supervisor:
+    async with in_step(tmp_path) as supervisor:
         client = supervisor.client
         before = pids(supervisor)
         stream = client.submit(ask("long", None), engine=0)
