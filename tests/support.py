@@ -10,7 +10,11 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
+
+HELPERS = Path(__file__).parent / "helpers"
+"""The folder of the scripts that tests run as processes."""
 
 
 def eventually(condition: Callable[[], object], what: str = "the condition", within_s: float = 30.0) -> None:

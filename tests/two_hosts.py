@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import eventually
 
-CHILD = Path(__file__).parent / "queue" / "network_child.py"
+CHILD = Path(__file__).parent / "helpers" / "network_child.py"
 
 
 class TwoHosts:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support import HELPERS
 
-SCRIPT = Path(__file__).with_name("storm_child.py")
+SCRIPT = HELPERS / "storm_child.py"
 
 READS = ["dequeue", "next", "many", "nowait", "lease", "read", "broadcast", "mixed"]
 WRITES = ["enqueue", "many", "nowait", "broadcast", "block", "mixed"]

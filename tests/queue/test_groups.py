@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from members import Member, meet, probe_sockets
-from support import until
+from support import HELPERS, until
 
 from aioshm import AioshmError, HandleError, MessageQueue, MsgpackCodec, Options, SharedMemoryError
 from aioshm.queue import Handle
@@ -396,7 +396,7 @@ async def test_cancelling_the_wait_for_the_others_closes_the_queue() -> None:
 def test_a_stuck_collective_holds_up_nobody_who_leaves() -> None:
     script = f"""
         import asyncio, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path.insert(0, {str(HELPERS)!r})
         from members import meet
         from aioshm import MessageQueue
 

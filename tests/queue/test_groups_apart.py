@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from support import HELPERS
 from test_stateless_group import free_port
 
 from aioshm import MessageQueue
 
 pytestmark = pytest.mark.slow
 
-CHILD = Path(__file__).with_name("group_child.py")
+CHILD = HELPERS / "group_child.py"
 COUNT = 10_000
 
 

@@ -7,16 +7,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from faces import Thread
 from merged_child import MESSAGES, new_writer, write, write_blocking
+from support import HELPERS
 
 from aioshm import AioshmError, MessageQueue, MessagesLost, PeerDied, blocking, merge
 
-SCRIPT = Path(__file__).with_name("merged_child.py")
+SCRIPT = HELPERS / "merged_child.py"
 QUEUES = 16
 FEW_MERGES, MANY_MERGES = 2, 24
 REMOTE_MERGES = 8  # at most: each of their queues costs ten times as much

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from children import child
 from faces import Thread
-from support import cancelled_after, eventually, until
+from support import HELPERS, cancelled_after, eventually, until
 
 from aioshm import (
     EndClosed,
@@ -37,7 +37,7 @@ from aioshm.queue.local.source import RingSource
 from aioshm.queue.names.registry import NamedWriters
 from aioshm.ring.cores import native_core
 
-NAMED = Path(__file__).with_name("named_child.py")
+NAMED = HELPERS / "named_child.py"
 
 
 @pytest.fixture(autouse=True)

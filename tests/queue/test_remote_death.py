@@ -6,11 +6,11 @@ import asyncio
 import signal
 import time
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 
 import pytest
 from children import Child, child
 from remotes import wide_writer
+from support import HELPERS
 
 from aioshm import MessageQueue, PeerDied, QueueClosed, QueueFull
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 0.8
 SLACK_S = 0.5
 """For a machine with other things to do."""
 
-WRITER = Path(__file__).with_name("remote_child.py")
+WRITER = HELPERS / "remote_child.py"
 
 
 def remote_child(*arguments: str) -> AbstractAsyncContextManager[Child]:

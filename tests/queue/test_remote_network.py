@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from proxy import Proxy, proxied
 from remotes import wide_writer
-from support import until
+from support import HELPERS, until
 from two_hosts import TwoHosts, two_hosts
 
 from aioshm import Handle, MessageQueue, PeerDied, QueueClosed
@@ -307,7 +306,7 @@ def test_cuts_delays_and_truncations_on_both_loops(seconds: float) -> None:
 @contextmanager
 def network_child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, "-W", "error", str(Path(__file__).with_name("network_child.py")), *arguments],
+        [sys.executable, "-W", "error", str(HELPERS / "network_child.py"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

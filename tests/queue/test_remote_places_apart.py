@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from remote_storm import storm
-from support import eventually
+from support import HELPERS, eventually
 from two_hosts import two_hosts
 
-SCRIPT = Path(__file__).with_name("places_child.py")
+SCRIPT = HELPERS / "places_child.py"
 KILLS = 3
 STORM = 30
 

@@ -7,7 +7,6 @@ import hashlib
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import uvloop
 from children import child
 from crowd import Crowd
 from remotes import ready_ends, wide_writer
+from support import HELPERS
 
 from aioshm import Handle, MessageQueue, QueueFull
 from aioshm.codec.base import Encoded
@@ -24,7 +24,7 @@ from aioshm.codec.pickle5 import PickleCodec
 MESSAGES = 10_000
 LARGEST = 32 << 20
 
-WRITER = Path(__file__).with_name("remote_child.py")
+WRITER = HELPERS / "remote_child.py"
 
 # Windows
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 from members import Member, meet, probe_sockets, traces_of_probes
-from support import eventually
+from support import HELPERS, eventually
 
 from aioshm import AioshmError, HandleError, Options, SharedMemoryError
 from aioshm.queue.groups import same_node
 from aioshm.queue.groups.same_node import in_the_same_node_as
 from aioshm.ring.segment import Segment
 
-CHILD = Path(__file__).with_name("group_child.py")
+CHILD = HELPERS / "group_child.py"
 
 probed = pytest.mark.parametrize("backing", ["memfd", "named"])
 doored = pytest.mark.parametrize("lifeline", ["abstract", "directory"])

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from children import Child, child
 from faces import Thread
 from merging import queues
 from pairs import attached
-from support import eventually, until
+from support import HELPERS, eventually, until
 
 from aioshm import MessageQueue, Options, blocking, merge
 from aioshm.lifeline.dialer import Lifeline
@@ -24,7 +23,7 @@ from aioshm.queue.source import findings
 
 pytestmark = pytest.mark.slow_on_uvloop
 
-SCRIPT = Path(__file__).with_name("silent_child.py")
+SCRIPT = HELPERS / "silent_child.py"
 STALL_S = 0.4
 
 HUNG = "its event loop has not answered for"

@@ -18,19 +18,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support import eventually
+from support import HELPERS, eventually
 
 from aioshm import AioshmError, RoleError
 from aioshm.errors import GroupBroken
 from aioshm.queue.groups import stateless as stateless_group
 from aioshm.queue.groups.stateless import StatelessProcessGroup
 
-CHILD = Path(__file__).with_name("group_child.py")
+CHILD = HELPERS / "group_child.py"
 PATIENCE_S = 60.0
 """What is enough for whatever has to be done on a machine that has much else to do."""
 

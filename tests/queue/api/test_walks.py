@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from support import HELPERS
 
 import aioshm
 import aioshm.blocking
@@ -44,7 +45,7 @@ class Files:
 @pytest.fixture
 def handle() -> Iterator[Handle]:
     """Give the handle of a writer that sends a message every 5 ms, so that a reader parks, and spins in windows."""
-    command = [sys.executable, str(Path(__file__).with_name("walks_child.py"))]
+    command = [sys.executable, str(HELPERS / "walks_child.py")]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     try:

@@ -14,7 +14,7 @@ import pytest
 from children import Child, child
 from pairs import attached
 from remotes import ready_ends, wide_writer
-from support import eventually, until
+from support import HELPERS, eventually, until
 
 from aioshm import Handle, HandleError, MessageQueue, Options, PeerDied, QueueClosed, QueueFull
 from aioshm.ring.layout import PREAMBLE
@@ -142,7 +142,7 @@ async def test_readers_that_leave_hold_nobody_up(n_local: int, n_remote: int) ->
                 await writer.enqueue("z", 5)
 
 
-REMOTE_WRITER = Path(__file__).with_name("remote_child.py")
+REMOTE_WRITER = HELPERS / "remote_child.py"
 
 
 @pytest.mark.parametrize(("remote", "size"), [(False, 10), (False, 300_000), (True, 300_000)])

@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 from faces import Thread
+from support import HELPERS
 from two_hosts import two_hosts
 
 from aioshm import QueueRestarted, blocking
 from aioshm.process.loop_thread import shared_loop
 
-SCRIPT = Path(__file__).with_name("restart_child.py")
+SCRIPT = HELPERS / "restart_child.py"
 READERS = [("asyncio", "1"), ("uvloop", "1"), ("blocking", "1"), ("asyncio", "0")]
 """How each reads, and whether with the native core."""
 

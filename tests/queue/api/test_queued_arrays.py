@@ -8,19 +8,19 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from pairs import attached
+from support import HELPERS
 
 from aioshm import MessageQueue
 from aioshm.codec.frames import parts_of
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.errors import MessageTooLarge
 
-CHILD = str(Path(__file__).with_name("arrays_child.py"))
+CHILD = str(HELPERS / "arrays_child.py")
 FIELDS = np.dtype([("a", "i4"), ("b", "f8")])
 
 
