@@ -23,9 +23,8 @@ from aioshm.engine.client.pause import PauseOfEngines
 from aioshm.engine.client.requests import UNSENT, Inbox, Pending
 from aioshm.engine.client.sockets import ClientSockets, MembershipListener, Registration
 from aioshm.engine.protocol.addresses import IDENTITY_BYTES, CoreEngine, EngineZmqAddresses
-from aioshm.engine.protocol.control import encode_scale
+from aioshm.engine.protocol.control import NO_ORDER, PAUSE, encode_scale, order_or_none
 from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestType
-from aioshm.engine.protocol.pause import NO_ORDER, PAUSE, order_or_none
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end

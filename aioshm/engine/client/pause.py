@@ -10,8 +10,7 @@ import msgspec
 
 from aioshm.engine.client.engines import again
 from aioshm.engine.client.requests import UNSENT, PendingCall
-from aioshm.engine.protocol.messages import EngineCoreRequestType
-from aioshm.engine.protocol.pause import (
+from aioshm.engine.protocol.control import (
     NO_ORDER,
     PAUSE,
     PauseMode,
@@ -19,6 +18,7 @@ from aioshm.engine.protocol.pause import (
     describe_unpaused,
     order_or_none,
 )
+from aioshm.engine.protocol.messages import EngineCoreRequestType
 from aioshm.errors import CallFailed, EngineDead, RequestFailed, RoleError
 
 if TYPE_CHECKING:

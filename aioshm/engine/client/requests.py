@@ -13,6 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from aioshm.arguments import check_seconds
+from aioshm.engine.protocol.control import NOTICE_ID
 from aioshm.engine.protocol.messages import (
     NO_GENERATION,
     EnvelopeDecoder,
@@ -25,7 +26,6 @@ from aioshm.engine.protocol.messages import (
     refusal_of,
     request_id_of,
 )
-from aioshm.engine.protocol.pause import NOTICE_ID
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.errors import CallFailed, CodecError, RequestAborted, RequestFailed, RoleError
 

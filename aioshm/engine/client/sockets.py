@@ -13,12 +13,12 @@ from aioshm.engine.protocol.control import (
     MAX_MEMBERSHIP_BYTES,
     Death,
     Membership,
+    PauseOrder,
     Progress,
     decode_membership,
     encode,
 )
 from aioshm.engine.protocol.messages import SUBSCRIBE_TO_ALL, is_heartbeat
-from aioshm.engine.protocol.pause import PauseOrder
 from aioshm.engine.protocol.payloads import Frame, check_stranger
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.bound_sockets import (

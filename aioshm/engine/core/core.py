@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from aioshm.engine.core.calls import Call, Calls, call_of
 from aioshm.engine.core.pause import Held, Owner, Pause
 from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets, SocketSettings
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata, EngineZmqAddresses
+from aioshm.engine.protocol.control import NO_ORDER, NOTICE_ID, PAUSE, order_of
 from aioshm.engine.protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequestType,
@@ -30,7 +31,6 @@ from aioshm.engine.protocol.messages import (
     pop_mark,
     request_id_of,
 )
-from aioshm.engine.protocol.pause import NO_ORDER, NOTICE_ID, PAUSE, order_of
 from aioshm.engine.protocol.payloads import Frame, PayloadDecoder, PayloadEncoder
 from aioshm.engine.protocol.waves import Lockstep
 from aioshm.engine.security.keys import AnyKeys
@@ -67,14 +67,6 @@ class _Batch(NamedTuple):
     finished: set[str]
 
 
-class _Codec(NamedTuple):
-    """Encodes outputs, and decodes requests and other payloads."""
-
-    encode: Callable[[Any], list[Frame]]
-    decode_request: Callable[[Sequence[Frame]], Any]
-    decode: Callable[[Sequence[Frame]], Any]
-
-
 class EngineCore:
     """The loop around the user's engine: takes requests to the engine, and its outputs back; see `run_engine_core`."""
 
@@ -101,11 +93,9 @@ class EngineCore:
         self._engine = engine
         self.index: int = index
         self._sockets: CoreSockets | None = None
-        self._codec = _Codec(
-            PayloadEncoder(options.max_message_bytes).encode,
-            PayloadDecoder(request_type).decode,
-            PayloadDecoder().decode,
-        )
+        self._encode = PayloadEncoder(options.max_message_bytes).encode
+        self._decode_request = PayloadDecoder(request_type).decode
+        self._decode = PayloadDecoder().decode
         self._messages: deque[tuple[int, list[Frame]]] = deque()  # unhandled, with the indices of clients
         self._arrived = asyncio.Event()
         self._owners: dict[str, Owner] = {}  # by open request
@@ -245,7 +235,7 @@ class EngineCore:
             elif kind == _ABORT:
                 await self._abort(client, payload)
             elif kind == _UTILITY:
-                call = call_of(self._codec.decode(payload))
+                call = call_of(self._decode(payload))
                 if call.method == PAUSE:
                     await self._obey(client, call)
                 else:
@@ -259,14 +249,16 @@ class EngineCore:
     async def _add(self, client: int, payload: list[Frame]) -> None:
         sender = Owner(client, pop_mark(payload))
         try:
-            request = self._codec.decode_request(payload)
+            request = self._decode_request(payload)
             request_id = request_id_of(request, "request")
         except CodecError as error:
-            request_id = request_id_of(self._codec.decode(payload), "request")  # raises if there is no request to fail
+            request_id = request_id_of(self._decode(payload), "request")  # raises if there is no request to fail
             self._refuse(sender, request_id, str(error))
             return
-        if sender.generation:
+        if sender.generation and client not in self._pause.clients:
             self._pause.clients.add(client)
+            assert self._sockets is not None
+            self._sockets.accept_heartbeats(client)
         if self._pause.on and self._owners.get(request_id) != sender:  # else another part of an open request
             self._pause.held.append(Held(sender, request_id, request))
         else:
@@ -300,7 +292,7 @@ class EngineCore:
             self._report_wave(start=self._lockstep.add(wave))
 
     async def _abort(self, client: int, payload: list[Frame]) -> None:
-        ids = self._codec.decode(payload)
+        ids = self._decode(payload)
         if not isinstance(ids, list):
             raise CodecError(f"an abort of {type(ids).__qualname__}")
         named = dict.fromkeys(each for each in ids if isinstance(each, str))
@@ -325,7 +317,7 @@ class EngineCore:
         if kind != _START_DP_WAVE:
             raise CodecError(f"a message of type {bytes(kind[:8])!r}")
         try:
-            start = msgspec.convert(self._codec.decode(payload), StartWave)
+            start = msgspec.convert(self._decode(payload), StartWave)
         except ValueError as error:
             raise CodecError(f"no wave: {error}") from None
         if self._pause.on:  # a paused engine holds the request that has started the wave, and the others need it
@@ -419,7 +411,7 @@ class EngineCore:
 
     def _send(self, client: int, envelope: EngineCoreOutputs[Any], *, counts: bool = True) -> None:
         assert self._sockets is not None
-        self._sockets.send(client, self._codec.encode(envelope), counts=counts)
+        self._sockets.send(client, self._encode(envelope), counts=counts)
 
     def _refuse(self, owner: Owner, request_id: str, text: str) -> None:
         """Send the last output of a failed request."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from aioshm.engine.protocol.pause import NO_ORDER, PauseOrder
+from aioshm.engine.protocol.control import NO_ORDER, PauseOrder
 
 
 class Owner(NamedTuple):

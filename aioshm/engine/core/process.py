@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import zmq
 
 from aioshm.arguments import check_seconds
 from aioshm.config import Options
 from aioshm.engine.core.core import EngineCore
-from aioshm.engine.core.heartbeats import Heartbeats
 from aioshm.engine.core.sockets import MAX_PENDING_BYTES
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
 from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, EngineHandshake
+from aioshm.engine.protocol.messages import HEARTBEAT_S
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine
 from aioshm.process import progress
@@ -151,7 +152,7 @@ async def run_engine_core(
         if not own.is_watched:
             watches.enter_context(SelfWatch(f"engine {index}", stall_warning_s))
         if not own.is_watched or not chosen.local:
-            watches.enter_context(Heartbeats(sockets.beat))
+            watches.enter_context(_Heartbeats(sockets.beat))
         return fields
 
     try:
@@ -353,3 +354,35 @@ class _FrontEnd:
         if text != self._failure:
             logger.warning("%s", text)
         self._failure = text
+
+
+class _Heartbeats:
+    """Calls ``beat`` on the running loop, inside the block: every second, and when `progress.expect` begins or ends.
+
+    ZeroMQ sends in a thread of its own, so a heartbeat leaves although a step blocks the loop next.
+    """
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self._beat = beat
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        progress.own().on_expect.add(self._expectation_changed)
+        self._tick()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        progress.own().on_expect.discard(self._expectation_changed)
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
+        self._beat()
+
+    def _expectation_changed(self) -> None:
+        if threading.get_ident() == self._thread:
+            self._beat()
+            return
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._beat)

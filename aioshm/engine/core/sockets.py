@@ -14,13 +14,19 @@ from typing import Literal
 
 import zmq
 
-from aioshm.engine.core.heartbeats import present_heartbeat
 from aioshm.engine.protocol.addresses import EngineZmqAddresses, identity
-from aioshm.engine.protocol.messages import COORDINATOR_READY, ENGINE_CORE_DEAD, SUBSCRIBE_TO_ALL, is_marked
+from aioshm.engine.protocol.messages import (
+    COORDINATOR_READY,
+    ENGINE_CORE_DEAD,
+    SUBSCRIBE_TO_ALL,
+    Heartbeat,
+    encode_heartbeat,
+)
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.bound_sockets import with_views
 from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine
+from aioshm.process import progress
 from aioshm.process.background import give_back
 from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
 from aioshm.zeromq.monitor import Monitor
@@ -132,11 +138,7 @@ class _Output:
 
 
 class _FrontEnd:
-    """The connection to one client: a DEALER with its monitor, and an output.
-
-    Clients with keys are certainly aioshm's, and get heartbeats. Other clients get them once they have sent a request
-    as only aioshm's do.
-    """
+    """The connection to one client: a DEALER with its monitor, and an output."""
 
     def __init__(
         self, client: int, address: str, dealer: Socket, monitor: Monitor, output: _Output, *, has_keys: bool
@@ -150,12 +152,7 @@ class _FrontEnd:
         self.dropped = 0  # messages since the client is gone
         self.requests: Pump | None = None
         self.has_keys = has_keys
-        self.takes_heartbeats = has_keys
-
-    @property
-    def may_hold_heartbeats(self) -> bool:
-        """Whether the DEALER may hold heartbeats that the next client at this address must not get."""
-        return self.takes_heartbeats and not self.has_keys
+        self.takes_heartbeats = has_keys  # clients with keys are certainly aioshm's
 
 
 class CoreSockets:
@@ -184,7 +181,7 @@ class CoreSockets:
         self._closed = False
         self.registration: bytes = b""
         self._front_ends: list[_FrontEnd] = []
-        self.beating: bool = False  # whether there are heartbeats
+        self._beating = False
         self.coordinated: bool = addresses.coordinator_input is not None and addresses.coordinator_output is not None
         self._coordinator_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
@@ -243,16 +240,25 @@ class CoreSockets:
 
     def beat(self) -> None:
         """Send a heartbeat to each front end that is known to be aioshm's."""
-        self.beating = True
+        self._beating = True
         if not self._closed:
             for front_end in self._front_ends:
                 self._read_monitor(front_end)
                 self._beat(front_end)
 
+    def accept_heartbeats(self, client: int) -> None:
+        """Note that a client is aioshm's: its request has a generation."""
+        front_end = self._front_ends[client]
+        if not front_end.takes_heartbeats and not front_end.gone:
+            front_end.takes_heartbeats = True
+            self._beat(front_end)
+
     def _beat(self, front_end: _FrontEnd) -> None:
-        if self.beating and front_end.takes_heartbeats and not front_end.gone:
+        if self._beating and front_end.takes_heartbeats and not front_end.gone:
+            sample = progress.own().read()
+            beat = Heartbeat(sample.phase, sample.steps, sample.turns, sample.expected_s, sample.requests)
             with suppress(zmq.Again):
-                front_end.dealer.send(present_heartbeat(), zmq.NOBLOCK)
+                front_end.dealer.send(encode_heartbeat(beat), zmq.NOBLOCK)
             self._look_for_requests(front_end)
 
     def send_dead(self) -> None:
@@ -358,15 +364,13 @@ class CoreSockets:
         for kind, *_ in front_end.monitor.events():
             if kind == zmq.EVENT_DISCONNECTED and not front_end.gone:
                 self._lose(front_end)
-            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and front_end.gone and not front_end.may_hold_heartbeats:
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and front_end.gone:
                 front_end.gone = False
                 logger.info("client %d is back; %d messages found it gone", front_end.client, front_end.dropped)
                 front_end.output = self._open_output(front_end.client, front_end.output.address)
                 front_end.dealer.send(self.registration, zmq.NOBLOCK)
                 self._look_for_requests(front_end)
                 self._beat(front_end)
-        if front_end.gone and front_end.may_hold_heartbeats:
-            self._connect_anew(front_end)
 
     def _look_for_requests(self, front_end: _FrontEnd) -> None:
         if front_end.requests is not None:
@@ -375,6 +379,7 @@ class CoreSockets:
     def _lose(self, front_end: _FrontEnd) -> None:
         """Drop the pending outputs of a front end, and abort its requests."""
         front_end.gone = True
+        front_end.takes_heartbeats = front_end.has_keys
         front_end.output.close()
         self._on_message(front_end.client, [])
 
@@ -398,7 +403,6 @@ class CoreSockets:
 
     def _connect_anew(self, front_end: _FrontEnd) -> None:
         """Connect again to a front end that is gone, without unsent messages."""
-        front_end.takes_heartbeats = front_end.has_keys
         front_end.dealer.disconnect(front_end.address)
         if over_tcp([front_end.address]) and self._credentials is None:
             asyncio.get_running_loop().call_later(RECONNECT_S, self._connect_again, front_end)
@@ -416,9 +420,5 @@ class CoreSockets:
             self._coordinator_ready.set_result(None)
 
     def _take(self, front_end: _FrontEnd, frames: list[Frame]) -> None:
-        if front_end.gone:  # sent before the connection ended, and read afterwards
-            return
-        self._on_message(front_end.client, frames)
-        if self.beating and not front_end.takes_heartbeats and is_marked(frames):
-            front_end.takes_heartbeats = True
-            self._beat(front_end)
+        if not front_end.gone:  # else sent before the connection ended, and read afterwards
+            self._on_message(front_end.client, frames)

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
-from aioshm.engine.protocol.pause import PauseOrder
-
 IDENTITY_BYTES = 2
 MAX_INDEX = 2 ** (8 * IDENTITY_BYTES) - 1
 
@@ -120,13 +118,6 @@ class EngineHandshakeMetadata:
 
     addresses: EngineZmqAddresses
     parallel_config: dict[str, Any]
-
-
-@dataclass(slots=True)
-class PausedMetadata(EngineHandshakeMetadata):
-    """The front end's answer to HELLO while engines are paused."""
-
-    pause: PauseOrder
 
 
 def parallel_settings(config: object) -> dict[str, Any]:

@@ -30,14 +30,13 @@ from aioshm.engine.protocol.addresses import (
     EngineHandshakeMetadata,
     EngineReport,
     EngineZmqAddresses,
-    PausedMetadata,
     StartupReport,
     balanced_outside,
     identity,
     parallel_settings,
 )
+from aioshm.engine.protocol.control import NO_ORDER, PausedMetadata, PauseOrder
 from aioshm.engine.protocol.messages import decode_single
-from aioshm.engine.protocol.pause import NO_ORDER, PauseOrder
 from aioshm.errors import HandshakeError
 
 MAX_PAYLOAD_BYTES = 1 << 20

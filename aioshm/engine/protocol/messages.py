@@ -192,11 +192,6 @@ def pop_mark(frames: list[Frame]) -> int:
     return int.from_bytes(frames.pop()[len(_MARK) :], "little")
 
 
-def is_marked(frames: Sequence[Frame]) -> bool:
-    """Return whether a message, with its type byte, is a request of an aioshm client."""
-    return len(frames) > 2 and frames[0] == EngineCoreRequestType.ADD.value and frames[-1][: len(_MARK)] == _MARK
-
-
 def is_heartbeat(frames: Sequence[Frame]) -> bool:
     """Return whether an engine's message to a ROUTER is a heartbeat, not a registration."""
     return len(frames) == 1 and frames[0][_HEARTBEAT_MARKER] == _HEARTBEAT.encode()

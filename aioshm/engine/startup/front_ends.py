@@ -12,8 +12,17 @@ import zmq
 
 from aioshm.closing import Closing
 from aioshm.engine.protocol.addresses import identity
-from aioshm.engine.protocol.control import Death, Membership, Progress, decode_progress, encode
-from aioshm.engine.protocol.pause import PauseMode, PauseOrder, check_mode, describe_unpaused
+from aioshm.engine.protocol.control import (
+    Death,
+    Membership,
+    PauseMode,
+    PauseOrder,
+    Progress,
+    check_mode,
+    decode_progress,
+    describe_unpaused,
+    encode,
+)
 from aioshm.engine.security.binding import FRONT_ENDS, Protection
 from aioshm.engine.security.bound_sockets import BoundSockets, sender_of, with_sender
 from aioshm.engine.security.keys import EngineKeys

@@ -58,7 +58,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Progress:
     """Give this process a progress of its own, and the engines in it quick heartbeats."""
     fresh = Progress()
     monkeypatch.setattr(progress, "_own", fresh)
-    monkeypatch.setattr("aioshm.engine.core.heartbeats.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("aioshm.engine.core.process.HEARTBEAT_S", 0.01)
     return fresh
 
 
@@ -141,7 +141,7 @@ async def test_front_end_with_marks_gets_heartbeats_but_not_its_successor(own: P
 async def test_expectation_leaves_although_the_loop_is_blocked_next(
     own: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioshm.engine.core.heartbeats.HEARTBEAT_S", 3600)
+    monkeypatch.setattr("aioshm.engine.core.process.HEARTBEAT_S", 3600)
     addresses = here_and_there()
     with zmq.Context() as context, closing(FrontEnd(context, addresses)) as front_end:
 

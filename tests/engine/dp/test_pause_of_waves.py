@@ -14,7 +14,7 @@ from test_data_parallel import Agreement, Rank, coordinated
 
 from aioshm.engine import DPCoordinator
 from aioshm.engine.dp.coordination import CoordinatorAddresses
-from aioshm.engine.protocol.pause import PauseMode
+from aioshm.engine.protocol.control import PauseMode
 from aioshm.errors import RequestAborted
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
