@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 
-from aioshm import AioshmError, Options
+from aioshm import AioshmError
 from aioshm.blocking import MessageQueue
 
 
@@ -73,70 +73,10 @@ def idle(handle: str) -> None:
         say(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
-def interrupted(handle: str, how: str, wait: str) -> None:
-    """Wait; say when Ctrl-C came; then go on and say what was received."""
-    reader = MessageQueue.create_from_handle(handle, 0, options=Options(wait=wait))  # type: ignore[arg-type]
-    with reader:
-        try:
-            say("waiting")
-            if how == "ready":
-                reader.wait_until_ready()
-            else:
-                reader.wait_until_ready(20)
-                reader.dequeue()
-                say("waiting")
-                if how == "dequeue":
-                    reader.dequeue()
-                elif how == "many":
-                    reader.dequeue_many(5)
-                else:
-                    with reader.lease():
-                        say("leased")
-        except KeyboardInterrupt:
-            say("KeyboardInterrupt")
-        say(reader.dequeue(20))
-
-
-def interrupted_writer(chunks: str) -> None:
-    """Fill the ring; say when Ctrl-C came; then send something else."""
-    with _writer(int(chunks)) as writer:
-        try:
-            for number in range(int(chunks)):
-                writer.enqueue(number)
-            say("full")
-            writer.enqueue("interrupted")
-        except KeyboardInterrupt:
-            say("KeyboardInterrupt")
-        writer.enqueue("after", 20)
-
-
 def uncaught(handle: str) -> None:
     """Wait, and catch nothing."""
     with _reader(handle) as reader:
         reader.dequeue()
-
-
-def count_through_interrupts(handle: str) -> None:
-    """Receive numbers while Ctrl-C is pressed again and again; say what is missing or came twice."""
-    expected = interrupts = 0
-    reader = _reader(handle)
-    while True:
-        try:
-            while True:
-                number = reader.dequeue()
-                if number is None:
-                    raise EOFError
-                assert number == expected, f"{number} came instead of {expected}"
-                expected += 1
-        except KeyboardInterrupt:
-            interrupts += 1
-        except EOFError:
-            break
-    try:
-        reader.close()
-    except KeyboardInterrupt:  # that came with the last message
-        interrupts += 1
-    say(f"{expected} {interrupts}")
 
 
 if __name__ == "__main__":

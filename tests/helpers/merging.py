@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
+from faces import Thread
 from remotes import wide_writer
-from support import until
+from support import eventually, until
 
-from aioshm import AioshmError, MessageQueue
+from aioshm import AioshmError, MessageQueue, blocking
 from aioshm.queue.merge import Merged
 
 BIG = 50_000
@@ -59,3 +60,37 @@ async def outcome(item: Awaitable[tuple[int, Any]]) -> tuple[int | None, Any]:
     assert error.__notes__ == [f"this is about the queue that the merge has as rank {error.rank}"]
     assert pickle.loads(pickle.dumps(error)).rank == error.rank
     return error.rank, error
+
+
+@contextmanager
+def blocking_queues(
+    n_local: int = 3, n_remote: int = 0, *, ready: bool = True, **arguments: Any
+) -> Iterator[tuple[list[blocking.MessageQueue], dict[int, blocking.MessageQueue]]]:
+    """Give writers to the block and, by numbers from 0 on, the one reader of each; the last ones are remote."""
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                blocking.MessageQueue(
+                    1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096, max_chunks=8, slots=8, **arguments
+                )
+            )
+            for n_local in [1] * n_local + [0] * n_remote
+        ]
+        readers = {
+            number: stack.enter_context(blocking.MessageQueue.create_from_handle(writer.export_handle(), 0))
+            for number, writer in enumerate(writers)
+        }
+        if ready:
+            waiting = [Thread(end.wait_until_ready, 20) for end in [*writers, *readers.values()]]
+            for thread in waiting:
+                thread.result()
+        yield writers, readers
+
+
+def take(merged: blocking.Merged, count: int) -> list[tuple[int, Any]]:
+    return [next(merged) for _ in range(count)]
+
+
+def all_asleep(readers: dict[int, blocking.MessageQueue]) -> None:
+    """Return once all of them are waited for."""
+    eventually(lambda: all(reader.held.lock.owner for reader in readers.values()), "a sleep")

@@ -13,11 +13,8 @@ import pytest
 from children import child
 from faces import Thread
 from faces import child as blocking_child
-from merging import BIG, asleep, queues
+from merging import BIG, all_asleep, asleep, blocking_queues, queues, take
 from support import eventually
-from test_blocking_merge import asleep as all_asleep
-from test_blocking_merge import queues as blocking_queues
-from test_blocking_merge import take
 
 from aioshm import (
     CodecError,

@@ -26,14 +26,6 @@ def _sample(number: int) -> Any:
     return number, bytes([number % 251]) * (9000 if number % 13 == 5 else number % 60)
 
 
-def test_a_writer_and_a_reader_in_two_threads() -> None:
-    with reading(list) as (writer, thread):
-        for number in range(2000):
-            writer.enqueue(_sample(number), 20)
-        writer.close()
-        assert thread.result() == [_sample(number) for number in range(2000)]
-
-
 def test_every_way_to_send_meets_every_way_to_receive() -> None:
     def read(reader: Any) -> list[Any]:
         received = [reader.dequeue(10), *reader.dequeue_many(1, 10)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faces import Thread, make_writer, pair, reading
+from faces import make_writer, pair, reading
 
 from aioshm import (
     CodecError,
@@ -84,53 +84,6 @@ def test_a_full_ring() -> None:
         assert thread.result() == [1, 2, 3]
 
 
-class Counting(blocking.MessageQueue[Any]):
-    """Has a lease of its own."""
-
-    leases_begun = 0
-
-    def lease(self, *args: Any, **kwargs: Any) -> Any:
-        self.leases_begun += 1
-        return super().lease(*args, **kwargs)
-
-
-def test_a_lease_of_a_subclass_is_what_is_called() -> None:
-    with make_writer() as writer, Counting.create_from_handle(writer.export_handle(), 0) as reader:
-        thread = Thread(reader.wait_until_ready, 20)
-        writer.wait_until_ready(20)
-        thread.result()
-        writer.enqueue_many([1, 2, 3])
-        with reader.lease() as obj:
-            assert obj == 1
-        with reader.lease(20) as obj:
-            assert obj == 2
-        for obj in reader.leases():
-            assert obj == 3
-            break
-        assert reader.leases_begun == 3
-
-
-def test_a_lease_that_was_looked_up_before_the_end_was_ready() -> None:
-    with make_writer() as writer, blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-        lease = reader.lease
-
-        def read() -> list[Any]:
-            read = []
-            for number in range(1000):
-                with lease() if number % 3 else lease(timeout=20) as obj:
-                    read.append(obj)
-            return read
-
-        thread = Thread(read)
-        for number in range(1000):
-            writer.enqueue(number, 20)
-        assert thread.result() == [*range(1000)]
-        with pytest.raises(TypeError, match="unexpected keyword"):
-            lease(until=20)
-        with pytest.raises(RoleError, match="belongs to the queue's reader"):
-            writer.lease()
-
-
 def test_a_lease_shows_first_what_an_interrupted_call_has_received() -> None:
     with pair() as (writer, reader):
         writer.enqueue_many([2, 3])
@@ -142,21 +95,6 @@ def test_a_lease_shows_first_what_an_interrupted_call_has_received() -> None:
             assert obj == 2
         with made as obj:
             assert obj == 3
-
-
-def test_other_threads_while_one_waits() -> None:
-    counted = 0
-
-    def read(reader: Any) -> int:
-        before = counted
-        with pytest.raises(TimeoutError):
-            reader.dequeue(0.2)
-        return counted - before
-
-    with reading(read) as (_, thread):
-        while thread.running:
-            counted += 1
-        assert thread.result() > 10_000
 
 
 def test_a_running_loop_is_refused() -> None:

@@ -26,24 +26,6 @@ def _until_asleep(pid: int) -> None:
     eventually(lambda: all(_asleep(pid) or time.sleep(0.01) for _ in range(10)), f"process {pid} to sleep")
 
 
-@pytest.mark.parametrize("wait", ["adaptive", "spin"])
-@pytest.mark.parametrize("how", ["ready", "dequeue", "many", "lease"])
-def test_ctrl_c_ends_a_readers_wait_and_loses_nothing(how: str, wait: str) -> None:
-    with make_writer() as writer, child("interrupted", writer.export_handle().to_json(), how, wait) as reader:
-        reader.says("waiting")
-        if how != "ready":
-            writer.wait_until_ready(20)
-            writer.enqueue("first")
-            reader.says("waiting")
-        if wait == "adaptive":
-            _until_asleep(reader.pid)
-        os.kill(reader.pid, signal.SIGINT)
-        reader.says("KeyboardInterrupt")
-        writer.enqueue("kept", 20)
-        reader.says("kept")
-        assert reader.end() == (0, "")
-
-
 class _Late(Exception):
     pass
 
@@ -92,18 +74,6 @@ def test_a_signal_that_comes_while_the_core_decodes_loses_nothing(merged: bool) 
     assert interrupted == 100
 
 
-def test_ctrl_c_ends_a_writers_wait_and_sends_nothing() -> None:
-    with child("interrupted_writer", "3") as writer:
-        with blocking.MessageQueue.create_from_handle(writer.says('{"type"'), 0) as reader:
-            reader.wait_until_ready(20)
-            writer.says("full")
-            _until_asleep(writer.pid)
-            os.kill(writer.pid, signal.SIGINT)
-            writer.says("KeyboardInterrupt")
-            assert list(reader) == [0, 1, 2, "after"]
-        assert writer.end() == (0, "")
-
-
 def test_ctrl_c_that_nobody_catches() -> None:
     with make_writer() as writer, child("uncaught", writer.export_handle().to_json()) as reader:
         writer.wait_until_ready(20)
@@ -117,25 +87,6 @@ def test_ctrl_c_that_nobody_catches() -> None:
         assert said.splitlines()[-1] == "KeyboardInterrupt"
         assert "never retrieved" not in said
         assert "destroyed" not in said
-
-
-def test_ctrl_c_again_and_again_in_a_stream_loses_nothing() -> None:
-    with make_writer() as writer:
-        with child("count_through_interrupts", writer.export_handle().to_json()) as reader:
-            writer.wait_until_ready(20)
-            reader.says("ready")
-            sent = 0
-            for _ in range(200):
-                for _ in range(5):
-                    writer.enqueue(sent, 20)
-                    sent += 1
-                    time.sleep(0.0005)  # so that the reader has to wait for each
-                os.kill(reader.pid, signal.SIGINT)
-            writer.enqueue(None, 20)
-            assert reader.process.wait(20) == 0, reader.process.communicate()[1][-3000:]
-            received, interrupts = map(int, reader.says().split())
-            assert received == sent
-            assert interrupts > 50
 
 
 def test_the_writer_is_killed_while_the_reader_waits() -> None:
@@ -184,20 +135,6 @@ def test_the_reader_is_killed_while_the_writer_waits() -> None:
             writer.enqueue("one more", 20)
         killing.result()
         assert (caught.value.rank, caught.value.pid) == (0, reader.pid)
-
-
-def test_the_reader_is_killed_while_it_is_streamed_to() -> None:
-    with make_writer(chunks=64) as writer, child("collect", writer.export_handle().to_json()) as reader:
-        writer.wait_until_ready(20)
-        reader.says("ready")
-        number = 0
-        with pytest.raises(PeerDied):
-            while True:
-                writer.enqueue((number, b"s" * 0), 20)
-                number += 1
-                if number == 1000:
-                    reader.process.kill()
-        assert number >= 1000
 
 
 def test_an_idle_reader_burns_no_cpu() -> None:

@@ -4,51 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 from faces import Thread, child
+from merging import all_asleep, blocking_queues, take
 from support import eventually
 
 from aioshm import CodecError, EndClosed, PeerDied, RoleError, blocking
 from aioshm.blocking import Merged, MessageQueue, merge
-
-
-@contextmanager
-def queues(
-    n_local: int = 3, n_remote: int = 0, *, ready: bool = True, **arguments: Any
-) -> Iterator[tuple[list[MessageQueue], dict[int, MessageQueue]]]:
-    """Give writers to the block and, by numbers from 0 on, the one reader of each; the last ones are remote."""
-    with ExitStack() as stack:
-        writers = [
-            stack.enter_context(
-                MessageQueue(
-                    1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096, max_chunks=8, slots=8, **arguments
-                )
-            )
-            for n_local in [1] * n_local + [0] * n_remote
-        ]
-        readers = {
-            number: stack.enter_context(MessageQueue.create_from_handle(writer.export_handle(), 0))
-            for number, writer in enumerate(writers)
-        }
-        if ready:
-            waiting = [Thread(end.wait_until_ready, 20) for end in [*writers, *readers.values()]]
-            for thread in waiting:
-                thread.result()
-        yield writers, readers
-
-
-def take(merged: Merged, count: int) -> list[tuple[int, Any]]:
-    return [next(merged) for _ in range(count)]
-
-
-def asleep(readers: dict[int, MessageQueue]) -> None:
-    """Return once all of them are waited for."""
-    eventually(lambda: all(reader.held.lock.owner for reader in readers.values()), "a sleep")
 
 
 @pytest.mark.parametrize("ready", [True, False])
@@ -60,7 +24,7 @@ def test_everything_comes_in_each_queues_order(n_local: int, n_remote: int, read
             writer.enqueue((number, bytes(9000 if number % 50 == 7 else 20)), 20)
         writer.close()
 
-    with queues(n_local, n_remote, ready=ready) as (writers, readers):
+    with blocking_queues(n_local, n_remote, ready=ready) as (writers, readers):
         threads = [Thread(write, writer) for writer in writers]
         received: dict[int, list[int]] = {rank: [] for rank in readers}
         merged = merge(readers)
@@ -72,44 +36,25 @@ def test_everything_comes_in_each_queues_order(n_local: int, n_remote: int, read
         assert merged.failed == {}
 
 
-def test_each_has_its_turn() -> None:
-    with queues(3) as (writers, readers):
-        for writer in writers:
-            writer.enqueue_many(range(4), 20)
-        with merge(readers) as merged:
-            ranks = [rank for rank, _ in take(merged, 12)]
-        assert all(sorted(ranks[start : start + 3]) == [0, 1, 2] for start in range(0, 12, 3))
-
-
-def test_what_was_kept_and_what_is_left_are_the_readers() -> None:
-    with queues(2) as (writers, readers):
-        writers[0].enqueue_many(["a", "b"], 20)
-        merged = merge(readers)
-        assert next(merged) == (0, "a")
-        assert readers[0].dequeue(20) == "b"
-        writers[1].enqueue("c", 20)
-        assert next(merged) == (1, "c")
-
-
 @pytest.mark.usefixtures("short_goodbye")
 def test_a_message_wakes_it() -> None:
-    with queues(2, 1) as (writers, readers):
+    with blocking_queues(2, 1) as (writers, readers):
         merged = merge(readers)
         for rank, writer in enumerate(writers):
             waiting = Thread(next, merged)
-            asleep(readers)
+            all_asleep(readers)
             writer.enqueue("x", 20)
             assert waiting.result() == (rank, "x")
 
 
 def test_one_that_closes_drops_out_and_one_that_dies_is_told() -> None:
-    with queues(2) as (writers, readers), child("write", "2", "0") as dying:
+    with blocking_queues(2) as (writers, readers), child("write", "2", "0") as dying:
         readers[7] = MessageQueue.create_from_handle(dying.says('{"type"'), 0)
         with readers[7]:
             merged = merge(readers, errors="yield")
             assert take(merged, 2) == [(7, (0, b"")), (7, (1, b""))]
             waiting = Thread(next, merged)
-            asleep(readers)
+            all_asleep(readers)
             writers[0].close()
             writers[1].enqueue("on", 20)
             assert waiting.result() == (1, "on")
@@ -122,7 +67,7 @@ def test_one_that_closes_drops_out_and_one_that_dies_is_told() -> None:
 
 
 def test_a_damaged_message_is_told_and_its_queue_goes_on() -> None:
-    with queues(1, codec="pickle") as (writers, readers):
+    with blocking_queues(1, codec="pickle") as (writers, readers):
         with writers[0].acquire_write(20) as chunk:
             chunk[:2] = b"ok"
         writers[0].enqueue(Unloadable(), 20)
@@ -144,10 +89,10 @@ def _fail() -> None:
 
 @pytest.mark.usefixtures("short_goodbye")
 def test_closing_ends_a_wait_in_another_thread_and_leaves_the_readers() -> None:
-    with queues(2, 1) as (writers, readers):
+    with blocking_queues(2, 1) as (writers, readers):
         merged = merge(readers)
         waiting = [Thread(list, merged) for _ in range(2)]
-        asleep(readers)
+        all_asleep(readers)
         merged.close()
         merged.close()
         assert [thread.result() for thread in waiting] == [[], []]
@@ -156,10 +101,10 @@ def test_closing_ends_a_wait_in_another_thread_and_leaves_the_readers() -> None:
 
 
 def test_a_reader_that_is_closed_elsewhere_drops_out() -> None:
-    with queues(2) as (_, readers):
+    with blocking_queues(2) as (_, readers):
         merged = merge(readers)
         waiting = Thread(list, merged)
-        asleep(readers)
+        all_asleep(readers)
         readers[0].close()
         eventually(lambda: len(merged._round.running) == 1, "the first to drop out")
         readers[1].close()
@@ -172,11 +117,11 @@ def test_what_a_handler_raises_ends_the_wait_and_loses_nothing() -> None:
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
-        with queues(2) as (writers, readers):
+        with blocking_queues(2) as (writers, readers):
             merged = merge(readers)
 
             def interrupt() -> None:
-                asleep(readers)
+                all_asleep(readers)
                 os.kill(os.getpid(), signal.SIGUSR1)
 
             for number in range(20):
@@ -193,7 +138,7 @@ def test_what_a_handler_raises_ends_the_wait_and_loses_nothing() -> None:
 def test_handler_that_iterates_over_the_merge_it_has_interrupted_is_refused() -> None:
     refused: list[RoleError] = []
 
-    with queues(1) as (writers, readers):
+    with blocking_queues(1) as (writers, readers):
         merged = merge(readers)
 
         def handle(*_: object) -> None:
@@ -203,7 +148,7 @@ def test_handler_that_iterates_over_the_merge_it_has_interrupted_is_refused() ->
             writers[0].enqueue("after", 20)
 
         def interrupt() -> None:
-            asleep(readers)
+            all_asleep(readers)
             os.kill(os.getpid(), signal.SIGUSR1)
 
         before = signal.signal(signal.SIGUSR1, handle)
@@ -217,7 +162,7 @@ def test_handler_that_iterates_over_the_merge_it_has_interrupted_is_refused() ->
 
 
 def test_reader_that_another_thread_has_in_a_block_is_merged_afterwards() -> None:
-    with queues(2) as (writers, readers):
+    with blocking_queues(2) as (writers, readers):
         writers[0].enqueue_many(["leased", "next"], 20)
         merged = merge(readers)
         with readers[0].lease(20) as leased:
@@ -230,7 +175,7 @@ def test_reader_that_another_thread_has_in_a_block_is_merged_afterwards() -> Non
 
 @pytest.mark.parametrize("kept", ["message", "error"])
 def test_what_an_interrupted_call_has_left_is_given_out_though_the_reader_is_not_ready(kept: str) -> None:
-    with queues(1, ready=False) as (_, readers):
+    with blocking_queues(1, ready=False) as (_, readers):
         merged = merge(readers, errors="yield")
         if kept == "message":
             readers[0].held.undelivered.append("left")
@@ -241,19 +186,8 @@ def test_what_an_interrupted_call_has_left_is_given_out_though_the_reader_is_not
         assert (rank, str(left)) == (0, "left")
 
 
-def test_an_idle_merge_burns_no_cpu() -> None:
-    with queues(3) as (writers, readers):
-        waiting = Thread(next, merge(readers))
-        asleep(readers)
-        before = time.process_time()
-        time.sleep(0.5)  # what is measured
-        assert time.process_time() - before < 0.1
-        writers[2].enqueue("x", 20)
-        assert waiting.result() == (2, "x")
-
-
 def test_arguments() -> None:
-    with queues(1) as (writers, readers):
+    with blocking_queues(1) as (writers, readers):
         for wrong, error, text in (
             ([], TypeError, "must be a mapping"),
             ({"0": readers[0]}, TypeError, "must be ints"),
@@ -272,7 +206,7 @@ def test_arguments() -> None:
 
 
 def test_queue_that_cannot_be_added_is_refused_and_so_is_any_after_closing() -> None:
-    with queues(2) as (writers, readers):
+    with blocking_queues(2) as (writers, readers):
         merged: Merged[Any] = merge({0: readers[0]})
         for rank, reader, error, text in (
             (0, readers[1], ValueError, "rank 0 is taken by"),
