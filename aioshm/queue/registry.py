@@ -274,11 +274,6 @@ class ReaderRegistry:
         slot.proven = True
         slot.settled = True
 
-    def doubt(self, slot: ReaderSlot) -> None:
-        """Note that data may not reach a reader any more, so that the reader does not count as ready."""
-        slot.proven = False
-        slot.settled = slot.extra
-
     # Readers that leave or die
 
     def missed(self, rank: int, process: str, death: PeerDied | None = None) -> None:

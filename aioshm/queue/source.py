@@ -7,7 +7,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 from aioshm.errors import AioshmError
 from aioshm.lifeline.sockets import Doorbell
@@ -17,16 +17,6 @@ from aioshm.queue.handle import Answers
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY
 from aioshm.wait.limits import seconds
-
-
-class SourceBlock(Protocol):
-    """The next message, while a block owns it."""
-
-    def open(self) -> Any:
-        """Return the block's value."""
-
-    def close(self, *, undo: bool) -> None:
-        """Finish with the message, even if `open` has raised; ``undo``: leave the message in place."""
 
 
 class OpenedMessage:
@@ -138,7 +128,7 @@ class Source(Closable):
         """Return available messages up to a special one, which may be the first."""
         return []
 
-    def open_block(self, *, decoded: bool) -> SourceBlock | None:
+    def open_block(self, *, decoded: bool) -> OpenedMessage | None:
         """Return the next message for a block, decoded or as bytes; None if incomplete."""
         raise NotImplementedError
 

@@ -57,16 +57,10 @@ SILENCE_S = 10.0
 """Silence after which a connecting socket replaces a TCP connection."""
 
 BOUND_SILENCE_S = 900.0
-"""Silence after which a bound socket closes a TCP connection: as long as TCP itself waits for an acknowledgement.
-
-Peers that are other programs may not notice the loss of the connection.
-"""
+"""Silence after which a bound socket closes a TCP connection, as TCP itself: other programs may not notice the loss."""
 
 BOUND_SUBSCRIBER_SILENCE_S = 60.0
-"""The same for a bound subscriber. A publisher gets a reset at its next message, and reconnects.
-
-Until then each cut of the network costs a descriptor.
-"""
+"""The same for a bound subscriber: each cut of the network costs a descriptor. Publishers reconnect."""
 
 HANDSHAKE_MS = 10_000
 """How long the handshake of ZeroMQ and CURVE may take."""
@@ -164,11 +158,7 @@ def _set_options(socket: zmq.Socket[bytes], endpoint: str, bind: bool, hwm: int,
 
 
 def _watch_connections(socket: zmq.Socket[bytes], silence_s: float, heartbeats: bool) -> None:
-    """Let TCP, or ZeroMQ, notice that a peer's host is gone: nothing else ends such a connection.
-
-    TCP probes idle connections, which every host answers, and bounds for how long sent data may be unacknowledged.
-    ZeroMQ's heartbeats are for peers that answer them: some programs that read events hang up instead.
-    """
+    """Let TCP notice that a peer's host is gone; and ZeroMQ, for peers that do not hang up at heartbeats."""
     socket.setsockopt(zmq.CONNECT_TIMEOUT, max(1, int(silence_s * 500)))  # else lost SYNs take minutes
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.TCP_MAXRT, int(silence_s * 1000))

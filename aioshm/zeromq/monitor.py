@@ -15,7 +15,6 @@ _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-
 ENDED = "the connection ended during the handshake"
 TIMED_OUT = "the handshake timed out"
 MISMATCH = "only one of the two ends encrypts"
@@ -28,12 +27,7 @@ _REASONS: dict[int, str] = {
 
 
 class HandshakeFailure(NamedTuple):
-    """A connection with a failed handshake.
-
-    Attributes:
-        endpoint: The endpoint as ZeroMQ names it.
-        reason: `ENDED`, `TIMED_OUT`, `MISMATCH`, or another text about the peer or its keys.
-    """
+    """The endpoint as ZeroMQ names it, and the reason: `ENDED`, `TIMED_OUT`, `MISMATCH`, or another text."""
 
     endpoint: str
     reason: str

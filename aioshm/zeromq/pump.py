@@ -1,8 +1,7 @@
-"""Read loops over a ZeroMQ socket: a callback whenever there may be a message, until no message is left.
+"""Read loops over a ZeroMQ socket.
 
-A ZeroMQ descriptor is edge-triggered: it turns readable once when the socket's state *may* have changed. So the
-callback must read until no message is left, or reschedule itself (``zmq_getsockopt(3)``, ZMQ_FD); and sending may
-swallow the notification of a message.
+A ZeroMQ descriptor is edge-triggered (``zmq_getsockopt(3)``, ZMQ_FD): read until no message is left, or call
+`Pump.run_soon`; also after sending, which may swallow the notification of a message.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from aioshm.zeromq.sockets import BURST, Socket
 T = TypeVar("T")
 
 
-_NOTHING = memoryview(b"")
 # Plain ints: the operators of an enumeration are slow.
 _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
@@ -28,10 +26,7 @@ _RCVMORE = int(zmq.RCVMORE)
 
 
 def drain(socket: Socket, receive: Callable[[], T], handle: Callable[[T], object], burst: int = BURST) -> bool:
-    """Read messages until none is left, or a burst is over; return whether there may be more.
-
-    ``receive`` does not wait, and raises `zmq.ZMQError` if there is no message.
-    """
+    """Read messages until ``receive`` raises `zmq.ZMQError`, or a burst is over; return whether there may be more."""
     for count in range(burst):
         try:
             # Raising `Again` takes four times as long as this check, and mostly there are fewer than two messages.
@@ -62,7 +57,7 @@ def receive_frames(socket: Socket, kept: int) -> list[zmq.Frame]:
 class Pump:
     """Calls ``work`` on the loop whenever a ZeroMQ socket may be ready, and again while ``work`` returns True.
 
-    ``descriptor`` is a duplicate of the socket's descriptor, for a socket that another part of the program watches.
+    ``descriptor``: a duplicate of the descriptor of a socket that has another pump.
     """
 
     def __init__(
@@ -133,38 +128,3 @@ class Pump:
     def _run_scheduled(self) -> None:
         self._scheduled = False
         self.run()
-
-
-class Inbox:
-    """Hands out messages of one or two frames as they come; made on the running loop.
-
-    ``on_message`` gets the first frame and the second frame, or None; for a longer message an empty frame and None. No
-    other code may receive from the socket, which the caller closes after the inbox.
-    """
-
-    def __init__(self, socket: Socket, on_message: Callable[[memoryview, memoryview | None], None]) -> None:
-        self._socket = socket
-        self._on_message = on_message
-        self._pump = Pump(asyncio.get_running_loop(), socket, self.look)
-
-    def look(self) -> bool:
-        """Hand out some messages, even without a running loop; return whether there may be more."""
-        for _ in range(BURST):
-            if self._pump.paused:
-                return False
-            try:
-                frames = receive_frames(self._socket, 3)
-            except zmq.ZMQError:
-                return False
-            if len(frames) == 1:
-                self._on_message(frames[0].buffer, None)
-            elif len(frames) == 2:
-                self._on_message(frames[0].buffer, frames[1].buffer)
-            else:
-                self._on_message(_NOTHING, None)
-        self._pump.run_soon()
-        return True
-
-    def close(self) -> None:
-        """Hand out no more messages. Idempotent."""
-        self._pump.pause()

@@ -1,12 +1,4 @@
-"""The ZeroMQ sockets between a writer and its remote readers; what passes over them is known elsewhere.
-
-Data: the writer's XPUB to each reader's SUB. Control: each reader's DEALER to the writer's ROUTER. Each end has a
-ZeroMQ context, and so an I/O thread, of its own. Callbacks of the loop read them, see ``pump.py``; they can be read
-where no loop runs, too.
-
-**Sockets may not wait.** TCP alone watches data connections (keepalive, ``TCP_USER_TIMEOUT``). ZeroMQ's heartbeats
-watch control connections, too: the I/O threads answer them however busy the program is.
-"""
+"""ZeroMQ contexts with their sockets, created within the limits of the process and closed with the process."""
 
 from __future__ import annotations
 
@@ -30,19 +22,25 @@ from aioshm.process.limits import (
     naming_limits,
 )
 
+Socket: TypeAlias = "zmq.Socket[bytes]"
+Context: TypeAlias = "zmq.Context[Socket]"
 
-def new_context(
-    what: str, *, io_threads: int = 1, sockets: int, connections: int, threads: int = 0
-) -> zmq.Context[zmq.Socket[bytes]]:
-    """Make a context with running threads.
+BURST = 64
+"""Messages that are read before other callbacks of the loop run."""
 
-    The check covers its sockets, too: without a descriptor or thread, libzmq aborts the process later, or retries for
-    ever without a report.
+CONTROL_HWM = 1000
+"""Control messages that may wait for reading, or for sending, at either end of a connection."""
+
+
+def new_context(what: str, *, io_threads: int = 1, sockets: int, connections: int, threads: int = 0) -> Context:
+    """Make a context with running threads, after a check that the limits of this process admit its sockets, too.
+
+    Without a descriptor or thread, libzmq aborts the process later, or retries for ever without a report.
     """
     check_threads(what, io_threads + 1 + threads)
     check_descriptors(what, SIGNAL_DESCRIPTORS * (io_threads + 2 + sockets) + io_threads + 1 + connections)
     with naming_limits(what):
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
+        context: Context = zmq.Context(io_threads)
         try:
             context.socket(zmq.PAIR).close()  # starts the threads
         except BaseException:
@@ -51,16 +49,10 @@ def new_context(
     return context
 
 
-def shared_context(what: str, *, sockets: int, connections: int) -> zmq.Context[zmq.Socket[bytes]]:
-    """Return the one context of this process, after a check that its limits admit the new sockets.
-
-    Args:
-        what: Needs the sockets; for the error.
-        sockets: How many sockets will be opened.
-        connections: How many connections they will have.
-    """
+def shared_context(what: str, *, sockets: int, connections: int) -> Context:
+    """Return the one context of this process, after the same check."""
     with naming_limits(what):
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        context: Context = zmq.Context.instance()
     needed = SIGNAL_DESCRIPTORS * sockets + connections
     if context in _shared:
         check_descriptors(what, needed)
@@ -73,46 +65,31 @@ def shared_context(what: str, *, sockets: int, connections: int) -> zmq.Context[
     return context
 
 
-_shared: weakref.WeakSet[zmq.Context[zmq.Socket[bytes]]] = weakref.WeakSet()
+_shared: weakref.WeakSet[Context] = weakref.WeakSet()
 
 
 def context_for(
     *endpoints: str | None, what: str, io_threads: int = 1, sockets: int, connections: int, threads: int = 0
-) -> tuple[zmq.Context[zmq.Socket[bytes]], bool]:
-    """Return a context for these endpoints, see `new_context`, and whether the caller owns it.
-
-    inproc endpoints meet only inside one context, so they share the context of the process.
-    """
+) -> tuple[Context, bool]:
+    """Return a context for these endpoints, and whether the caller owns it; inproc needs the context of the process."""
     if any(endpoint is not None and endpoint.startswith("inproc://") for endpoint in endpoints):
         return shared_context(what, sockets=sockets, connections=connections), False
     context = new_context(what, io_threads=io_threads, sockets=sockets, connections=connections, threads=threads)
     return context, True
 
 
-logger: logging.Logger = logging.getLogger("aioshm.queue")
-
-Socket: TypeAlias = "zmq.Socket[bytes]"
-
-BURST = 64
-"""Messages that are read before other callbacks of the loop run."""
-
-CONTROL_HWM = 1000
-"""Control messages that may wait for reading, or for sending, at either end of a connection."""
-
-
 class Sockets:
-    """A ZeroMQ context and its sockets, which are closed together, at the latest when Python ends.
+    """A ZeroMQ context and its sockets, closed together, at the latest when Python ends.
 
-    A module-level set holds each instance until then. If the garbage collector came to a context before its sockets,
-    the context would wait for the sockets for ever; and so would a context that Python leaves behind at its end.
+    A module-level set holds each instance: a context that the garbage collector, or the end of Python, reaches before
+    its sockets waits for the sockets for ever.
     """
 
     def __init__(
         self, what: str = "a process with ZeroMQ sockets", count: int = 8, connections: int = 4, threads: int = 0
     ) -> None:
-        # Whether `close` was called, or this is a forked child's copy, which must not be used.
-        self.closed: bool = False
-        self.context: zmq.Context[Socket] = new_context(what, sockets=count, connections=connections, threads=threads)
+        self.closed: bool = False  # also in a forked child
+        self.context: Context = new_context(what, sockets=count, connections=connections, threads=threads)
         self._sockets: list[Socket] = []
         self._first: list[Callable[[], None]] = []
         _open.add(self)
@@ -124,7 +101,7 @@ class Sockets:
         return socket
 
     def close_first(self, close: Callable[[], None]) -> None:
-        """Call ``close`` before the sockets are closed, for example to end a thread that uses them."""
+        """Call ``close`` before the sockets are closed."""
         self._first.append(close)
 
     def close(self, linger_ms: int = 0) -> None:
@@ -146,8 +123,7 @@ class Sockets:
 
 
 _open: set[Sockets] = set()
-_inherited: list[Sockets] = []
-"""In a forked child, the sockets of the parent: kept, since the garbage collector would warn of them."""
+_inherited: list[Sockets] = []  # in a forked child: kept, since the garbage collector would warn of them
 
 
 def _close_all() -> None:
@@ -163,8 +139,7 @@ os.register_at_fork(after_in_child=_open.clear)  # the parent closes them
 def can_share_memory() -> bool:
     """Return whether ZeroMQ can send memory without copying it.
 
-    pyzmq has a context and a thread that report when the memory is free again. It starts both for the first message,
-    after the sender has counted the message, and aborts the process without a descriptor or a thread.
+    pyzmq starts a context and a thread for the first such message, and aborts without a descriptor or a thread.
     """
     what = "sending without a copy"
     try:
@@ -174,7 +149,7 @@ def can_share_memory() -> bool:
         check_descriptors(what, 5 * SIGNAL_DESCRIPTORS + 2)
         zmq.Frame(bytes(1), copy=False, track=True)
     except (LimitReached, RuntimeError, zmq.ZMQError) as error:
-        logger.debug("messages are copied: %s", error)
+        logging.getLogger("aioshm.queue").debug("messages are copied: %s", error)
         return False
     return True
 

@@ -1,8 +1,4 @@
-"""ZAP (RFC 27): decides which peers may connect to the sockets of a context.
-
-pyzmq's `zmq.auth` answers each request immediately, and only with 200 or 400. This authenticator can wait for keys
-that may be known soon.
-"""
+"""ZAP (RFC 27): decides which peers may connect. Unlike pyzmq's, it can wait for keys that may be known soon."""
 
 from __future__ import annotations
 
@@ -36,10 +32,7 @@ Recognise: TypeAlias = Callable[[str, bytes], str | None]
 
 
 def require_zap(socket: Socket, domain: str) -> None:
-    """Make a socket with CURVE admit only peers that an authenticator has recognised. Call this before the bind.
-
-    By default, ZeroMQ admits peers with any key where no authenticator is left.
-    """
+    """Make a socket, before the bind, refuse all peers where no authenticator is left; by default ZeroMQ admits all."""
     socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
@@ -53,15 +46,9 @@ class _Request(NamedTuple):
 
 
 class ZapAuthenticator:
-    """Answers the ZAP requests of a context, in a thread until the context ends: a busy loop keeps no peer waiting.
+    """Answers the ZAP requests of a context in a thread, until the context ends; ``recognise`` runs in that thread.
 
-    Messages of a recognised peer have the user id as their ``User-Id``.
-
-    Args:
-        context: The context.
-        recognise: Recognises peers by their keys; called in the thread.
-        what: Names the sockets in the error of a missing descriptor or thread.
-        retry: Whether an unknown key may be known soon; without it a refused peer never tries again.
+    ``retry``: an unknown key may be known soon; without it a refused peer never tries again.
     """
 
     def __init__(self, context: zmq.Context[Socket], recognise: Recognise, what: str, *, retry: bool = False) -> None:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from aioshm.errors import QueueClosed
-from aioshm.queue.source import OpenedMessage, SourceBlock
+from aioshm.queue.source import OpenedMessage
 from aioshm.wait.limits import deadline_after
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class ReadBlock(AbstractAsyncContextManager[Any]):
         self._end = end
         self._asked = timeout, cancel, indefinite
         self._decoded = decoded
-        self._block: SourceBlock | None = None
+        self._block: OpenedMessage | None = None
         self._value: Any = None
         # Whether the message has left the ring already; then leaving the block releases nothing.
         self.taken: bool = False

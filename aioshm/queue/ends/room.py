@@ -139,7 +139,7 @@ class Room:
             while state.refusal is None and not has_room():
                 news = state.news()
                 timer = None
-                if network.flow.waits_for_zeromq():
+                if network.flow.outbox.nbytes:
                     timer = state.loop.call_later(ZEROMQ_POLL_S, state.interrupt)
                 elif network.evicts:
                     timer = state.loop.call_later(EVICT_POLL_S, state.interrupt)

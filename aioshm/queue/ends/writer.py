@@ -377,8 +377,12 @@ class Writer(Closable):
         )
         if network is None:
             return stats
+        flow = network.flow
         return msgspec.structs.replace(
-            stats, kept=network.flow.kept, kept_bytes=network.flow.kept_bytes, resent=network.flow.resent
+            stats,
+            kept=len(flow.window),
+            kept_bytes=flow.window.nbytes + flow.outbox.nbytes,
+            resent=flow.resent,
         )
 
     # Closing

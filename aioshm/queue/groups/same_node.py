@@ -32,7 +32,6 @@ PROBE_TIMEOUT_S = 20.0
 _WHAT = "the test for shared memory"
 _PAUSE_S = 0.01  # after a failed accept
 _SECRET_BYTES = 32
-_MARK_BYTES = 16
 _HERE = b"+"  # with the descriptor, if the segment has no name
 
 
@@ -42,8 +41,7 @@ def in_the_same_node_as(
     """Return, by rank, which processes share memory with the process of one rank.
 
     A collective that blocks: every rank calls it and gets the same list. Host names do not matter: rank ``source_rank``
-    creates a small segment like a queue's, all other ranks map it like a queue's readers and write to it, and the
-    source checks what has arrived.
+    creates a small segment with a secret like a queue's, and all other ranks map it like a queue's readers.
 
     Args:
         pg: A ``torch.distributed.ProcessGroup`` with a backend for the CPU such as gloo, a `StatelessProcessGroup`, or
@@ -74,25 +72,16 @@ def probe(group: ObjectGroup, source: int, options: Options | None) -> list[bool
             probes.append(stack.enter_context(probe))
             return probe.invitation
 
-        def leave_mark() -> bytes | None:
-            return None if probes else _leave_mark(invitation, group.rank)
-
         invitation = broadcast(group, source, open_probe)
-        marks: list[bytes | None] = gather(group, leave_mark)
-
-        def check_marks() -> list[bool]:
-            return [rank == source or probes[0].has(rank, mark) for rank, mark in enumerate(marks)]
-
-        return broadcast(group, source, check_marks)
+        return gather(group, lambda: bool(probes) or _reaches_segment(invitation, group.rank))
 
 
 class _Invitation(NamedTuple):
     """The source's message to all other ranks."""
 
     address: str
-    secret: bytes  # the first bytes of the segment
+    secret: bytes  # the content of the segment
     segment: str | None
-    size: int
 
 
 class _Probe:
@@ -101,7 +90,7 @@ class _Probe:
     def __init__(self, options: Options, world_size: int) -> None:
         secret = secrets.token_bytes(_SECRET_BYTES)
         with naming_limits(_WHAT), ExitStack() as undo:
-            self._segment = Segment.create(_SECRET_BYTES + world_size * _MARK_BYTES, options.backing)
+            self._segment = Segment.create(_SECRET_BYTES, options.backing)
             undo.callback(self._segment.close)
             self._segment.view[:_SECRET_BYTES] = secret
             self._address = new_address(options, secrets.token_bytes(16), "probe")
@@ -119,11 +108,7 @@ class _Probe:
             check_descriptors(_WHAT, 1)  # a connection's
             self._thread = start_thread(self._serve, name="aioshm-probe", what=_WHAT)
             self._undo = undo.pop_all()
-        self.invitation = _Invitation(self._address, secret, self._segment.name, self._segment.size)
-
-    def has(self, rank: int, mark: bytes | None) -> bool:
-        """Return whether the segment has a rank's mark."""
-        return mark is not None and hmac.compare_digest(self._segment.view[_slice_of(rank)], mark)
+        self.invitation = _Invitation(self._address, secret, self._segment.name)
 
     def _serve(self) -> None:
         fds = []
@@ -151,29 +136,24 @@ class _Probe:
         self._undo.close()
 
 
-def _leave_mark(invitation: _Invitation, rank: int) -> bytes | None:
-    """Write a mark to the source's segment; return the mark, or None if the segment is out of reach."""
+def _reaches_segment(invitation: _Invitation, rank: int) -> bool:
+    """Map the source's segment as a queue's reader would; return whether it has the secret."""
     try:
         with naming_limits(_WHAT):
             fd = _fetch(invitation.address)
-        size = invitation.size
         if fd is not None:
-            segment = Segment(fd, size, None)
+            segment = Segment(fd, _SECRET_BYTES, None)
         elif invitation.segment is not None:
-            segment = Segment.open(invitation.segment, size)
+            segment = Segment.open(invitation.segment, _SECRET_BYTES)
         else:
-            return None
+            return False
         with closing(segment):
-            if not hmac.compare_digest(segment.view[:_SECRET_BYTES], invitation.secret):
-                return None
-            mark = secrets.token_bytes(_MARK_BYTES)
-            segment.view[_slice_of(rank)] = mark
-            return mark
+            return hmac.compare_digest(segment.view[:_SECRET_BYTES], invitation.secret)
     except LimitReached:  # a queue over the network needs even more
         raise
     except Exception as error:  # a queue's reader would fail, too
         logger.debug("rank %d shares no memory with %s: %s", rank, invitation.address, error)
-        return None
+        return False
 
 
 def _fetch(address: str) -> int | None:
@@ -191,8 +171,3 @@ def _fetch(address: str) -> int | None:
     if data != _HERE:
         raise OSError(errno.ECONNRESET, f"{address} was closed")
     return fds[0] if fds else None
-
-
-def _slice_of(rank: int) -> slice:
-    start = _SECRET_BYTES + rank * _MARK_BYTES
-    return slice(start, start + _MARK_BYTES)

@@ -95,7 +95,6 @@ class StatelessProcessGroup:
         self._timeout = timeout
         self._calls = 0
         self._broken: str | None = None
-        self._given_up = False
         self._lock = threading.Lock()
 
     @classmethod
@@ -267,12 +266,9 @@ class StatelessProcessGroup:
                 "for a group of its own another port or another name; if that process is gone, create the group again "
                 "at every rank"
             )
-        if self._given_up:  # `create` raised before this claim, so nobody else releases the claim
-            store.compare_set(self._claim_key, self._claim, "")
 
     def _give_up(self) -> None:
         """Release the claim, if there is one and the store answers, and close."""
-        self._given_up = True
         store = self._store
         try:
             if store is not None and self.rank != 0:
@@ -287,8 +283,8 @@ class StatelessProcessGroup:
     def _claim_key(self) -> str:
         return f"claim/{self.rank}"
 
-    # A call: each rank sets the keys that all other ranks wait for, and last, its done key.
-    # Rank 0 waits for all done keys and deletes everything.
+    # A call: each rank sets the keys that all other ranks wait for, and last, its done key; rank 0 waits for all done
+    # keys and deletes everything.
 
     def _exchange(self, what: str, sent: bytes, deadline: float) -> list[bytes]:
         def call(prefix: str, deadline: float) -> list[bytes]:

@@ -237,7 +237,7 @@ class OverflowSubscriber(OverflowReader):
 
     def body(self, header: memoryview, seq: int) -> memoryview | None:
         number, size = self.marker(header, seq)
-        while number not in self._arrived and self._subscriber.inbox.look():
+        while number not in self._arrived and self._subscriber.pump.work():
             pass
         data = self._arrived.get(number)
         if data is None:
@@ -279,7 +279,7 @@ class OverflowSubscriber(OverflowReader):
         if self._timer is not None:
             self._timer.cancel()
         self._pump.pause()
-        self._subscriber.inbox.close()
+        self._subscriber.pump.pause()
         self._sockets.close()
         self._arrived.clear()
 
@@ -295,9 +295,9 @@ class OverflowSubscriber(OverflowReader):
 
     def _look_at_connection(self) -> None:
         connection = self._subscriber.connection
-        inbox = self._subscriber.inbox
         connection.changed()
-        while not self._sockets.closed and inbox.look():  # messages from before the connection's end are there now
+        # Messages from before the connection's end are there now.
+        while not self._sockets.closed and self._subscriber.pump.work():
             pass
         if connection.failed:
             self._end()

@@ -1,7 +1,6 @@
-"""Files that one process owns while it lives, and that appear complete or not at all.
+"""Files that one process owns by a flock(2) lock, written under a draft name and then renamed.
 
-The owner holds a flock(2) lock, which the kernel drops with the process. The content is written under a draft name,
-locked, and then renamed. A crash leaves an unlocked draft or file, which the next process removes.
+A crash leaves an unlocked draft or file, which the next process removes.
 """
 
 from __future__ import annotations

@@ -52,14 +52,11 @@ class _Content(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm-identity",
     """The content of an identity's file."""
 
     token: _Token
-    # 0 until the first writer has chosen its ports.
-    data: _Port = 0
+    data: _Port = 0  # 0: no port yet
     control: _Port = 0
-    # None where connections are not encrypted.
-    server: _Pair | None = None
+    server: _Pair | None = None  # None: connections are not encrypted
     client: _Pair | None = None
-    # The present or latest owner, in its own pid namespace.
-    pid: int = 0
+    pid: int = 0  # of the present or latest owner, in its own pid namespace
 
 
 _decoder = msgspec.json.Decoder(_Content)
@@ -73,8 +70,7 @@ class Identity:
         self._file = file
         self._content = content
         self.token: bytes = content.token
-        # None where connections are not encrypted.
-        self.server: CurveKeys | None = None
+        self.server: CurveKeys | None = None  # None: connections are not encrypted
         self.client: CurveKeys | None = None
         if content.server is not None and content.client is not None:
             self.server = content.server.keys()

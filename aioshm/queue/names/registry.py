@@ -23,8 +23,7 @@ MAX_NAME = 100
 """Characters in a name."""
 
 PATIENCE_S = 0.1
-"""How long to wait for a name that is locked without a listening writer: the writer is closing, or another process
-checks whether the file is stale."""
+"""How long to wait for a locked name without a listening writer, which is closing, or is just being checked."""
 
 _PAUSE_S = 0.005
 
@@ -67,27 +66,7 @@ def register(name: str, runtime_dir: str, handle: Handle) -> files.OwnFile:
         with naming_limits(f"a writer of the name {name!r}"):
             secure_directory(path.parent)
             _sweep(path)
-            patient_until = monotonic() + PATIENCE_S
-            while (made := files.create(path, content)) is None:
-                try:
-                    made = files.take(path)
-                except FileNotFoundError:  # the writer has just released the name
-                    continue
-                if made is None:
-                    owner = _owner(path)
-                    if owner is not None and _listens(owner.lifeline):
-                        raise NameTaken(name, owner.pid, str(path))
-                    if monotonic() >= patient_until:
-                        pid = 0 if owner is None else owner.pid
-                        raise NameTaken(name, pid, str(path))
-                    sleep(_PAUSE_S)
-                    continue
-                try:
-                    made.replace(content)
-                except BaseException:
-                    made.release()
-                    raise
-                break
+            return _take(name, path, content)
     except files.NotOurs as refusal:
         raise SharedMemoryError(errno.EACCES, f"{path}: {refusal}: remove it") from None
     except (SharedMemoryError, OutOfDescriptors):
@@ -97,6 +76,26 @@ def register(name: str, runtime_dir: str, handle: Handle) -> files.OwnFile:
             error.errno,
             f"cannot write {path}: {error.strerror}: make room there, or set AIOSHM_RUNTIME_DIR to another directory",
         ) from None
+
+
+def _take(name: str, path: Path, content: bytes) -> files.OwnFile:
+    patient_until = monotonic() + PATIENCE_S
+    while (made := files.create(path, content)) is None:
+        try:
+            stale = files.take(path)
+        except FileNotFoundError:  # the writer has just released the name
+            continue
+        if stale is not None:
+            try:
+                stale.replace(content)
+            except BaseException:
+                stale.release()
+                raise
+            return stale
+        owner = _owner(path)
+        if (owner is not None and _listens(owner.lifeline)) or monotonic() >= patient_until:
+            raise NameTaken(name, owner.pid if owner else 0, str(path))
+        sleep(_PAUSE_S)
     return made
 
 

@@ -52,11 +52,7 @@ COMPLAINT_S = 10.0  # between two warnings of malformed messages
 
 
 class WriterLink:
-    """Connects when the reader is first awaited, and fills the receive window.
-
-    Raises:
-        HandleError: The handle is damaged, or not encrypted although this reader's options demand encryption.
-    """
+    """Connects when the reader is first awaited, and fills the receive window."""
 
     def __init__(
         self,
@@ -109,12 +105,7 @@ class WriterLink:
     # Attaching
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Connect, unless connected.
-
-        Raises:
-            HandleError: The endpoints are malformed.
-            OutOfDescriptors, OutOfThreads: A limit of this process is reached.
-        """
+        """Connect, unless connected."""
         if self.sockets is not None:
             return
         state = self._state
@@ -290,9 +281,7 @@ class WriterLink:
         return PeerClosed(f"{self._state!r}: the writer has closed the queue")
 
     def _complain(self, error: wire.WireError) -> None:
-        held_back = self._limiter.admit()
-        if held_back is not None:
-            logger.warning("%r: dropped what no writer sends: %s (and %d more)", self._state, error, held_back)
+        self._limiter.warn(logger, "%r: dropped what no writer sends: %s", self._state, error)
 
     # Requests and acknowledgements
 
@@ -360,7 +349,7 @@ class WriterLink:
         self._check_writer()
 
     def give_up(self, error: Callable[[], AioshmError]) -> None:
-        """Stop waiting for the writer: calls get the received messages, then the error.
+        """Stop waiting for the writer; after the received messages, calls raise the error.
 
         A writer that announced the end of the queue counts as closed, even if its last messages are lost.
         """
@@ -395,8 +384,9 @@ class WriterLink:
         """How many connections were lost and restored."""
         if self.sockets is None:
             return 0
-        connections = self.sockets.data_connection, self.sockets.control_connection
-        return sum(max(0, connection.connections - 1) for connection in connections)
+        data = self.sockets.data_connection.connections
+        control = self.sockets.control_connection.connections
+        return max(0, data - 1) + max(0, control - 1)
 
     # Closing
 

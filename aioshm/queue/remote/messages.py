@@ -24,14 +24,9 @@ if TYPE_CHECKING:
 
 
 class MessageMemory(mmap.mmap, OwnMemory):
-    """Anonymous memory of one message, with huge pages where the kernel has them.
-
-    Raises:
-        OSError: There is no memory.
-    """
+    """Anonymous memory of one message, with huge pages where the kernel has them; raises OSError without memory."""
 
     def __new__(cls, nbytes: int) -> Self:
-        """Map so many bytes."""
         memory = super().__new__(cls, -1, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
@@ -45,8 +40,8 @@ class Outgoing:
     __slots__ = ("body", "head", "nbytes", "trackers")
 
     def __init__(self, head: bytes, body: bytes | memoryview | None = None) -> None:
-        self.head: bytes = head  # the first frame, without the address
-        self.body: bytes | memoryview | None = body  # the second frame, if there is one
+        self.head = head  # the first frame, without the address
+        self.body = body  # the second frame, if there is one
         self.nbytes: int = wire.ADDRESS_BYTES + len(head)
         if body is not None:
             self.nbytes += len(body)
@@ -127,25 +122,11 @@ class Flow:
         self.resent: int = 0
         self._head_bytes = wire.HEAD_BYTES + TRACE_BYTES * options.trace_context
 
-    @property
-    def kept(self) -> int:
-        """How many messages some reader may still need."""
-        return len(self.window)
-
-    @property
-    def kept_bytes(self) -> int:
-        """The size of the kept messages, and of released ones that ZeroMQ still reads."""
-        return self.window.nbytes + self.outbox.nbytes
-
     def room(self, messages: int, nbytes: int) -> bool:
         """Return whether there is room for so many more messages."""
         if self.outbox.nbytes:
             self.outbox.tidy()
         return self.window.room(messages, nbytes, self.outbox.nbytes)
-
-    def waits_for_zeromq(self) -> bool:
-        """Return whether ZeroMQ reads released messages; no callback reports the end."""
-        return self.outbox.nbytes > 0
 
     def room_for(self, *messages: Encoded) -> bool:
         """Return whether there is room for encoded messages."""
@@ -201,7 +182,7 @@ class Flow:
 
 
 class Assembly:
-    """Joins the parts of a message, which arrive in order; a new connection sends an incomplete message anew."""
+    """Joins the parts of a message, which arrive in order; a new connection begins an incomplete message again."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -210,12 +191,7 @@ class Assembly:
         self._filled = 0
 
     def add(self, part: wire.Data) -> wire.Data | None:
-        """Add the next part; return the message when complete.
-
-        Raises:
-            WireError: The message is larger than a writer may send.
-            OSError: There is no memory for the message.
-        """
+        """Add the next part; return the message when complete. Raise `WireError` above the limit."""
         if part.offset == 0:
             self.clear()
             if part.total > self._max_bytes:

@@ -11,8 +11,6 @@ import secrets
 from time import monotonic
 from typing import Any
 
-import msgspec
-
 from aioshm.codec.frames import HEADER
 from aioshm.config import SLOW_READER, Options
 from aioshm.errors import HandleError, NoPlaceVacant
@@ -38,11 +36,10 @@ CLOSING_POLL_S = 0.005
 COMPLAINT_S = 10.0  # between two warnings of malformed messages
 
 GRACE_S = 1.0
-"""How long a full window may wait for a reader's acknowledgement, which takes time and needs the writer's loop."""
+"""How long a full window may wait for a reader's acknowledgement before the reader is too slow."""
 
 CUT_OFF_S = 1.0
-"""A reader without a connection for so long, or for a quarter of ``options.remote_timeout``, loses its rank to a
-newcomer: a live reader reconnects sooner."""
+"""A reader without a connection for so long, or for a quarter of ``options.remote_timeout``, may be replaced."""
 
 ANSWER_S = 0.5
 """How long a reader's answer decides on newcomers for its rank."""
@@ -73,10 +70,7 @@ class RemoteReader:
 
 
 class RemoteReaders:
-    """The transport of remote readers.
-
-    ``identity`` has ports, keys and token that outlive this writer; nobody waits for readers of ``extra`` ranks.
-    """
+    """The transport of remote readers; the queue becomes ready without readers of ``extra`` ranks."""
 
     kind = "remote"
 
@@ -116,20 +110,15 @@ class RemoteReaders:
     @property
     def address(self) -> RemoteAddress:
         """The part of the handle for remote readers."""
-        address = RemoteAddress(
+        keys = self.sockets.keys
+        return RemoteAddress(
             data=self.sockets.data,
             control=self.sockets.control,
             ranks=self.ranks,
-            server_key=None,
-            client_public=None,
-            client_secret=None,
+            server_key=None if keys is None else keys.server,
+            client_public=None if keys is None else keys.public,
+            client_secret=None if keys is None else keys.secret,
             lasting=self._identity is not None,
-        )
-        keys = self.sockets.keys
-        if keys is None:
-            return address
-        return msgspec.structs.replace(
-            address, server_key=keys.server, client_public=keys.public, client_secret=keys.secret
         )
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -138,12 +127,8 @@ class RemoteReaders:
         self.sockets.start(loop, self)
 
     def poll(self) -> None:
-        """Handle received messages; before all are ready, doubt readers without a connection, which will reconnect."""
+        """Handle received messages."""
         self.sockets.look()
-        if not self.registry.going:
-            for reader in self.readers():
-                if not self.sockets.reaches(reader.identity):
-                    self.registry.doubt(reader.slot)
 
     def go(self) -> None:
         """Notify every reader that all are ready."""
@@ -210,13 +195,9 @@ class RemoteReaders:
                 self._admit_or_refuse(identity, message)
             elif isinstance(message, wire.Leave):
                 self.sockets.send(identity, wire.Refused("it is not one of the readers"))
-        except wire.VersionError as error:
-            self.sockets.send(identity, wire.Refused(str(error)))
         except wire.WireError as error:
-            held_back = self._limiter.admit()
-            if held_back is not None:
-                text = "queue %s: dropped a message that no reader of it sends: %s (and %d more)"
-                logger.warning(text, self.registry.name, error, held_back)
+            text = "queue %s: dropped a message that no reader of it sends: %s"
+            self._limiter.warn(logger, text, self.registry.name, error)
 
     def _handle(self, reader: RemoteReader, message: wire.FromReader) -> None:
         reader.spoke = reader.heard = monotonic()
@@ -251,7 +232,8 @@ class RemoteReaders:
     def answer(self, identity: bytes, hello: wire.Hello) -> ReaderSlot | wire.Refused | wire.Wait:
         """Return a newcomer's slot, or the message to send instead."""
         if hello.version != VERSION:
-            return wire.Refused(wire.other_version(hello.version))
+            text = f"this queue speaks version {VERSION}, not {hello.version}"
+            return wire.Refused(f"{text}: both ends need the same release of aioshm")
         own_queue = self._identity is not None or hello.queue_id == self._queue_id
         if not own_queue or not hmac.compare_digest(hello.token, self._token):
             return wire.Refused("the handle is another queue's")
@@ -325,9 +307,8 @@ class RemoteReaders:
 
     def _tick(self) -> None:
         """Poll every reader, and give up readers that have been silent for too long."""
-        assert self.loop is not None
         self._timer = None
-        if self.loop.is_closed():
+        if self.loop is None or self.loop.is_closed():
             return
         self.sockets.look()  # messages that arrived while the loop was busy count
         now = monotonic()
@@ -365,7 +346,7 @@ class RemoteReaders:
     # Slow readers
 
     def laggards(self) -> list[str]:
-        """Name the readers that the window waits for."""
+        """Return the names of readers that the window waits for."""
         return [self.registry.slots[rank].name for rank in self.flow.window.laggards()]
 
     def evict_slow(self) -> bool:

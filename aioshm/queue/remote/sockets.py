@@ -1,7 +1,7 @@
 """The ZeroMQ sockets of a writer and its remote readers.
 
-Data: from the writer's XPUB to the SUB of each reader. Control: between each reader's DEALER and the writer's ROUTER.
-Local readers with ``overflow="zmq"`` receive large bodies over the same kind of data sockets.
+Data: from the writer's XPUB to each reader's SUB. Control: between each reader's DEALER and the writer's ROUTER, with
+heartbeats, which ZeroMQ's I/O thread answers however busy the program is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aioshm.queue.remote import wire
 from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
 from aioshm.zeromq.hosts import bracketed, connectable, own_address
 from aioshm.zeromq.monitor import Monitor
-from aioshm.zeromq.pump import Inbox, Pump, drain, whole
+from aioshm.zeromq.pump import Pump, drain, receive_frames, whole
 from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, send_frames
 from aioshm.zeromq.zap import ZapAuthenticator, require_zap
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from aioshm.queue.remote.readers import RemoteReaders
 
 PORT_PATIENCE_S = 0.5
-"""How long a writer retries to bind the ports of its identity. Another process may have one for a moment: the system
-may assign it to an outgoing connection, even to a reader's that dials the very port."""
+"""How long a writer retries to bind the ports of its identity: the system may have assigned one to an outgoing
+connection, even to a reader's that dials the very port."""
 
 _PORT_PAUSE_S = 0.02
 _MAX_HWM = 2**31 - 1
@@ -101,12 +101,22 @@ class DataSubscriber:
         self.connection: Connection = Connection(self._socket)
         sockets.add(self.connection.pair)
         attach(self._socket, endpoint, bind=False)
-        self.inbox: Inbox = Inbox(self._socket, on_data)
+        self._on_data = on_data
+        receive = partial(receive_frames, self._socket, 3)
+        self.pump: Pump = Pump.of_messages(asyncio.get_running_loop(), self._socket, self._hand_out, receive)
 
     def subscribe(self, topics: Sequence[bytes]) -> None:
         """Also receive messages that begin with these bytes."""
         for topic in topics:
             self._socket.setsockopt(zmq.SUBSCRIBE, topic)
+
+    def _hand_out(self, frames: list[zmq.Frame]) -> None:
+        if len(frames) == 1:
+            self._on_data(frames[0].buffer, None)
+        elif len(frames) == 2:
+            self._on_data(frames[0].buffer, frames[1].buffer)
+        else:
+            self._on_data(memoryview(b""), None)  # malformed
 
 
 class Connection:
@@ -209,11 +219,11 @@ class ReaderSockets:
     def look(self) -> None:
         """Read some received data, without waiting for the loop."""
         if not self._sockets.closed:
-            self._data.inbox.look()
+            self._data.pump.run()
 
     def look_at_all(self) -> None:
         """Read everything that was received, and the states of the connections."""
-        while not self._sockets.closed and any([self._data.inbox.look(), self._control.work()]):
+        while not self._sockets.closed and any([self._data.pump.work(), self._control.work()]):
             pass
         self._look_at_connections()
 
@@ -221,9 +231,8 @@ class ReaderSockets:
         """Close the sockets and drop unsent messages. Idempotent."""
         if self._sockets.closed:
             return
-        for pump in (self._control, *self._monitors):
+        for pump in (self._data.pump, self._control, *self._monitors):
             pump.pause()
-        self._data.inbox.close()
         self._sockets.close()
 
     def _receive(self, frames: list[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""A remote reader's source: takes, decodes and counts the messages that its link has put in order."""
+"""A remote reader's source: takes, decodes and counts messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.link import WriterLink
 from aioshm.queue.remote.window import Missing
-from aioshm.queue.source import Source, SourceBlock, findings
+from aioshm.queue.source import OpenedMessage, Source, findings
 from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import NO_TRACE, is_trace
@@ -120,7 +120,7 @@ class NetworkSource(Source):
             self._note_trace(message)
             return self._decoded(message)
         finally:
-            self.done()
+            self._done()
 
     def take_many(self, most: int, /) -> list[Any]:
         batch = [self._first()]
@@ -134,17 +134,32 @@ class NetworkSource(Source):
             except CodecError:
                 break
             self._note_trace(message)
-            self.done()
+            self._done()
         return batch
 
-    def open_block(self, *, decoded: bool) -> SourceBlock | None:
+    def open_block(self, *, decoded: bool) -> OpenedMessage | None:
         message = self._window.ready[0][0]
-        if isinstance(message, Missing):
-            self.done()
-            raise self._lost(message)
+        try:
+            if isinstance(message, Missing):
+                raise self._lost(message)
+            self._note_trace(message)
+            raw = message.body.toreadonly()
+            value = raw
+            if decoded:
+                value = self._decoded_view(message)
+        except BaseException:
+            self._done()
+            raise
         self._window.held = True
-        self._note_trace(message)
-        return HeldData(self, message, decoded=decoded)
+
+        def close(undo: bool) -> None:
+            self._window.held = False
+            if not decoded:
+                raw.release()
+            if not undo:
+                self._done()
+
+        return OpenedMessage(value, close)
 
     def _lost(self, missing: Missing) -> MessagesLost:
         if self._window.skips:
@@ -152,11 +167,7 @@ class NetworkSource(Source):
             return MessagesLost(missing.first, missing.last, why)
         return MessagesLost(missing.first, missing.last)
 
-    def let_go(self) -> None:
-        """Note the end of the block that held the first message."""
-        self._window.held = False
-
-    def done(self) -> None:
+    def _done(self) -> None:
         """Remove the first message."""
         message = self._window.ready[0][0]
         if not isinstance(message, Missing):
@@ -192,7 +203,7 @@ class NetworkSource(Source):
         except Exception as error:
             raise cannot_decode(error, self._codec.name) from error
 
-    def decoded_view(self, data: wire.Data) -> Any:
+    def _decoded_view(self, data: wire.Data) -> Any:
         """Decode a message in place, read-only."""
         body = data.body
         if data.n_buffers:
@@ -288,24 +299,3 @@ class NetworkSource(Source):
 
     async def finish(self) -> None:
         await self.link.finish()
-
-
-class HeldData:
-    """The first message while a block holds it, decoded or as bytes."""
-
-    def __init__(self, source: NetworkSource, data: wire.Data, *, decoded: bool) -> None:
-        self._source = source
-        self._data = data
-        self._view = None if decoded else data.body.toreadonly()
-
-    def open(self) -> Any:
-        if self._view is None:
-            return self._source.decoded_view(self._data)
-        return self._view
-
-    def close(self, *, undo: bool) -> None:
-        if self._view is not None:
-            self._view.release()
-        self._source.let_go()
-        if not undo:
-            self._source.done()

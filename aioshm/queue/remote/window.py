@@ -1,12 +1,10 @@
-"""The send window of a writer and the receive window of a remote reader: numbers, acknowledgements, retransmissions.
+"""The send window of a writer and the receive window of a remote reader. No I/O, no clock.
 
-No I/O, no clock. The writer keeps each message until every remote reader has *consumed* it. The window bounds the kept
-messages, so a slow reader applies backpressure instead of filling memory at either end.
+The writer keeps each message until every remote reader has *consumed* it; the window bounds the kept messages.
 
 Readers need no timers to detect losses. Data arrives over one connection at a time, in order, and each connection
-begins with a mark: the number of the first message that the connection carries. So a message or a mark behind a gap
-proves that the messages in the gap arrive only if the reader asks for a retransmission. After a reconnection the next
-mark triggers the request again.
+begins with a mark: the number of its first message. So a message or a mark behind a gap proves that the messages in the
+gap arrive only if the reader asks for a retransmission. After a reconnection the next mark triggers the request again.
 """
 
 from __future__ import annotations
@@ -140,10 +138,6 @@ class SendWindow(Generic[K]):
         run = [seq for seq in range(max(first, oldest), last + 1) if seq not in again]
         again.update(run)
         return [self._kept[seq - oldest] for seq in run]
-
-    def backlog(self) -> int:
-        """Return how many messages the slowest reader has not consumed."""
-        return self.seq - min(self.readers.values(), default=self.seq)
 
     def laggards(self) -> list[int]:
         """Return the ranks that have not consumed the oldest message."""
@@ -304,11 +298,6 @@ class ReceiveWindow(Generic[M]):
     def complete(self) -> bool:
         """True if the writer is closing, and all of its messages have arrived."""
         return self.end is not None and self.next >= self.end
-
-    @property
-    def unacknowledged(self) -> bool:
-        """True if the writer does not know of all consumed messages."""
-        return self.released != self._acknowledged
 
     def must_acknowledge(self) -> bool:
         """Return whether an eighth of the window is unacknowledged, so that the writer may be waiting."""

@@ -1,8 +1,7 @@
 """The wire format between a writer and its remote readers: frames and control messages, without I/O.
 
-Data flows from the writer's XPUB socket to the readers' SUB sockets, in one frame, or in two frames for a long body. A
-body longer than `PART_BYTES` is split, and each part is a message: the I/O thread that encrypts a frame answers no
-heartbeats before the end of the frame.
+Data, in one frame, in two frames for a long body, or in a message of two frames for each part of `PART_BYTES`: the I/O
+thread that encrypts a frame answers no heartbeats before the end of the frame.
 
     0        16      20                  52
     +--------+-------+-------------------+-------------+        +--------+
@@ -16,21 +15,17 @@ heartbeats before the end of the frame.
     | 16 B   | u32   |                   | u64    | u64   |        +------------------------+
     +--------+-------+-------------------+--------+-------+
 
-The header's third field has two flags: body in a second frame; trace context between header and body (`TRACE_BYTES`,
-as in a slot).
+The header's third field has the flags `BODY_APART` and `TRACED` (a trace context of `TRACE_BYTES` follows the header).
+The topic is secret and random, one per writer; a reader learns the topic from `Welcome`. The rank is `EVERYONE`, or the
+reader that asked for a retransmission. Readers subscribe to both.
 
-The topic is secret and random, one per writer. The rank is `EVERYONE`, or the reader that asked for a retransmission.
-A subscription consists of both, so subscribers without the topic receive nothing.
-
-Control messages, between a reader's DEALER and the writer's ROUTER, are MessagePack arrays; the first item is the
-message's name. A reader learns the topic from `Welcome` and then subscribes.
+Control messages are MessagePack arrays; the first item is the message's name.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -38,7 +33,7 @@ from msgspec import Meta
 
 from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, RAW
 from aioshm.lifeline.protocol import ANY_RANK
-from aioshm.ring.layout import TRACE_BYTES, VERSION
+from aioshm.ring.layout import TRACE_BYTES
 
 SECRET_BYTES = 16
 EVERYONE = 2**32 - 1
@@ -46,7 +41,7 @@ MAX_RANK = EVERYONE - 1
 MAX_SEQ = 2**62  # an upper bound that leaves room for arithmetic
 
 MARK = 16
-"""The kind of a data message without a body that opens a subscription: its number is that of the next message."""
+"""The kind of a message without a body that opens a subscription; its number is the number of the next message."""
 
 # Bits of the header's third field
 BODY_APART = 1
@@ -75,10 +70,6 @@ _Topic: TypeAlias = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SE
 
 class WireError(Exception):
     """The frames are malformed."""
-
-
-class VersionError(WireError):
-    """The greeting has another version of the protocol."""
 
 
 def address(secret: bytes, rank: int = EVERYONE) -> bytes:
@@ -164,8 +155,11 @@ class Control(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=T
 # Readers to writer
 
 
-class Hello(Control):
-    """Introduces a reader: after each new connection, when data arrives first, and to poll the writer."""
+class Hello(Control, forbid_unknown_fields=False):
+    """Introduces a reader: after each new connection, when data arrives first, and to poll the writer.
+
+    Other versions begin with the same fields, up to `proven`.
+    """
 
     version: int  # of the protocol; changes with the segment's layout
     queue_id: bytes
@@ -218,11 +212,9 @@ class Wait(Control):
     reason: str  # for log lines
 
 
+# Reasons of `Refused`
 TOO_SLOW = "it was too slow"
-"""The reason of `Refused` for a reader that ``slow_reader="evict"`` ended."""
-
 DISMISSED = "the writer has dismissed this reader"
-"""The reason of `Refused` for a reader that `MessageQueue.dismiss` ended."""
 
 
 class Refused(Control, forbid_unknown_fields=False):
@@ -261,40 +253,14 @@ _from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(From
 _T = TypeVar("_T")
 
 
-class _AnyHello(msgspec.Struct, array_like=True, tag="Hello"):
-    """The first field of a greeting, in all versions."""
-
-    version: int
-
-
-_any_hello: msgspec.msgpack.Decoder[_AnyHello] = msgspec.msgpack.Decoder(_AnyHello)
-
-
 def parse_from_reader(data: bytes) -> FromReader:
-    """Parse a reader's control message; raise `VersionError` for a greeting of another version."""
-    try:
-        return _parse(_from_reader, data)
-    except WireError:
-        if len(data) <= MAX_CONTROL_BYTES:
-            _check_version(data)
-        raise
+    """Parse a reader's control message, or raise `WireError`."""
+    return _parse(_from_reader, data)
 
 
 def parse_from_writer(data: bytes) -> FromWriter:
-    """Parse a control message of the writer."""
+    """Parse a control message of the writer, or raise `WireError`."""
     return _parse(_from_writer, data)
-
-
-def _check_version(data: bytes) -> None:
-    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-        version = _any_hello.decode(data).version
-        if version != VERSION:
-            raise VersionError(other_version(version))
-
-
-def other_version(version: int) -> str:
-    """Return the reason for refusing a reader of another version."""
-    return f"this queue speaks version {VERSION}, not {version}: both ends need the same release of aioshm"
 
 
 def _parse(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
