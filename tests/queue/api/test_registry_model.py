@@ -173,7 +173,7 @@ class Readers(RuleBasedStateMachine):
         assert held == self.held
         assert {slot.rank for slot in self.slots("attached")} == set(self.there)
         assert self.registry.alive == len(self.there)
-        assert self.registry.backlog() == self.window.backlog() == len(self.window) <= MOST
+        assert self.registry.backlog() == len(self.window) <= MOST
         assert len(self.window._past) <= self.history
         assert self.registry.complete
         for info in self.registry.readers():

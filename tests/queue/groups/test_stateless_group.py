@@ -476,34 +476,6 @@ def test_rank_whose_call_was_interrupted_joins_when_it_is_called_again(monkeypat
         assert_met([join_one(port, 1, 2), coming[0].result(PATIENCE_S)])
 
 
-@pytest.mark.slow
-def test_rank_that_is_claimed_after_create_has_raised_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    answered, claimed = threading.Event(), threading.Event()
-    read, enter = stateless_group._read_identity, StatelessProcessGroup._enter
-
-    def read_late(*arguments: Any) -> Any:
-        answered.wait(PATIENCE_S)
-        return read(*arguments)
-
-    def enter_and_say(group: StatelessProcessGroup, deadline: float) -> None:
-        enter(group, deadline)
-        if group.rank:
-            claimed.set()
-
-    with free_port() as port, ThreadPoolExecutor() as pool:
-        first = pool.submit(StatelessProcessGroup.create, "127.0.0.1", port, 0, 2, timeout=PATIENCE_S)
-        with monkeypatch.context() as late:
-            late.setattr(stateless_group, "GRACE_S", 0.1)
-            late.setattr(stateless_group, "_read_identity", read_late)
-            late.setattr(StatelessProcessGroup, "_enter", enter_and_say)
-            with pytest.raises(GroupBroken, match="does not answer"):
-                StatelessProcessGroup.create("127.0.0.1", port, 1, 2, timeout=1)
-            answered.set()
-            assert claimed.wait(PATIENCE_S)
-        with StatelessProcessGroup.create("127.0.0.1", port, 1, 2, timeout=PATIENCE_S), first.result(PATIENCE_S):
-            pass
-
-
 def test_rank_of_a_process_that_died_stays_taken() -> None:
     with meeting([0], 2) as (port, coming):
         with child("member", port, 1, 2) as holder:

@@ -116,9 +116,8 @@ def test_every_control_message_arrives_as_it_was_sent_and_only_where_it_belongs(
         for length in range(len(packed)):
             with pytest.raises(WireError):
                 parse(packed[:length])
-        for surplus in (b"\0", packed):
-            with pytest.raises(WireError):
-                parse(packed + surplus)
+        with pytest.raises(WireError):
+            parse(packed + b"\0")
 
     check()
 
@@ -163,7 +162,6 @@ def test_garbage_is_no_control_message(parse: Callable[[bytes], Any], kinds: dic
         ["Resend", [[0, 1]] * (MAX_RANGES + 1)],
         ["Hello", 1, b"", b"", ANY_RANK - 1, 1, "", False],
         ["Hello", 1, b"", b"", 0, 1, "", False, "block", b"", -1],
-        ["Hello", 1, b"", b"", 0, 1, "", False, "block", b"", 0, 1],
         ["Hello", 1, b"", b"", wire.EVERYONE, 1, "", False],
         ["Hello", 1, b"", b"", 0, 1, "x" * 5000, False],
         ["Hello", 1, b"", b"", 0, 1, "", 1],
@@ -310,14 +308,11 @@ def test_addresses() -> None:
 # Other versions
 
 
-@pytest.mark.parametrize("version", [0, VERSION + 1])
-@pytest.mark.parametrize("more", [[], ["what", "it", "adds"], [None] * 20])
-def test_a_greeting_in_another_version_is_told_from_garbage(version: int, more: list[Any]) -> None:
-    with pytest.raises(wire.VersionError, match=f"speaks version {VERSION}, not {version}: both ends need the same"):
-        wire.parse_from_reader(msgspec.msgpack.encode(["Hello", version, *more]))
-
-
-@pytest.mark.parametrize("more", [[], [False, False, False, "what a later version adds"]])
-def test_a_refusal_is_understood_in_every_version(more: list[Any]) -> None:
-    assert wire.parse_from_writer(msgspec.msgpack.encode(["Refused", "why", *more])) == wire.Refused("why")
-    assert msgspec.msgpack.decode(wire.Refused("why").pack())[:3] == ["Refused", "why", False]
+def test_greeting_and_refusal_of_a_later_version_are_understood() -> None:
+    hello = wire.Hello(VERSION + 1, b"q", b"t", 0, 1, "host", False)
+    fields = msgspec.msgpack.decode(hello.pack())
+    assert wire.parse_from_reader(msgspec.msgpack.encode([*fields, "more"])) == hello
+    assert wire.parse_from_reader(msgspec.msgpack.encode(fields[:8])) == hello
+    later = ["Refused", "why", False, False, False, "more"]
+    assert wire.parse_from_writer(msgspec.msgpack.encode(later)) == wire.Refused("why")
+    assert wire.parse_from_writer(msgspec.msgpack.encode(later[:2])) == wire.Refused("why")

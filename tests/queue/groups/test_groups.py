@@ -29,7 +29,7 @@ create_from_process_group_single_reader = MessageQueue.create_from_process_group
 
 
 SIZES = (4096, 4)
-COLLECTIVES = 6  # that create_from_process_group consists of
+COLLECTIVES = 5  # that create_from_process_group consists of
 
 
 async def everywhere(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
