@@ -55,7 +55,6 @@ CALLED: frozenset[Kind] = frozenset({"worker", "standby"})
 _STAMPING: frozenset[Kind] = CALLED | {"engine"}
 """Processes that write their cell as soon as they are ready."""
 _PHASES: dict[int, State] = {STARTING: "starting", IDLE: "idle", BUSY: "busy", ENDING: "ending", WAITING: "busy"}
-_MAX_PHASE = 15  # those of later releases included
 _STOPPED = ("stopped", "traced")
 _RATE_S = 0.2
 _PAUSE_S = 0.05
@@ -117,7 +116,7 @@ class History:
         last = self._last
         self._last = sample
         self._count(sample, now_ns)
-        if last is None or (sample.steps, sample.turns) != (last.steps, last.turns):
+        if last is None or (sample.steps, sample.turned_ns) != (last.steps, last.turned_ns):
             self._turned_ns = now_ns
         has_turned = last is not None and self._turned_ns == now_ns
         quiet_s = (now_ns - self._turned_ns) / 1e9
@@ -127,7 +126,7 @@ class History:
         self.is_unsure = False
         if sample.phase in (BUSY, WAITING) and age_s >= max(self._warning_s, sample.expected_s):
             return "stalled", age_s
-        if sample.phase == IDLE and sample.turns:
+        if sample.phase == IDLE and sample.turned_ns:
             if quiet_s >= max(QUIET_LOOP_S, sample.expected_s):
                 return "stalled", quiet_s
             self.is_unsure = not has_turned and not sample.expected_s
@@ -176,7 +175,7 @@ class _Process:
         if kernel_state in _STOPPED or is_frozen(self.pid):
             state = "stopped"
             self.history.is_unsure = False
-        elif not sample.steps and not sample.turns and self._kind not in _STAMPING:
+        elif not sample.steps and not sample.turned_ns and self._kind not in _STAMPING:
             state = "running"
         requests = sample.requests
         if self._kind in CALLED and sample.phase in (BUSY, WAITING):
@@ -217,7 +216,7 @@ class _Process:
 
 def parse_cell(cell: bytes) -> Sample | None:
     """Return the reading of a cell; None for any other bytes: the file may be anybody's, or truncated."""
-    if len(cell) != CELL_BYTES or parse(cell).phase > _MAX_PHASE:
+    if len(cell) != CELL_BYTES or parse(cell).phase not in _PHASES:
         return None
     return parse(cell)
 

@@ -32,8 +32,6 @@ peers, in a collective operation, is `WAITING`.
 TURN_S = 0.5
 """Seconds between two signs of life of an event loop."""
 
-_LONG_STEP_NS = int(1e9 * TURN_S / 2)
-
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 3 * hasattr(signal, "SIGRTMAX")
 """Makes a process write its stacks, if it says so in its cell."""
 
@@ -45,7 +43,9 @@ FILE_NAME = "progress-of-aioshm"
 """Unlike those of queues, which begin with aioshm."""
 
 _CELL = struct.Struct("=8Q")
-_PHASE, _STEPS, _TURNS, _EXPECTED, _SINCE, _REQUESTS, _WRITES_STACKS, _WAITED = range(8)
+_STATE, _TURNED, _SEEN, _SINCE, _EXPECTED, _REQUESTS, _WRITES_STACKS, _WAITED = range(8)
+_ONE_STEP = 8
+"""One step more, in the word of the state; the phase takes the bits below."""
 
 
 class Sample(NamedTuple):
@@ -53,9 +53,9 @@ class Sample(NamedTuple):
 
     phase: int
     steps: int  # steps or calls that have begun or ended
-    turns: int  # signs of life of the event loop; 0: no loop has run yet
+    turned_ns: int  # the latest sign of life of the event loop, by the monotonic clock of the host; 0: no loop runs
     expected_s: float  # how long the present step may take, by its own word; 0: not known
-    since_ns: int  # when the phase, or a block of `expect`, began or ended, by the monotonic clock of the host
+    since_ns: int  # when the phase or a block of `expect` began or ended, to within `TURN_S`; 0: not known
     requests: int  # in the hands of the process
     writes_stacks: bool  # whether the process handles `STACK_SIGNAL`
 
@@ -94,7 +94,7 @@ class Cell:
         """Return where the coroutine of the present step waits, as ``faulthandler`` writes stacks; "" if not known."""
         page = os.pread(self._file.fileno(), STACK_OFFSET, 0)
         words = _CELL.unpack_from(page)
-        if words[_WAITED] != words[_STEPS]:
+        if words[_WAITED] != words[_STATE]:
             return ""
         return page[CELL_BYTES:].partition(b"\0")[0].decode(errors="replace")
 
@@ -105,8 +105,11 @@ class Cell:
 
 def parse(cell: bytes) -> Sample:
     """Return the reading of a cell's bytes."""
-    phase, steps, turns, expected_ns, since_ns, requests, writes_stacks, _ = _CELL.unpack(cell)
-    return Sample(phase, steps, turns, expected_ns / 1e9, since_ns, requests, bool(writes_stacks))
+    state, turned_ns, seen, since_ns, expected_ns, requests, writes_stacks, _ = _CELL.unpack(cell)
+    steps, phase = divmod(state, _ONE_STEP)
+    if seen != state:  # begun since the latest sign of life
+        since_ns = turned_ns
+    return Sample(phase, steps, turned_ns, expected_ns / 1e9, since_ns, requests, bool(writes_stacks))
 
 
 class Progress:
@@ -121,6 +124,7 @@ class Progress:
         self.on_expect: set[Callable[[], object]] = set()
         """Called in any thread when `expect` begins and ends; they raise nothing."""
         self._words = memoryview(memory)[:CELL_BYTES].cast("Q")
+        self._steps = 0  # in units of `_ONE_STEP`
         self._waits = memoryview(memory)[CELL_BYTES:]
         self.task: asyncio.Task[Any] | None = None
         """The task that awaits the present step."""
@@ -136,10 +140,8 @@ class Progress:
 
     def enter(self, phase: int) -> None:
         """Note the beginning of a phase, such as a step's."""
-        words = self._words
-        words[_PHASE] = phase
-        words[_STEPS] += 1
-        words[_SINCE] = monotonic_ns()
+        self._steps += _ONE_STEP
+        self._words[_STATE] = self._steps | phase  # at once: no reader sees half of it
 
     def note_requests(self, count: int) -> None:
         """Note how many requests the process has."""
@@ -163,8 +165,8 @@ class Progress:
 
     def _note_expected(self) -> None:
         self._words[_EXPECTED] = [0, *self._expected.values()][-1]
-        self._words[_STEPS] += 1
-        self._words[_SINCE] = monotonic_ns()
+        self.enter(self._words[_STATE] % _ONE_STEP)
+        self._see_state()
         for notify in tuple(self.on_expect):
             notify()
 
@@ -174,7 +176,7 @@ class Progress:
 
         Nothing happens where another part of the program gives them.
         """
-        if self._words[_TURNS]:
+        if self._words[_TURNED]:
             yield
             return
         loop = asyncio.get_running_loop()
@@ -183,8 +185,10 @@ class Progress:
 
         def turn() -> None:
             nonlocal handle
-            self._words[_TURNS] += 1
-            if self._words[_PHASE] in (BUSY, WAITING) and monotonic_ns() - self._words[_SINCE] > _LONG_STEP_NS:
+            self._words[_TURNED] = monotonic_ns()
+            if self._words[_SEEN] != self._words[_STATE]:
+                self._see_state()
+            if self._words[_STATE] % _ONE_STEP in (BUSY, WAITING):
                 self._note_wait()
             handle = loop.call_later(TURN_S, turn)
 
@@ -192,21 +196,26 @@ class Progress:
         try:
             yield
         finally:
-            self._words[_TURNS] = 0  # a loop that has ended is not late
+            self._words[_TURNED] = 0  # a loop that has ended is not late
             if not loop.is_closed():
                 handle.cancel()
 
+    def _see_state(self) -> None:
+        """Note the time of the present phase; a stamp does not, for the clock costs as much as the stamp."""
+        self._words[_SEEN] = self._words[_STATE]
+        self._words[_SINCE] = monotonic_ns()
+
     def _note_wait(self) -> None:
-        """Write down where the coroutine of a long step waits: it is on the stack of no thread."""
+        """Write down where the coroutine of the step waits: it is on the stack of no thread."""
         if self._waits and self.task is not None:
             text = "".join(reversed(list(_waiting_frames(self.task.get_coro())))).encode()[: len(self._waits) - 1]
             self._waits[: len(text) + 1] = text + b"\0"
-            self._words[_WAITED] = self._words[_STEPS]
+            self._words[_WAITED] = self._words[_STATE]
 
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Be idle, and give signs of life, until the end of the block: in a process without steps or calls."""
-        if not self.is_watched or self._words[_TURNS]:  # it has steps or calls
+        if not self.is_watched or self._words[_TURNED]:  # it has steps or calls
             yield
             return
         self.enter(IDLE)

@@ -65,13 +65,13 @@ class Judge:
         self._turn_s += elapsed_s
         if last is None or sample.steps != last.steps:
             self._step_s = 0.0
-        if last is None or (sample.steps, sample.turns) != (last.steps, last.turns):
+        if last is None or (sample.steps, sample.turned_ns) != (last.steps, last.turned_ns):
             self._turn_s = 0.0
         limit_s = max(self._warning_s, sample.expected_s)
         self.without_progress_s = 0.0
         if sample.phase in (BUSY, WAITING) and self._step_s >= limit_s:
             self.without_progress_s = self._step_s
-        elif sample.phase == IDLE and sample.turns and self._turn_s >= max(limit_s, 3 * TURN_S):
+        elif sample.phase == IDLE and sample.turned_ns and self._turn_s >= max(limit_s, 3 * TURN_S):
             self.without_progress_s = self._turn_s
         if not self.without_progress_s:
             self._next_report_s = self._warning_s

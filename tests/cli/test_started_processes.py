@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -28,12 +29,15 @@ LONG = "a worker with a name of many words, which is longer than any line of eig
 
 
 PROGRAM = """
-import sys, time
+import asyncio, sys, time
 from aioshm.process import progress
 from aioshm.process.manager import Job, ProcessManager
+async def serve_with_a_loop(phase):
+    with progress.own().turning():
+        progress.own().enter(phase)
+        await asyncio.sleep(1000)
 def serve(phase):
-    progress.own().enter(phase)
-    time.sleep(1000)
+    asyncio.run(serve_with_a_loop(phase))
 if __name__ == "__main__":
     with ProcessManager(serve, [Job("Shared_1", (int(sys.argv[1]),))], shutdown_timeout=0) as manager:
         print(manager.processes[0].pid, flush=True)
@@ -42,10 +46,16 @@ if __name__ == "__main__":
 
 
 def serve(phase: int, requests: int) -> None:
-    own = progress.own()
-    own.note_requests(requests)
-    own.enter(phase)
-    hang()
+    async def main() -> None:
+        own = progress.own()
+        own.note_requests(requests)
+        with own.turning():
+            own.enter(phase)
+            if phase == IDLE:
+                await asyncio.sleep(1000)
+            hang()
+
+    asyncio.run(main())
 
 
 def hang() -> None:
@@ -178,7 +188,7 @@ class TestWho:
         short = said(capsys, "who", str(pid), "--window", "0.02").splitlines()
         whole = said(capsys, "who", str(pid), "--window", "0.02", "--stacks").splitlines()
         frames = [[line for line in lines if line.startswith("    ")] for lines in (short, whole)]
-        assert [line.rpartition(" ")[2] for line in frames[0][:2]] == ["hang", "serve"]
+        assert [line.rpartition(" ")[2] for line in frames[0][:2]] == ["hang", "serve.<locals>.main"]
         assert (len(frames[0]), len(frames[1])) == (3, sum(len(stack.frames) for stack in seen))
         assert (short[-1], whole[-1] == short[-1]) == ("the whole stacks of all threads: --stacks", False)
         assert "  aioshm-parent-watch" not in short

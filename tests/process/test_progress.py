@@ -115,15 +115,31 @@ async def test_signs_of_life_end_with_their_block_and_are_given_once() -> None:
     cell = progress.Cell()
     own = progress.Progress(cell.fileno())
     with own.serving():
-        assert own.read()[:3] == (IDLE, 1, 1)
+        began = own.read()
+        assert began[:2] == (IDLE, 1)
         with own.turning(), own.serving():
             pass
-        assert own.read()[:3] == (IDLE, 1, 1)
-        await until(lambda: own.read().turns > 1)
-    assert own.read().turns == 0, "a loop that has ended is not late"
+        assert own.read() == began
+        await until(lambda: own.read().turned_ns > began.turned_ns)
+    assert own.read().turned_ns == 0, "a loop that has ended is not late"
     cell.close()
     with progress.Progress().serving():
         pass
+
+
+async def test_time_of_a_phase_is_known_to_within_a_sign_of_life() -> None:
+    own = progress.Progress()
+    with own.turning():
+        own.enter(BUSY)
+        before = time.monotonic_ns()
+        assert 0 < own.read().since_ns <= before, "the sign of life before it"
+        await until(lambda: own.read().turned_ns > before)
+        seen = own.read()
+        assert seen.since_ns > before
+        await until(lambda: own.read().turned_ns > seen.turned_ns)
+        assert own.read().since_ns == seen.since_ns, "the same phase"
+        with own.expect(600):
+            assert own.read().since_ns > seen.turned_ns, "an announced step is noted at once"
 
 
 def test_a_forked_child_does_not_write_the_cell_of_its_parent() -> None:

@@ -256,7 +256,7 @@ class CoreSockets:
     def _beat(self, front_end: _FrontEnd) -> None:
         if self._beating and front_end.takes_heartbeats and not front_end.gone:
             sample = progress.own().read()
-            beat = Heartbeat(sample.phase, sample.steps, sample.turns, sample.expected_s, sample.requests)
+            beat = Heartbeat(sample.phase, sample.steps, sample.turned_ns, sample.expected_s, sample.requests)
             with suppress(zmq.Again):
                 front_end.dealer.send(encode_heartbeat(beat), zmq.NOBLOCK)
             self._look_for_requests(front_end)

@@ -102,8 +102,8 @@ async def heard(front_end: FrontEnd) -> list[Any]:
 
 
 async def dozens_of_heartbeats(own: Progress) -> None:
-    before = own.read().turns
-    await until(lambda: own.read().turns > before)
+    before = own.read().turned_ns
+    await until(lambda: own.read().turned_ns > before)
 
 
 async def test_front_end_without_marks_gets_a_registration_and_nothing_more(own: Progress) -> None:
