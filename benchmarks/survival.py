@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import ctypes
 import gc
+import logging
 import os
 import random
 import re
@@ -42,7 +43,7 @@ from aioshm.engine import (
 from aioshm.errors import EngineDead, WorkerDied
 from aioshm.process.proc import handles_signal
 from benchmarks.framework.harness import Settings, main, progress
-from benchmarks.framework.report import Report
+from benchmarks.framework.report import Report, percentile
 
 ENGINES, WORKERS, STANDBYS = 4, 4, 1
 ASKING, CALLING = 16, 2
@@ -55,6 +56,7 @@ USED_AGAIN = 4
 PATIENCE_S = 60.0
 RESTART = Restart(max_restarts=1_000_000, backoff_s=0.01, backoff_max_s=0.1)
 OPTIONS = Options(stall_warning_s=HANG_S / 2)
+NAMED = re.compile(r"\(pid (\d+)\) (?:is|was) stalled: .*\.py:\d+ in \w+")
 HUNG_AT = re.compile(r"hung for \d+ s .*\.py:\d+ in \w+")
 WEIGHTS = bytes(4 << 20)
 """An argument that no pipe takes at once."""
@@ -74,8 +76,8 @@ def hang_in_c(*_: object) -> None:
 
 
 HANGS = {signal.SIGUSR1: hang_in_a_lock, signal.SIGUSR2: hang_in_c}
-WAYS = (6, 1, 1.5, 1.5)
-"""How often processes are killed, stopped, and made to hang in either way, one to another."""
+WAYS = {signal.SIGKILL: 6, signal.SIGSTOP: 1, signal.SIGUSR1: 1.5, signal.SIGUSR2: 1.5}
+"""How often processes are killed, stopped, and made to hang in either way, in relation to each other."""
 
 
 def obey() -> None:
@@ -167,6 +169,10 @@ class Survival:
         self.oddities: list[str] = []
         self._killed: set[int] = set()
         self._hanging: set[int] = set()
+        self._unnamed: dict[int, float] = {}  # when it was made to hang, by process id
+        self.named_s: list[float] = []
+        """How long after the hang the log had the line of an engine, or of a worker of the group."""
+        logging.getLogger("aioshm.engine").addFilter(self._note_name)
         self.stopping = False
 
     async def ask(self, who: int) -> None:
@@ -244,7 +250,7 @@ class Survival:
         while True:
             await asyncio.sleep(PERIOD_S)
             trees = [each for each in here.children(recursive=True) if "resource_tracker" not in " ".join(_line(each))]
-            [way] = chance.choices([signal.SIGKILL, signal.SIGSTOP, *HANGS], WAYS)
+            [way] = chance.choices([*WAYS], [*WAYS.values()])
             if way in HANGS:
                 trees = [each for each in trees if handles_signal(each.pid, way)]
             for victim in chance.sample(trees, min(len(trees), 2 if chance.random() < 0.1 else 1)):
@@ -253,10 +259,17 @@ class Survival:
                     victim.send_signal(way)
                 if way in HANGS:
                     self._hanging.add(victim.pid)
+                    self._unnamed[victim.pid] = time.monotonic()
                 elif way == signal.SIGKILL:
                     self._killed.add(victim.pid)
                 else:
                     asyncio.get_running_loop().call_later(STOPPED_S, self._resume, victim)
+
+    def _note_name(self, record: logging.LogRecord) -> bool:
+        named = NAMED.search(record.getMessage())
+        if named is not None and (since := self._unnamed.pop(int(named[1]), None)) is not None:
+            self.named_s.append(time.monotonic() - since)
+        return True
 
     def _resume(self, stopped: psutil.Process) -> None:
         with suppress(psutil.NoSuchProcess):
@@ -314,35 +327,23 @@ async def run(settings: Settings, report: Report) -> None:
             await asyncio.sleep(min(left, 10.0))
             progress(f"{time.monotonic() - began:.0f} of {seconds:.0f} s: {dict(survival.counts)}")
         striking.cancel()
-        await asyncio.sleep(
-            STOPPED_S + 2 * HANG_S
-        )  # an engine notices the death of its worker with its next step, so it has work
+        # An engine notices the death of its worker with its next step, so it has work.
+        await asyncio.sleep(STOPPED_S + 2 * HANG_S)
         survival.stopping = True
         await asyncio.gather(*work)
         after = await _settled(supervisor, group)
         well = await survival.everyone_answers()
     counts, result = survival.counts, report.result("survival", "aioshm", ENGINES + WORKERS)
-    for name in (
-        "requests",
-        "used again",
-        "completed",
-        "failed",
-        "by hangs",
-        "SIGKILL",
-        "SIGSTOP",
-        "SIGUSR1",
-        "SIGUSR2",
-    ):
+    for name in ("requests", "used again", "completed", "failed", "by hangs", *(way.name for way in WAYS)):
         result.add(**{name: counts[name]})
+    result.add(hangs_named=len(survival.named_s))
     for oddity in survival.oddities[:10]:
         progress(f"odd: {oddity}")
     unanswered = counts["requests"] - counts["completed"] - counts["failed"]
-    report.hold(
-        "requests that were neither completed nor failed with the name of a dead process, and the line where it hung",
-        unanswered,
-        "",
-        0,
-    )
+    report.hold("requests that neither completed nor failed with a process, and its line if it hung", unanswered, "", 0)
+    if survival.named_s:
+        named_s = percentile(survival.named_s, 99)
+        report.hold("a hang is named with its line: p99", named_s, "s", OPTIONS.stall_warning_s + 1)
     report.hold("engines and workers that do not all answer when it is over", float(not well), "", 0)
     for name in ("hung", "wrong", "nameless", "other errors"):
         report.hold(name, counts[name], "", 0)
