@@ -1,20 +1,36 @@
-"""Engines and API servers that hang, in every way, where their tests want it."""
+"""Engines and API servers that hang, in every way, where their tests want it.
+
+``python hanging.py HANDSHAKE_ADDRESS RANK LOOP`` runs an engine that nobody watches, as if on another host.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from served_engine import Engine
 
 from aioshm import progress
-from aioshm.engine import ClientOptions, EngineClient, EngineZmqAddresses, die_with_parent, run_engine_core
+from aioshm.engine import (
+    ClientOptions,
+    EngineClient,
+    EngineKeys,
+    EngineZmqAddresses,
+    HandshakeOptions,
+    die_with_parent,
+    run_engine_core,
+)
+
+KEYS = EngineKeys(bytes(32))
 
 
 def hang_in_a_lock() -> None:
@@ -29,6 +45,10 @@ def hang_with_the_gil_held() -> None:
 
 def hang_with_the_gil_released() -> None:
     time.sleep(60)  # HERE: hang_with_the_gil_released
+
+
+def hang_with_the_gil_until_somebody_opens(fifo: str) -> None:
+    os.close(ctypes.PyDLL(None).open(fifo.encode(), os.O_RDONLY))  # HERE: hang_with_the_gil_until_somebody_opens
 
 
 def hang_while_there_is(path: str) -> None:
@@ -48,6 +68,8 @@ class Hanging(Engine):
                 HANGS[request["hang"]]()
             if "while_there_is" in request:
                 hang_while_there_is(request["while_there_is"])
+            if "fifo" in request:
+                hang_with_the_gil_until_somebody_opens(request.pop("fifo"))
             if "expect" in request:
                 with progress.expect(request["expect"]):
                     time.sleep(request["takes"])
@@ -135,3 +157,11 @@ def serve_front_end(listen_address: str, sock: Any, directory: str, config: dict
                 await asyncio.sleep(0.01)
 
     asyncio.run(work())
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    _, address, rank, loop = sys.argv
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if loop == "uvloop" else None) as runner:
+        options = HandshakeOptions(local=False, headless=True, keys=KEYS)
+        runner.run(run_engine_core(Hanging(), address, int(rank), handshake=options))

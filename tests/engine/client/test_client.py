@@ -51,23 +51,6 @@ class TestStreams:
                 assert (await way(stream))["token"] == 1
                 assert await way(stream) == END
 
-    async def test_many_at_once(self) -> None:
-        async with served(Engine(), Engine()) as serving:
-            streams = [serving.client.submit(ask(str(number), number % 5 + 1)) for number in range(100)]
-            for number, stream in enumerate(streams):
-                assert len(await collected(stream)) == number % 5 + 1
-            assert [len(engine.seen) for engine in serving.engines] == [50, 50]
-
-    async def test_request_with_a_rank_goes_to_this_engine(self) -> None:
-        async with served(Engine(), Engine()) as serving:
-            for number in range(3):
-                stream = serving.client.submit(ask(str(number)), engine=1)
-                assert stream.engine == 1
-                await collected(stream)
-            assert len(serving.engines[1].seen) == 3
-            with pytest.raises(ValueError, match="engine must be the rank of one of"):
-                serving.client.submit(ask("x"), engine=2)
-
     async def test_arrays_and_tensors_travel(self) -> None:
         class Mirror(Engine):
             def add_request(self, request: Request) -> None:
@@ -93,26 +76,6 @@ class TestStreams:
             given = await serving.client.call("give", {"array": prompt, "tensor": torch.ones(2)}, engine=0)
             assert np.array_equal(given["array"], prompt)
             assert torch.equal(given["tensor"], torch.ones(2))
-
-    async def test_a_request_that_cannot_be_changed(self) -> None:
-        class Frozen(msgspec.Struct, frozen=True):
-            request_id: str
-            tokens: int
-            client_index: int = 0
-
-        async with served(Engine()) as serving:
-            assert len(await collected(serving.client.submit(Frozen("a", 2)))) == 2
-
-    async def test_two_tasks_cannot_share_a_stream(self) -> None:
-        async with served(Engine()) as serving:
-            stream = serving.client.submit(ask("a", None))
-            await anext(stream)
-            waiting = asyncio.create_task(anext(stream))
-            await asyncio.sleep(0)
-            with pytest.raises(RoleError, match="another task or thread waits"):
-                await anext(stream)
-            waiting.cancel()
-            await asyncio.wait([waiting])
 
 
 class TestLeaving:
@@ -150,29 +113,6 @@ class TestLeaving:
             await until(lambda: engine.aborted[4:] == ["aborted"])
             assert client.in_flight == 0
             assert engine.requests == {}
-
-    async def test_timeout_for_one_output_aborts_nothing_while_its_task_goes_on(self) -> None:
-        async with served(Slow()) as serving:
-            client = serving.client
-            engine = serving.engines[0]
-            stream = client.submit(ask("a", 4))
-            outputs: list[Any] = []
-            timeouts = 0
-            while len(outputs) < 4:
-                try:
-                    if timeouts % 2:
-                        async with asyncio.timeout(0.005):
-                            outputs.append(await anext(stream))
-                    else:
-                        outputs.append(await asyncio.wait_for(anext(stream), 0.005))
-                except TimeoutError:
-                    timeouts += 1
-                    engine.may_go_on.set()
-            assert timeouts >= 4
-            assert [output["token"] for output in outputs] == [0, 1, 2, 3]
-            with pytest.raises(StopAsyncIteration):
-                await anext(stream)
-            assert engine.aborted == []
 
     async def test_task_that_ends_after_a_timeout_aborts(self) -> None:
         async with served(Slow()) as serving:
@@ -220,7 +160,7 @@ class TestLeaving:
     async def test_cancelled_at_any_moment(self) -> None:
         async with served(Engine(), Engine()) as serving:
             client = serving.client
-            for number in range(150):
+            for number in range(80):
                 task = asyncio.create_task(collected(client.submit(ask(f"{number}", number % 7 + 1))))
                 for _ in range(number % 11):
                     await asyncio.sleep(0)
@@ -236,13 +176,22 @@ class TestLeaving:
             assert await client.call("add", 1, 2) == [3, 3]
             await until(lambda: not any(engine.requests for engine in serving.engines))
 
-    async def test_an_id_can_be_used_again(self) -> None:
+    async def test_id_can_be_used_again_after_its_request(self) -> None:
         async with served(Engine()) as serving:
             stream = serving.client.submit(ask("a"))
             with pytest.raises(ValueError, match="another request in flight"):
                 serving.client.submit(ask("a"))
+            with pytest.raises(RoleError, match="in the thread of its event loop"):
+                await asyncio.to_thread(serving.client.submit, ask("b"))
             assert len(await collected(stream)) == 3
             assert len(await collected(serving.client.submit(ask("a", 2)))) == 2
+
+            class Frozen(msgspec.Struct, frozen=True):
+                request_id: str
+                tokens: int
+                client_index: int = 0
+
+            assert len(await collected(serving.client.submit(Frozen("a", 2)))) == 2
 
 
 class TestCalls:
@@ -253,6 +202,11 @@ class TestCalls:
             assert await call("add", 1) == [2, 2]
             assert await call("swap", {"x": 1, "y": 2}, engine=0) == {"x": 2, "y": 1}
             assert await call("give", None, engine=0) is None
+            with pytest.raises(CodecError, match="cannot encode"):
+                await call("give", object())
+            with pytest.raises(ValueError, match="engine must be the rank of one of"):
+                await call("add", 1, engine=7)
+            assert not serving.client._link.pending.calls
             assert await asyncio.gather(*(call("later", number, engine=number % 2) for number in range(20))) == [
                 *range(20)
             ]
@@ -275,8 +229,6 @@ class TestCalls:
             with pytest.raises(CallFailed, match=text.replace("(", r"\(")) as caught:
                 await serving.client.call(method, *args, engine=0)
             assert (caught.value.engine, caught.value.method) == (0, method)
-            with pytest.raises(CallFailed):
-                await serving.client.call(method, *args)
             assert await serving.client.call("add", 1, engine=0) == 2
 
     async def test_first_failure_ends_a_call_of_all_engines(self) -> None:
@@ -288,14 +240,6 @@ class TestCalls:
             with pytest.raises(CallFailed, match="now") as caught:
                 await serving.client.call("never")
             assert caught.value.engine == 1
-
-    async def test_arguments_that_cannot_travel(self) -> None:
-        async with served(Engine()) as serving:
-            with pytest.raises(CodecError, match="cannot encode"):
-                await serving.client.call("give", object())
-            with pytest.raises(ValueError, match="engine must be the rank"):
-                await serving.client.call("add", 1, engine=7)
-            assert not serving.client._link.pending.calls
 
     async def test_calls_are_answered_while_requests_run(self) -> None:
         async with served(Engine()) as serving:
@@ -309,18 +253,6 @@ class TestCalls:
 
 
 class TestTwoClients:
-    async def test_each_client_gets_its_outputs_and_answers(self) -> None:
-        async with served(Engine(), Engine(), n_clients=2) as serving:
-            one, other = serving.clients
-            streams = [
-                client.submit(ask(f"{number}{client._link.index}", 5))
-                for number in range(20)
-                for client in (one, other)
-            ]
-            for stream in streams:
-                assert {output["request_id"] for output in await collected(stream)} == {stream.request_id}
-            assert await asyncio.gather(one.call("add", 1, engine=0), other.call("add", 2, engine=0)) == [2, 3]
-
     async def test_id_of_another_client_is_refused_and_cannot_be_aborted(self) -> None:
         async with served(Engine(), n_clients=2) as serving:
             one, other = serving.clients
@@ -406,11 +338,6 @@ class TestLife:
         with pytest.raises(OSError, match="cannot bind"):
             EngineClient(EngineZmqAddresses([path], ["tcp://256.0.0.1:1"]), 1).open()
         assert not Path(path.removeprefix("ipc://")).exists()
-
-    async def test_another_thread_is_refused(self) -> None:
-        async with served(Engine()) as serving:
-            with pytest.raises(RoleError, match="in the thread of its event loop"):
-                await asyncio.to_thread(serving.client.submit, ask("a"))
 
     @pytest.mark.parametrize("by", ["the addresses", "an engine"])
     async def test_a_coordinator_that_cannot_be(self, by: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,13 +12,12 @@ import zmq
 from peers import BareEngine, pack
 from served_engine import Engine, Serving, ask, clients_of, collected, here_and_there, served, until
 
-from aioshm.engine.protocol.control import PAUSE, PauseMode
+from aioshm.engine.protocol.control import PauseMode
 from aioshm.errors import (
     CallFailed,
     EngineDead,
     QueueClosed,
     RequestAborted,
-    RequestFailed,
     RoleError,
 )
 
@@ -37,6 +36,10 @@ class Gated(Engine):
         self.steps = 0
         self.inside = False
         self.weights = "old"
+        self.restless = False
+
+    def has_work(self) -> bool:
+        return self.restless
 
     async def step(self) -> list[Any]:  # type: ignore[override]
         self.inside = True
@@ -52,13 +55,6 @@ class Gated(Engine):
         assert not self.inside
         self.weights = weights
         return weights
-
-
-class Restless(Gated):
-    """Has work without requests."""
-
-    def has_work(self) -> bool:
-        return True
 
 
 async def stands(*engines: Gated) -> bool:
@@ -123,7 +119,7 @@ class TestModes:
         engines = [Gated(), Gated()]
         async with served(*engines) as serving:
             client = serving.client
-            streams = [client.submit(ask(f"{number}", 1000)) for number in range(2)]
+            streams = [client.submit(ask(f"{number}", 300)) for number in range(2)]
             for stream in streams:
                 await anext(stream)
             await client.pause("keep")
@@ -135,7 +131,7 @@ class TestModes:
             assert len(await collected(late)) == 2
             for stream in streams:
                 outputs = await collected(stream)
-                assert [output["token"] for output in outputs] == list(range(1, 1000))
+                assert [output["token"] for output in outputs] == list(range(1, 300))
                 assert (outputs[0]["weights"], outputs[-1]["weights"]) == ("old", "new")
 
     @pytest.mark.parametrize("mode", MODES)
@@ -158,12 +154,10 @@ class TestModes:
                     await collected(stream)
             else:
                 assert len(await collected(stream)) == 1
-
-    @pytest.mark.parametrize("mode", MODES)
-    async def test_engine_that_has_work_without_requests_pauses(self, mode: PauseMode) -> None:
-        engine = Restless()
-        async with served(engine) as serving:
-            await until(lambda: engine.steps > 2)
+            engine.restless = True  # has work without requests
+            await serving.client.call("report")
+            before = engine.steps
+            await until(lambda: engine.steps > before)
             await serving.client.pause(mode)
             assert await stands(engine)
             await serving.client.resume()
@@ -192,13 +186,6 @@ class TestModes:
             await client.resume()
             assert len(await collected(waiting)) == 2
 
-    async def test_resume_without_a_pause_changes_nothing(self) -> None:
-        engine = Gated()
-        async with served(engine) as serving:
-            (stream,) = await begun(serving, "a", tokens=100)
-            await serving.client.resume()
-            assert len(await collected(stream)) == 99
-
     async def test_wrong_arguments(self) -> None:
         async with served(Engine()) as serving:
             with pytest.raises(ValueError, match="mode must be 'finish', 'abort' or 'keep', not 'wait'"):
@@ -226,16 +213,6 @@ class TestWaits:
             assert waiting.engine == -1
             await client.resume()
             assert len(await collected(waiting)) == 1
-
-    async def test_resume_undoes_a_pause_that_took_too_long(self) -> None:
-        engine = Gated()
-        async with served(engine) as serving:
-            (stream,) = await begun(serving, "a")
-            with pytest.raises(TimeoutError, match="engines 0"):
-                await serving.client.pause(timeout=0.001)
-            await serving.client.resume()
-            assert len(await collected(serving.client.submit(ask("b")))) == 3
-            await stream.aclose()
 
     async def test_cancelled_pause_leaves_engines_pausing(self) -> None:
         engine = Gated()
@@ -369,14 +346,6 @@ class TestWaitingRequests:
                 await collected(lost)
             assert len(await collected(kept)) == 3
 
-    async def test_refusal_comes_after_the_pause(self) -> None:
-        async with served(Engine()) as serving:
-            await serving.client.pause()
-            stream = serving.client.submit(ask("a", refuse="too long"))
-            await serving.client.resume()
-            with pytest.raises(RequestFailed, match="too long"):
-                await collected(stream)
-
 
 class TestSeveralClients:
     async def test_pause_by_one_holds_for_all(self) -> None:
@@ -398,18 +367,6 @@ class TestSeveralClients:
             assert len(await collected(waiting)) == 2
             await until(lambda: one.paused is None)
             assert [len(await collected(stream)) for stream in streams] == [59] * 3
-
-    async def test_abort_by_one_ends_requests_of_all(self) -> None:
-        engines = [Gated(), Gated()]
-        async with served(*engines, n_clients=2) as serving:
-            one, other = serving.clients
-            stream = other.submit(ask("a", None))
-            await anext(stream)
-            await one.pause("abort")
-            with pytest.raises(RequestAborted, match="engines were paused"):
-                await collected(stream)
-            await other.resume()
-            assert len(await collected(one.submit(ask("a")))) == 3
 
     async def test_client_that_closes_leaves_the_pause(self) -> None:
         engine = Gated()
@@ -497,14 +454,3 @@ async def answered(engine: BareEngine, failure: str | None = None) -> list[Any]:
     _, call_id, *call = msgspec.msgpack.decode(payload)
     engine.push.send(pack([0, [], None, 0.0, [call_id, failure, None]]))
     return call
-
-
-async def test_engine_never_sees_the_order() -> None:
-    class Owning(Engine):
-        def _aioshm_pause(self, *args: Any) -> None:
-            raise AssertionError
-
-    assert PAUSE == "_aioshm_pause"
-    async with served(Owning()) as serving:
-        await serving.client.pause()
-        await serving.client.resume()

@@ -6,7 +6,6 @@ import asyncio
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop
 WITHIN_S = 2.0
 
 
-async def test_a_thousand_requests_at_once() -> None:
+async def test_hundreds_of_requests_at_once_are_spread_and_complete() -> None:
     async with served_by_processes(2) as serving:
         client = serving.client
-        streams = {str(number): client.submit(ask(str(number), 5)) for number in range(800)}
-        endless = {f"endless {number}": client.submit(ask(f"endless {number}", None)) for number in range(200)}
+        streams = {str(number): client.submit(ask(str(number), 5)) for number in range(300)}
+        endless = {f"endless {number}": client.submit(ask(f"endless {number}", None)) for number in range(100)}
         sent = [list(client._link.engines.balance.in_flight.values())]
 
         async def leave(stream: Any) -> None:
@@ -41,15 +40,15 @@ async def test_a_thousand_requests_at_once() -> None:
 
         async def all_aborted() -> Any:
             reports = await client.call("report")
-            return reports if sum(len(report["aborted"]) for report in reports) == 200 else None
+            return reports if sum(len(report["aborted"]) for report in reports) == 100 else None
 
         reports = await until(all_aborted)
         aborted = {request_id for report in reports for request_id in report["aborted"]}
-        assert aborted == {f"endless {number}" for number in range(200)}
+        assert aborted == {f"endless {number}" for number in range(100)}
         assert [report["open"] for report in reports] == [[], []]
         counts = [report["seen"] for report in reports]
-        assert sum(counts) == 1000
-        assert max(counts) - min(counts) <= 100, f"{counts}, {sent}"
+        assert sum(counts) == 400
+        assert max(counts) - min(counts) <= 40, f"{counts}, {sent}"
 
 
 @pytest.mark.parametrize(
@@ -122,18 +121,6 @@ async def test_step_that_fails_ends_the_process_with_the_last_line_of_its_stderr
             await collected(serving.client.submit(ask("a", crash="CUDA out of memory"), engine=1))
         assert str(caught.value) == f"engine 1 (pid {pid}) exited with code 1: RuntimeError: CUDA out of memory"
         assert (caught.value.engine, manager.finished_procs()) == (1, {"EngineCore_1": 1})
-
-
-async def test_an_engine_stopped_by_its_manager_ends_well() -> None:
-    async with served_by_processes(2, watched=False) as serving:
-        assert serving.manager is not None
-        stream = serving.client.submit(ask("a", None))
-        await anext(stream)
-        await serving.manager.aclose()
-        assert serving.manager.finished_procs() == {"EngineCore_0": 0, "EngineCore_1": 0}
-        with suppress(StopAsyncIteration):
-            with pytest.raises(EngineDead):
-                await anext(stream)
 
 
 async def test_engine_without_client_ends_immediately() -> None:

@@ -21,6 +21,8 @@ from aioshm.zeromq.endpoint import open_socket
 INIT = msgspec.msgpack.encode(EngineHandshakeMetadata(addresses(), {"data_parallel_size": 2}))
 
 LOOPBACK = "tcp://127.0.0.1:*"
+TWO_HEADLESS = HandshakeOptions(client_handshake_address="ipc:///o", headless=True)
+TWO_REMOTE = HandshakeOptions(client_handshake_address="ipc:///o", local=False)
 
 
 @pytest.fixture
@@ -49,13 +51,6 @@ async def test_the_whole_way(front: BareFrontEnd, path: str, is_async: bool) -> 
         assert await front.hears() == {"status": "READY", "local": False, "headless": True, "num_gpu_blocks": 3}
         metadata = await engine
     assert told == [metadata] == [EngineHandshakeMetadata(addresses(), {"data_parallel_size": 2})]
-
-
-async def test_ready_needs_no_fields(front: BareFrontEnd, path: str) -> None:
-    async with tasks(shake_hands(path, 5, initialize=lambda _: None)):
-        await front.hears()
-        front.says(INIT)
-        assert await front.hears() == {"status": "READY", "local": True, "headless": False}
 
 
 async def test_the_front_end_may_come_later(path: str) -> None:
@@ -102,16 +97,6 @@ async def test_an_engine_that_cannot_be_made(
             await engine
     await asyncio.sleep(0.02)
     assert front.idle(), "no READY"
-
-
-async def test_cancelled(front: BareFrontEnd, path: str) -> None:
-    async with tasks(shake_hands(path, 5, initialize=lambda _: asyncio.sleep(1000))) as (engine,):
-        await front.hears()
-        front.says(INIT)
-        await asyncio.sleep(0.02)
-        engine.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await engine
 
 
 async def test_a_front_end_that_left_holds_up_no_loop(front: BareFrontEnd, path: str) -> None:
@@ -191,51 +176,21 @@ class TestTwoFrontEnds:
             with pytest.raises(TimeoutError, match=f"no answer from {path if silent == 'head' else own_path} within"):
                 await engine
 
-    async def test_failing_initialize_sends_no_ready(
-        self, front: BareFrontEnd, path: str, beside: tuple[BareFrontEnd, str]
-    ) -> None:
-        own, own_path = beside
-        joining = shake_hands(
-            path,
-            5,
-            initialize=lambda _: 1 / 0,  # type: ignore[arg-type,return-value]
-            handshake=HandshakeOptions(client_handshake_address=own_path),
-        )
-        async with tasks(joining) as (engine,):
-            await front.hears()
-            front.says(INIT)
-            await own.hears()
-            own.says(INIT)
-            with pytest.raises(ZeroDivisionError):
-                await engine
-        await asyncio.sleep(0.02)
-        assert front.idle()
-        assert own.idle()
-
-    @pytest.mark.parametrize("options", [{"headless": True}, {"local": False}])
-    async def test_two_front_ends_need_a_local_engine(self, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match="must be local and not headless"):
-            await shake_hands(
-                "ipc:///h",
-                5,
-                initialize=ready_with(),
-                handshake=HandshakeOptions(client_handshake_address="ipc:///o", **options),
-            )
-
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "text"),
+    ("address", "options", "error", "text"),
     [
-        (("nowhere", 5), OSError, "nowhere"),
-        (("ipc:///tmp/x", 65536), ValueError, "65536"),
-        (("ipc:///tmp/x", "5"), TypeError, "'5'"),
+        ("nowhere", {}, OSError, "nowhere"),
+        ("ipc:///tmp/x", {"timeout": 0}, ValueError, "timeout"),
+        ("ipc:///tmp/x", {"handshake": TWO_HEADLESS}, ValueError, "must be local and not headless"),
+        ("ipc:///tmp/x", {"handshake": TWO_REMOTE}, ValueError, "must be local and not headless"),
     ],
 )
-async def test_bad_arguments_are_named(arguments: Any, error: type[Exception], text: str) -> None:
+async def test_invalid_arguments_are_refused(
+    address: str, options: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
-        await shake_hands(*arguments, initialize=ready_with())
-    with pytest.raises(ValueError, match="timeout"):
-        await shake_hands("ipc:///tmp/x", 5, initialize=ready_with(), timeout=0)
+        await shake_hands(address, 5, initialize=ready_with(), **options)
 
 
 @pytest.mark.slow_on_uvloop

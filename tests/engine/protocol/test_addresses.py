@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 import pickle
 from collections.abc import Sequence
@@ -10,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
 from aioshm.engine import (
     ConstantList,
     CoreEngine,
     CoreEngineState,
-    EngineHandshakeMetadata,
-    EngineZmqAddresses,
     StartupProgress,
     Waiting,
     get_engine_client_zmq_addr,
@@ -47,27 +43,15 @@ class TestCoreEngine:
             CoreEngine(index)
 
 
-def test_addresses_and_metadata_can_be_copied_and_pickled() -> None:
-    metadata = EngineHandshakeMetadata(EngineZmqAddresses(["in"], ["out"]), {"data_parallel_size": 2})
-    assert copy.deepcopy(metadata) == metadata == pickle.loads(pickle.dumps(metadata))
-
-
 class TestConstantList:
     def test_reads_as_a_list(self) -> None:
         items = [1, 2, 3]
         view = ConstantList(items)
         assert isinstance(view, Sequence)
-        assert (list(view), len(view), view[0], view[-1], view[1:]) == ([1, 2, 3], 3, 1, 3, [2, 3])
-        assert (2 in view, 5 in view, view.index(3), view.count(1)) == (True, False, 2, 1)
-        assert list(reversed(view)) == [3, 2, 1]
+        assert (list(view), len(view), view[0], view[1:]) == ([1, 2, 3], 3, 1, [2, 3])
         assert view == items
-        assert view == ConstantList([1, 2, 3])
-        assert view != [1]
-        assert view != (1, 2, 3)
+        assert pickle.loads(pickle.dumps(view)) == view != (1, 2, 3)
         assert repr(view) == "ConstantList([1, 2, 3])"
-        assert pickle.loads(pickle.dumps(view)) == view
-        with pytest.raises(IndexError):
-            view[3]
         items.append(4)
         assert view == [1, 2, 3, 4]
 
@@ -75,19 +59,11 @@ class TestConstantList:
         "change",
         [
             lambda view: view.append(1),
-            lambda view: view.extend([1]),
-            lambda view: view.insert(0, 1),
-            lambda view: view.pop(),
             lambda view: view.pop(0),
-            lambda view: view.remove(1),
-            lambda view: view.clear(),
             lambda view: view.sort(key=str),
-            lambda view: view.reverse(),
             lambda view: operator.setitem(view, 0, 9),
-            lambda view: view.__setitem__(slice(None), []),
             lambda view: operator.delitem(view, 0),
             lambda view: operator.iadd(view, [1]),
-            lambda view: view.__imul__(2),
             lambda view: hash(view),
         ],
     )
@@ -123,13 +99,6 @@ class TestClientAddress:
     def test_others(self, host: str, port: int, address: str) -> None:
         assert get_engine_client_zmq_addr(False, host, port) == address
 
-    def test_port_0_is_chosen_by_the_kernel(self) -> None:
-        address = get_engine_client_zmq_addr(False, "127.0.0.1")
-        assert address == "tcp://127.0.0.1:0"
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-            socket.bind(address)
-            assert not socket.getsockopt_string(zmq.LAST_ENDPOINT).endswith(":0")
-
     @pytest.mark.parametrize(
         ("host", "port", "error"),
         [
@@ -158,13 +127,8 @@ def test_progress_names_waiting_engines() -> None:
         "2 (connected, 3 s), 3 (pid 4713, before HELLO, 12 s)"
     )
     assert str(StartupProgress(4, 4, 4)) == "4 of 4 engines connected, 4 ready"
-
-
-def test_progress_of_many_engines_is_short() -> None:
-    waiting = tuple(Waiting(index, NEW, 1.0) for index in range(1000))
-    text = str(StartupProgress(1000, 0, 0, waiting))
-    assert text.endswith("7 (before HELLO, 1 s) and 992 more")
-    assert len(text) < 400
+    many = tuple(Waiting(index, NEW, 1.0) for index in range(1000))
+    assert str(StartupProgress(1000, 0, 0, many)).endswith("7 (before HELLO, 1 s) and 992 more")
 
 
 @pytest.mark.parametrize(
