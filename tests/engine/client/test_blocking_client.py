@@ -257,52 +257,38 @@ class TestCalls:
             waiting.timeout = None
             assert tokens(waiting) == [0, 1, 2]
 
-    def test_interrupted_pause_leaves_engines_pausing(self) -> None:
-        with served() as client:
-            stream = client.submit(ask("a", None))
-            next(stream)
-            interrupt_when(lambda: client.paused)
-            with pytest.raises(KeyboardInterrupt):
-                client.pause()
-            assert client.paused == "finish"
-            client.resume()
-            assert tokens(client.submit(ask("b"))) == [0, 1, 2]
-            stream.close()
-
 
 class TestInterrupts:
-    def test_interrupt_aborts_the_waiting_request(self) -> None:
-        with served() as client:
-            others: list[list[int]] = []
-            thread = threading.Thread(target=lambda: others.append(tokens(client.submit(ask("other", 100)))))
-            thread.start()
-            stream = client.submit(ask("a", None))
-            assert next(stream)["token"] == 0
-            interrupt_when(lambda: stream._inbox.waiter)
-            with pytest.raises(KeyboardInterrupt):
-                stream.next(30)
-            with pytest.raises(RequestAborted):
-                next(stream)
-            interrupt_when(lambda: client._client._link.pending.calls)
-            with pytest.raises(KeyboardInterrupt):
-                client.call("never", engine=0)
-            assert client.call("report", engine=0)["aborted"] == ["a"]
-            thread.join()
-            assert others == [[*range(100)]]
-
-    def test_exception_of_a_handler_aborts_the_waiting_request(self) -> None:
+    def test_interrupt_aborts_the_waiting_request_only(self) -> None:
         def handle(*_: object) -> None:
             raise LookupError("now")
 
         before = signal.signal(signal.SIGALRM, handle)
         try:
             with served() as client:
-                stream = client.submit(ask("a", None))
-                next(stream)
-                interrupt_when(lambda: stream._inbox.waiter, signal.SIGALRM)
-                with pytest.raises(LookupError):
-                    next(stream)
-                eventually(lambda: client.call("report", engine=0)["open"] == [], "the abortion")
+                others: list[list[int]] = []
+                thread = threading.Thread(target=lambda: others.append(tokens(client.submit(ask("other", 100)))))
+                thread.start()
+                for number, error in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGALRM, LookupError)):
+                    stream = client.submit(ask(error.__name__, None))
+                    assert next(stream)["token"] == 0
+                    interrupt_when(lambda stream=stream: stream._inbox.waiter, number)
+                    with pytest.raises(error):
+                        stream.next(30)
+                    with pytest.raises(RequestAborted):
+                        next(stream)
+                interrupt_when(lambda: client._client._link.pending.calls)
+                with pytest.raises(KeyboardInterrupt):
+                    client.call("never", engine=0)
+                interrupt_when(lambda: client.paused)
+                with pytest.raises(KeyboardInterrupt):
+                    while True:
+                        client.pause()
+                assert client.paused == "finish", "the engines stay paused"
+                client.resume()
+                assert client.call("report", engine=0)["aborted"] == ["KeyboardInterrupt", "LookupError"]
+                thread.join()
+                assert others == [[*range(100)]]
         finally:
             signal.signal(signal.SIGALRM, before)
 
@@ -443,7 +429,7 @@ class TestEnding:
 
 
 class TestLaunch:
-    def test_everything_is_there_and_ends(self) -> None:
+    def test_launch_serves_names_a_death_and_ends(self) -> None:
         with launch_core_engines(targets.serve, 2) as launch:
             assert sorted(launch.report.engines if launch.report else []) == [0, 1]
             assert launch.coordinator is not None
@@ -453,22 +439,15 @@ class TestLaunch:
             pids = [process.pid or 0 for process in [*launch.processes, launch.coordinator.proc]]
             assert launch.addresses.inputs == launch.client.addresses.inputs
             assert launch.wait_until_ready() is launch.report
-            waiting = launch.client.submit(ask("a", None))
+            waiting = launch.client.submit(ask("a", None), engine=0)
             next(waiting)
+            stop(launch.processes[0].pid or 0)
+            with pytest.raises(EngineDead, match=r"engine 0 \(pid \d+\) was killed by SIGKILL"):
+                list(waiting)
         assert len(pids) == 3
         assert all(map(gone, pids))
         with pytest.raises(QueueClosed):
-            next(waiting)
-        with pytest.raises(QueueClosed):
             launch.client.call("add", 1)
-
-    def test_a_death_is_named(self) -> None:
-        with launch_core_engines(targets.serve) as launch:
-            stream = launch.client.submit(ask("a", None))
-            next(stream)
-            stop(launch.processes[0].pid or 0)
-            with pytest.raises(EngineDead, match=r"engine 0 \(pid \d+\) was killed by SIGKILL"):
-                list(stream)
 
     def test_a_failure_is_named(self) -> None:
         with pytest.raises(EngineStartupError, match="rank 0 has no device"):

@@ -36,31 +36,26 @@ class Explained(msgspec.Struct):
 
 class TestRefusals:
     @pytest.mark.parametrize("output_type", [None, Output, Explained])
-    async def test_refused_request_raises_with_every_type_of_outputs(self, output_type: Any) -> None:
+    async def test_failed_request_raises_and_others_are_served(self, output_type: Any) -> None:
+        said = {"request_id": "said", "finish_reason": "error", "error": "out of memory"}
+        failing = [
+            (ask("refused", refuse="too long"), "^ValueError: too long$"),
+            (ask("said", output=said), "^out of memory$"),
+        ]
+        if output_type is not None:
+            wrong = {"request_id": "wrong", "token": "no number"}
+            failing.append((ask("wrong", output=wrong), "its output is no"))
         async with served(Engine(), output_type=output_type) as serving:
             good = serving.client.submit(ask("good", 3))
-            with pytest.raises(RequestFailed, match=r"^ValueError: too long$") as caught:
-                await collected(serving.client.submit(ask("bad", refuse="too long")))
-            assert (caught.value.engine, caught.value.request_id) == (0, "bad")
+            for request, text in failing:
+                with pytest.raises(RequestFailed, match=text) as caught:
+                    await collected(serving.client.submit(request))
+                assert (caught.value.engine, caught.value.request_id) == (0, request["request_id"])
             assert len(await collected(good)) == 3
-            assert serving.client.stats().failed == 1
+            assert serving.client.stats().failed == len(failing)
+            await until(lambda: not serving.engines[0].requests)
 
-    async def test_last_output_that_says_error_raises_its_text(self) -> None:
-        async with served(Engine()) as serving:
-            said = {"request_id": "a", "finish_reason": "error", "error": "out of memory"}
-            with pytest.raises(RequestFailed, match=r"^out of memory$"):
-                await collected(serving.client.submit(ask("a", output=said)))
-
-    async def test_an_output_of_another_type_fails_its_request_only(self) -> None:
-        async with served(Engine(), output_type=Output) as serving:
-            good = serving.client.submit(ask("good", 3))
-            bad = serving.client.submit(ask("bad", output={"request_id": "bad", "token": "no number"}))
-            with pytest.raises(RequestFailed, match="its output is no"):
-                await collected(bad)
-            assert len(await collected(good)) == 3
-            await until(lambda: serving.engines[0].aborted == ["bad"] or not serving.engines[0].requests)
-
-    async def test_a_request_that_cannot_be_decoded(self) -> None:
+    async def test_request_that_cannot_be_decoded_fails(self) -> None:
         class Strict(msgspec.Struct):
             request_id: str
             number: int
@@ -69,36 +64,28 @@ class TestRefusals:
             with pytest.raises(RequestFailed, match="Expected `int`"):
                 await collected(serving.client.submit({"request_id": "a", "number": "x"}))
 
-    async def test_engine_with_error_output_decides_the_last_output(self) -> None:
-        class Field(Engine):
-            def error_output(self, request_id: str, message: str) -> list[Any]:
-                return [request_id, [], None, None, None, 3, message]
-
-        async with served(Field()) as serving:
-            assert await collected(serving.client.submit(ask("a", refuse="no"))) == [
-                ["a", [], None, None, None, 3, "ValueError: no"]
-            ]
-
-    async def test_error_output_that_fails_is_replaced(self, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_error_output_decides_the_last_output_unless_it_fails(self, caplog: pytest.LogCaptureFixture) -> None:
         class Mumbling(Engine):
             def error_output(self, request_id: str, message: str) -> Any:
+                if message.endswith("own"):
+                    return [request_id, [], None, None, None, 3, message]
                 return object() if message.endswith("object") else 1 / 0
 
         async with served(Mumbling()) as serving:
+            last = ["a", [], None, None, None, 3, "ValueError: own"]
+            assert await collected(serving.client.submit(ask("a", refuse="own"))) == [last]
             for text in ("object", "error"):
                 with pytest.raises(RequestFailed, match=f"^ValueError: {text}$"):
                     await collected(serving.client.submit(ask("a", refuse=text)))
         assert "has no error_output that can be sent" in caplog.text
 
-    @pytest.mark.parametrize(
-        ("request_", "found"),
-        [({}, "None"), ({"request_id": 5}, "5"), (object(), "None"), ([], "None"), ([b"a"], "b'a'")],
-    )
-    async def test_requests_without_an_id_are_refused(self, request_: Any, found: str) -> None:
+    async def test_requests_without_an_id_are_refused(self) -> None:
         async with served(Engine()) as serving:
-            with pytest.raises(ValueError, match=f'^request needs "request_id", a string; got {found}$') as caught:
-                serving.client.submit(request_)
-        assert type(caught.value) is ValueError
+            for request, found in (({}, "None"), ({"request_id": 5}, "5"), (object(), "None"), ([b"a"], "b'a'")):
+                text = f'^request needs "request_id", a string; got {found}$'
+                with pytest.raises(ValueError, match=text) as caught:
+                    serving.client.submit(request)
+                assert type(caught.value) is ValueError
 
     async def test_request_of_exactly_the_largest_size_reaches_an_encrypted_engine(self) -> None:
         size = 10_000
@@ -134,7 +121,6 @@ class TestBadFrames:
         [
             [b""],
             [b"\xc1"],
-            [b"\x90"],
             [msgspec.msgpack.encode({"a": 1})],
             [msgspec.msgpack.encode([0, [{"no": "id"}]])],
             [msgspec.msgpack.encode([0, [["nobody's", [1], None, None, None, 1]]])],
