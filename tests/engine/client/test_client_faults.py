@@ -10,12 +10,13 @@ import msgspec
 import pytest
 import zmq
 from loops import open_fds
+from peers import received
 from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
 from support import eventually
 from typed_messages import Output, Request
 
 from aioshm.config import Options
-from aioshm.engine import EngineZmqAddresses
+from aioshm.engine import EngineZmqAddresses, get_engine_client_zmq_addr
 from aioshm.errors import (
     EngineDead,
     MessageTooLarge,
@@ -141,6 +142,21 @@ class TestBadFrames:
                 await asyncio.sleep(0.01)
                 stranger.close(linger=1000)
             assert len(caplog.records) <= 1
+
+    async def test_counts_of_the_coordinator(self, caplog: pytest.LogCaptureFixture) -> None:
+        addresses = here_and_there()
+        addresses.frontend_stats_publish_address = get_engine_client_zmq_addr(True, "")
+        with zmq.Context() as context, context.socket(zmq.XPUB) as fronts:
+            fronts.bind(addresses.frontend_stats_publish_address)
+            async with served(Engine(), addresses=addresses) as serving:
+                assert await received(fronts) == [b"\x01"]
+                for state in ([[[0, 1]], 3, True], [[[1], [2]], 3, True], [[], "x", True], [], 5, [None, 9]):
+                    fronts.send(msgspec.msgpack.encode(state))
+                fronts.send(b"\xc1")
+                fronts.send(msgspec.msgpack.encode([None, 11, False]))
+                await until(lambda: serving.client._link.wave == 11)
+                assert len(await collected(serving.client.submit(ask("a")))) == 3
+        assert "counts from the coordinator are ignored" in caplog.text
 
     @pytest.mark.parametrize(
         ("identity", "frames"),

@@ -279,17 +279,6 @@ class TestWaits:
 
 
 class TestWaitingRequests:
-    async def test_closing_the_client_ends_them(self) -> None:
-        async with served(Engine()) as serving:
-            await serving.client.pause()
-            streams = [serving.client.submit(ask(each)) for each in "ab"]
-            reading = asyncio.create_task(anext(streams[0]))
-            await asyncio.sleep(0)
-            await serving.client.aclose()
-            for each in (reading, anext(streams[1])):
-                with pytest.raises(QueueClosed):
-                    await each
-
     @pytest.mark.parametrize("how", ["abort", "aclose", "drop"])
     async def test_aborted_one_is_never_sent(self, how: str) -> None:
         engine = Engine()
@@ -380,17 +369,6 @@ class TestSeveralClients:
             assert other.paused == "keep"
             await other.resume()
             assert len(await collected(waiting)) == 3
-
-    async def test_pause_holds_that_was_called_after_an_unknown_resume(self) -> None:
-        engine = Gated()
-        async with served(engine, n_clients=2) as serving:
-            one, other = serving.clients
-            await one.pause()
-            await asyncio.gather(other.resume(), one.pause())
-            for client in serving.clients:
-                await client.call("report")  # notices came before the answer
-            assert one.paused == other.paused == "finish"
-            await one.resume()
 
     @pytest.mark.parametrize("seed", range(3))
     async def test_last_order_holds_everywhere(self, seed: int) -> None:

@@ -14,7 +14,7 @@ from served_engine import Engine, ask, clients_of, collected, here_and_there, se
 from aioshm.engine import EngineClient
 from aioshm.engine.client import requests
 from aioshm.engine.protocol.messages import MarkedOutputs, mark, pop_mark
-from aioshm.errors import RequestAborted, RequestFailed
+from aioshm.errors import RequestAborted
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
@@ -63,8 +63,8 @@ async def leave(client: EngineClient, stream: Any, way: str) -> None:
 async def test_id_used_again_at_once_gets_its_own_outputs(way: str, n_engines: int) -> None:
     async with served(*(Wordy() for _ in range(n_engines))) as serving:
         client = serving.client
-        for number in range(30):
-            former = client.submit(saying("a", "1 2 3 4 5 6 7 8 " * 100), engine=0 if number % 3 == 0 else None)
+        for number in range(12):
+            former = client.submit(saying("a", "1 2 3 4 5 6 7 8 " * 40), engine=0 if number % 3 == 0 else None)
             for _ in range(number % 4):
                 await anext(former)
             await leave(client, former, way)
@@ -138,24 +138,6 @@ async def test_outputs_and_ends_of_other_generations_reach_no_request() -> None:
             engine.says(said("last", finish_reason="stop"), generations=[second], finished_requests={"a"})
             assert await words(stream) == "new last"
             assert client.late_outputs == 3
-
-
-async def test_unreadable_output_of_another_generation_fails_no_request() -> None:
-    class Said(msgspec.Struct):
-        request_id: str
-        word: str
-        finish_reason: str | None = None
-
-    async with clients_of(here_and_there(), 1, 1, output_type=Said) as serving:
-        with zmq.Context() as context, Remote(context, serving.client) as engine:
-            await serving.client.wait_until_ready(30)
-            stream = serving.client.submit(ask("a"))
-            generation = await engine.hears_request()
-            engine.says({"request_id": "a", "word": 5}, said("new"), generations=[7, generation])
-            engine.says({"request_id": "a", "word": 5}, generations=[generation], finished_requests={"a"})
-            assert (await anext(stream)).word == "new"
-            with pytest.raises(RequestFailed, match="its output is no"):
-                await anext(stream)
 
 
 async def test_generations_that_do_not_fit_their_outputs_are_dropped(caplog: pytest.LogCaptureFixture) -> None:

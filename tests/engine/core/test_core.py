@@ -6,16 +6,13 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import zmq
-from peers import received
-from served_engine import Engine, ask, collected, here_and_there, served, shaken, starting, until
+from served_engine import Engine, ask, collected, here_and_there, served, until
 from startups import tasks
 
 from aioshm.engine import (
@@ -26,7 +23,6 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
-from aioshm.engine.protocol.messages import EnvelopeDecoder
 from aioshm.errors import EngineDead, RequestFailed
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
@@ -167,162 +163,6 @@ async def _greet(path: str, addresses: EngineZmqAddresses) -> None:
         sender, _ = router.recv_multipart()
         router.send_multipart([sender, encode({"addresses": addresses, "parallel_config": {}})])
         router.close(linger=1000)
-
-
-class Coordinator:
-    """A coordinator without a mind of its own."""
-
-    def __init__(self, context: Any, addresses: EngineZmqAddresses) -> None:
-        self._engines, self._reports, self.fronts = (context.socket(kind) for kind in (zmq.XPUB, zmq.PULL, zmq.XPUB))
-        self._engines.setsockopt(zmq.XPUB_VERBOSE, 1)  # every engine's subscription, though all are the same
-        places = [get_engine_client_zmq_addr(True, "") for _ in range(3)]
-        for socket, place in zip((self._engines, self._reports, self.fronts), places, strict=True):
-            socket.bind(place)
-        addresses.coordinator_input, addresses.coordinator_output, addresses.frontend_stats_publish_address = places
-        self.reports: list[Any] = []
-
-    async def hears_subscriptions(self, count: int) -> None:
-        for _ in range(count):
-            assert await received(self._engines) == [b"\x01"]
-
-    async def report(self) -> Any:
-        """Return the next report: (engine, counts, wave_complete, start_wave)."""
-        found = EnvelopeDecoder().decode(await received(self._reports))
-        stats = found.scheduler_stats
-        counts = None if stats is None else (stats["num_waiting_reqs"], stats["num_running_reqs"])
-        return found.engine_index, counts, found.wave_complete, found.start_wave
-
-    def tell_engines(self, *frames: bytes) -> None:
-        self._engines.send_multipart(frames)
-
-    def tell_fronts(self, *state: Any) -> None:
-        self.fronts.send(encode(state))
-
-    def close(self) -> None:
-        for socket in (self._engines, self._reports, self.fronts):
-            socket.close(linger=0)
-
-
-@asynccontextmanager
-async def coordinated(*engines: Any) -> AsyncIterator[tuple[Any, Coordinator]]:
-    addresses = here_and_there()
-    with zmq.Context() as context:
-        coordinator = Coordinator(context, addresses)
-        try:
-            async with tasks(_admit(coordinator, len(engines))):
-                async with served(*engines, addresses=addresses) as serving:
-                    yield serving, coordinator
-        finally:
-            coordinator.close()
-
-
-async def _admit(coordinator: Coordinator, count: int) -> None:
-    await coordinator.hears_subscriptions(count)
-    coordinator.tell_engines(b"READY")
-
-
-class Lockstepped(Engine):
-    """Works in lockstep with others in the same loop."""
-
-    def __init__(self, others: list[Lockstepped]) -> None:
-        super().__init__()
-        self.dummies = 0
-        self.others = others
-        others.append(self)
-
-    def execute_dummy_batch(self) -> None:
-        self.dummies += 1
-
-    def has_unfinished_dp(self, unfinished: bool) -> bool:
-        return any(other.requests for other in self.others)
-
-
-class TestCoordinator:
-    async def test_no_engine_is_ready_before_the_coordinator_is(self, path: str) -> None:
-        addresses = here_and_there()
-        with zmq.Context() as context:
-            coordinator = Coordinator(context, addresses)
-            async with EngineClient(addresses, 1) as client:
-                async with (
-                    starting(_Alone(client), path, addresses) as startup,
-                    tasks(run_engine_core(Engine(), path, 0)) as (engine,),
-                ):
-                    shaking = asyncio.create_task(shaken(_Alone(client), startup))
-                    await coordinator.hears_subscriptions(1)
-                    await asyncio.sleep(0.02)
-                    assert not shaking.done()
-                    coordinator.tell_engines(b"READY")
-                    await shaking
-                    coordinator.tell_engines(b"READY")  # when others come
-                    assert await client.call("add", 1, engine=0) == 2
-                    assert not engine.done()
-            coordinator.close()
-
-    async def test_counts_are_reported_when_they_change(self) -> None:
-        async with coordinated(Engine(), Engine()) as (serving, coordinator):
-            assert sorted([await coordinator.report(), await coordinator.report()]) == [
-                (0, (0, 0), None, None),
-                (1, (0, 0), None, None),
-            ]
-            stream = serving.client.submit(ask("a", None), engine=1)
-            assert await coordinator.report() == (1, (0, 1), None, None)
-            await stream.aclose()
-            assert await coordinator.report() == (1, (0, 0), None, None)
-
-    async def test_requests_go_where_there_is_least_to_do(self) -> None:
-        async with coordinated(Engine(), Engine()) as (serving, coordinator):
-            assert await received(coordinator.fronts) == [b"\x01"]
-            coordinator.tell_fronts([[0, 90], [20, 0, 0.5]], 3, True)
-            await until(lambda: serving.client._link.wave == 3)
-            for number in range(8):
-                await collected(serving.client.submit(ask(str(number))))
-            assert (len(serving.engines[0].seen), len(serving.engines[1].seen)) == (0, 8)
-            coordinator.tell_fronts(None, 4, False)
-            await until(lambda: serving.client._link.wave == 4)
-
-    async def test_counts_that_make_no_sense_are_ignored(self, caplog: pytest.LogCaptureFixture) -> None:
-        async with coordinated(Engine(), Engine()) as (serving, coordinator):
-            await received(coordinator.fronts)
-            for state in ([[[0, 1]], 3, True], [[[1], [2]], 3, True], [[], "x", True], [], 5, [None, 9]):
-                coordinator.fronts.send(encode(state))
-            coordinator.fronts.send(b"\xc1")
-            coordinator.tell_fronts(None, 11, False)
-            await until(lambda: serving.client._link.wave == 11)
-            assert len(await collected(serving.client.submit(ask("a")))) == 3
-            assert "counts from the coordinator are ignored" in caplog.text
-
-    async def test_waves(self) -> None:
-        all_: list[Lockstepped] = []
-        async with coordinated(Lockstepped(all_), Lockstepped(all_)) as (serving, coordinator):
-            for _ in range(2):
-                await coordinator.report()
-            stream = serving.client.submit(ask("a", None), engine=1)
-            await anext(stream)
-            heard = [await coordinator.report(), await coordinator.report()]
-            assert (1, None, None, 0) in heard
-            assert all_[0].dummies == 0
-            coordinator.tell_engines(b"\x02", encode((0, 1)))
-            await until(lambda: all_[0].dummies > 2)
-            assert all_[1].dummies == 0
-            await stream.aclose()
-            heard = [await coordinator.report(), await coordinator.report()]
-            assert (0, None, 0, None) in heard
-            dummies = all_[0].dummies
-            coordinator.tell_engines(b"\x02", encode((0, 1)))  # that wave is over
-            coordinator.tell_engines(b"\x02", b"\xc1")
-            coordinator.tell_engines(b"\x03", encode((1, None)))
-            assert len(await collected(serving.client.submit(ask("b", 2), engine=0))) == 2
-            assert all_[0].dummies == dummies
-            heard = [await coordinator.report() for _ in range(3)]
-            assert (0, None, None, 1) in heard
-
-
-class _Alone:
-    manager = None
-
-    def __init__(self, client: EngineClient) -> None:
-        self.client = client
-        self.clients = [client]
 
 
 class TestTurns:

@@ -26,7 +26,6 @@ from aioshm.engine.protocol.messages import (
 )
 from aioshm.engine.protocol.payloads import (
     INLINE_BYTES,
-    MAX_FRAMES,
     MAX_STRANGE_FRAMES,
     MAX_STRANGE_OBJECTS,
     PayloadDecoder,
@@ -247,32 +246,19 @@ class TestArrays:
             assert same(inner.array, value)
 
     def test_output_of_another_type_leaves_the_other_outputs_readable(self) -> None:
-        main, *more = encoded(
-            EngineCoreOutputs(3, [["a", "no list"], ["b", [1], None, None, HALVES, 1]], finished_requests={"b"})
-        )
-        envelope = EnvelopeDecoder(FieldOutput).decode([main, *more])
-        unreadable, output = envelope.outputs
-        assert same(output.pooling_output, HALVES)
-        assert (unreadable.request_id, unreadable.finished) == ("a", False)
-        assert (envelope.engine_index, envelope.finished_requests) == (3, {"b"})
-
-    def test_output_with_a_slice_is_readable_beside_one_of_another_type(self) -> None:
         class Sliced(msgspec.Struct, array_like=True):
             request_id: str
             part: slice
+            halves: torch.Tensor
+            number: float
 
-        envelope = EnvelopeDecoder(Sliced).decode(encoded(EngineCoreOutputs(0, [["a", 5], ["b", slice(1, 2)]])))
-        assert envelope.outputs[0].request_id == "a"
-        assert envelope.outputs[1] == Sliced("b", slice(1, 2, None))
-
-    def test_numbers_and_slices(self) -> None:
-        [frame] = encoded([np.float32(1.5), np.bool_(True), slice(1, None, 2)])
-        assert PayloadDecoder().decode([frame]) == [1.5, True, [1, None, 2]]
-
-        class Sliced(msgspec.Struct):
-            part: slice
-
-        assert PayloadDecoder(Sliced).decode(encoded({"part": slice(1, 2)})).part == slice(1, 2, None)
+        outputs = [["a", 5], ["b", slice(1, 2), HALVES, np.float32(1.5)]]
+        envelope = EnvelopeDecoder(Sliced).decode(encoded(EngineCoreOutputs(3, outputs, finished_requests={"b"})))
+        unreadable, output = envelope.outputs
+        assert (unreadable.request_id, unreadable.finished) == ("a", False)
+        assert (output.part, output.number) == (slice(1, 2, None), 1.5)
+        assert same(output.halves, HALVES)
+        assert (envelope.engine_index, envelope.finished_requests) == (3, {"b"})
 
     @pytest.mark.parametrize(
         "value",
@@ -284,24 +270,20 @@ class TestArrays:
         with pytest.raises(CodecError, match="cannot encode list"):
             encoder.encode([np.zeros(1000), value])
         assert len(encoder.encode(1)) == 1  # nothing is left of what failed
-
-    def test_too_large(self) -> None:
         with pytest.raises(MessageTooLarge, match="more than 4000"):
-            encoded(np.zeros(1000, np.uint8).repeat(4), 4000)
+            encoded(np.zeros(4000, np.uint8), 4000)
 
     @pytest.mark.parametrize(
         "array",
         [
             ["<f4", [2], 1],  # 8 bytes, and the frame has 512
             ["<f4", [128], 2],
-            ["<f4", [128], 0],
             ["<f4", [128], -1],
             ["float33", [128], 1],
             ["|O", [64], 1],
             ["<f4,<f4", [64], 1],
             ["<f4", [2**62, 2], 1],
             ["<f4", [-128], 1],
-            ["<f4", [128.0], 1],
             ["<f4", 128, 1],
         ],
     )
@@ -314,10 +296,6 @@ class TestArrays:
         with pytest.raises(CodecError, match="cannot decode"):
             PayloadDecoder(FieldRequest).decode(frames)
 
-    def test_too_many_frames(self) -> None:
-        with pytest.raises(CodecError, match="frames"):
-            PayloadDecoder().decode([b"\x90"] * (MAX_FRAMES + 1))
-
     def test_more_arrays_than_frames_travel_inside_the_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("aioshm.engine.protocol.payloads.MAX_FRAMES", 50)
         array = np.arange(INLINE_BYTES, dtype="u1")
@@ -325,6 +303,8 @@ class TestArrays:
         assert len(frames) == 50
         found = PayloadDecoder().decode(frames)
         assert len(found) == 60
+        with pytest.raises(CodecError, match="frames"):
+            PayloadDecoder().decode([b"\x90"] * 51)
         assert all((each == array).all() for each in found)
 
     def test_most_objects_and_frames_of_a_peer_without_keys_pass(self) -> None:
