@@ -13,8 +13,7 @@ from aioshm.config import Options
 from aioshm.errors import AioshmError, QueueClosed
 from aioshm.process.limits import naming_limits
 from aioshm.queue.base import AnyHandle, CodedNaming, CodedReading, Naming, QueueBase, Reading
-from aioshm.queue.ends.leasing import Leases
-from aioshm.queue.ends.lending import Message
+from aioshm.queue.ends.blocks import Leases, Message
 from aioshm.queue.ends.reader import Reader
 from aioshm.queue.ends.writer import Membership, Writer
 from aioshm.queue.handle import Handle

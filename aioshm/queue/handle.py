@@ -148,11 +148,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
             raise HandleError(f"not a handle: {error}") from None
 
     def check_version(self) -> None:
-        """Refuse a handle of another version.
-
-        Raises:
-            HandleError: The version differs.
-        """
+        """Raise `HandleError` for a handle of another version."""
         if self.version != VERSION:
             raise HandleError(f"the handle has layout version {self.version}, this aioshm reads {VERSION}")
 
@@ -161,11 +157,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         return self.host == host_id() and self.uid == os.geteuid()
 
     def check_local(self) -> None:
-        """Refuse a handle whose ring cannot be mapped here.
-
-        Raises:
-            HandleError: Another host or user.
-        """
+        """Raise `HandleError` for a handle of another host or user."""
         if self.host != host_id():
             raise HandleError(f"the handle was made on another host ({self.host}); its local readers must run there")
         if self.uid != os.geteuid():

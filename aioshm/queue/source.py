@@ -20,17 +20,16 @@ from aioshm.wait.limits import seconds
 
 
 class OpenedMessage:
-    """A message that was opened when the block began.
-
-    ``close``: finishes with the message, or leaves it in place if its argument is true. None: the message was taken.
-    """
+    """A message that was opened when the block began."""
 
     def __init__(self, value: Any, close: Callable[[bool], None] | None = None) -> None:
         self._value = value
+        # Finishes with the message, or leaves it in place if its argument is true; None: taken.
         self._close = close
         self.taken: bool = close is None
 
-    def open(self) -> Any:
+    def pop(self) -> Any:
+        """Return the value, once."""
         value = self._value
         self._value = None  # `Leases` would count a second reference as a holder
         return value
@@ -84,10 +83,7 @@ def nothing() -> Any:
 
 
 class Source(Closable):
-    """A source of a reader's messages; this base never has any.
-
-    The reader uses its source on the reader's loop, in one task at a time, and closes the source.
-    """
+    """A source of a reader's messages, used by one task at a time; this base never has any."""
 
     ring: RingReader | None = None
     # Messages and bytes from former writers: replaced with the source in one step, as other threads read statistics.

@@ -1,7 +1,6 @@
-"""The state of one end of a queue: its owner, whether it is ready, closed or failed, and its budget of messages.
+"""The state of one end of a queue: its owner, readiness, failure, call lock and budget.
 
-Fast calls go directly to the end's core. The core is shut while the end is not ready, has failed, or a call waits.
-Calls then take the slow path, which waits or raises the error.
+Fast calls go to the core, which is shut while the end is not ready, has failed, or a call waits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Trace contexts of messages, as in W3C's ``traceparent`` header.
-
-With ``Options(trace_context=True)`` the writer sends the context of the current OpenTelemetry span with each message,
-and the reader can link its own spans to the sender's. A context takes 26 bytes (`layout.TRACE`) in a slot, and in a
-frame to remote readers. Readers need no OpenTelemetry: `TraceContext.traceparent` is text.
-"""
+"""Trace contexts of messages, as in W3C's ``traceparent`` header."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from aioshm.codec import T
 from aioshm.codec.frames import body_of
 from aioshm.errors import QueueClosed
 from aioshm.queue.blocking.end import BlockingEnd, locked, remaining_s
-from aioshm.queue.ends.leasing import ReadBlock
+from aioshm.queue.ends.blocks import ReadBlock
 from aioshm.queue.local.leases import VIEW_BYTES
 from aioshm.ring.cores import ReaderCore
 from aioshm.wait.limits import thread_deadline_after

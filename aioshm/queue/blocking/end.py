@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aioshm.closing import warn_not_closed
 from aioshm.errors import AioshmError, QueueClosed, QueueRestarted, RoleError
 from aioshm.process.loop_thread import LoopThread, ProcessLock, process_lock, shared_loop
-from aioshm.queue.ends.leasing import ReadBlock
+from aioshm.queue.ends.blocks import ReadBlock
 from aioshm.queue.ends.reader import Reader
 from aioshm.queue.ends.writer import Writer
 from aioshm.queue.state import EndState

@@ -20,7 +20,7 @@ from aioshm.queue import api
 from aioshm.queue.base import AnyHandle, CodedNaming, CodedReading, Naming, QueueBase, Reading, documented_as
 from aioshm.queue.blocking.blocks import LeaseBlock, Leases, WriteBlock
 from aioshm.queue.blocking.end import BlockingEnd, made
-from aioshm.queue.ends.lending import Message
+from aioshm.queue.ends.blocks import Message
 from aioshm.queue.ends.reader import Reader
 from aioshm.queue.ends.writer import Membership, Writer
 from aioshm.queue.groups.factory import GroupCall

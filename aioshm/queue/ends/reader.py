@@ -13,7 +13,7 @@ from aioshm.arguments import check_int
 from aioshm.codec import Codec, Encoded, cannot_decode
 from aioshm.errors import AioshmError, CodecError, QueueEmpty
 from aioshm.queue.closing import Closable
-from aioshm.queue.ends.leasing import AwaitedReadBlock
+from aioshm.queue.ends.blocks import AwaitedReadBlock
 from aioshm.queue.ends.reconnect import NoWriter, Reconnect
 from aioshm.queue.handle import Handle
 from aioshm.queue.source import Source, nothing

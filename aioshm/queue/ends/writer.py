@@ -18,7 +18,7 @@ from aioshm.codec import Codec, Encoded, PickleCodec
 from aioshm.errors import AioshmError, PeerClosed, QueueFull
 from aioshm.process.limits import shortage
 from aioshm.queue.closing import Closable
-from aioshm.queue.ends.lending import Loan, Message, itself, room_for
+from aioshm.queue.ends.blocks import Loan, Message, itself, room_for
 from aioshm.queue.ends.sender import Sender
 from aioshm.queue.handle import Answers, Handle, host_id
 from aioshm.queue.local.loans import ArraySpec

@@ -46,15 +46,9 @@ class Attachment:
         hello: Hello,
         sock: socket.socket | None,
         prefault_bytes: int,
-        changed: Callable[[], None],
+        changed: Callable[[], None],  # called when a body arrives
     ) -> Attachment:
-        """Wait until the writer has admitted this reader, then map the ring; ``changed``: called when a body arrives.
-
-        Raises:
-            HandleError: The queue is gone, refused this reader, or does not match the handle.
-            PeerClosed: The writer has closed the queue.
-            PeerDied: The writer died meanwhile.
-        """
+        """Wait until the writer has admitted this reader, then map the ring."""
         lifeline = await attach(handle.lifeline, hello, sock)
         try:
             buffer = _map(handle, lifeline)
@@ -90,11 +84,7 @@ class Attachment:
 
 
 class WriterWaker:
-    """Wakes the writer, but not for each slot: the writer would fill the slot and sleep again.
-
-    The reader wakes the writer once per iteration of the loop, or when half of the slots between the message that the
-    writer waits for and the latest message are free: half of the ring, or half of the chunks of one size.
-    """
+    """Wakes the writer once per turn of the loop, or when half of the slots that it needs are free."""
 
     def __init__(self, state: EndState, ring: RingReader, lifeline: Lifeline, loop: asyncio.AbstractEventLoop) -> None:
         self._state = state

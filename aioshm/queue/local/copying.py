@@ -101,13 +101,7 @@ class CopyingSlots:
         self._core.release()
 
     def _copy(self) -> tuple[Header, memoryview] | None:
-        """Copy the next message, which stays the next one; None if its body has yet to arrive.
-
-        Raises:
-            MessagesLost: The message is lost, and perhaps later ones; the next call continues behind them.
-            ReaderEvicted: The writer continues without this reader.
-            CorruptSlot, CodecError: The message is damaged; the next call continues behind it.
-        """
+        """Copy the next message, which stays the next one; None if its body has yet to arrive."""
         copied: tuple[Header, memoryview] | None = None
         failure: CorruptSlot | CodecError | None = None
         if self._core.intact():

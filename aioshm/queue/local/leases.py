@@ -1,13 +1,7 @@
 """Leased chunks of one reader: their windows, and the release of their slots.
 
-When a lease's block ends, the name after ``as`` usually still refers to the message, until the next round of the loop
-assigns the name anew. A copy for each message would cost more than no lease at all. So the reader retains the slot of a
-large message that is still held: until the end of the next lease, or until anything else is read, or for `RESPITE_S`.
-Then the slot is released, and a view that is still held becomes a private copy.
-
-A loop that waits for the next message cannot drop the present message. While a call waits, the slot stays retained
-unless the writer needs it. The reader checks that ever less often, so that it can sleep: after as long as it has
-waited already, and after `LONGEST_RESPITE_S` at most.
+The slot of a message that is held after its block is retained until the next lease ends, or anything
+else is read, or for `RESPITE_S`; longer while a call waits and the writer does not.
 """
 
 from __future__ import annotations
@@ -41,11 +35,7 @@ class Leases:
         self._timer: asyncio.TimerHandle | None = None
 
     def end(self, chunk: int, index: int, nbytes: int) -> None:
-        """Release the next message's slot, or retain it while the program holds a view.
-
-        Raises:
-            SharedMemoryError: A view is held, and there is no memory for a copy; the slot is retained.
-        """
+        """Release the next message's slot, or retain it while the program holds a view."""
         self.settle()
         if self._may_retain and self.windows.held(chunk):
             self._core.skip()
@@ -56,11 +46,7 @@ class Leases:
             self._waker.slot_is_free()
 
     def settle(self) -> None:
-        """Release the retained slot.
-
-        Raises:
-            SharedMemoryError: As for `end`.
-        """
+        """Release the retained slot."""
         if self._retained is None:
             return
         chunk, index, nbytes = self._retained

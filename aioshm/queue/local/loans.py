@@ -1,8 +1,4 @@
-"""Memory that a writer loans: of a chunk, of an overflow segment, or private memory where a copy costs less.
-
-The lender fills a window (``ring/window.py``). Each chunk and each segment has one, which is reused: a message of the
-same size finds a segment that the readers know, and pages that were touched before.
-"""
+"""Memory that a writer loans: a window over a chunk or a segment, or private memory if small."""
 
 from __future__ import annotations
 
@@ -47,12 +43,7 @@ class Placed(NamedTuple):
 
 
 class ArraySpec:
-    """The shape, dtype and kind of a loaned array.
-
-    Raises:
-        TypeError, ValueError: An argument is invalid; the text names it.
-        ImportError: NumPy or torch is not installed.
-    """
+    """The shape, dtype and kind of a loaned array, checked."""
 
     def __init__(self, shape: int | Sequence[int], dtype: Any, like: Like) -> None:
         if like not in ("numpy", "torch"):
@@ -225,13 +216,7 @@ class Loans:
         self._of_segments: dict[int, LoanWindow] = {}
 
     def extent(self, slot: Slot, nbytes: int) -> Extent:
-        """Return memory for a message of ``nbytes`` in the claimed slot's chunk or a segment, until it is published.
-
-        Without a mapping, the extent has no memory, and the message will be copied.
-
-        Raises:
-            SharedMemoryError, OutOfDescriptors: The message needs an overflow segment, and there is none.
-        """
+        """Return memory in the claimed slot's chunk or a segment; an empty extent is copied."""
         if nbytes <= self._chunk_bytes:
             chunk = slot.chunk
             if chunk is None:
@@ -249,11 +234,7 @@ class Loans:
             return Extent()
 
     def take_back(self, extent: Extent) -> None:
-        """Revoke the lender's access to an extent. Idempotent.
-
-        Raises:
-            SharedMemoryError: The lender keeps an array, whose memory could not be exchanged.
-        """
+        """Revoke the lender's access to an extent; exchange memory that is still in use. Idempotent."""
         window = extent.window
         extent.window = None
         if window is None:

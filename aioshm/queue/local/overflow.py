@@ -1,16 +1,7 @@
-"""Messages that do not fit a chunk: their bodies lie in overflow segments, beside the ring.
+"""Messages that do not fit a chunk: their bodies lie in overflow segments, and their slots hold markers.
 
-The slot of such a message holds a marker: the number of the segment, and the size of the body. The writer sends the
-segment's descriptor over the lifelines before it publishes the first marker that names the segment. So a reader that
-sees a marker can read the message, even if the writer has died. The descriptor is read-only: no reader can change a
-message of another reader. The writer uses a segment again once every reader has released its slot and no array lies in
-the segment: writing to fresh memory costs several times the copy.
-
-A large array stays in the segment. The reader locks the segment (flock(2), shared) before it releases the slot, and
-closes the locked descriptor when the program has dropped the array. The kernel does that for a reader that dies, and
-keeps the lock for a forked child that still has the array.
-
-With ``Options(overflow="zmq")`` the bodies go over ZeroMQ instead (``overflow_sockets.py``).
+The writer passes a segment's read-only descriptor over the lifelines before it publishes a marker
+of it. A segment is used again when its slot is released and no reader's lock (flock) is on it.
 """
 
 from __future__ import annotations
@@ -64,11 +55,7 @@ MAX_VIEWED = 4
 
 
 def pack_marker(header: memoryview, secret: bytes, seq: int, number: int, size: int) -> None:
-    """Write a marker (segment number, body size) behind the fields of the slot's header.
-
-    The checksum covers ``seq``. An old marker stays in the slot when the slot is used again; without the checksum a
-    reader could take it for a new one, and wait for a segment that never comes.
-    """
+    """Write a marker behind the slot's header; the checksum tells it from an older marker."""
     _MARKER.pack_into(header, _MARKER_AT, secret, number, size)
     _CHECKSUM.pack_into(header, _CHECKSUM_AT, _checksum(header, seq))
 
@@ -98,11 +85,7 @@ class Overflow(ABC):
     def put(
         self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
     ) -> None:
-        """Send the body of the message that the claimed slot is for, and mark the slot.
-
-        Raises:
-            SharedMemoryError, OutOfDescriptors: No memory or descriptor is left; nothing was sent.
-        """
+        """Send the body of the message that the claimed slot is for, and mark the slot."""
 
     @abstractmethod
     def expect_reader(self, peer: Peer) -> None:
@@ -196,11 +179,7 @@ class OverflowSegments(Overflow):
         self.segments.clear()
 
     def reserve(self, size: int) -> int:
-        """Return the number of a segment with room for the next message; see `mark`. The segment loses its message.
-
-        Raises:
-            SharedMemoryError, OutOfDescriptors: The system has no memory or descriptor for a segment.
-        """
+        """Return the number of a segment with room for the next message, to `mark` later."""
         number = self._find(size)
         self.segments[number].seq = NO_MESSAGE  # a lender may write to the segment while a reader asks for history
         return number
@@ -279,18 +258,10 @@ class OverflowReader(ABC):
 
     @abstractmethod
     def body(self, header: memoryview, seq: int) -> memoryview | None:
-        """Return a message's body, read-only, which the caller has to release; None if it has yet to arrive.
-
-        Raises:
-            CorruptSlot: The slot is damaged, or the body can never be read here.
-            SharedMemoryError, LimitReached: There is not enough room now; try again later.
-        """
+        """Return a message's body, read-only, which the caller has to release; None if it has yet to arrive."""
 
     def view(self, _header: memoryview, _seq: int, _least: int, /) -> memoryview | None:
-        """Return a private, writable view of a message's body that may outlive the slot; None: copy the `body`.
-
-        Also return None for messages of fewer than ``least`` bytes.
-        """
+        """Return a private view, of ``least`` bytes or more, that may outlive the slot; None: copy."""
         return None
 
     @abstractmethod
@@ -318,11 +289,7 @@ class SegmentMemory(mmap.mmap, OwnMemory):
 
 
 class PassedSegments(OverflowReader):
-    """The overflow segments that a reader has been passed.
-
-    Large arrays are not copied out: they lie in a private mapping of their segment. If the program keeps several
-    arrays, or writes to them, which copies page by page, later arrays are copied out immediately.
-    """
+    """The overflow segments that a reader was passed; large arrays lie in private mappings of them."""
 
     def __init__(self, secret: bytes, lifeline: Lifeline) -> None:
         super().__init__(secret)

@@ -1,12 +1,7 @@
-"""Messages that do not fit a chunk, over ZeroMQ: the sockets and frames of remote readers, beside the ring.
+"""Messages that do not fit a chunk, over ZeroMQ: as to remote readers, on a socket file.
 
-The writer's XPUB is bound to a socket file, in a directory that only this user can enter; each local reader's SUB
-connects to the file. A slot's marker has the number of the body, and the reader releases the slot when the body has
-arrived. So the ring bounds the bodies in flight. There is no high-water mark: a body that ZeroMQ drops would be lost.
-
-The writer keeps each body until every reader has finished with its slot, and sends all kept bodies to a reader that
-subscribes, for the first time or after a lost connection. A writer that closes with bodies kept delivers them in a
-thread, even after the loop has ended.
+The writer keeps each body until every reader has finished with its slot, and sends kept bodies to a
+reader that subscribes. The ring bounds the bodies in flight; a high-water mark would lose bodies.
 """
 
 from __future__ import annotations
@@ -56,12 +51,7 @@ _NUMBERS = (1 << 32) - 1  # a marker has these bits of a body's number
 
 
 class OverflowPublisher(Overflow):
-    """The writer's side: the bodies that some reader may still need.
-
-    Raises:
-        SharedMemoryError, EndpointError: The socket file cannot be created.
-        OutOfDescriptors, OutOfThreads: This process has no descriptor or thread left.
-    """
+    """The writer's side: the bodies that some reader may still need."""
 
     def __init__(self, readers: LocalReaders, options: Options) -> None:
         self._readers = readers
@@ -205,12 +195,7 @@ class OverflowPublisher(Overflow):
 
 
 class OverflowSubscriber(OverflowReader):
-    """A local reader's side: the bodies that have arrived; made on the running loop.
-
-    Raises:
-        EndpointError: The socket cannot be created.
-        OutOfDescriptors, OutOfThreads: This process has no descriptor or thread left.
-    """
+    """A local reader's side: the bodies that have arrived; made on the running loop."""
 
     def __init__(self, endpoint: str, secret: bytes, rank: int, patience_s: float, changed: Callable[[], None]) -> None:
         super().__init__(secret)

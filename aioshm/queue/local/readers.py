@@ -42,20 +42,17 @@ _STATES = {"left": LEFT, "died": DIED, "held": HELD}
 
 
 class LocalReaders:
-    """The transport of local readers; the `Host` of the lifeline listener.
-
-    ``sizes``: bytes of a chunk, number of chunks, number of slots. The queue starts without readers of ``extra`` ranks.
-    """
+    """The transport of local readers; the `Host` of the lifeline listener."""
 
     kind = "local"
 
     def __init__(
         self,
         ranks: tuple[int, ...],
-        sizes: tuple[int, int, int | None],
+        sizes: tuple[int, int, int | None],  # bytes of a chunk, number of chunks, number of slots
         options: Options,
         token: bytes | None = None,
-        extra: frozenset[int] = frozenset(),
+        extra: frozenset[int] = frozenset(),  # ranks without which the queue becomes ready
     ) -> None:
         self.ranks = ranks
         self.token: bytes = token or secrets.token_bytes(TOKEN_BYTES)
@@ -336,11 +333,7 @@ class LocalReaders:
         self._commit()
 
     def put_placed(self, slot: Slot, extent: Extent, placed: Placed, code: int) -> None:
-        """Publish a message that was written in place, in the claimed slot's extent.
-
-        Raises:
-            SharedMemoryError: The memory could not be taken back from the lender. Nothing was sent.
-        """
+        """Publish a message that was written in place, in the claimed slot's extent."""
         ring = self.ring
         kind = INLINE
         window = extent.window

@@ -200,11 +200,7 @@ class SlotReader:
         return OpenedMessage(obj, partial(self._end_lease, chunk, self._slots.index(begin), nbytes))
 
     def _end_lease(self, chunk: int, index: int, nbytes: int, undo: bool) -> None:
-        """Release a leased slot, or retain it for a while; ``undo`` leaves the message where it is.
-
-        Raises:
-            SharedMemoryError: Arrays are still held, and there is no memory for a copy; the slot is retained.
-        """
+        """Release a leased slot, or retain it for a while; ``undo`` leaves the message where it is."""
         if undo:
             return
         assert self._leases is not None
@@ -283,11 +279,7 @@ class SlotReader:
         return body
 
     def _body(self, begin: int, header: Header) -> memoryview:
-        """Return the room of a message that is in the ring.
-
-        Raises:
-            CorruptSlot, CodecError: The slot holds no complete message of this queue's codec, and no raw one.
-        """
+        """Return the room of a message that is in the ring, after checking its header."""
         kind, code, _, _, seq, _, size = header
         if seq != self._core.seq:
             raise CorruptSlot(seq, self._core.seq)

@@ -36,12 +36,7 @@ logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 
 class RingSource(Source):
-    """The ring of a writer on this host.
-
-    Raises:
-        HandleError: The queue is gone, or belongs to another host or user.
-        OutOfDescriptors: No file descriptor is left.
-    """
+    """The ring of a writer on this host."""
 
     # Set when the writer has admitted this reader.
     _slots: SlotReader | CopyingSlots

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from pairs import EITHER_PLACE
 from remotes import ready_ends
 
 import aioshm
-from aioshm import MessageQueue, Options, SharedMemoryError, ShmRingBuffer, StatelessProcessGroup, blocking, config
+from aioshm import MessageQueue, Options, SharedMemoryError, ShmRingBuffer, StatelessProcessGroup, blocking
 
 create_from_process_group = MessageQueue.create_from_process_group
 create_from_process_group_single_reader = MessageQueue.create_from_process_group_single_reader
@@ -214,12 +214,6 @@ async def test_queue_without_n_local_reader_has_local_readers_only(n_reader: int
         assert writer.export_handle().local_reader_ranks == tuple(range(n_reader))
 
 
-@pytest.mark.parametrize("n_reader", [0, 1, 3])
-def test_blocking_queue_without_n_local_reader_has_local_readers_only(n_reader: int) -> None:
-    with blocking.MessageQueue(n_reader) as writer:
-        assert writer.export_handle().local_reader_ranks == tuple(range(n_reader))
-
-
 def test_both_faces_show_the_same_arguments_and_describe_each() -> None:
     shown = inspect.signature(MessageQueue)
     assert [*shown.parameters][:2] == ["n_reader", "n_local_reader"]
@@ -296,37 +290,6 @@ def test_options(name: str, values: list[Any]) -> None:
 
 def test_every_option_was_tried() -> None:
     assert {name for name, _ in OPTIONS} == set(Options.__struct_fields__)
-
-
-ENVIRONMENT = ["nan", "inf", "-inf", "-1", "1e400", "1" * 5000, "a" * 5000, "True", "some text", "a\udc80"]
-
-
-@pytest.mark.parametrize(
-    "variable",
-    [
-        "AIOSHM_BACKING",
-        "AIOSHM_LIFELINE",
-        "AIOSHM_OVERFLOW",
-        "AIOSHM_WAIT",
-        "AIOSHM_MAX_SPIN_CPU",
-        "AIOSHM_STALL_WARNING_S",
-        "AIOSHM_REMOTE_TIMEOUT_S",
-        "AIOSHM_ENGINE_READY_TIMEOUT_S",
-        "AIOSHM_NATIVE",
-        "AIOSHM_USAGE_STATS",
-    ],
-)
-@pytest.mark.parametrize("text", ENVIRONMENT, ids=lambda text: text.encode("ascii", "replace").decode()[:10])
-def test_environment(variable: str, text: str) -> None:
-    read: dict[str, Callable[[dict[str, str]], object]] = {
-        "AIOSHM_ENGINE_READY_TIMEOUT_S": config.engine_ready_timeout,
-        "AIOSHM_NATIVE": config.native_wanted,
-        "AIOSHM_USAGE_STATS": config.usage_stats_path,
-    }
-    with pytest.raises(ValueError, match=variable) as caught:
-        read.get(variable, Options.from_env)({variable: text})
-    assert type(caught.value) is ValueError
-    assert len(str(caught.value)) < 400
 
 
 GROUP: list[tuple[str, list[Any]]] = [

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from overflowing import BOTH_WAYS
 from pairs import EITHER_PLACE, attached
 from remotes import ready_ends
@@ -21,7 +20,6 @@ from aioshm import (
     MessageQueue,
     MessageTooLarge,
     QueueCancelled,
-    QueueClosed,
     QueueEmpty,
     QueueFull,
     RoleError,
@@ -58,18 +56,6 @@ async def test_sizes_around_the_chunk(size: int, way: str) -> None:
         assert readers[0].stats().overflows == (9 if overflowing else 0)
 
 
-@BOTH_WAYS
-async def test_several_overflows_in_flight_keep_their_place(way: str) -> None:
-    async with attached(2, overflow=way) as (writer, readers):
-        sent = [b"small", b"A" * 50_000, b"B" * 60_000, b"tiny"]
-        for obj in sent:
-            await writer.enqueue(obj, 5)
-        with pytest.raises(QueueFull):
-            writer.enqueue_nowait(b"")
-        for reader in readers:
-            assert [await reader.dequeue(5) for _ in sent] == sent
-
-
 @pytest.mark.parametrize(("n_local", "n_remote", "way"), [(1, 0, "segments"), (1, 0, "zmq"), (0, 1, "segments")])
 async def test_the_sender_may_change_its_buffers_at_once(n_local: int, n_remote: int, way: str) -> None:
     async with ready_ends(n_local, n_remote, chunk=65536, overflow=way) as (writer, (reader,)):
@@ -82,16 +68,6 @@ async def test_the_sender_may_change_its_buffers_at_once(n_local: int, n_remote:
             received = await reader.dequeue(5)
             assert np.array_equal(received, expected)
             received[:] = 1  # the caller's own
-
-
-async def test_what_was_received_never_changes_again() -> None:
-    async with attached(1, chunk=65536, chunks=2) as (writer, (reader,)):
-        kept = []
-        for number in range(20):
-            await writer.enqueue(torch.full((5000,), number, dtype=torch.int32))
-            kept.append(await reader.dequeue(5))
-        for number, tensor in enumerate(kept):
-            assert torch.equal(tensor, torch.full((5000,), number, dtype=torch.int32))
 
 
 async def one(reader: MessageQueue, **limits: Any) -> list[Any]:
@@ -141,30 +117,6 @@ async def test_timeout_and_nowait() -> None:
         assert await reader.dequeue(0) == 5
 
 
-async def test_nowait_receives_overflow_at_once() -> None:
-    async with attached() as (writer, (reader,)):
-        writer.enqueue_nowait(b"x" * 100_000)
-        assert reader.dequeue_nowait() == b"x" * 100_000
-        assert reader.stats().overflows == 1
-
-
-async def test_iteration_ends_when_the_writer_closes() -> None:
-    async with attached(2) as (writer, readers):
-
-        async def collect(reader: MessageQueue) -> list[int]:
-            return [obj async for obj in reader]
-
-        collecting = [asyncio.ensure_future(collect(reader)) for reader in readers]
-        for number in range(100):
-            await writer.enqueue(number)
-        await writer.aclose()
-        assert await asyncio.gather(*collecting) == [list(range(100))] * 2
-        with pytest.raises(QueueClosed):
-            await readers[0].dequeue()
-        with pytest.raises(QueueClosed):
-            readers[0].dequeue_nowait()
-
-
 @pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (1, 2)])
 async def test_everything_sent_survives_the_writers_close(n_local: int, n_remote: int) -> None:
     async with ready_ends(n_local, n_remote) as (writer, readers):
@@ -207,16 +159,6 @@ async def test_a_failed_raw_write_sends_nothing_and_a_failed_raw_read_releases(n
                     raise ZeroDivisionError
             assert await reader.dequeue(5) == b"second", "a block that raises has had its message"
             assert reader.stats().backlog == 0
-
-
-@BOTH_WAYS
-async def test_raw_read_of_overflow(way: str) -> None:
-    async with attached(1, codec="raw", overflow=way) as (writer, (reader,)):
-        await writer.enqueue(b"o" * 50_000)
-        async with reader.acquire_read(5) as view:
-            assert view == b"o" * 50_000
-        await writer.enqueue(b"next")
-        assert await reader.dequeue(5) == b"next"
 
 
 @EITHER_PLACE
@@ -331,27 +273,6 @@ async def test_sending_implies_waiting_until_ready(receive: Callable[..., Any]) 
 
 
 @EITHER_PLACE
-async def test_two_consumers_share_the_messages_in_turn(n_local: int, n_remote: int) -> None:
-    async with ready_ends(n_local, n_remote) as (writer, (reader,)):
-
-        async def consume() -> list[int]:
-            return [number async for number in reader]
-
-        consumers = [asyncio.ensure_future(consume()) for _ in range(2)]
-        for number in range(1000):
-            await writer.enqueue(number)
-            if number % 3 == 0:
-                await asyncio.sleep(0)
-        await writer.aclose()
-        first, second = await asyncio.gather(*consumers)
-        assert sorted(first + second) == list(range(1000))
-        assert first == sorted(first)
-        assert second == sorted(second)
-        assert first
-        assert second
-
-
-@EITHER_PLACE
 async def test_waiting_consumers_are_served_first_come_first(n_local: int, n_remote: int) -> None:
     async with ready_ends(n_local, n_remote) as (writer, (reader,)):
         consumers = [asyncio.ensure_future(reader.dequeue()) for _ in range(5)]
@@ -371,21 +292,6 @@ async def test_a_reader_that_never_waits_lets_other_tasks_run(n_local: int, n_re
             for number in range(512):
                 assert await reader.dequeue() == number
         assert other.turns >= 512 // YIELD_AFTER_MESSAGES - 1
-
-
-async def test_stats_stay_readable_after_closing() -> None:
-    async with attached(2) as (writer, readers):
-        await writer.enqueue("x")
-        assert writer.stats().backlog == 1
-        assert writer.stats().readers == 2
-        assert await readers[0].dequeue() == "x"
-        assert readers[0].stats().messages == 1
-        assert readers[1].stats().backlog == 1
-    assert writer.stats().messages == 1
-    assert readers[0].stats().messages == 1
-    await writer.aclose()
-    with pytest.raises(QueueClosed):
-        await writer.enqueue(1)
 
 
 async def test_who_is_missing_is_said() -> None:

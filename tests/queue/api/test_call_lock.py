@@ -53,7 +53,7 @@ actions = st.one_of(
 
 @pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-@settings(deadline=None, max_examples=examples(300))
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(actions, max_size=40))
 def test_whatever_happens_in_whatever_order(new_loop: object, script: list[tuple[str, int]]) -> None:
     """At most one has the turn, those who get it get it in the order of their coming, and it is free in the end."""

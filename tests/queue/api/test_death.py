@@ -197,18 +197,6 @@ async def test_a_writer_killed_before_it_answers() -> None:
                 await asyncio.wait_for(waiting, 5)
 
 
-async def test_a_reader_killed_before_it_attaches_is_missed_by_name() -> None:
-    async with wide_writer(2, 0) as writer:
-        handle = writer.export_handle().to_json()
-        async with child("sleep_before_attaching", handle, "1") as victim, child("idle", handle, "0"):
-            await victim.says("dialled")
-            with pytest.raises(TimeoutError, match="rank 1"):
-                await writer.wait_until_ready(0.5)
-            victim.signal(signal.SIGKILL)
-            with pytest.raises(PeerDied, match=f"reader 1 .pid {victim.pid}"):
-                await writer.wait_until_ready(10)
-
-
 async def test_a_stopped_reader_is_reported_by_name(caplog: pytest.LogCaptureFixture) -> None:
     async with wide_writer(2, 0, stall_warning_s=0.3) as writer:
         handle = writer.export_handle().to_json()

@@ -6,22 +6,18 @@ import asyncio
 import os
 import random
 import signal
-import sys
 from pathlib import Path
 from time import monotonic
 
 import pytest
 from children import child
-from faces import Thread
-from faces import child as blocking_child
 from nursery import nursery, runs_of
 from pairs import EITHER_PLACE
 from remotes import ready_ends, wide_writer
 from replacing import becomes, bereaved, joined, received
-from support import cancelled_after, eventually, until
+from support import cancelled_after, until
 
-from aioshm import EndClosed, MessageQueue, Options, PeerClosed, QueueFull, ReaderDied, ReaderJoined, blocking
-from aioshm.process.watch import is_dying, process_state
+from aioshm import EndClosed, MessageQueue, Options, PeerClosed, QueueFull, ReaderDied, ReaderJoined
 from aioshm.queue.local import readers as local_readers
 
 
@@ -97,21 +93,6 @@ async def test_the_writer_waits_and_says_for_whom(n_local: int, n_remote: int) -
             assert await heir.dequeue(20) == await patient.dequeue(20) == 4
             assert heir.stats().rank == 1
             assert await anext(changes) == ReaderJoined(1, os.getpid(), 0)
-
-
-@EITHER_PLACE
-async def test_death_is_reported_as_a_change(n_local: int, n_remote: int) -> None:
-    async with wide_writer(n_local, n_remote, on_reader_death="hold", remote_timeout=1.0, linger_s=0.1) as writer:
-        changes = writer.membership(20)
-        async with child("idle", writer.export_handle().to_json(), "0") as doomed:
-            await writer.enqueue(0, 20)
-            doomed.signal(signal.SIGKILL)
-            await doomed.end()
-        assert await anext(changes) == ReaderJoined(0, doomed.pid, 0)
-        assert await anext(changes) == ReaderDied(0, doomed.pid, 0, held=True)
-        await writer.enqueue(1, 20)
-        async with joined(writer, 0) as heir:
-            assert await received(heir, 2) == [0, 1]
 
 
 @pytest.mark.parametrize("what", ["hold", "lease"])
@@ -214,26 +195,6 @@ class TestClosing:
             await asyncio.wait_for(writer.aclose(), 20)
             assert f"no replacement of reader 0 (pid {pid}) has attached: messages 0 to 1 are lost" in caplog.text
 
-    def test_on_the_blocking_face(self, caplog: pytest.LogCaptureFixture) -> None:
-        options = Options(on_reader_death="hold")
-        with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, options=options) as writer:
-            handle = writer.export_handle()
-            with blocking_child("idle", handle.to_json()) as doomed:
-                writer.wait_until_ready(20)
-                doomed.process.send_signal(signal.SIGSTOP)  # before it reads what is to be kept for its successor
-                eventually(lambda: process_state(doomed.pid) == "stopped", "its stop")
-                writer.enqueue_many([0, 1], 20)
-                changes = writer.membership(20)
-                doomed.process.kill()
-                doomed.process.wait(20)
-            while not isinstance(next(changes), ReaderDied):
-                pass
-            closing = Thread(writer.close)
-            eventually(lambda: "closing: waiting for a replacement" in caplog.text, "closing")
-            with blocking.MessageQueue.create_from_handle(handle, 0) as heir:
-                assert list(heir) == [0, 1]
-            closing.result()
-
     async def test_nothing_is_waited_for_where_all_was_read(self, caplog: pytest.LogCaptureFixture) -> None:
         async with wide_writer(1, 0, on_reader_death="hold", linger_s=60.0) as writer:
             async with child("idle", writer.export_handle().to_json(), "0") as doomed:
@@ -266,16 +227,3 @@ async def test_a_replacement_that_comes_while_the_former_one_is_being_ended(monk
                 doomed.signal(signal.SIGKILL)
                 assert await waiting == "kept"
             await doomed.end()
-
-
-async def test_who_is_being_ended() -> None:
-    """As the kernel says it: not who is stopped, and not who has ended."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(1000)")
-    assert not is_dying(process.pid)
-    process.send_signal(signal.SIGSTOP)
-    await until(lambda: process_state(process.pid) == "stopped", "stop")
-    assert not is_dying(process.pid)
-    process.kill()
-    await process.wait()
-    assert not is_dying(process.pid)
-    assert not is_dying(0)

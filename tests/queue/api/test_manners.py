@@ -23,7 +23,7 @@ from pairs import EITHER_PLACE
 from remotes import ready_ends, wide_writer
 from support import until
 
-from aioshm import EndClosed, Handle, HandleError, MessageQueue, PeerClosed, PeerDied, blocking
+from aioshm import EndClosed, Handle, HandleError, MessageQueue, PeerClosed, blocking
 from aioshm.process.watch import process_state
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -48,13 +48,6 @@ def no_descriptors_left() -> Iterator[None]:
 
 class TestBothEndsInOneTask:
     """Nobody waits for both at once: entering the reader begins to attach it."""
-
-    @EITHER_PLACE
-    async def test_meet_without_a_gather(self, n_local: int, n_remote: int) -> None:
-        writer = wide_writer(n_local, n_remote)
-        async with writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-            await writer.enqueue({"number": 1}, 20)
-            assert await reader.dequeue(20) == {"number": 1}
 
     @EITHER_PLACE
     async def test_whichever_is_entered_first(self, n_local: int, n_remote: int) -> None:
@@ -104,12 +97,6 @@ class TestAWriterThatWasClosed:
                 with pytest.raises(PeerClosed):
                     await reader.wait_until_ready(20)
 
-    def test_before_a_blocking_reader_attached(self) -> None:
-        with make_writer() as writer:
-            reader = blocking.MessageQueue.create_from_handle(writer.export_handle(), 0)
-        with reader, pytest.raises(PeerClosed, match="the writer has closed the queue"):
-            reader.dequeue(20)
-
     async def test_while_descriptors_are_short(self) -> None:
         """There is none left to accept the readers with but those that closing gives back."""
         writer = wide_writer(3, 0)
@@ -148,16 +135,6 @@ class TestAWriterThatWasClosed:
             handle = writer.export_handle()
         with pytest.raises(HandleError, match="the queue's writer is gone"):
             MessageQueue.create_from_handle(handle, 0)
-
-    async def test_and_one_that_died_are_two_things(self) -> None:
-        async with child("write", "0", "0") as writer:
-            reader = MessageQueue.create_from_handle(await writer.says("{"), 0)
-            writer.signal(signal.SIGSTOP)
-            async with reader:
-                writer.signal(signal.SIGKILL)
-                with pytest.raises(PeerDied) as caught:
-                    await reader.dequeue(20)
-                assert (caught.value.side, caught.value.pid) == ("writer", writer.pid)
 
 
 class TestMineAndTheOthers:

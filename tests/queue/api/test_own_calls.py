@@ -22,17 +22,6 @@ class Shouting(MessageQueue[Any]):
         return await super().dequeue(*args, **kwargs) + "!"
 
 
-async def test_they_may_be_looked_up_before_the_ends_are_ready() -> None:
-    async with MessageQueue(1, 1) as writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-        send, receive = writer.enqueue, reader.dequeue
-        ready = asyncio.gather(reader.wait_until_ready(30), send("first"))
-        assert await asyncio.create_task(receive()) == "first"
-        await ready
-        for number in range(1000):  # several turns of the loop, and more than the core does at once
-            await send(number)
-            assert await receive() == number
-
-
 async def test_what_a_subclass_has_to_say() -> None:
     writer = Shouting(1, 1)
     reader = Shouting.create_from_handle(writer.export_handle(), 0)
@@ -109,10 +98,3 @@ async def test_iterating_over_what_a_subclass_or_an_observer_receives() -> None:
 
         observed.dequeue = watched  # type: ignore[method-assign,assignment]
         assert [await anext(aiter(observed)) for _ in "ab"] == seen == ["a", "b"]
-
-
-async def test_the_writer_has_nothing_to_iterate_over() -> None:
-    async with attached() as (writer, _):
-        with pytest.raises(RoleError, match="dequeue"):
-            async for _ in writer:
-                pass

@@ -23,7 +23,6 @@ from aioshm import (
     ChangesLost,
     HandleError,
     MessageQueue,
-    MessagesLost,
     NoPlaceVacant,
     Options,
     PeerClosed,
@@ -146,18 +145,6 @@ class TestReplaced:
                     assert await newcomer.dequeue(20) == 9
                     assert await received(patient, 2) == [8, 9]
 
-    async def test_many_times(self) -> None:
-        async with ready_ends(2, 0) as (writer, (patient, reader)):
-            for number in range(50):
-                await reader.aclose()
-                reader = MessageQueue.create_from_handle(writer.export_handle(), 1)
-                await reader.wait_until_ready(20)
-                await writer.enqueue(number, 20)
-                assert await patient.dequeue(20) == number
-                if number % 2:
-                    assert await reader.dequeue(20) == number
-            await reader.aclose()
-
     @pytest.mark.parametrize("overflow", ["segments", "zmq"])
     async def test_what_does_not_fit_a_chunk_reaches_it(self, overflow: Any) -> None:
         async with ready_ends(2, 0, overflow=overflow) as (writer, (patient, leaver)):
@@ -172,20 +159,6 @@ class TestReplaced:
                     await writer.enqueue(bytes(size), 20)
                 for reader in (patient, newcomer):
                     assert list(map(len, await received(reader, 3))) == [LARGE, 3 * LARGE, 2 * LARGE]
-
-    async def test_by_one_that_is_not_waited_for(self) -> None:
-        async with ready_ends(2, 0) as (writer, (patient, leaver)):
-            await leaver.aclose()
-            await becomes(writer, 1, "left")
-            async with joined(writer, 1, slow_reader="skip") as newcomer:
-                for number in range(10):
-                    await writer.enqueue(number, 20)
-                    await patient.dequeue(20)
-                with pytest.raises(MessagesLost) as caught:
-                    await newcomer.dequeue(20)
-                assert caught.value.first == 0
-                got = await received(newcomer, 10 - 1 - caught.value.last)
-                assert got == list(range(caught.value.last + 1, 10))
 
     async def test_while_a_slot_is_being_filled(self) -> None:
         async with ready_ends(2, 0, codec="raw") as (writer, (patient, leaver)):

@@ -18,7 +18,6 @@ from support import HELPERS
 from aioshm import MessageQueue
 from aioshm.codec.frames import parts_of
 from aioshm.codec.pickle5 import PickleCodec
-from aioshm.errors import MessageTooLarge
 
 CHILD = str(HELPERS / "arrays_child.py")
 FIELDS = np.dtype([("a", "i4"), ("b", "f8")])
@@ -82,10 +81,9 @@ async def send(writer: MessageQueue, arrays: Sequence[Any]) -> None:
 
 
 @pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}-{array.shape}-{array.strides}")
 @pytest.mark.parametrize("how", ["dequeue", "lease", "many"])
-async def test_each_arrives_as_it_was(array: Any, how: str) -> None:
-    sent = [numbered(array, n) for n in range(6)]
+async def test_each_array_arrives_as_it_was(how: str) -> None:
+    sent = [numbered(array, n) for array in ARRAYS for n in range(3)]
     async with attached(chunk=2**20) as (writer, (reader,)), asyncio.TaskGroup() as tasks:
         tasks.create_task(send(writer, sent))
         received: list[Any] = []
@@ -99,24 +97,6 @@ async def test_each_arrives_as_it_was(array: Any, how: str) -> None:
                     received.append(obj)
         for one, other in zip(received, sent, strict=True):
             same(one, other)
-
-
-async def test_arrays_of_equal_types_that_differ_arrive_each_as_it_was() -> None:
-    plain_floats = np.arange(2000, dtype="f4")
-    alike = [
-        plain_floats,
-        plain_floats.astype(np.dtype("f4", metadata={"unit": "m"})),
-        np.arange(4000, dtype="f4")[::2],
-        read_only(np.arange(2000, dtype="f4")),
-        plain_floats.view(Matrix),
-        plain_floats.astype(">f4"),
-        np.arange(2000, dtype="q"),
-        np.arange(2000, dtype="l"),
-    ]
-    async with attached(chunk=2**20) as (writer, (reader,)):
-        for each in [*alike, *alike, *[one for one in alike for _ in range(3)], *reversed(alike)]:
-            await writer.enqueue(each, 5)
-            same(await reader.dequeue(5), each)
 
 
 async def test_objects_never_travel_as_pointers() -> None:
@@ -142,48 +122,6 @@ async def test_types_that_cannot_be_hashed_or_compared_are_encoded() -> None:
         for _ in range(5):
             await writer.enqueue(strings, 5)
             assert (await reader.dequeue(5)).tolist() == ["one", "x" * 40]
-
-
-async def test_what_arrives_is_memory_of_its_own() -> None:
-    array = np.zeros(1500, "f4")
-    async with attached(2, chunk=2**20) as (writer, readers):
-        for n in range(5):
-            array[:] = n
-            await writer.enqueue(array, 5)
-            array[:] = -1  # changes nothing
-            one, other = [await reader.dequeue(5) for reader in readers]
-            one += 10
-            assert set(one) == {n + 10}
-            assert set(other) == {n}
-
-
-async def test_the_bound_of_messages_holds() -> None:
-    small, large = np.zeros(4200, "u1"), np.zeros(8000, "u1")
-    async with attached(chunk=2**20, max_message_bytes=6000) as (writer, (reader,)):
-        for _ in range(4):
-            await writer.enqueue(small, 5)
-            assert (await reader.dequeue(5)).shape == (4200,)
-            with pytest.raises(MessageTooLarge):
-                await writer.enqueue(large, 5)
-
-
-async def test_a_full_ring_takes_them_when_there_is_room() -> None:
-    array = np.arange(1200, dtype="f4")
-    async with attached(chunk=8192, chunks=3, slots=4) as (writer, (reader,)):
-        sent, received = 0, 0
-        for _ in range(20):
-            with pytest.raises(TimeoutError):
-                while True:
-                    await writer.enqueue(array + sent, 0.01)
-                    sent += 1
-            one = asyncio.ensure_future(writer.enqueue(array + sent, 5))
-            await asyncio.sleep(0)
-            while received < sent:
-                same(await reader.dequeue(5), array + received)
-                received += 1
-            await one
-            sent += 1
-        assert sent >= 40
 
 
 async def test_codecs_of_others_decode_every_array() -> None:
@@ -243,7 +181,7 @@ def any_array(chance: random.Random, dtype: np.dtype[Any], shape: tuple[int, ...
 
 @pytest.mark.slow_on_uvloop
 async def test_in_another_process_they_are_what_was_sent() -> None:
-    chance, count = random.Random(7), 1500
+    chance, count = random.Random(7), 400
     kind: tuple[np.dtype[Any], tuple[int, ...]] = np.dtype("O"), (3,)
     async with MessageQueue(1, 1) as writer:
         handle = writer.export_handle().to_json()
@@ -276,10 +214,3 @@ async def test_reader_with_the_portable_core_receives_them(size: int) -> None:
             child.kill()
             child.wait()
     assert told[0] == f"False float64 (2, {size})\n"
-
-
-async def test_trace_contexts_go_with_them() -> None:
-    async with attached(chunk=2**20, trace_context=True) as (writer, (reader,)):
-        for n in range(5):
-            await writer.enqueue(np.full(2000, n, "f4"), 5)
-            assert (await reader.dequeue(5))[0] == n

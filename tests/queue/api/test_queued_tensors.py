@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -80,37 +79,11 @@ async def receive(reader: MessageQueue[Any], how: str) -> torch.Tensor:
 @pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("how", ["dequeue", "many", "lease"])
 @pytest.mark.parametrize("nbytes", SIZES.values(), ids=SIZES)
-async def test_each_arrives_as_it_was(nbytes: int, how: str) -> None:
-    sent = [each for dtype in DTYPES for each in [of(dtype, nbytes)] * 4] + [
-        each for one in special(nbytes) for each in [one] * 4
+async def test_each_tensor_arrives_as_it_was(nbytes: int, how: str) -> None:
+    sent = [each for dtype in DTYPES for each in [of(dtype, nbytes)] * 2] + [
+        each for one in special(nbytes) for each in [one] * 2
     ]
     async with attached(chunk=2**21) as (writer, (reader,)):
         for each in sent:
             await writer.enqueue(each, 5)
             same(await receive(reader, how), each)
-
-
-async def test_who_writes_to_a_leased_one_changes_nothing_for_others() -> None:
-    count = SIZES["seen"]
-    async with attached(2, chunk=2**20) as (writer, (one, other)):
-        for n in range(12):
-            await writer.enqueue(torch.full((count,), n, dtype=torch.uint8), 5)
-            async with one.lease() as mine, other.lease() as theirs:
-                assert (int(mine[0]), int(mine[-1]), int(theirs[0])) == (n, n, n)
-                mine += 100
-                assert (int(mine[0]), int(mine[-1]), int(theirs[0])) == (n + 100, n + 100, n)
-            kept = mine
-            del mine, theirs
-        assert int(kept.sum()) == count * 111, "a copy by now"
-
-
-async def test_what_is_kept_of_a_leased_one_is_a_copy_afterwards() -> None:
-    async with attached(chunk=2**20, chunks=3) as (writer, (reader,)):
-        kept = []
-        for n in range(10):
-            await writer.enqueue(torch.full((SIZES["seen"],), n, dtype=torch.uint8), 5)
-            async with reader.lease() as leased:
-                kept.append(leased[5:10])
-            del leased
-        await asyncio.sleep(0.05)
-        assert [each.tolist() for each in kept] == [[n] * 5 for n in range(10)]

@@ -184,4 +184,4 @@ class Readers(RuleBasedStateMachine):
 
 
 def test_readers_that_come_and_go_in_any_order() -> None:
-    run(Readers, settings=settings(max_examples=examples(150), stateful_step_count=40, deadline=None))
+    run(Readers, settings=settings(max_examples=examples(80), stateful_step_count=40, deadline=None))

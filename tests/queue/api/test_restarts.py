@@ -13,16 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
-from faces import Thread
 from support import HELPERS
 from two_hosts import two_hosts
-
-from aioshm import QueueRestarted, blocking
-from aioshm.process.loop_thread import shared_loop
 
 SCRIPT = HELPERS / "restart_child.py"
 READERS = [("asyncio", "1"), ("uvloop", "1"), ("blocking", "1"), ("asyncio", "0")]
@@ -165,59 +159,6 @@ def kill_again_and_again(where: str, directory: Path, rounds: int, ip: str, host
             assert sent[pid] <= reader.got[pid], f"{sent[pid] - reader.got[pid]} messages are missing"
             assert ip or reader.got[pid] <= sent[pid] + 1
             assert ip or reader.got[pid] == readers[0].got[pid]
-
-
-class Alarm(Exception):
-    """What a signal's handler raises."""
-
-
-@pytest.mark.slow
-def test_signals_while_a_blocking_reader_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No message is lost, and of each restart the caller is told, be it by the context of what a handler raises."""
-    monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(tmp_path / "names"))
-    expected = [(incarnation, number) for incarnation in range(150) for number in range(5)]
-
-    def write() -> None:
-        for incarnation in range(150):
-            with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4, name="steps") as writer:
-                for number in range(5):
-                    writer.enqueue((incarnation, number), 60)
-
-    def interrupt(_number: int, frame: FrameType | None) -> None:
-        if frame is None or not ("/aioshm/" in frame.f_code.co_filename or "/asyncio/" in frame.f_code.co_filename):
-            return  # the test itself would be interrupted
-        while frame is not None:
-            if frame.f_code.co_name == "__del__":
-                return  # Python itself drops what is raised there
-            frame = frame.f_back
-        raise Alarm
-
-    received: list[Any] = []
-    told = alarms = 0
-    shared_loop()  # a loop that a handler keeps from being complete is not closed
-    before = signal.signal(signal.SIGALRM, interrupt)
-    with blocking.MessageQueue.attach("steps", 0, reconnect=True) as reader:
-        writing = Thread(write)
-        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0007)
-        try:
-            while len(received) < len(expected):
-                try:
-                    received.append(reader.dequeue(60))
-                except QueueRestarted:
-                    told += 1
-                except Alarm as error:
-                    alarms += 1
-                    context: BaseException | None = error
-                    while context is not None and not isinstance(context, QueueRestarted):
-                        context = context.__context__
-                    told += context is not None
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        writing.result()
-        assert received == expected
-        assert told == reader.stats().restarts == 149
-        assert alarms > 10
 
 
 HUNDRED = pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(300)], id="a hundred")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from children import child
-from faces import Thread, make_writer, pair
+from faces import Thread, make_writer
 from remotes import wide_writer
 from support import until
 
@@ -108,20 +108,6 @@ class TestSkip:
             assert (lost.value.first, lost.value.last) == (1, 25)
             assert [(await other.dequeue(20))[0] for _ in range(4)] == [26, 27, 28, 29]
 
-    async def test_a_batch(self) -> None:
-        async with three_ends("skip") as (writer, patient, other):
-            await publish(writer, patient, range(9))
-            with pytest.raises(MessagesLost):
-                await other.dequeue_many(10, 20)
-            assert [number for number, _ in await other.dequeue_many(10, 20)] == [5, 6, 7, 8]
-
-    async def test_a_reader_that_waits_is_woken(self) -> None:
-        async with three_ends("skip", wait="park") as (writer, patient, other):
-            waiting = asyncio.ensure_future(other.dequeue(20))
-            await until(lambda: other.stats().parks, "sleep")
-            await publish(writer, patient, range(1))
-            assert (await waiting)[0] == 0
-
     async def test_after_the_writer_has_closed(self) -> None:
         async with three_ends("skip") as (writer, patient, other):
             await publish(writer, patient, range(6), 50_000)
@@ -144,16 +130,6 @@ class TestSkip:
             assert closing is not None
             await closing
 
-    def test_in_a_blocking_merge(self) -> None:
-        with pair(chunks=CHUNKS, slow_reader="skip") as (writer, reader):
-            for number in range(10):
-                writer.enqueue(number, 20)
-            writer.close()
-            items = list(blocking.merge({7: reader}, errors="yield"))
-        assert [rank for rank, _ in items] == [7] * 5
-        assert isinstance(items[0][1], MessagesLost)
-        assert [number for _, number in items[1:]] == [6, 7, 8, 9]
-
     async def test_a_reader_that_is_waited_for_is_waited_for(self) -> None:
         async with three_ends("skip") as (writer, patient, other):
             for number in range(CHUNKS):
@@ -167,20 +143,6 @@ class TestSkip:
             await asyncio.wait_for(waiting, 20)
             assert [(await patient.dequeue(20))[0] for _ in range(CHUNKS)] == list(range(1, CHUNKS + 1))
             assert (await received(other, CHUNKS + 1))[-CHUNKS:] == list(range(1, CHUNKS + 1))
-
-    async def test_it_may_leave_before_all_are_ready(self) -> None:
-        async with wide_writer(1, 0, slow_reader="skip", chunks=CHUNKS) as writer:
-            handle = writer.export_handle()
-            with pytest.raises(TimeoutError):
-                await writer.wait_until_ready(0)
-            async with MessageQueue.create_from_handle(handle, 0) as early:
-                await until(lambda: writer.readers[0].state == "attached", "admission")  # type: ignore[union-attr]
-                await early.aclose()
-            async with MessageQueue.create_from_handle(handle, 0, slow_reader="block"):
-                for number in range(CHUNKS):
-                    await writer.enqueue(number, 20)
-                with pytest.raises(QueueFull):
-                    writer.enqueue_nowait("waits for its successor")
 
 
 class TestEvict:
@@ -201,20 +163,6 @@ class TestEvict:
             with pytest.raises(HandleError, match=rf"rank 1 is taken: its reader \(pid {os.getpid()} was evicted\)"):
                 async with MessageQueue.create_from_handle(writer.export_handle(), 1) as late:
                     await late.dequeue(20)
-
-    async def test_who_keeps_up_is_not(self) -> None:
-        async with three_ends("evict") as (writer, patient, other):
-            for number in range(100):
-                await publish(writer, patient, range(number, number + 1))
-                if number % CHUNKS == CHUNKS - 1:
-                    assert [(await other.dequeue(20))[0] for _ in range(CHUNKS)] == list(range(number - 3, number + 1))
-            assert writer.stats().readers == 2
-
-    async def test_ends_a_merge(self) -> None:
-        async with three_ends("evict") as (writer, patient, other):
-            await publish(writer, patient, range(20))
-            items = [item async for item in merge({7: other}, errors="yield")]
-            assert [(rank, type(item)) for rank, item in items] == [(7, ReaderEvicted)]
 
     async def test_the_last_reader(self) -> None:
         async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="evict") as writer:
@@ -240,24 +188,6 @@ class TestEvict:
 
 
 class TestTheArgument:
-    async def test_one_reader_may_ask_to_be_waited_for(self) -> None:
-        async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="skip") as writer:
-            async with MessageQueue.create_from_handle(writer.export_handle(), 0, slow_reader="block") as reader:
-                await writer.wait_until_ready(20)
-                for number in range(CHUNKS):
-                    writer.enqueue_nowait(number)
-                with pytest.raises(QueueFull):
-                    writer.enqueue_nowait("x")
-                assert [await reader.dequeue(20) for _ in range(CHUNKS)] == list(range(CHUNKS))
-
-    @pytest.mark.parametrize("slow", ["drop", "", 1, True])
-    async def test_what_is_none(self, slow: Any) -> None:
-        async with wide_writer(1, 0) as writer:
-            with pytest.raises(ValueError, match="slow_reader must be one of 'block', 'evict', 'skip', not"):
-                MessageQueue.create_from_handle(writer.export_handle(), 0, slow_reader=slow)
-            with pytest.raises(ValueError, match="slow_reader must be one of"):
-                Options(slow_reader=slow)
-
     async def test_what_goes_over_zeromq_is_not_lost(self) -> None:
         with pytest.raises(ValueError, match="slow_reader='skip' does not go with overflow='zmq': use"):
             Options(slow_reader="skip", overflow="zmq")
@@ -322,19 +252,6 @@ class TestOverTheNetwork:
             await self.publish(writer, patient, range(40, 43))
             assert [(await other.dequeue(20))[0] for _ in range(3)] == [40, 41, 42]
 
-    async def test_skip_while_a_message_is_leased(self) -> None:
-        async with self.three_ends("skip") as (writer, patient, other):
-            await self.publish(writer, patient, range(1))
-            async with other.lease(20) as (number, _):
-                await self.publish(writer, patient, range(1, 40))
-                await until(lambda: other.stats().messages + other.stats().backlog == 40, "the last one")
-                assert number == 0
-            with pytest.raises(MessagesLost, match="too slow") as lost:
-                await other.dequeue(20)
-            assert lost.value.first == 1
-            numbers = [(await other.dequeue(20))[0] for _ in range(39 - lost.value.last)]
-            assert numbers == list(range(lost.value.last + 1, 40))
-
     async def test_evict(self, caplog: pytest.LogCaptureFixture) -> None:
         async with self.three_ends("evict") as (writer, patient, other):
             await self.publish(writer, patient, range(8))
@@ -347,13 +264,6 @@ class TestOverTheNetwork:
             with pytest.raises(ReaderEvicted, match="a larger remote_window allows longer pauses"):
                 while True:
                     await other.dequeue(20)
-
-    async def test_block(self) -> None:
-        async with self.three_ends("block") as (writer, patient, other):
-            await self.publish(writer, patient, range(8))
-            with pytest.raises(TimeoutError, match="rank 1"):
-                await writer.enqueue("x", 1.5)
-            assert [(await other.dequeue(20))[0] for _ in range(8)] == list(range(8))
 
 
 @pytest.mark.slow

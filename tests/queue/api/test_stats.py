@@ -8,17 +8,14 @@ import platform
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from faces import reading
-from hypothesis import given
-from hypothesis import strategies as st
 from pairs import EITHER_PLACE, attached
 from remotes import ready_ends, wide_writer
 from support import until
 
 from aioshm import MessageQueue
-from aioshm.queue.stats import RATE_S, Rates
+from aioshm.queue.stats import Rates
 
 
 class TestRates:
@@ -38,16 +35,6 @@ class TestRates:
         assert rates.since(12.0, 1_000_010, 20) == (5, 10)
         rates.begin(12.0, 5)
         assert rates.since(12.5, 1_000_020, 20) == (8, 8), "what follows is no newcomer"
-
-    @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 1000)), max_size=20))
-    def test_several_who_ask(self, steps: list[tuple[float, int]]) -> None:
-        """Whoever asks, and however often, the window is a second or more once there was one; nothing is negative."""
-        rates, now, messages = Rates(0.0), 0.0, 0
-        for pause, count in steps:
-            now, messages = now + pause, messages + count
-            per_s, bytes_per_s = rates.since(now, messages, 2 * messages)
-            assert 0 <= per_s <= (messages / min(now, RATE_S) if now else 0)
-            assert bytes_per_s == pytest.approx(2 * per_s)
 
 
 @EITHER_PLACE
@@ -78,34 +65,6 @@ async def test_bytes(n_local: int, n_remote: int) -> None:
         assert reader.stats().overflows == (3 if n_local else 0)
         assert writer.stats().overflows == (3 if n_local else 0)
     assert (writer.stats().bytes, reader.stats().bytes) == (total, total), "also after closing"
-
-
-async def test_bytes_of_loans_and_of_what_comes_beside() -> None:
-    async with attached(1, chunk=1 << 20) as (writer, (reader,)):
-        for shape in ((100,), (200_000,), (400_000,)):
-            before = writer.stats().bytes
-            async with writer.loan(shape, "float32") as array:
-                array[...] = 1
-            assert writer.stats().bytes - before >= array.nbytes
-            async with reader.lease(20):
-                pass
-            assert reader.stats().bytes == writer.stats().bytes
-        await writer.enqueue({"a": np.zeros(50_000), "b": bytearray(3_000_000)})
-        await reader.dequeue(20)
-        assert reader.stats().bytes == writer.stats().bytes >= 3_400_000
-
-
-async def test_a_reader_that_skips_counts_what_it_got() -> None:
-    writer = wide_writer(1, 0, chunks=4, slow_reader="skip", codec="raw")
-    async with writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-        await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
-        for size in (10, 2000, 5000):
-            await writer.enqueue(bytes(size))
-        assert len(await reader.dequeue(20)) == 10
-        assert len(await reader.dequeue(20)) == 2000
-        async with reader.lease(20) as obj:
-            assert len(obj) == 5000
-        assert reader.stats().bytes == 7010
 
 
 async def test_a_row_for_each_reader() -> None:

@@ -17,9 +17,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pairs import EITHER_PLACE, attached
 from remotes import ready_ends, wide_writer
 
-from aioshm import MessageQueue, MessagesLost, Options, RoleError, TraceContext, merge
-from aioshm.queue.remote import wire
-from aioshm.queue.tracing import NO_TRACE, is_trace, unpack_trace
+from aioshm import MessageQueue, MessagesLost, RoleError, TraceContext, merge
+from aioshm.queue.tracing import is_trace, unpack_trace
 from aioshm.ring.layout import TRACE
 
 TRACER = TracerProvider().get_tracer("tests")
@@ -139,15 +138,6 @@ async def test_loans_and_leases(n_local: int, n_remote: int) -> None:
         assert heard(reader, 5) == contexts
 
 
-async def test_local_and_remote_readers_of_one_queue() -> None:
-    async with ready_ends(1, 1, trace_context=True) as (writer, readers):
-        with TRACER.start_as_current_span("both") as span:
-            await writer.enqueue(1)
-        for reader in readers:
-            assert await reader.dequeue(20) == 1
-            assert heard(reader) == [said(span)]
-
-
 async def test_a_writer_that_waits_for_room() -> None:
     """The context is that of the task which sends, not of the one that sent last."""
     async with attached(1, trace_context=True, chunks=2) as (writer, (reader,)):
@@ -229,16 +219,6 @@ def test_plain_threads() -> None:
         assert thread.result() == [*spans, spans[-1], *spans[1:3]]
 
 
-@pytest.mark.parametrize("codec", ["raw", "msgpack"])
-async def test_other_codecs(codec: str) -> None:
-    async with attached(1, codec=codec, trace_context=True) as (writer, (reader,)):
-        for message in (b"bytes", bytearray(2000)):
-            with TRACER.start_as_current_span("codec") as span:
-                await writer.enqueue(message)
-            assert bytes(await reader.dequeue(20)) == bytes(message)
-            assert heard(reader) == [said(span)]
-
-
 async def test_not_asked_for() -> None:
     async with ready_ends(1, 1) as (writer, readers):
         with TRACER.start_as_current_span("nobody"):
@@ -260,19 +240,6 @@ async def test_a_garbled_one_is_ignored_and_counted() -> None:
             assert reader.last_trace_context is None
             assert reader.trace_contexts(2) == [None]
             assert reader.stats().garbled_traces == 1
-
-
-@given(st.binary(max_size=60), st.integers(0, 7))
-def test_frames_with_any_flags(rest: bytes, flags: int) -> None:
-    """Whatever the third field says of a frame, it is read within its bounds or refused."""
-    frame = wire.address(bytes(16)) + wire.HEADER.pack(wire.INLINE, 1, flags, 0, 5, 0, len(rest)) + rest
-    for body in (None, memoryview(rest)):
-        try:
-            data = wire.parse_data(memoryview(frame), body)
-        except wire.WireError:
-            continue
-        assert len(data.trace) in (0, TRACE.size)
-        assert data.main_bytes == data.total >= len(data.body)
 
 
 def test_without_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,10 +269,3 @@ async def test_a_consumer_span_is_linked() -> None:
     assert send.context is not None
     assert process.parent.span_id == send.context.span_id
     assert batch.links[0].context.span_id == send.context.span_id
-
-
-def test_options() -> None:
-    assert not Options().trace_context
-    with pytest.raises(TypeError, match="trace_context"):
-        Options(trace_context="yes")  # type: ignore[arg-type]
-    assert bytes(26) == NO_TRACE

@@ -19,7 +19,7 @@ from pairs import EITHER_PLACE
 from remotes import wide_writer
 from support import cancelled_after, eventually, until
 
-from aioshm import MessageQueue, Options, PeerDied, QueueClosed, blocking
+from aioshm import MessageQueue, Options, PeerDied, blocking
 from aioshm.process.watch import process_state
 
 
@@ -66,14 +66,6 @@ class TestAReaderThatCloses:
                 await check(writer, reader)
 
     @EITHER_PLACE
-    async def test_without_ever_having_waited(self, n_local: int, n_remote: int) -> None:
-        async with wide_writer(n_local, n_remote) as writer:
-            handle = writer.export_handle()
-            await MessageQueue.create_from_handle(handle, 0).aclose()
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await check(writer, reader)
-
-    @EITHER_PLACE
     async def test_at_any_turn_of_the_loop(self, n_local: int, n_remote: int) -> None:
         """The writer waits all the time, one reader from the beginning, and one more comes last."""
         async with wide_writer(n_local * 3, n_remote * 3) as writer:
@@ -112,41 +104,6 @@ class TestAReaderThatCloses:
             ready.cancel()
             with pytest.raises(TimeoutError, match=r"rank 0 \(pid \d+.* has left\), rank 1$"):
                 await writer.wait_until_ready(0.1)
-
-    @EITHER_PLACE
-    async def test_after_all_were_ready(self, n_local: int, n_remote: int) -> None:
-        async with wide_writer(n_local, n_remote) as writer:
-            handle = writer.export_handle()
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await check(writer, reader)
-            await until(lambda: not pid_of(writer, 0))
-            with pytest.raises(QueueClosed, match="every reader has left"):
-                await writer.enqueue("x")
-            async with MessageQueue.create_from_handle(handle, 0) as late:
-                await late.wait_until_ready(20)
-                await check(writer, late)
-
-    @pytest.mark.usefixtures("short_goodbye")
-    @EITHER_PLACE
-    def test_on_the_blocking_face(self, n_local: int, n_remote: int) -> None:
-        with blocking.MessageQueue(
-            n_local + n_remote, n_local, max_chunk_bytes=4096, max_chunks=4, slots=4, connect_ip="127.0.0.1"
-        ) as writer:
-            handle = writer.export_handle()
-            for number in range(2):
-                with blocking.MessageQueue.create_from_handle(handle, 0) as early:
-                    with pytest.raises(TimeoutError):
-                        early.wait_until_ready(0.05)
-                with pytest.raises(TimeoutError, match="not attached yet: rank 0"):
-                    writer.wait_until_ready(0.05 * (number % 2))
-
-            def read() -> Any:
-                with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
-                    return reader.dequeue(20)
-
-            reading = Thread(read)
-            writer.enqueue("hello", 20)
-            assert reading.result() == "hello"
 
 
 class TestAReaderThatDies:

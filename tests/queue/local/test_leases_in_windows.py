@@ -50,14 +50,14 @@ def same(received: Any, sent: Any) -> bool:
 @pytest.mark.parametrize("codec", ["pickle", "msgpack"])
 async def test_each_kind_is_what_was_sent(kind: str, codec: str) -> None:
     async with attached(codec=codec, chunk=CHUNK, chunks=4) as (writer, (reader,)):
-        for n in range(20):
+        for n in range(8):
             sent = content(n)[kind]
             await writer.enqueue(sent, 5)
             async with reader.lease() as leased:
                 assert same(leased, sent)
             del leased
         seen = kind not in ("text", "bytes")
-        expected = 20_000 if seen else 20 * LARGE  # text is copied by whoever decodes it, which nobody counts
+        expected = 8_000 if seen else 8 * LARGE  # text is copied by whoever decodes it, which nobody counts
         assert reader.stats().copied_bytes <= expected
 
 
@@ -75,34 +75,6 @@ async def test_its_parts_together_are_what_counts(codec: str) -> None:
                     copied = reader.stats().copied_bytes - before
                 del leased
                 assert (copied < 1000) if shown else (2 * size < copied < 2 * size + 1000)
-
-
-async def test_several_loans_in_one_message_are_seen() -> None:
-    async with attached(chunk=CHUNK, chunks=4) as (writer, (reader,)):
-        for n in range(12):
-            async with writer.build() as message:
-                message["one"] = message.empty(300_000, "uint8")
-                message["other"] = message.empty((2, 150_000), "uint8", "torch")
-                message["one"][:] = n
-                message["other"].fill_(n)
-            async with reader.lease() as leased:
-                assert same(leased, {"one": np.full(300_000, n), "other": torch.full((2, 150_000), n)})
-                assert not leased["one"].flags.writeable
-            del leased
-        assert reader.stats().copied_bytes < 100
-
-
-async def test_raw_bytes_are_a_view() -> None:
-    async with attached(codec="raw", chunk=CHUNK, chunks=4) as (writer, (reader,)):
-        for n in range(12):
-            sent = bytes([n]) * LARGE
-            await writer.enqueue(sent, 5)
-            async with reader.lease() as leased:
-                assert (type(leased), leased.readonly, leased == sent) == (memoryview, True, True)
-                part = leased[5:9]
-            del leased
-        assert part == bytes([11]) * 4
-        assert reader.stats().copied_bytes < 100
 
 
 class Spoils(PickleCodec):
@@ -184,7 +156,7 @@ async def test_what_was_written_to_hides_no_later_message(chunks: int) -> None:
     async with attached(chunk=LARGE + 4096, chunks=chunks) as (writer, (reader,)):
         sent = received = 0
         kept: list[tuple[torch.Tensor, int]] = []
-        while received < 500:
+        while received < 200:
             while sent - received < chunks - 2:
                 await writer.enqueue(torch.full((LARGE,), sent % 100, dtype=torch.uint8), 5)
                 sent += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
 from contextlib import aclosing, nullcontext
 from typing import Any
 
@@ -14,7 +13,6 @@ from faces import Thread, pair
 from pairs import attached
 from remotes import ready_ends
 from support import until
-from test_leases_at_once import Fails
 
 from aioshm import CodecError, EndClosed, MessageQueue, QueueClosed, QueueEmpty, RoleError, blocking
 
@@ -40,37 +38,6 @@ async def test_each_is_held_until_the_next_is_asked_for() -> None:
 async def _echo(writer: MessageQueue[Any], reader: MessageQueue[Any]) -> Any:
     await writer.enqueue("echo")
     return await reader.dequeue()
-
-
-async def test_large_arrays_are_seen_where_they_lie_and_copied_nowhere() -> None:
-    async with attached(chunks=4, chunk=1 << 20) as (writer, [reader]):
-        count = 40
-
-        async def send() -> None:
-            for number in range(count):
-                await writer.enqueue(np.full(LARGE, number, np.uint8))
-            await writer.aclose()
-
-        sending, seen = asyncio.create_task(send()), 0
-        async for array in reader.leases():
-            assert array[0] == array[-1] == seen
-            assert not array.flags.writeable
-            seen += 1
-        await sending
-        assert seen == count
-        assert reader.stats().copied_bytes < count * 1000
-
-
-async def test_what_is_kept_stays_what_it_was() -> None:
-    async with attached(chunks=3, chunk=1 << 20) as (writer, [reader]):
-        kept, total = [], 30
-        sending = asyncio.create_task(_send_arrays(writer, total))
-        async for array in reader.leases():
-            if array[0] % 3 == 0:
-                kept.append(array)
-        await sending
-        assert [int(array[0]) for array in kept] == list(range(0, total, 3))
-        assert all((array == array[0]).all() for array in kept)
 
 
 async def _send_arrays(writer: MessageQueue[Any], count: int) -> None:
@@ -141,41 +108,6 @@ async def test_one_with_a_name_ends_its_lease_when_it_is_closed_or_let_go_of() -
                 reader.dequeue_nowait()
 
 
-async def test_no_other_call_of_the_loops_body_may_wait_for_itself() -> None:
-    async with attached(slots=8) as (writer, [reader]):
-        await writer.enqueue_many(range(6))
-        async for number in reader.leases():
-            for call in (reader.dequeue, lambda: reader.dequeue_many(2), lambda: anext(reader.leases())):
-                with pytest.raises(RoleError, match="wait for itself"):
-                    await call()
-            if number == 2:
-                break
-        assert await reader.dequeue() == 3
-
-
-async def test_other_tasks_have_their_turns_between_its_messages() -> None:
-    async with attached(slots=64) as (writer, [reader]):
-        await writer.enqueue_many(range(40))
-        found: list[int] = []
-
-        async def other() -> None:
-            while len(found) < 40:
-                found.append(await reader.dequeue(30))
-                await asyncio.sleep(0)
-
-        others = [asyncio.create_task(other()) for _ in range(2)]
-        async for number in reader.leases():
-            found.append(number)
-            await asyncio.sleep(0)
-            if len(found) >= 30:
-                break
-        await writer.enqueue_many(range(40, 60))
-        await asyncio.wait_for(asyncio.gather(*others), 30)
-        while reader.stats().backlog:
-            found.append(await reader.dequeue())
-        assert sorted(found) == list(range(60))
-
-
 async def test_two_may_not_await_the_same_one() -> None:
     async with attached(slots=8) as (writer, [reader]):
         its = reader.leases()
@@ -208,9 +140,16 @@ async def test_cancelled_it_loses_nothing() -> None:
         assert reader.stats().backlog == 0
 
 
+class Undecodable:
+    """What no reader can make of bytes."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
 async def test_what_cannot_be_decoded_is_passed_over() -> None:
-    async with attached(codec=Fails(), chunks=4) as (writer, [reader]):
-        await writer.enqueue_many(["first", "bad", "third"])
+    async with attached(chunks=4) as (writer, [reader]):
+        await writer.enqueue_many(["first", Undecodable(), "third"])
         its = reader.leases()
         assert await anext(its) == "first"
         with pytest.raises(CodecError):
@@ -259,35 +198,6 @@ async def test_a_task_that_was_given_up_amid_a_loop() -> None:
             assert reader.stats().backlog == 0, number
 
 
-async def test_streams_of_every_size_and_kind() -> None:
-    rng = random.Random(7)
-    total = 400
-    async with attached(2, chunks=4, chunk=1 << 20) as (writer, readers):
-
-        async def send() -> None:
-            for number in range(total):
-                size = rng.choice([10, 5000, 70_000, LARGE, 900_000, 1_200_000])  # the last one fits no chunk
-                await writer.enqueue((number, np.full(size, number % 251, np.uint8)), 30)
-            await writer.aclose()
-
-        async def receive(reader: MessageQueue[Any]) -> None:
-            held: Any = None
-            expected = 0
-            async for number, array in reader.leases():
-                assert number == expected
-                expected += 1
-                assert (array == number % 251).all()
-                if rng.random() < 0.1:
-                    await asyncio.sleep(0)
-                if rng.random() < 0.2:
-                    held = number, array
-            assert expected == total
-            if held is not None:
-                assert (held[1] == held[0] % 251).all()
-
-        await asyncio.wait_for(asyncio.gather(send(), *map(receive, readers)), 60)
-
-
 async def test_through_the_network() -> None:
     async with ready_ends(0, 1) as (writer, [reader]):
         sending = asyncio.create_task(_send_arrays(writer, 20))
@@ -300,30 +210,6 @@ async def test_through_the_network() -> None:
             found.append(int(array[0]))
         await sending
         assert found == list(range(20))
-
-
-async def test_the_writer_has_nothing_to_lease() -> None:
-    async with attached() as (writer, _):
-        with pytest.raises(RoleError, match=r"leases\(\) belongs to the queue's reader"):
-            writer.leases()
-
-
-def test_calls_that_block() -> None:
-    with pair() as (writer, reader):
-        sender = Thread(lambda: [writer.enqueue(np.full(LARGE, number, np.uint8)) for number in range(20)])
-        found = []
-        for array in reader.leases():
-            assert array[0] == array[-1] == len(found)
-            found.append(array)
-            if len(found) == 20:
-                break
-        sender.result()
-        assert [int(array[0]) for array in found] == list(range(20))
-        with pytest.raises(RoleError, match=r"leases\(\) belongs to the queue's reader"):
-            writer.leases()
-        closing = Thread(writer.close)
-        assert list(reader.leases()) == []
-        closing.result()
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -415,30 +301,12 @@ def test_threads_that_iterate_over_leases_at_once() -> None:
             found.extend(reader.leases())
 
         threads = [Thread(receive) for _ in range(3)]
-        for number in range(600):
+        for number in range(200):
             writer.enqueue(number, 30)
         writer.close()
         for thread in threads:
             thread.result()
-        assert sorted(found) == list(range(600))
-
-
-def test_what_blocking_ones_cannot_decode_is_passed_over() -> None:
-    with pair() as (writer, reader):
-        writer.enqueue_many(["first", Undecodable(), "third"])
-        its = reader.leases()
-        assert next(its) == "first"
-        with pytest.raises(CodecError):
-            next(its)
-        assert next(its) == "third"
-        its.close()
-
-
-class Undecodable:
-    """What no reader can make of bytes."""
-
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
+        assert sorted(found) == list(range(200))
 
 
 def test_a_blocking_end_that_is_closed_amid_a_loop() -> None:

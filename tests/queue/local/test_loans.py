@@ -174,28 +174,6 @@ async def test_arrays_whose_names_outlive_their_blocks_cost_no_copy(size: int) -
             assert end.stats().copied_bytes < 12 * 400, "no more than the pickles"
 
 
-async def test_an_exit_stack_costs_no_copy_either() -> None:
-    async with attached(chunk=CHUNK) as (writer, (reader,)):
-        async with AsyncExitStack() as stack:
-            array = await stack.enter_async_context(writer.loan(100_000, "uint8"))
-            _fill(array, 1)
-        assert _is(await reader.dequeue(5), 1, 100_000)
-        assert writer.stats().copied_bytes < 400
-
-
-async def test_a_segment_is_used_again_and_again() -> None:
-    size = 2_000_000
-    async with attached(chunk=CHUNK, chunks=4) as (writer, (reader,)):
-        for number in range(8):
-            async with writer.loan(size, "uint8") as array:
-                _fill(array, number)
-            async with reader.lease(5) as received:
-                assert _is(received, number, size)
-            del received
-        assert len(writer.end.ring.overflow.segments) <= 2  # type: ignore[union-attr]
-        assert writer.stats().overflows == reader.stats().overflows == 8
-
-
 @pytest.mark.parametrize("size", [10, 100_000, 2_000_000])
 @LIKE
 async def test_nothing_is_sent_where_the_block_raises(size: int, like: Any) -> None:
@@ -563,28 +541,6 @@ def test_threads(like: Any) -> None:
         assert all(thread.result())
 
 
-def test_threads_copy_nothing() -> None:
-    with make_writer(chunk=CHUNK, chunks=3) as writer:
-        handle = writer.export_handle()
-
-        def read() -> int:
-            with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
-                reader.wait_until_ready(10)
-                for number in range(5):
-                    with reader.lease() as received:
-                        assert _is(received, number, 2_000_000)
-                    del received
-                return reader.stats().copied_bytes
-
-        thread = Thread(read)
-        writer.wait_until_ready(10)
-        for number in range(5):
-            with writer.loan(2_000_000, "uint8") as array:
-                _fill(array, number)
-        assert thread.result() < 5 * 200
-        assert writer.stats().copied_bytes < 5 * 200
-
-
 # Deaths
 
 
@@ -599,23 +555,6 @@ async def test_a_writer_killed_inside_of_a_block(size: int) -> None:
             assert _is(await reader.dequeue(10), 1, size), "what was sent before is whole"
             with pytest.raises(PeerDied):
                 await reader.dequeue(10)
-
-
-@pytest.mark.parametrize("size", [100_000, 2_000_000], ids=["chunk", "segment"])
-async def test_a_reader_killed_with_a_lease_of_it(size: int) -> None:
-    writer = MessageQueue(1, 1, max_chunk_bytes=CHUNK, max_chunks=2)
-    async with writer, child("lease", writer.export_handle().to_json(), "0") as reader:
-        await writer.wait_until_ready(20)
-        async with writer.loan(size, "uint8") as array:
-            _fill(array, 1)
-        await reader.says("ready")
-        await reader.says("leasing")
-        reader.signal(signal.SIGKILL)
-        with pytest.raises(PeerDied):
-            for _ in range(10):
-                async with writer.loan(size, "uint8", timeout=10) as array:
-                    _fill(array, 2)
-        _scribble(array)
 
 
 @pytest.mark.parametrize("move", ["moved", "cannot be moved"])

@@ -1,14 +1,10 @@
-"""Loans and leases in chunks, and in segments, that were loaned and leased before, whatever happens.
-
-Those in overflow segments have more tests in ``test_loans_in_segments.py``.
-"""
+"""Loans and leases in chunks, and in segments, that were loaned and leased before."""
 
 from __future__ import annotations
 
 import struct
 import sys
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,43 +41,6 @@ async def _warm(writer: MessageQueue, reader: MessageQueue) -> None:
         await _lend(writer, number)
         async with reader.lease(5) as array:
             assert (array == number).all()
-
-
-def _scribble(array: Any) -> None:
-    with suppress(ValueError):
-        array[:] = 255
-
-
-@pytest.mark.usefixtures("long_respite")
-@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
-async def test_arrays_of_several_kinds(codec: str) -> None:
-    kinds = [(SIZE, "uint8"), ((300, 500), "<i4"), ((70_000, 1), "float64"), ((2, 50_000, 3), ">i2")]
-    async with attached(2, codec=codec, chunk=CHUNK, chunks=3) as (writer, readers):
-        for number in range(3 * ROUNDS):
-            shape, dtype = kinds[number % len(kinds)]
-            async with writer.loan(shape, dtype) as array:
-                array[:] = number
-            _scribble(array)
-            for reader in readers:
-                async with reader.lease(5) as leased:
-                    assert (leased.dtype, leased.shape) == (array.dtype, array.shape)
-                    assert (leased == number).all()
-                    assert not leased.flags.writeable
-        assert all(end.stats().copied_bytes < 300 * 3 * ROUNDS for end in (writer, *readers))
-        assert [end.stats().backlog for end in readers] == [0, 0]
-
-
-async def test_a_tensor_alone_over_a_loan_reaches_nobody() -> None:
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        await _warm(writer, reader)
-        for number in range(3):
-            async with writer.loan(SIZE, "uint8") as array:
-                array[:] = number
-                tensor = torch.from_numpy(array)
-                del array
-            tensor[:] = 255
-            async with reader.lease(5) as leased:
-                assert (leased == number).all()
 
 
 async def test_an_array_that_was_changed_in_place_is_sent_as_it_is() -> None:
@@ -139,39 +98,6 @@ async def test_a_tensor_over_a_leased_array_is_a_private_copy() -> None:
             async with other.lease(5) as array:
                 assert (array == number).all()
             del array
-
-
-async def test_a_leased_loan_goes_back_by_itself() -> None:
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        await _warm(writer, reader)
-        for number in range(3):
-            await _lend(writer, number)
-            async with reader.lease(5) as array:
-                pass
-            await writer.enqueue_many([np.full(SIZE, 9, np.uint8)] * 3, 20)  # needs every chunk
-            assert (array == number).all()
-            for _ in range(3):
-                assert (await reader.dequeue(5) == 9).all()
-
-
-async def test_other_messages_in_between() -> None:
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        await _warm(writer, reader)
-        for number in range(ROUNDS):
-            await _lend(writer, number)
-            await writer.enqueue({"small": number})
-            await writer.enqueue(np.full(SIZE, number, np.uint8))
-            async with reader.lease(5) as first:
-                assert (first == number).all()
-            if number % 2:
-                assert await reader.dequeue(5) == {"small": number}
-            else:
-                async with reader.lease(5) as small:
-                    assert small == {"small": number}
-            async with reader.lease(5) as last:
-                assert (last == number).all()
-            assert (first == number).all()
-            assert writer.stats().backlog <= 1
 
 
 @pytest.mark.parametrize("word", [0, 1, 2])

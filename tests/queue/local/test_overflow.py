@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from children import child
 from overflowing import BOTH_WAYS, bodies, sockets_of_zeromq
 from pairs import attached
 
-from aioshm import MessageQueue, Options, OutOfDescriptors, QueueClosed, SharedMemoryError
+from aioshm import MessageQueue, OutOfDescriptors, QueueClosed, SharedMemoryError
 from aioshm.queue.local import overflow, overflow_sockets
 from aioshm.ring.segment import Segment
 
@@ -139,17 +137,6 @@ async def test_what_was_received_stays_while_its_memory_is_used_again(codec: str
 
 
 @BOTH_WAYS
-async def test_a_view_is_released_when_its_block_ends(way: str) -> None:
-    async with attached(1, codec="raw", overflow=way) as (writer, (reader,)):
-        await writer.enqueue(b"v" * BIG)
-        async with reader.acquire_read(5) as view:
-            assert view == b"v" * BIG
-            assert view.readonly
-        with pytest.raises(ValueError, match="released"):
-            view[0]
-
-
-@BOTH_WAYS
 async def test_a_reader_that_reads_keeps_the_bodies(way: str) -> None:
     async with attached(2, codec="raw", overflow=way) as (writer, (slow, fast)):
         await writer.enqueue(b"0" * BIG)
@@ -174,24 +161,6 @@ async def test_a_reader_that_leaves_frees_the_bodies(way: str) -> None:
             await writer.enqueue(bytes([number]) * BIG, 5)
             assert await reader.dequeue(5) == bytes([number]) * BIG
         assert bodies(writer) <= 4
-
-
-@BOTH_WAYS
-async def test_a_killed_reader_that_was_evicted_frees_the_bodies(way: Any) -> None:
-    options = Options(on_reader_death="evict", overflow=way)
-    writer = MessageQueue(2, 2, max_chunk_bytes=4096, max_chunks=3, slots=3, options=options)
-    handle = writer.export_handle()
-    reader = MessageQueue.create_from_handle(handle, 0)
-    async with writer, reader, child("idle", handle.to_json(), "1") as idle:
-        await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
-        for _ in range(3):
-            await writer.enqueue(b"x" * BIG)
-            await reader.dequeue(5)
-        idle.signal(signal.SIGKILL)
-        for number in range(20):
-            await writer.enqueue(bytes([number]) * BIG, 10)
-            assert await reader.dequeue(5) == bytes([number]) * BIG
-        assert bodies(writer) <= 3
 
 
 @BOTH_WAYS

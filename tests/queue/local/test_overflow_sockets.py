@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import stat
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 from children import child
-from faces import make_writer, reading
+from faces import reading
 from overflowing import overflow_of, sockets_of_zeromq, withhold
 from pairs import attached
 from remotes import ready_ends
@@ -190,20 +189,6 @@ class TestTrouble:
                         received += 1
                 assert await writer.end() == -signal.SIGKILL
 
-    async def test_a_reader_that_is_killed_is_told(self) -> None:
-        writer = MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=3, options=Options(overflow="zmq"))
-        async with writer, child("hold", writer.export_handle().to_json(), "0") as holding:
-            await writer.wait_until_ready(20)
-            for _ in range(3):
-                await writer.enqueue(b"x" * BIG)
-            await holding.says("ready")
-            await holding.says("holding")
-            waiting = asyncio.ensure_future(writer.enqueue(b"x" * BIG, 20))
-            await asyncio.sleep(0)
-            holding.signal(signal.SIGKILL)
-            with pytest.raises(PeerDied, match="reader 0"):
-                await waiting
-
     async def test_a_writer_that_was_forgotten_leaves_no_socket(self, recwarn: pytest.WarningsRecorder) -> None:
         before = sockets_of_zeromq()
         writer = MessageQueue(1, 1, options=Options(overflow="zmq"))
@@ -235,33 +220,6 @@ class TestBlocking:
             for message in sent[4:]:
                 writer.enqueue(message, 10)
             assert thread.result() == sent
-
-    def test_merged(self) -> None:
-        sent = [bytes([number]) * BIG for number in range(10)]
-        with make_writer(overflow="zmq", chunks=10) as one, make_writer(chunks=10) as other:
-            handles = [one.export_handle(), other.export_handle()]
-            ready = threading.Event()
-
-            def run() -> None:
-                for writer in (one, other):
-                    writer.wait_until_ready(10)
-                    writer.enqueue_many(sent, 10)
-                ready.set()
-                for writer in (one, other):
-                    writer.close()
-
-            thread = threading.Thread(target=run)
-            thread.start()
-            readers = {rank: blocking.MessageQueue.create_from_handle(handle, 0) for rank, handle in enumerate(handles)}
-            try:
-                received: dict[int, list[bytes]] = {0: [], 1: []}
-                for rank, message in blocking.merge(readers):
-                    received[rank].append(message)
-                assert received == {0: sent, 1: sent}
-            finally:
-                thread.join(20)
-                for reader in readers.values():
-                    reader.close()
 
 
 async def test_merged() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from pairs import attached
 
-from aioshm import MessageQueue
 from aioshm.queue.local import overflow
 
 pytestmark = pytest.mark.skipif(not overflow.CAN_VIEW, reason="arrays are copied out of segments here")
@@ -154,44 +153,6 @@ async def test_forked_child_keeps_what_its_parent_drops() -> None:
         os.waitpid(pid, 0)
         for fd in (*go, *told):
             os.close(fd)
-
-
-async def test_forks_of_a_reader_that_keeps_arrays_leave_their_segments_usable() -> None:
-    async with attached(1, chunk=4096) as (writer, (reader,)):
-        for number in range(12):
-            await writer.enqueue(content(number))
-            array = await reader.dequeue(5)
-            pid = os.fork()
-            if pid == 0:
-                os._exit(0 if (array == number).all() else 1)
-            assert os.waitpid(pid, 0)[1] == 0
-            assert (array == number).all()
-            del array
-        assert len(segments_of(writer)) <= 4
-
-
-async def test_readers_that_are_dismissed_with_arrays_leave_no_descriptors_behind() -> None:
-    def all_descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    async with attached(2, chunk=4096) as (writer, (leaver, reader)):
-        kept, counts = [], []
-        for number in range(12):
-            await writer.enqueue(content(number), 10)
-            kept.append(await leaver.dequeue(5))
-            await reader.dequeue(5)
-            writer.dismiss(0)
-            await leaver.aclose()
-            for _ in range(3):
-                await writer.enqueue(content(99), 10)
-                assert (await reader.dequeue(5) == 99).all()
-            leaver = MessageQueue.create_from_handle(writer.export_handle(), 0)
-            await leaver.wait_until_ready(10)
-            counts.append(all_descriptors())
-        await leaver.aclose()
-        for number, array in enumerate(kept):
-            assert (array == number).all()
-        assert counts[-1] - counts[2] <= 3, counts
 
 
 async def test_leased_array_of_an_overflow_message_is_kept_without_a_copy() -> None:

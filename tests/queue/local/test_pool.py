@@ -1,10 +1,13 @@
-"""Messages of every size in one ring: backpressure from its chunks, raw room of any length, the memory it takes."""
+"""Messages of every size in one ring: backpressure from its chunks, raw room, memory."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 from pairs import attached
 from remotes import ready_ends
 
-from aioshm import MessageQueue, QueueFull, blocking
+from aioshm import MessageQueue, Options, QueueFull, SharedMemoryError
 
 LARGE = b"L" * 3000
 FULL: dict[str, Any] = {"codec": "raw", "chunk": 4096, "chunks": 2, "slots": 64}
@@ -105,18 +108,6 @@ class TestBackpressure:
             await writer.enqueue_many([b"1", LARGE, LARGE])
             assert await reader.dequeue_many(9, 5) == [b"1", LARGE, LARGE]
 
-    async def test_a_reader_that_leaves_gives_its_chunks_back(self) -> None:
-        async with attached(2, **FULL) as (writer, (stays, leaves)):
-            for _ in range(2):
-                await writer.enqueue(LARGE)
-                assert await stays.dequeue(5) == LARGE
-            sending = asyncio.ensure_future(writer.enqueue(LARGE))
-            await leaves.aclose()
-            await asyncio.wait_for(sending, 5)
-            for _ in range(9):
-                assert await stays.dequeue(5) == LARGE
-                await writer.enqueue(LARGE)
-
     async def test_together_with_remote_readers(self) -> None:
         async with ready_ends(1, 1, **FULL) as (writer, readers):
             messages = [bytes([number]) * size for number, size in zip(range(60), itertools.cycle((9, 3000, 9000)))]
@@ -175,12 +166,6 @@ class TestRaw:
                 await writer.enqueue(LARGE)
             assert [await reader.dequeue(5) for _ in range(2)] == [LARGE] * 2
 
-    def test_on_the_blocking_face(self) -> None:
-        with blocking.MessageQueue(0, 0, max_chunk_bytes=4096, max_chunks=2) as writer:
-            with writer.acquire_write(nbytes=3000) as room:
-                assert len(room) == 3000
-            assert writer.stats().messages == 1
-
 
 def resident(name: str) -> list[int]:
     """Return how many bytes of each mapping of a memfd are in memory, its parts taken together."""
@@ -218,3 +203,89 @@ async def test_the_default_ring_has_many_messages_of_every_size_on_the_way() -> 
                     assert len(await reader.dequeue(5)) == size
             assert writer.stats().overflows == 0
             assert (writer.stats().max_chunks, reader.stats().slots) == (10, writer.stats().slots)
+
+
+ALLOCATES = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="macOS allocates whole segments")
+
+CHUNK = 1 << 20
+NAMED = Options(backing="named")
+NAMED_RING: dict[str, Any] = {"chunk": CHUNK, "slots": 64, "codec": "raw", "backing": "named"}
+
+
+def allocated(mq: MessageQueue) -> int:
+    """Return how many bytes the writer's ring occupies in /dev/shm."""
+    segment = mq.export_handle().segment
+    assert segment is not None
+    return Path("/dev/shm", segment).stat().st_blocks * 512
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Set how many bytes can be allocated from now on, as in a /dev/shm that is nearly full."""
+    allocate = os.posix_fallocate
+    left = 0
+
+    def limited(fd: int, offset: int, length: int) -> None:
+        nonlocal left
+        if length > left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left -= length
+        allocate(fd, offset, length)
+
+    def limit(nbytes: int) -> None:
+        nonlocal left
+        left = nbytes
+        monkeypatch.setattr(os, "posix_fallocate", limited)
+
+    return limit
+
+
+@ALLOCATES
+async def test_new_named_queue_occupies_its_slots_only() -> None:
+    async with MessageQueue(1, 1, max_chunk_bytes=64 * CHUNK, options=NAMED) as mq:
+        assert 0 < allocated(mq) < 8 * CHUNK
+
+
+@ALLOCATES
+async def test_memory_refused_for_a_chunk_is_an_error_and_loses_nothing(refuse: Callable[[int], None]) -> None:
+    async with attached(1, **NAMED_RING) as (writer, (reader,)):
+        large = b"L" * CHUNK
+        refuse(0)
+        for send in (writer.enqueue(large), writer.enqueue_many([b"small", large])):
+            with pytest.raises(SharedMemoryError, match="aioshm doctor --clean"):
+                await send
+        with pytest.raises(SharedMemoryError):
+            writer.enqueue_nowait(large)
+        with pytest.raises(SharedMemoryError):
+            async with writer.acquire_write(nbytes=CHUNK):
+                pytest.fail("there is no memory for the block")
+        await writer.enqueue(b"small")
+        assert await reader.dequeue() == b"small"
+        refuse(1 << 40)
+        await writer.enqueue_many([large, b"small", large])
+        assert [await reader.dequeue() for _ in range(3)] == [large, b"small", large]
+
+
+@ALLOCATES
+async def test_chunks_with_memory_are_used_again(refuse: Callable[[int], None]) -> None:
+    async with attached(1, **NAMED_RING) as (writer, (reader,)):
+        refuse(2 * CHUNK + 128)
+        for number in range(10):
+            pair = [bytes([number]) * CHUNK, bytes([100 + number]) * CHUNK]
+            await writer.enqueue_many(pair)
+            assert [await reader.dequeue() for _ in pair] == pair
+        await writer.enqueue_many(pair)
+        with pytest.raises(SharedMemoryError):
+            await writer.enqueue(pair[0])
+        assert [await reader.dequeue() for _ in pair] == pair
+
+
+@ALLOCATES
+async def test_every_chunk_is_used_before_the_queue_is_full() -> None:
+    async with attached(1, **NAMED_RING) as (writer, (reader,)):
+        sent = [bytes([number]) * CHUNK for number in range(4)]
+        for message in sent:
+            writer.enqueue_nowait(message)
+        with pytest.raises(QueueFull, match="no chunk is free"):
+            writer.enqueue_nowait(sent[0])
+        assert [await reader.dequeue() for _ in sent] == sent

@@ -106,7 +106,7 @@ def valid_control(parse: Callable[[bytes], Any], kinds: dict[type, Any], data: b
 def test_every_control_message_arrives_as_it_was_sent_and_only_where_it_belongs(kind: type) -> None:
     (parse, kinds), (other, _) = PARSERS if kind in FROM_READER else reversed(PARSERS)
 
-    @settings(deadline=None)
+    @settings(deadline=None, max_examples=25)
     @given(kinds[kind])
     def check(message: wire.Control) -> None:
         packed = message.pack()
