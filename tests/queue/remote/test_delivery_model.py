@@ -309,7 +309,7 @@ def test_whatever_the_network_does_nothing_is_lost_nothing_twice_nothing_out_of_
     run_state_machine_as_test(
         Network,
         settings=settings(
-            max_examples=examples(300),
+            max_examples=examples(150),
             stateful_step_count=60,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
