@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -33,12 +32,6 @@ def say(text: str) -> None:
 def store(port: str) -> None:
     """Be rank 0 of three, until somebody ends it."""
     with StatelessProcessGroup.create("127.0.0.1", int(port), 0, 3, timeout=60):
-        sys.stdin.read()
-
-
-def member(port: str, rank: str, world_size: str) -> None:
-    """Be one rank of a group until the parent ends this process."""
-    with StatelessProcessGroup.create("127.0.0.1", int(port), int(rank), int(world_size), timeout=60):
         sys.stdin.read()
 
 
@@ -90,7 +83,6 @@ def rank(number: str, world_size: str, gloo_port: str, store_port: str) -> None:
         "stateless": stateless,
         "odd": dist.new_group([1, 3]),
         "deaf": dist.new_group(backend="cuda:gloo"),
-        "both": dist.new_group(backend="cpu:gloo,cuda:gloo"),
         "hasty": dist.new_group(),
     }
     say("ready")
@@ -228,41 +220,6 @@ async def external(me: int, groups: dict[str, Any], group: str, handle: str, ran
     passed = handle if me == rank else None
     async with await create_from_process_group(groups[group], 4096, 4, rank, passed) as queue:
         return await receive(queue, 7, count)
-
-
-async def late(me: int, groups: dict[str, Any], group: str, meeting: str, count: int) -> int:
-    """One rank comes when tasks of the others' loops have had so many turns; say how many one of its own had then."""
-    signs, turns, done = Path(meeting), 0, asyncio.Event()
-
-    async def take_turns() -> None:
-        nonlocal turns
-        while not done.is_set():
-            turns += 1
-            if me != 1 and turns in (1, count):
-                (signs / f"{turns} at {me}").touch()
-            await asyncio.sleep(0.002)
-
-    async def until_all_have_had(number: int) -> None:
-        async with asyncio.timeout(30):
-            while len(list(signs.glob(f"{number} at *"))) < 3:
-                await asyncio.sleep(0.002)
-
-    if me == 1:
-        await until_all_have_had(1)
-    taking_turns = asyncio.create_task(take_turns())
-    if me == 1:
-        await until_all_have_had(count)
-    own = turns
-    async with await create_from_process_group(groups[group], 4096, 4):
-        done.set()
-        await taking_turns
-    return own
-
-
-async def wrong(me: int, groups: dict[str, Any], group: str, rank: int) -> None:
-    """One rank passes nonsense."""
-    async with await create_from_process_group(groups[group], 0 if me == rank else 4096, 4, rank):
-        pass
 
 
 async def missing(me: int, groups: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The process group that is an object and nothing else; its ranks are threads here, except where one has to die."""
+"""`StatelessProcessGroup`: its ranks are threads here, except where one has to die."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from aioshm.queue.groups.stateless import StatelessProcessGroup
 
 CHILD = HELPERS / "group_child.py"
 PATIENCE_S = 60.0
-"""What is enough for whatever has to be done on a machine that has much else to do."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +41,7 @@ def impatient_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def free_port(host: str = "127.0.0.1") -> Iterator[int]:
-    """Give a port to the block that nobody else is given meanwhile: bound, so that only who names it can listen there.
-
-    Who listens needs SO_REUSEADDR, as rank 0 has it, and gloo: then what is bound without listening is no obstacle.
-    """
+    """Give a port to the block that is bound meanwhile, so that only a listener with SO_REUSEADDR can have it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind((host, 0))
@@ -146,16 +142,6 @@ def assert_met(groups: list[Any]) -> None:
         group.close()
 
 
-@contextlib.contextmanager
-def child(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(CHILD), *map(str, arguments)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def keys_of(group: StatelessProcessGroup) -> int:
     assert group._store is not None
     return int(group._store.num_keys())
@@ -164,14 +150,17 @@ def keys_of(group: StatelessProcessGroup) -> int:
 # What it does
 
 
-def test_objects_reach_everybody_and_nothing_stays() -> None:
+def test_objects_reach_everybody_out_of_step_and_nothing_stays() -> None:
     with joined(3) as groups:
         assert [(group.rank, group.world_size) for group in groups] == [(0, 3), (1, 3), (2, 3)]
         before = keys_of(groups[0])
 
         def talk(group: StatelessProcessGroup) -> list[Any]:
+            rng = random.Random(group.rank)
             heard: list[Any] = []
-            for number in range(60):
+            for number in range(30):
+                if rng.random() < 0.3:
+                    time.sleep(rng.random() * 0.003)
                 src = number % 3
                 heard.append(group.broadcast_obj({"number": number} if group.rank == src else "not this", src))
                 heard.append(group.all_gather_obj((group.rank, number)))
@@ -180,26 +169,15 @@ def test_objects_reach_everybody_and_nothing_stays() -> None:
 
         heard = each(groups, talk)
         expected = [
-            part for number in range(60) for part in ({"number": number}, [(rank, number) for rank in range(3)])
+            part for number in range(30) for part in ({"number": number}, [(rank, number) for rank in range(3)])
         ]
         assert heard == [expected] * 3
         assert keys_of(groups[0]) == before
-
-
-def test_the_ranks_need_not_keep_step() -> None:
+    fds = len(os.listdir("/proc/self/fd"))
     with joined(3) as groups:
-
-        def talk(group: StatelessProcessGroup) -> list[int]:
-            rng = random.Random(group.rank)
-            heard = []
-            for number in range(100):
-                if rng.random() < 0.1:
-                    time.sleep(rng.random() * 0.003)
-                heard.append(group.broadcast_obj(number, rng_of_all[number]))
-            return heard
-
-        rng_of_all = [random.Random(7).randrange(3) for _ in range(100)]
-        assert each(groups, talk) == [list(range(100))] * 3
+        each(groups, lambda group: group.barrier())
+    del groups
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds, "the end of every socket")
 
 
 def test_large_objects_and_ones_own() -> None:
@@ -216,33 +194,33 @@ class Ours:
     pass
 
 
-def test_a_group_of_one() -> None:
-    with joined(1) as (alone,):
-        assert alone.broadcast_obj("mine", 0) == "mine"
-        assert alone.all_gather_obj("mine") == ["mine"]
-        alone.barrier()
-
-
-def test_groups_side_by_side() -> None:
-    with joined(2) as groups, joined(3) as others:
+def test_groups_side_by_side_need_no_global_state() -> None:
+    with joined(1) as (alone,), joined(2) as groups, joined(3) as others:
         assert each([*groups, *others], lambda group: len(group.all_gather_obj(None))) == [2, 2, 3, 3, 3]
         groups[0].close()
         assert each(others, lambda group: group.broadcast_obj(group.rank, 2)) == [2, 2, 2]
+        assert alone.all_gather_obj(alone.broadcast_obj("mine", 0)) == ["mine"]
+        alone.barrier()
+        assert not dist.is_initialized()
+        for src, error in [(1, ValueError), (-1, ValueError), ("0", TypeError)]:
+            with pytest.raises(error, match="src must be"):
+                alone.broadcast_obj(None, src)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("call", ["broadcast_obj", "all_gather_obj", pytest.param("barrier", marks=pytest.mark.slow)])
-def test_rank_0_may_close_after_any_call(call: str) -> None:
-    for _ in range(10):
-        groups = join(3)
+@pytest.mark.parametrize(
+    ("call", "arguments", "expected"),
+    [("broadcast_obj", ("x", 0), "x"), ("all_gather_obj", ("x",), ["x"] * 3), ("barrier", (), None)],
+)
+def test_rank_0_may_close_after_any_call(call: str, arguments: tuple[Any, ...], expected: Any) -> None:
+    for _ in range(3):
 
         def last_call(group: StatelessProcessGroup) -> Any:
             if group.rank:
                 time.sleep(0.01)
             with group:
-                return getattr(group, call)(*{"broadcast_obj": ("x", 0), "all_gather_obj": ("x",)}.get(call, ()))
+                return getattr(group, call)(*arguments)
 
-        expected = {"broadcast_obj": "x", "all_gather_obj": ["x"] * 3}.get(call)
-        assert each(groups, last_call) == [expected] * 3
+        assert each(join(3), last_call) == [expected] * 3
 
 
 def test_rank_0_listens_at_its_address_alone() -> None:
@@ -267,44 +245,23 @@ def test_it_can_be_reached_by_ipv6() -> None:
         group.close()
 
 
-@pytest.mark.slow
-def test_nothing_is_left_open() -> None:
-    with joined(3) as groups:
-        each(groups, lambda group: group.barrier())
-    before = len(os.listdir("/proc/self/fd"))
-    with joined(3) as groups:
-        each(groups, lambda group: group.barrier())
-    del groups
-    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before, "the end of every socket")
-
-
 # Who is missing
 
 
-# On a machine that has much else to do, a rank may come when another's time is up, and be named, too. It has come when
-# the other makes its call again.
-
-
-def test_a_barrier_names_who_is_missing() -> None:
+@pytest.mark.parametrize(
+    ("call", "arguments", "present", "text"),
+    [
+        ("barrier", (), [0, 2], "barrier: ranks 1, 3 did not come within 0.3 s"),
+        ("broadcast_obj", (None, 2), [0, 1, 3], "broadcast_obj: rank 2 sent nothing within 0.3 s"),
+        ("all_gather_obj", ("x",), [1, 2, 3], "all_gather_obj: rank 0 did not come within 0.3 s"),
+    ],
+)
+def test_call_names_who_is_missing(call: str, arguments: tuple[Any, ...], present: list[int], text: str) -> None:
     with joined(4, timeout=0.3) as groups:
-        for _ in range(2):
-            errors = each(groups[::2], lambda group: group.barrier())
-            assert [type(error) for error in errors] == [TimeoutError] * 2
-        assert [str(error) for error in errors] == ["barrier: ranks 1, 3 did not come within 0.3 s"] * 2
-
-
-def test_a_broadcast_names_its_source() -> None:
-    with joined(3, timeout=0.3) as groups:
-        errors = each(groups[:2], lambda group: group.broadcast_obj(None, 2))
-        assert [str(error) for error in errors] == ["broadcast_obj: rank 2 sent nothing within 0.3 s"] * 2
-
-
-def test_a_gathering_names_who_is_missing() -> None:
-    with joined(3, timeout=0.3) as groups:
-        for _ in range(2):
-            errors = each(groups[1:], lambda group: group.all_gather_obj("x"))
-            assert [type(error) for error in errors] == [TimeoutError] * 2
-        assert [str(error) for error in errors] == ["all_gather_obj: rank 0 did not come within 0.3 s"] * 2
+        for _ in range(2):  # a rank that came when the time of another was up has come at the second call
+            errors = each([groups[rank] for rank in present], lambda group: getattr(group, call)(*arguments))
+            assert [type(error) for error in errors] == [TimeoutError] * len(present)
+        assert [str(error) for error in errors] == [text] * len(present)
 
 
 def test_rank_0_names_who_has_not_fetched() -> None:
@@ -361,31 +318,21 @@ def test_creating_names_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_creating_waits_for_rank_0_no_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
+    import_store = stateless_group._import_store
+
+    def import_slowly() -> Any:
+        clock.sleep(100)
+        return import_store()
+
     monkeypatch.setattr(stateless_group, "monotonic", clock)
     monkeypatch.setattr(stateless_group, "time", clock)
+    monkeypatch.setattr(stateless_group, "_import_store", import_slowly)
     with free_port() as port:
         with pytest.raises(TimeoutError, match=f"rank 0 did not come: nobody listens at 127.0.0.1:{port}"):
             StatelessProcessGroup.create("127.0.0.1", port, 1, 4, timeout=20)
-    assert 20 - stateless_group._DIAL_PAUSE_S <= clock() <= 20
-
-
-def test_creating_names_a_host_that_is_not_known() -> None:
+    assert 120 - stateless_group._DIAL_PAUSE_S <= clock() <= 120
     with pytest.raises(TimeoutError, match=r"nobody listens at no\.such\.host\.invalid:"):
         StatelessProcessGroup.create("no.such.host.invalid", 20_000, 1, 2, timeout=0.2)
-
-
-def test_importing_torch_is_none_of_the_time_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    import_store = stateless_group._import_store
-
-    def slowly() -> Any:
-        time.sleep(0.5)
-        return import_store()
-
-    monkeypatch.setattr(stateless_group, "_import_store", slowly)
-    with free_port() as port, pytest.raises(TimeoutError) as caught:
-        began = time.monotonic()
-        StatelessProcessGroup.create("127.0.0.1", port, 1, 2, timeout=0.5)
-    assert time.monotonic() - began > 0.9, caught.value
 
 
 # Strangers
@@ -433,15 +380,11 @@ def test_second_rank_0_is_told_to_use_another_port() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "text"),
-    [
-        ({"theirs": "1"}, "belongs to no group of this version of aioshm: use another port"),
-        ({}, "belongs to no group of this version of aioshm: use another port"),
-        ({"aioshm/group": "no JSON"}, "belongs to no group of this version of aioshm: use another port"),
-    ],
+    "keys",
+    [{"theirs": "1"}, {}, {"aioshm/group": "no JSON"}],
     ids=["with keys", "without keys", "with another identity"],
 )
-def test_store_of_another_program_is_refused_and_left_alone(keys: dict[str, str], text: str) -> None:
+def test_store_of_another_program_is_refused_and_left_alone(keys: dict[str, str]) -> None:
     with free_port() as port:
         listening = stateless_group._listen("127.0.0.1", port).detach()
         store = dist.TCPStore(
@@ -451,7 +394,7 @@ def test_store_of_another_program_is_refused_and_left_alone(keys: dict[str, str]
             store.set(key, value)
         stranger = join_one(port, 1, 2, timeout=PATIENCE_S if keys else 0.2)
         assert type(stranger) is GroupBroken
-        assert text in str(stranger)
+        assert "belongs to no group of this version of aioshm: use another port" in str(stranger)
         assert store.num_keys() == len(keys)
 
 
@@ -474,15 +417,6 @@ def test_rank_whose_call_was_interrupted_joins_when_it_is_called_again(monkeypat
             with pytest.raises(KeyboardInterrupt):
                 StatelessProcessGroup.create("127.0.0.1", port, 1, 2)
         assert_met([join_one(port, 1, 2), coming[0].result(PATIENCE_S)])
-
-
-def test_rank_of_a_process_that_died_stays_taken() -> None:
-    with meeting([0], 2) as (port, coming):
-        with child("member", port, 1, 2) as holder:
-            keys = keys_of(coming[0].result(PATIENCE_S))
-        taken = f"rank 1 of group '' .* is taken by pid {holder.pid} on {re.escape(platform.node())}: "
-        assert re.match(taken, str(join_one(port, 1, 2)))
-        assert keys_of(coming[0].result()) == keys
 
 
 # What goes wrong
@@ -615,13 +549,6 @@ def test_arguments_are_checked(change: dict[str, Any], error: type[Exception], t
         StatelessProcessGroup.create(**arguments)
 
 
-def test_a_source_is_checked() -> None:
-    with joined(1) as (alone,):
-        for src, error in [(1, ValueError), (-1, ValueError), ("0", TypeError)]:
-            with pytest.raises(error, match="src must be"):
-                alone.broadcast_obj(None, src)  # type: ignore[arg-type]
-
-
 def test_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     with pytest.raises(ImportError, match=re.escape("pip install 'aioshm[torch]'")):
@@ -631,8 +558,3 @@ def test_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_imported_without_torch() -> None:
     script = "import sys, aioshm.queue.groups, aioshm.queue.groups.stateless; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=20, check=False).returncode == 0
-
-
-def test_no_global_state() -> None:
-    with joined(2):
-        assert not dist.is_initialized()
