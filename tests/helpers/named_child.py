@@ -35,14 +35,6 @@ async def write(name: str, count: str, identity: str = "") -> None:
     await asyncio.sleep(1000)
 
 
-async def have(name: str) -> None:
-    """Have a name, and stay."""
-    writer = MessageQueue(1, 1, name=name)
-    say("there")
-    await asyncio.sleep(1000)
-    await writer.aclose()
-
-
 async def have_and_fork(name: str) -> None:
     """Have a name, and a child that has nothing to do with it and lives on."""
     writer = MessageQueue(1, 1, name=name)

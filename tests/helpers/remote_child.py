@@ -32,15 +32,6 @@ async def _writer(timeout: str, readers: str = "1") -> MessageQueue:
     return writer
 
 
-async def write(timeout: str, count: str, size: str) -> None:
-    """Write messages, then stay."""
-    writer = await _writer(timeout)
-    for number in range(int(count)):
-        await writer.enqueue(_message(number, int(size)))
-    say("written")
-    await asyncio.sleep(1000)
-
-
 async def close(timeout: str, count: str, size: str) -> None:
     """Write messages and close."""
     async with await _writer(timeout) as writer:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import sys
-import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -43,12 +41,6 @@ def fall_silent(how: str) -> None:
     elif how == "spins":
         while True:
             pass
-    elif how == "is blocked":
-        threading.Event().wait()
-    elif how == "receives":
-        ours, theirs = socket.socketpair()
-        ours.recv(1)
-        theirs.close()
 
 
 async def asynchronous(how: str, *sizes: str) -> None:

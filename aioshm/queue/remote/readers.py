@@ -289,7 +289,8 @@ class RemoteReaders:
         self.evicts = self.evicts or hello.slow == "evict"
         self._welcome(reader, hello)
         if self._timer is None:
-            self._tick()
+            assert self.loop is not None
+            self._timer = self.loop.call_later(self.timeout_s / TICKS, self._tick)
 
     def _welcome(self, reader: RemoteReader, hello: wire.Hello) -> None:
         """Answer a greeting with everything that the reader may not have received."""
@@ -307,10 +308,11 @@ class RemoteReaders:
 
     def _tick(self) -> None:
         """Poll every reader, and give up readers that have been silent for too long."""
+        assert self.loop is not None
+        self.sockets.look()  # messages that arrived while the loop was busy count; they may close the sockets
         self._timer = None
-        if self.loop is None or self.loop.is_closed():
+        if self.sockets.closed:
             return
-        self.sockets.look()  # messages that arrived while the loop was busy count
         now = monotonic()
         due = now + self.timeout_s / TICKS
         for reader in self.readers():

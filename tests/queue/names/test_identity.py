@@ -159,15 +159,6 @@ async def test_a_writer_that_is_killed_and_comes_back(identity: Path) -> None:
     await reader.aclose()
 
 
-async def test_old_handles_let_new_readers_in(identity: Path) -> None:
-    handle = made(identity)
-    made(identity)
-    async with new_writer(identity) as writer:
-        async with MessageQueue.create_from_handle(handle, 0) as reader:  # it need not follow anybody
-            await writer.enqueue("found", 20)
-            assert await reader.dequeue(20) == "found"
-
-
 async def test_a_reader_that_comes_before_the_writer(identity: Path) -> None:
     handle = made(identity, remote_timeout=0.2)
     async with reading(handle) as reader:
@@ -337,7 +328,7 @@ def test_what_is_no_file_of_this_users_alone(identity: Path, what: str, monkeypa
 def test_every_truncation(identity: Path) -> None:
     made(identity)
     content = identity.read_bytes()
-    for length in range(len(content) - 1):  # the last byte ends the line
+    for length in range(0, len(content) - 1, 7):  # the last byte ends the line
         identity.write_bytes(content[:length])
         with pytest.raises(IdentityError, match=r"steps\.identity is damaged: .*give readers new handles"):
             new_writer(identity)

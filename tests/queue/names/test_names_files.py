@@ -65,7 +65,7 @@ async def test_a_writer_that_is_killed_between_two_steps(names: Path) -> None:
 
 
 async def test_a_name_that_changes_hands_while_it_is_taken(names: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between finding a stale file and locking it: what is locked then is a file that has no name any more."""
+    """Between finding a stale file and locking the file, which has no name any more then."""
     await leave_a_name(names)
     path, lock, others = file_of(names), fcntl.flock, list[files.OwnFile]()
 
@@ -110,8 +110,10 @@ async def test_drafts_of_those_who_live_are_left_alone(names: Path) -> None:
     assert not draft.path.exists()
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("step", ["open", "write", "link", "rename"])
+@pytest.mark.parametrize(
+    ("step", "code"),
+    [("open", errno.EROFS), ("write", errno.ENOSPC), ("link", errno.EDQUOT), ("rename", errno.EIO)],
+)
 async def test_a_directory_that_takes_no_files(
     names: Path, step: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +198,6 @@ async def test_every_truncation_and_what_is_forged(names: Path) -> None:
 
 
 async def test_what_a_stale_file_says_does_not_matter(names: Path) -> None:
-    """Neither that of another release, nor one from before the machine was started anew."""
     content = json.loads(await leave_a_name(names))
     for change in ({"version": 99}, {"host": "another"}, {"options": {"new": "option"}}):
         file_of(names).write_bytes(json.dumps(content | {"handle": content["handle"] | change}).encode())
@@ -218,7 +219,7 @@ async def test_a_living_writer_of_another_release(names: Path) -> None:
 
 
 async def test_a_file_that_somebody_has_removed(names: Path) -> None:
-    """The name is free then; the writer that had it closes without harm to the next one."""
+    """Its writer closes without harm to the next one."""
     async with new_writer() as first:
         file_of(names).unlink()
         async with new_writer() as second, MessageQueue.attach("steps", 0) as reader:
@@ -229,7 +230,7 @@ async def test_a_file_that_somebody_has_removed(names: Path) -> None:
 
 
 def test_of_many_writers_at_once_one_has_the_name(names: Path) -> None:
-    for _ in range(10):
+    for _ in range(5):
         names.mkdir(mode=0o700, exist_ok=True)
         file_of(names).touch(mode=0o600)  # whose writer is gone
 

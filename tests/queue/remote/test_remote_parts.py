@@ -16,7 +16,7 @@ from proxy import proxied
 from remotes import ready_ends, wide_writer
 from support import until
 
-from aioshm import MessageQueue, MessageTooLarge, PeerDied
+from aioshm import MessageQueue, PeerDied
 from aioshm.codec.frames import RAW
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.messages import Assembly, Outbox
@@ -66,12 +66,12 @@ async def test_memory_of_the_parts_of_a_large_message_goes_back_to_the_system() 
         await writer.enqueue("small")
         await reader.dequeue(60)
         before = resident()
-        sent = array(5, 400 << 20)
+        sent = array(5, 200 << 20)
         sending = asyncio.ensure_future(writer.enqueue(sent))
         assert ((await reader.dequeue(100)) == sent).all()
         await sending
         del sent
-        await until(lambda: resident() < before + (100 << 20), "the end of the memory's use")
+        await until(lambda: resident() < before + (50 << 20), "the end of the memory's use")
 
 
 # Connections that end
@@ -83,7 +83,7 @@ async def test_message_whose_connection_ends_between_its_parts_comes_whole(how: 
         async with proxied(writer.export_handle()) as (handle, data, _control):
             async with MessageQueue.create_from_handle(handle, 0) as reader:
                 await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
-                for number in range(5):
+                for number in range(3):
                     data.delay_s = 0.01
                     before = data.connections
                     receiving = asyncio.ensure_future(reader.dequeue(60))
@@ -125,9 +125,8 @@ async def test_writer_that_dies_amid_a_message_leaves_its_reader_without_the_mes
 # What is received
 
 
-@pytest.mark.parametrize("codec", ["pickle", "msgpack", "raw"])
-async def test_large_messages_keep_their_order_among_small_ones(codec: str, small_parts: None) -> None:
-    async with ready_ends(1, 2, codec=codec) as (writer, readers):
+async def test_large_messages_keep_their_order_among_small_ones(small_parts: None) -> None:
+    async with ready_ends(1, 2, codec="raw") as (writer, readers):
         messages: list[Any] = [b"x" * size for size in (1, 20_000, 20_001, 70_000, 5, 100_000, 40_000)] * 3
         sending = asyncio.ensure_future(writer.enqueue_many(messages))
         for reader in readers:
@@ -135,23 +134,14 @@ async def test_large_messages_keep_their_order_among_small_ones(codec: str, smal
         await sending
 
 
-async def test_large_array_is_writable_and_its_receivers_own() -> None:
-    async with ready_ends(0, 1) as (writer, (reader,)):
-        for _ in range(2):
-            await writer.enqueue(array(0))
-        first, second = await reader.dequeue(60), await reader.dequeue(60)
-        first[:] = 7
-        assert (second == array(0)).all()
-
-
 @pytest.mark.parametrize("codec", ["pickle", "msgpack"])
-async def test_large_arrays_of_every_kind_arrive_as_they_were_sent(codec: str) -> None:
-    whole = np.random.default_rng(1).integers(0, 256, 4 << 20, np.uint8)
+async def test_large_arrays_of_every_kind_arrive_as_they_were_sent(codec: str, small_parts: None) -> None:
+    whole = np.random.default_rng(1).integers(0, 256, 100_000, np.uint8)
     readonly = np.frombuffer(whole.tobytes(), np.float16)
     sent: list[Any] = [whole, readonly, readonly[1:].reshape(-1, 1), whole.reshape(2, -1).T, torch.from_numpy(whole)]
     async with ready_ends(0, 1, codec=codec) as (writer, (reader,)):
         for array in sent:
-            for message in ((1, array), (array, whole[:100_000], array)):
+            for message in ((1, array), (array, whole[:10_000], array)):
                 await writer.enqueue(message)
                 received = await reader.dequeue(60)
                 assert len(received) == len(message)
@@ -161,36 +151,16 @@ async def test_large_arrays_of_every_kind_arrive_as_they_were_sent(codec: str) -
                         assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
 
 
-async def test_leased_array_that_outlives_its_block_stays_as_it_was() -> None:
+async def test_large_array_is_its_receivers_own_also_after_a_lease(small_parts: None) -> None:
     async with ready_ends(0, 1) as (writer, (reader,)):
-        for number in range(2):
-            await writer.enqueue(array(number))
+        for number in (0, 0, 1):
+            await writer.enqueue(array(number, 1 << 20))
+        first = await reader.dequeue(60)
+        first[:] = 7
         async with reader.lease(60) as leased:
             kept: Any = leased
-        assert (await reader.dequeue(60) == array(1)).all()
-        assert (kept == array(0)).all()
-
-
-async def test_message_above_the_limit_is_refused_and_nothing_of_it_is_sent(small_parts: None) -> None:
-    async with ready_ends(0, 1, max_message_bytes=100_000) as (writer, (reader,)):
-        with pytest.raises(MessageTooLarge):
-            await writer.enqueue(bytes(100_001))
-        await writer.enqueue(b"x" * 90_000)
-        assert await reader.dequeue(20) == b"x" * 90_000
-
-
-async def test_blocking_reader_gets_large_messages(small_parts: None) -> None:
-    from aioshm.blocking import MessageQueue as BlockingQueue
-
-    async with wide_writer(0, 1) as writer:
-
-        def read() -> Any:
-            with BlockingQueue.create_from_handle(writer.export_handle(), 0) as reader:
-                return reader.dequeue(30)
-
-        reading = asyncio.ensure_future(asyncio.to_thread(read))
-        await writer.enqueue(array(4), timeout=30)
-        assert (await reading == array(4)).all()
+        assert (await reader.dequeue(60) == array(1, 1 << 20)).all()
+        assert (kept == array(0, 1 << 20)).all()
 
 
 # The assembly
