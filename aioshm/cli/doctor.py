@@ -89,7 +89,7 @@ def examine() -> Iterator[Finding]:
     if sys.platform == "linux":
         yield _process_one()
     yield _native("native core", native_core, "every message costs some microseconds more")
-    yield _native("native encoder", NativeEncoder is not None, "batches of KV-cache events take three times as long")
+    yield _native("native encoder", NativeEncoder is not None, "batches of KV-cache events take twice as long")
     yield _memory_order()
     yield _tried("eventfd", "eventfd", lambda: os.eventfd(0), "a byte on a socket wakes the other end; that is slower")
     yield _tried(

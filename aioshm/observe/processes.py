@@ -257,7 +257,6 @@ class StartedProcesses:
         """Look until each idle process has shown that its event loop runs, or counts as stalled: 1.5 s at most."""
         found = self.look()
         deadline = time.monotonic() + QUIET_LOOP_S + 2 * _PAUSE_S
-        self._due = max(self._due, deadline)  # processes that start meanwhile would have to be waited for, too
         while any(process.history.is_unsure for process in self._processes) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
             found = self.look()

@@ -66,12 +66,7 @@ def check(text: str) -> None:
     assert samples["aioshm_queue_end_cpu_seconds_total", "writer", ""] > 0
 
 
-def test_once(a_queue: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["export", "--once"]) == 0
-    check(capsys.readouterr().out)
-
-
-def test_served(a_queue: None) -> None:
+def test_metrics_are_served_and_printed_once(a_queue: None, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "aioshm", "export", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -82,6 +77,8 @@ def test_served(a_queue: None) -> None:
             for _ in range(2):
                 with urllib.request.urlopen(line[-1], timeout=30) as response:
                     check(response.read().decode())
+            assert run(["export", "--once"]) == 0
+            check(capsys.readouterr().out)
             process.send_signal(signal.SIGTERM)
             _, errors = process.communicate(timeout=30)
             assert (process.returncode, errors) == (128 + signal.SIGTERM, "aioshm: terminated\n")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,17 @@ def processes() -> Iterator[dict[str, Any]]:
         yield {process.name: process for process in manager.processes}
 
 
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process within the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: proc.process_info(pid).state == "stopped")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHM_STALL_WARNING_S", "0.3")
@@ -102,13 +113,6 @@ def test_tables_show_each_process(
     assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
-@pytest.mark.parametrize("command", [["ls"], ["top", "--once"]])
-def test_a_name_without_spaces_is_whole_in_a_pipe(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    name = f"{'x' * 100}_0"
-    with ProcessManager(serve, [Job(name, (IDLE, 0))], shutdown_timeout=0):
-        assert name in said(capsys, *command)
-
-
 @pytest.mark.parametrize("command", [["ls", "--json"], ["top", "--once", "--json"]])
 def test_json_has_each_process(
     command: list[str], processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
@@ -123,40 +127,22 @@ def test_json_has_each_process(
 
 
 class TestWho:
-    def test_only_processes_without_progress_are_named(
-        self, processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        os.kill(processes[LONG].pid, signal.SIGSTOP)
-        try:
-            eventually(lambda: proc.process_info(processes[LONG].pid).state == "stopped")
-            eventually(lambda: "EngineCore_0" in own(said(capsys, "who", "--json", "--window", "0.02")))
-            found = own(said(capsys, "who", "--json", "--window", "0.02"))
-        finally:
-            os.kill(processes[LONG].pid, signal.SIGCONT)
-        assert {name: each["state"] for name, each in found.items()} == {"EngineCore_0": "stalled", LONG: "stopped"}
-        assert found["EngineCore_0"]["wait_channel"] == proc.wait_channel(processes["EngineCore_0"].pid)
-        assert found["EngineCore_0"]["process"]["state"] == "sleeping"
-
     def test_stalled_processes_come_first_then_stopped_ones_and_healthy_ones_are_counted(
         self, processes: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("COLUMNS", "500")
-        jobs = [Job("Later_0", (BUSY, 0)), Job("Later_1", (IDLE, 0))]
-        with ProcessManager(serve, jobs, shutdown_timeout=0) as manager:
-            stopped = processes["EngineCore_0"].pid
-            os.kill(stopped, signal.SIGSTOP)
-            try:
-                eventually(lambda: proc.process_info(stopped).state == "stopped")
-                eventually(lambda: set(own(said(capsys, "who", "--json"))) == {"EngineCore_0", "Later_0"})
-                lines = said(capsys, "who", "--window", "0.02").splitlines()
-            finally:
-                os.kill(stopped, signal.SIGCONT)
-            pids = [manager.processes[0].pid, stopped]
-            named = [line for line in lines if any(f", pid {pid} (" in line for pid in pids)]
-            assert re.match(rf"Later_0, pid {pids[0]} \(of .*\): stalled for \S+ \w+, 1 call$", named[0])
-            assert re.match(rf"EngineCore_0, pid {pids[1]} \(of .*\): stopped, 4 requests$", named[1])
-            assert "Later_1" not in "".join(lines)
-            assert re.search(r"^healthy: \d+ queues?, (?!0)\d+ process", "\n".join(lines), re.M)
+        engine = processes["EngineCore_0"]
+        with stopped(processes[LONG].pid):
+            eventually(lambda: "EngineCore_0" in own(said(capsys, "who", "--json", "--window", "0.02")))
+            found = own(said(capsys, "who", "--json", "--window", "0.02"))
+            lines = said(capsys, "who", "--window", "0.02").splitlines()
+        assert {name: each["state"] for name, each in found.items()} == {"EngineCore_0": "stalled", LONG: "stopped"}
+        assert found["EngineCore_0"]["wait_channel"] == proc.wait_channel(engine.pid)
+        assert found["EngineCore_0"]["process"]["state"] == "sleeping"
+        named = [line for line in lines if any(f", pid {each} (" in line for each in (engine.pid, processes[LONG].pid))]
+        assert re.match(rf"EngineCore_0, pid {engine.pid} \(of .*\): stalled for \S+ \w+, 4 requests$", named[0])
+        assert re.match(rf"{LONG}, pid {processes[LONG].pid} \(of .*\): stopped, 0 calls$", named[1])
+        assert re.search(r"^healthy: \d+ queues?, (?!0)\d+ process", "\n".join(lines), re.M)
 
     def test_name_in_several_programs_shows_the_one_without_progress_first(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -205,33 +191,15 @@ class TestWho:
         engine = processes["EngineCore_0"]
         args = ["who", *[str(engine.pid)] * by_pid, "--window", "0.02"]
         engine.progress.drop_stacks()
-        os.kill(processes[LONG].pid, signal.SIGSTOP)
-        try:
-            eventually(lambda: proc.process_info(processes[LONG].pid).state == "stopped")
+        with stopped(processes[LONG].pid):
             eventually(lambda: f"pid {engine.pid} (" in said(capsys, *args))
             assert said(capsys, *args).count(proc.NOT_INSTALLED) == 1
-        finally:
-            os.kill(processes[LONG].pid, signal.SIGCONT)
         if by_pid:
             engine.progress.drop_stacks()
             engine.send_signal(progress.STACK_SIGNAL)
             eventually(lambda: "in hang" in engine.progress.stacks())
             out = said(capsys, *args)
             assert ("in hang" in out, proc.NOT_INSTALLED in out) == (True, False)
-
-    def test_the_line_is_shown(
-        self, processes: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("COLUMNS", "500")  # the path of this file is whole
-        pid = processes["EngineCore_0"].pid
-        if not proc.stacks_of(pid)[0]:
-            pytest.skip(proc.stacks_of(pid)[1])
-        eventually(lambda: f"EngineCore_0, pid {pid} (of" in said(capsys, "who", "--window", "0.02"))
-        out = " ".join(said(capsys, "who", "EngineCore_0", "--window", "0.02").split())
-        lines = Path(__file__).read_text().splitlines()
-        number = next(number for number, text in enumerate(lines, 1) if text.endswith("# HERE"))
-        assert re.search(rf"EngineCore_0, pid {pid} \(of .*\): stalled for [\d.]+ \w+, 4 requests sleeping", out)
-        assert f"at {__file__}:{number} in hang" in out
 
     @pytest.mark.parametrize("by_pid", [False, True])
     def test_a_process_is_described_by_name_and_by_pid(
@@ -257,12 +225,8 @@ class TestWho:
 
 def test_export_counts_them(processes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("prometheus_client")
-    os.kill(processes[LONG].pid, signal.SIGSTOP)
-    try:
-        eventually(lambda: proc.process_info(processes[LONG].pid).state == "stopped")
+    with stopped(processes[LONG].pid):
         eventually(lambda: not re.search("^aioshm_host_stalled_processes 0", said(capsys, "export", "--once"), re.M))
         counts = dict(re.findall(r"^aioshm_host_(\w+)_processes (\d+)", said(capsys, "export", "--once"), re.M))
-    finally:
-        os.kill(processes[LONG].pid, signal.SIGCONT)
     assert int(counts["started"]) >= len(processes), "others may test beside it"
     assert int(counts["stopped"]) >= 1

@@ -56,10 +56,6 @@ class Strain:
         self.held_s, self._busy = max(self.held_s, busy - self._busy), busy
         self._next_beat = asyncio.get_running_loop().call_later(0.001, self._beat)  # no task, which is a turn later
 
-    def check(self) -> None:
-        assert self.held_s <= HELD_S, f"the loop was held for {self.held_s:.3f} s"
-        assert self.grown_kb <= MEMORY_KB, f"memory has grown by {self.grown_kb} KB"
-
 
 def array(length: int) -> bytes:
     return b"\xdd" + length.to_bytes(4, "big")
@@ -70,8 +66,6 @@ STORED = b"\x97\xabBlockStored\x91\x01\xc0"
 # Events of batches that are expensive to decode.
 ATTACKS = {
     "nils": array(2_000_000) + b"\xc0" * 2_000_000,
-    "legal-nils": array(65_536) + b"\xc0" * 65_536,
-    "tokens": array(1) + STORED + array(650_000) + b"\xcd\x7f\xff" * 650_000 + b"\x01\xc0\xc0",
     "nested": array(1) + b"\x99" + STORED[1:] + b"\x90\x01\xc0\xc0\xc0\x91" + array(2_000_000) + b"\x90" * 2_000_000,
 }
 

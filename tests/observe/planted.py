@@ -76,23 +76,6 @@ def block_the_loop() -> None:
         sum(range(100))  # the line: blocked
 
 
-async def serve_and_hang(_name: str, _rank: int) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from served_engine import Engine, served
-
-    class Hanging(Engine):
-        def step(self) -> object:
-            print("wrong", flush=True)
-            time.sleep(1000)  # the line: engine
-            return []
-
-    async with served(Hanging()) as serving:
-        print("ready", flush=True)
-        async for _ in serving.client.submit({"request_id": "a", "tokens": 1}):
-            pass
-
-
 ROLES = {
     "write": write,
     "write and hang": write_and_hang,
@@ -100,7 +83,6 @@ ROLES = {
     "read": read,
     "read slowly": read_slowly,
     "read and block": read_and_block,
-    "engine": serve_and_hang,
 }
 
 

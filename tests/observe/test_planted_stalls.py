@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from planting import Planted
 from support import eventually
 
 from aioshm.observe import find_queue, who
-from aioshm.observe.suspects import Suspect, process_report
+from aioshm.observe.suspects import Suspect
 from aioshm.process.proc import process_info, stacks_of
 
 
@@ -96,22 +94,6 @@ class TestStalls:
             assert report.suspects[0].pid == reader.pid
         assert min(times) < 1, "the rest of it is what else the machine does"
 
-    @pytest.mark.slow
-    def test_the_command_names_it(self, planted: Planted) -> None:
-        _, _, reader = planted.queue("write", "read", "read and block")
-        planted.go_wrong(reader)
-        culprit(planted, reader.pid)
-        took = []
-        for _ in range(3):
-            before = os.times()
-            command = [sys.executable, "-m", "aioshm", "who", planted.name, "--json"]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            after = os.times()
-            took.append(sum(after[2:4]) - sum(before[2:4]))
-            [suspect] = json.loads(done.stdout)["queues"][0]["suspects"]
-            assert (suspect["pid"], suspect["line"]["line"]) == (reader.pid, line_of("blocked"))
-        assert min(took) < 0.75, "CPU time, all imports included; a quarter of a second passes besides"
-
     def test_a_writer_that_hangs(self, planted: Planted) -> None:
         writer, _ = planted.queue("write and hang", "read")
         planted.go_wrong(writer)
@@ -120,17 +102,6 @@ class TestStalls:
         assert "published nothing" in suspect.text
         assert "nanosleep" in suspect.wait_channel
         check_line(suspect, "writer")
-
-    @pytest.mark.slow
-    def test_an_engine_that_hangs(self, planted: Planted) -> None:
-        engine = planted.start("engine", 0)
-        planted.ready()
-        assert engine.stdout is not None
-        assert engine.stdout.readline() == "wrong\n"
-        eventually(lambda: "nanosleep" in process_report(engine.pid).wait_channel)
-        report = process_report(engine.pid)
-        assert report.line is not None
-        assert (Path(report.line.file).name, report.line.line) == ("planted.py", line_of("engine"))
 
 
 @pytest.mark.slow
@@ -147,12 +118,6 @@ def test_a_reader_that_is_gone(planted: Planted) -> None:
 
 
 @pytest.mark.slow
-def test_moving_queue_has_no_suspects(planted: Planted) -> None:
-    planted.queue("write", "read")
-    eventually(lambda: not who(planted.name)[0].suspects, "no suspects")
-
-
-@pytest.mark.slow
 def test_absent_reader_is_named(planted: Planted) -> None:
     writer = planted.start("write", 2)
     reader = planted.start("read", 1)
@@ -166,17 +131,6 @@ def test_absent_reader_is_named(planted: Planted) -> None:
 def _is_absent(planted: Planted) -> list[bool]:
     reports = [report for report in who() if report.queue.label == planted.name]
     return [[each.rank for each in report.suspects if each.kind == "absent"] == [0] for report in reports]
-
-
-@pytest.mark.slow
-def test_without_py_spy(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, reader = planted.queue("write", "read")
-    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    reader.send_signal(signal.SIGSTOP)
-    eventually(lambda: process_info(reader.pid).state == "stopped")
-    suspect = culprit(planted, reader.pid)
-    assert suspect.line is None
-    assert "pip install py-spy" in suspect.hint
 
 
 @pytest.mark.slow

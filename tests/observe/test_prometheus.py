@@ -217,13 +217,6 @@ def test_object_of_another_kind_is_refused() -> None:
         collector.add(Other(), 5)  # type: ignore[arg-type]
 
 
-def test_registry_refuses_a_second_collector() -> None:
-    registry = CollectorRegistry()
-    PrometheusCollector(registry=registry)
-    with pytest.raises(ValueError, match="Duplicated"):
-        PrometheusCollector(registry=registry)
-
-
 def test_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     with pytest.raises(ImportError, match=r"pip install 'aioshm\[prometheus\]'"):

@@ -133,10 +133,3 @@ async def test_damage() -> None:
                 patch.setattr(ring, "read", damaged)
                 [message] = last_messages(ring, 1, bodies=True)
                 assert isinstance(message, MessageHeader)
-
-
-@pytest.mark.parametrize("number", [0, -1])
-async def test_no_number(number: int) -> None:
-    async with queue() as (_, _, ring):
-        with pytest.raises(ValueError, match="at least 1"):
-            last_messages(ring, number)

@@ -11,8 +11,6 @@ from aioshm.events.protocol.messages import Delivery, Received
 # Python's memory for a message and for each of its frames, in addition to their bytes.
 MESSAGE_OVERHEAD = 128
 FRAME_OVERHEAD = 48
-# Messages that one call drops at most: about 5 ms.
-_MAX_SHRINK = 8192
 
 RECONNECTED = object()
 """Stands in place of a connection in the marker of a connection that broke and came back."""
@@ -35,32 +33,26 @@ class Backlog:
         self.arrival: int = 0  # messages that came before the last taken one
         self.sender: object = None  # connection of the last taken message
         self.size: int = 0  # memory of all messages, in bytes
-        self.is_shrinking: bool = False  # whether the backlog was full, and has not shrunk to half yet
         self._max_bytes = max_bytes
         self._removed = 0  # messages that were taken or dropped
         self._entries: deque[Entry] = deque()
 
-    @property
-    def is_half_full(self) -> bool:
-        """Whether the messages take more than half of the bound."""
-        return self.size > self._max_bytes // 2
-
     def put(self, connection: object, frames: list[bytes]) -> None:
-        """Append a message."""
+        """Append a message; drop the oldest ones if the backlog is full."""
         size = MESSAGE_OVERHEAD + FRAME_OVERHEAD * len(frames) + sum(map(len, frames))
         self._entries.append((connection, frames, size))
         self.size += size
         self.received += 1
         if self.size > self._max_bytes:
-            self.is_shrinking = True
+            self._shrink()
 
     def note(self, connection: object) -> None:
         """Append a marker: this connection ended, or a connection came back."""
         self._entries.append((connection, None, 0))
 
     def take(self) -> Entry | None:
-        """Remove and return the oldest entry; None if the backlog is empty, or must shrink first."""
-        if self.is_shrinking or not self._entries:
+        """Remove and return the oldest entry; None if the backlog is empty."""
+        if not self._entries:
             return None
         entry = self._entries.popleft()
         connection, frames, size = entry
@@ -75,26 +67,20 @@ class Backlog:
         """Remove all entries, without counting them as dropped."""
         self._entries.clear()
         self.size = 0
-        self.is_shrinking = False
 
-    def shrink(self) -> None:
-        """Drop some of the oldest messages if the backlog was full; call again while ``is_shrinking``."""
-        if not self.is_shrinking:
-            return
+    def _shrink(self) -> None:
         entries = self._entries
         markers: list[Entry] = []
-        dropped = 0
-        while dropped < _MAX_SHRINK and self.is_half_full and len(entries) > 1:
+        before = len(entries)
+        while self.size > self._max_bytes // 2 and len(entries) > 1:
             entry = entries.popleft()
+            self.size -= entry[2]
             if entry[1] is None:
                 markers.append(entry)
-            else:
-                dropped += 1
-                self.size -= entry[2]
+        dropped = before - len(entries) - len(markers)
         entries.extendleft(reversed(markers))
         self.dropped += dropped
         self._removed += dropped
-        self.is_shrinking = dropped == _MAX_SHRINK
 
 
 # Payloads that may wait for the consumer together; decoded, they take up to 34 times as much.

@@ -22,10 +22,8 @@ from aioshm.zeromq.pump import Pump, receive_frames
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
-# How long one callback receives messages into the backlog, and how long while the backlog is more than half full:
-# decoding needs the time more than messages that may be dropped.
-_READ_AHEAD_S = 0.002
-_READ_AHEAD_BUSY_S = 0.0005
+# How long one callback receives messages into the backlog; decoding, which takes longer, has four times as long.
+_READ_AHEAD_S = 0.0005
 # Messages that ZeroMQ holds for each connection to an open port: strangers may send large ones.
 OPEN_HWM = 16
 # A live message has three frames. Longer messages are garbage, of which four frames are kept.
@@ -99,9 +97,6 @@ class LivePort:
         return more
 
     def _read_ahead(self) -> bool:
-        self.backlog.shrink()
-        if self.backlog.is_shrinking:
-            return True
         gone = self._gone | self._read_monitor()
         burst, is_empty = self._receive_burst()
         # A connection came back before its first message was received, so its marker goes before the burst.
@@ -114,14 +109,13 @@ class LivePort:
             self._end_connections(gone)
         else:
             self._gone |= gone
-        self.backlog.shrink()
-        return not is_empty or bool(self._gone) or self.backlog.is_shrinking
+        return not is_empty or bool(self._gone)
 
     def _receive_burst(self) -> tuple[list[tuple[object, list[bytes]]], bool]:
         """Receive for one slice of time; return messages with their connections, and whether the socket is empty."""
         burst: list[tuple[object, list[bytes]]] = []
         clock = time.perf_counter
-        deadline = clock() + (_READ_AHEAD_BUSY_S if self.backlog.is_half_full else _READ_AHEAD_S)
+        deadline = clock() + _READ_AHEAD_S
         try:
             while True:
                 burst.append(self._receive_one())
@@ -225,11 +219,6 @@ class ReplayPort:
     def is_asked(self) -> bool:
         """Whether an answer is in progress."""
         return self._dealer is not None
-
-    @property
-    def has_answer(self) -> bool:
-        """Whether a part of the answer can be received now."""
-        return self._dealer is not None and bool(self._dealer.poll(0))
 
     def restart_timeout(self) -> None:
         """Count the timeout of the answer from now on."""

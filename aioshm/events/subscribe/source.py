@@ -337,8 +337,6 @@ class EventSource:
             schedule.quiet_checks += 1
             schedule.overdue = None
             tracker.check()
-        elif self._replay.has_answer:  # only the loop was late
-            self._replay.restart_timeout()
         else:
             reason = self._replay.give_up(self.endpoint)
             if reason is not None:

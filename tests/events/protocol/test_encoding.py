@@ -77,36 +77,6 @@ def test_array_writes_six_fields_and_then_up_to_the_last_that_is_set() -> None:
     ]
 
 
-@both_encoders
-def test_map_omits_unset_fields() -> None:
-    events = [
-        BlockStored([1], None, [5], 1, None, None),
-        BlockStored([1], 2, [5], 1, 3, "GPU", "l", session_id="s"),
-        BlockRemoved([2], None),
-        AllBlocksCleared(),
-    ]
-    required = {"parent_block_hash": None, "token_ids": [5], "block_size": 1, "lora_id": None, "medium": None}
-    assert unpack(BatchEncoder("map").encode(EventBatch(1.5, events), None)) == [
-        1.5,
-        [
-            {"type": "BlockStored", "block_hashes": [1], **required, "lora_name": None},
-            {
-                "type": "BlockStored",
-                "block_hashes": [1],
-                **required,
-                "parent_block_hash": 2,
-                "lora_id": 3,
-                "medium": "GPU",
-                "lora_name": "l",
-                "session_id": "s",
-            },
-            {"type": "BlockRemoved", "block_hashes": [2], "medium": None},
-            {"type": "AllBlocksCleared"},
-        ],
-        None,
-    ]
-
-
 def test_any_mixture_is_understood() -> None:
     stored = ["BlockStored", [1], None, [2], 1, None, "GPU", "later", None, None, None, None, None, None, "s"]
     payload = pack(

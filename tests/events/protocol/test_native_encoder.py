@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,7 +27,6 @@ from .test_encoding import EVENTS, JSONISH
 pytestmark = pytest.mark.skipif(
     encoding.NativeEncoder is None, reason="the native encoder was not built, or is not wanted"
 )
-ENCODINGS: Any = pytest.mark.parametrize("form", ["array", "map"])
 
 
 class Derived(BlockRemoved):
@@ -37,11 +37,6 @@ class Wide(EventBatch, array_like=True, omit_defaults=True):
     """A batch of the caller's own."""
 
     extra: int = 3
-
-
-def make(kinds: Any, maps: bool) -> Any:
-    assert encoding.NativeEncoder is not None
-    return encoding.NativeEncoder(kinds, maps)
 
 
 def stored(**fields: Any) -> BlockStored:
@@ -55,55 +50,49 @@ def outcome(work: Callable[[], bytes]) -> bytes | str:
         return str(error)
 
 
-def twin(form: Any) -> BatchEncoder:
-    return BatchEncoder(form, native=False)
-
-
-def check(form: Any, batch: EventBatch, rank: int | None = 7) -> None:
+def check(batch: EventBatch, rank: int | None = 7) -> None:
     """Both say the same, bytes or error."""
-    native = BatchEncoder(form)
-    assert native._native is not None
-    assert outcome(lambda: native.encode(batch, rank)) == outcome(lambda: twin(form).encode(batch, rank))
+    both = [BatchEncoder(native=native) for native in (True, False)]
+    assert both[0]._native is not None
+    found = [outcome(partial(each.encode, batch, rank)) for each in both]
+    assert found[0] == found[1]
 
 
-def is_native(form: Any, events: list[Any]) -> bool:
-    native = BatchEncoder(form)._native
+def is_native(events: list[Any]) -> bool:
+    native = BatchEncoder()._native
     assert native is not None
     return native.encode(1.0, events, 0) is not None
 
 
-@ENCODINGS
 @given(events=EVENTS, ts=st.floats() | st.integers(-(2**63), 2**64 - 1), rank=st.none() | st.integers(-5, 2**64))
 @settings(max_examples=examples(200), deadline=None)
-def test_known_events(form: Any, events: list[Any], ts: float, rank: int | None) -> None:
-    check(form, EventBatch(ts, events, rank))
-    check(form, KVEventBatch(ts, events), rank)
+def test_known_events(events: list[Any], ts: float, rank: int | None) -> None:
+    check(EventBatch(ts, events, rank))
+    check(KVEventBatch(ts, events), rank)
 
 
-@ENCODINGS
 @given(values=st.lists(JSONISH, min_size=15, max_size=15))
 @settings(max_examples=examples(200), deadline=None)
-def test_fields_of_any_type(form: Any, values: list[Any]) -> None:
-    check(form, EventBatch(1.0, [BlockStored(*values), BlockRemoved(*values[:5])]))
+def test_fields_of_any_type(values: list[Any]) -> None:
+    check(EventBatch(1.0, [BlockStored(*values), BlockRemoved(*values[:5])]))
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 31, 32, 255, 256, 65_535, 65_536, 70_000])
-@ENCODINGS
-def test_lengths(form: Any, length: int) -> None:
+def test_lengths(length: int) -> None:
     numbers = [n * 37 % 131_072 for n in range(length)]
     events = [stored(block_hashes=[b"h" * length], token_ids=numbers, medium="m" * length, lora_name="\u00e9" * length)]
-    assert is_native(form, events)
-    check(form, EventBatch(1.0, events))
-    check(form, EventBatch(1.0, [AllBlocksCleared()] * length))
+    assert is_native(events)
+    check(EventBatch(1.0, events))
+    check(EventBatch(1.0, [AllBlocksCleared()] * length))
 
 
 def test_numbers_of_every_size() -> None:
     edges = {n for bits in range(65) for n in (2**bits - 1, 2**bits, 2**bits + 1)}
     fitting = sorted(n for n in edges if n < 2**64)
-    assert is_native("array", [BlockRemoved(fitting, None)])  # type: ignore[arg-type]
+    assert is_native([BlockRemoved(fitting, None)])  # type: ignore[arg-type]
     for number in edges | {-n for n in edges}:
-        check("array", EventBatch(1.0, [BlockRemoved([number], None)]))
-    check("array", EventBatch(1.0, [BlockRemoved([int("0"), 10**18 - 10**18], None)]))  # a zero that was computed
+        check(EventBatch(1.0, [BlockRemoved([number], None)]))
+    check(EventBatch(1.0, [BlockRemoved([int("0"), 10**18 - 10**18], None)]))  # a zero that was computed
 
 
 @pytest.mark.parametrize(
@@ -122,26 +111,23 @@ def test_numbers_of_every_size() -> None:
         (["AllBlocksCleared"], False),
     ],
 )
-@ENCODINGS
-def test_events_left_to_the_twin(form: Any, event: Any, native: bool) -> None:
-    assert is_native(form, [event]) is native
-    check(form, EventBatch(1.0, [stored(), event, AllBlocksCleared()]))
+def test_events_left_to_the_twin(event: Any, native: bool) -> None:
+    assert is_native([event]) is native
+    check(EventBatch(1.0, [stored(), event, AllBlocksCleared()]))
 
 
-@ENCODINGS
-def test_odd_batches(form: Any) -> None:
-    check(form, Wide(1.0, [stored()], None, 4))
-    check(form, EventBatch(1.0, (stored(),)))  # type: ignore[arg-type]
+def test_odd_batches() -> None:
+    check(Wide(1.0, [stored()], None, 4))
+    check(EventBatch(1.0, (stored(),)))  # type: ignore[arg-type]
     incomplete = stored()
     del incomplete.token_ids
-    check(form, EventBatch(1.0, [incomplete]))
+    check(EventBatch(1.0, [incomplete]))
     endless: list[Any] = []
     endless.append(endless)
-    assert not is_native(form, [stored(extra_keys=endless)])
+    assert not is_native([stored(extra_keys=endless)])
 
 
-@ENCODINGS
-def test_nothing_leaks(form: Any) -> None:
+def test_nothing_leaks() -> None:
     text, number, token_ids = "t" * 100, 2**63, [2**40] * 100
     good = EventBatch(1.0, [stored(medium=text, block_hashes=[number], token_ids=token_ids)] * 50)
     unknown = EventBatch(1.0, [*good.events, stored(extra_keys=[({},)])])
@@ -149,12 +135,13 @@ def test_nothing_leaks(form: Any) -> None:
 
     def work() -> None:
         for _ in range(200):
-            native = BatchEncoder(form)._native
+            native = BatchEncoder()._native
             assert native is not None
             assert native.encode(good.ts, good.events, 0) is not None
             assert native.encode(unknown.ts, unknown.events, 0) is None
+            assert encoding.NativeEncoder is not None
             with pytest.raises(TypeError):
-                make(((BlockStored, b"", ("token_ids", "__doc__"), None, 0),), False)
+                encoding.NativeEncoder(((BlockStored, b"", ("token_ids", "__doc__"), (b"", b""), 0),))
 
     def held() -> tuple[list[int], int]:
         gc.collect()  # exceptions and their frames
@@ -171,30 +158,3 @@ def test_nothing_leaks(form: Any) -> None:
         assert size_then - size < 1000  # after a thousand more batches
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize(
-    ("prelude", "environ", "expected"),
-    [
-        ("", "", "True"),
-        ("", "0", "False"),
-        ("import sys; sys.modules['aioshm.events.protocol._encoder'] = None", "", "False"),
-    ],
-)
-def test_it_can_be_switched_off_or_missing(prelude: str, environ: str, expected: str) -> None:
-    code = f"""{prelude}
-from aioshm.events import BlockRemoved, EventBatch
-from aioshm.events.protocol.encoding import BatchEncoder
-encoder = BatchEncoder("array")
-assert encoder.encode(EventBatch(1.0, [BlockRemoved([1], None)]), 0)
-print(encoder._native is not None)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "AIOSHM_NATIVE": environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.stdout.strip(), done.stderr) == (expected, "")

@@ -13,7 +13,7 @@ import pytest
 
 from aioshm.errors import QueueFull, RoleError
 from aioshm.events import (
-    EventSubscriber,
+    AllBlocksCleared,
     NullEventPublisher,
     PublisherClosed,
     Received,
@@ -22,7 +22,7 @@ from aioshm.events import (
 )
 from aioshm.process.loop_thread import LoopThread
 
-from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_from_threads, take, within
+from ..helpers import ANY, PATIENCE_S, Ends, batch, take, within
 
 
 def wait_until(condition: Any) -> None:
@@ -55,29 +55,12 @@ class Held:
         self._go_on.set()
 
 
-def read_all(publisher: ThreadedEventPublisher, count: int) -> list[int]:
-    async def read() -> list[int]:
-        async with EventSubscriber(
-            publisher.endpoint, publisher.replay_endpoint, replay_timeout=PATIENCE_S
-        ) as subscriber:
-            return [item.seq for item in await take(subscriber, count) if isinstance(item, Received)]
-
-    return asyncio.run(read())
-
-
 def fill(publisher: Any) -> None:
     """Fill a queue of one batch, without waking the sender."""
     publisher._core.outbox.put(batch(0))
 
 
 class TestThreaded:
-    def test_a_thread_that_is_too_quick_waits(self) -> None:
-        with ThreadedEventPublisher(0, ANY, ANY, max_queue_size=100, bind=True) as publisher:
-            publish_from_threads(publisher, 2, 2500)
-            assert publisher.stats().dropped == 0
-            assert publisher.stats().sent == 5000
-            assert read_all(publisher, 5000) == list(range(5000))
-
     def test_the_wait_has_an_end(self) -> None:
         with ThreadedEventPublisher(0, ANY, max_queue_size=3, bind=True) as publisher:
             with Held(publisher, 3):
@@ -174,29 +157,18 @@ class TestOnALoop:
         subscriber = ends.subscriber(publisher)
 
         async def publish(first: int) -> None:
-            for number in range(500):
+            for number in range(200):
                 await publisher.apublish(batch(first + number))
 
-        await within(asyncio.gather(*(publish(n * 500) for n in range(4))))
+        await within(asyncio.gather(*(publish(n * 200) for n in range(4))))
         await publisher.flush()
         assert publisher.stats().dropped == 0
-        received = [item for item in await take(subscriber, 2000) if isinstance(item, Received)]
-        assert [item.seq for item in received] == list(range(2000))
+        received = [item for item in await take(subscriber, 800) if isinstance(item, Received)]
+        assert [item.seq for item in received] == list(range(800))
         numbers = [int(item.batch.ts) for item in received]
         for n in range(4):  # each task's in its order
-            of_task = [number for number in numbers if number // 500 == n]
-            assert of_task == list(range(n * 500, n * 500 + 500))
-
-    async def test_waiting_calls_are_served_in_order(self, ends: Ends) -> None:
-        publisher = ends.publisher(max_queue_size=1)
-        order: list[int] = []
-
-        async def publish(number: int) -> None:
-            await publisher.apublish(batch(number))
-            order.append(number)
-
-        await within(asyncio.gather(*map(publish, range(20))))
-        assert order == list(range(20))
+            of_task = [number for number in numbers if number // 200 == n]
+            assert of_task == list(range(n * 200, n * 200 + 200))
 
     async def test_a_wait_that_is_cancelled_sends_nothing(self, ends: Ends) -> None:
         publisher = ends.publisher(max_queue_size=1)
@@ -249,23 +221,16 @@ class TestOnALoop:
         with pytest.raises(PublisherClosed):
             await publisher.apublish(batch(3))
 
-    async def test_publish_between_two_that_wait(self, ends: Ends) -> None:
-        publisher = ends.publisher(max_queue_size=1)
-        fill(publisher)
-        waiting = asyncio.create_task(publisher.apublish(batch(1)))
-        await asyncio.sleep(0)
-        publisher._core.drain()
-        publisher.publish(batch(2))  # takes the room before the waiting call
-        await within(waiting)
-        await publisher.flush()
-        assert (publisher.stats().sent, publisher.stats().dropped) == (3, 0)
-
     async def test_bad_calls(self, ends: Ends) -> None:
         with pytest.raises(ValueError, match="await apublish instead"):
             ZmqEventPublisher(0, ANY, overflow="block", bind=True)
         publisher = ends.publisher()
         with pytest.raises(TypeError, match="apublish takes an EventBatch, not int"):
             await publisher.apublish(1)
+        with pytest.raises(TypeError, match="publish takes an EventBatch, not list"):
+            publisher.publish([AllBlocksCleared()])
         with pytest.raises(RoleError, match="event loop"):
             await asyncio.to_thread(lambda: asyncio.run(publisher.apublish(batch(0))))
+        with pytest.raises(RoleError, match="ThreadedEventPublisher"):
+            await asyncio.to_thread(lambda: publisher.publish(batch(0)))
         await NullEventPublisher().apublish(batch(0))

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from support import until
 
-from aioshm.events import CurveKeys, Received
+from aioshm.events import Received
 from aioshm.events.publish.subscriptions import MAX_SUBSCRIPTIONS
 
 from ..helpers import PATIENCE_S, Ends, batch, publish_until, publish_until_delivery
@@ -66,11 +66,11 @@ async def test_as_many_subscriptions_as_allowed_are_fine_and_one_more_is_not(end
         await publish_until(publisher, lambda: publisher.stats().cut_off)
 
 
-async def test_hundreds_of_subscribers_at_the_same_time_are_fine(ends: Ends) -> None:
+async def test_many_subscribers_at_the_same_time_are_fine(ends: Ends) -> None:
     publisher = ends.publisher(topic="kv@pod-7@model")
     with ExitStack() as stack:
         fleet = []
-        for number in range(300):
+        for number in range(100):
             prefixes = [b"kv@pod-7", b"kv@pod-%d@model" % number, b"routers/%d" % number]
             fleet.append(stack.enter_context(peer(publisher.endpoint, prefixes)))
         await publish_until(publisher, lambda: all(each.poll(0) for each in fleet))
@@ -101,12 +101,6 @@ async def test_subscribers_that_left_are_forgotten(ends: Ends) -> None:
             await until(lambda: len(topics_of(publisher)) == 10)
         await publish_until(publisher, lambda: not topics_of(publisher))
     assert publisher.stats().cut_off == 0
-
-
-async def test_a_port_with_keys_has_no_bound(ends: Ends) -> None:
-    publisher = ends.publisher(curve=CurveKeys.generate())
-    assert publisher.stats().cut_off == 0
-    assert publisher._core.sockets.pub.type == zmq.PUB
 
 
 async def test_peer_with_a_too_long_subscription_is_disconnected_and_others_get_every_batch(ends: Ends) -> None:

@@ -30,9 +30,9 @@ from ..helpers import ANY, PATIENCE_S, batch, publish_from_threads, take
 
 class TestThreaded:
     def test_any_thread_may_publish(self) -> None:
-        with ThreadedEventPublisher(1, ANY, ANY, bind=True) as publisher:
+        with ThreadedEventPublisher(1, ANY, ANY, max_queue_size=100, bind=True) as publisher:
             publish_from_threads(publisher, 4, 500)
-            assert publisher.stats().sent == 2000
+            assert (publisher.stats().sent, publisher.stats().dropped) == (2000, 0)
 
             async def read() -> list[int]:
                 async with EventSubscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
@@ -44,10 +44,6 @@ class TestThreaded:
         publisher.shutdown()
         with pytest.raises(PublisherClosed):
             publisher.publish(batch(0))
-
-    def test_invalid_argument_raises(self) -> None:
-        with pytest.raises(ValueError, match="max_queue_size"):
-            ThreadedEventPublisher(0, ANY, max_queue_size=0)
 
     def test_abandoned_publisher_warns_and_releases_its_port(self) -> None:
         publisher = ThreadedEventPublisher(0, ANY, bind=True)
@@ -96,16 +92,6 @@ class TestThreaded:
             publisher.flush(PATIENCE_S)
             assert publisher.stats().sent == 2
 
-    def test_flush_and_shutdown_report_unsent_batches(self, caplog: pytest.LogCaptureFixture) -> None:
-        publisher = ThreadedEventPublisher(0, ANY, bind=True)
-        large = batch(0, 1000)  # takes the thread far longer to encode than this one to publish
-        for _ in range(3000):
-            publisher.publish(large)
-        with pytest.raises(TimeoutError, match="still wait"):
-            publisher.flush(0)
-        publisher.shutdown(0)
-        assert "to 2999 were sent" in caplog.text
-
 
 class TestFactory:
     @pytest.mark.parametrize("config", [None, KVEventsConfig(), KVEventsConfig(True, "null")])
@@ -133,11 +119,6 @@ class TestFactory:
         assert resolved.topic == "kv"
         assert ":*" not in resolved.endpoint
         await publisher.aclose()
-
-    def test_without_a_loop(self) -> None:
-        publisher = EventPublisherFactory.create(KVEventsConfig(True, endpoint="inproc://without-a-loop"))
-        assert isinstance(publisher, ThreadedEventPublisher)
-        publisher.shutdown()
 
     def test_names(self) -> None:
         class Mine(EventPublisher):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -21,9 +20,7 @@ from aioshm.events import (
     EventBatch,
     EventSubscriber,
     Lost,
-    PublisherRestarted,
     Received,
-    Restarted,
     Source,
     UnknownEvent,
     ZmqEventPublisher,
@@ -42,20 +39,8 @@ def endpoints() -> Iterator[tuple[str, str]]:
         yield endpoint, replay
 
 
-@pytest.mark.slow_on_uvloop
-async def test_the_lost_end_of_a_stream_is_found(ends: Ends) -> None:
-    publisher = ends.publisher()
-    async with LossyProxy(publisher.endpoint, 1.0) as proxy:
-        subscriber = EventSubscriber(proxy.endpoint, publisher.replay_endpoint, check_interval=0.05)
-        async with subscriber:
-            for n in range(5):
-                publisher.publish(batch(n))
-                assert (await take(subscriber, 1))[0].seq == n  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("late", ["the timer", "the loop"])
-async def test_an_answer_that_takes_long_is_read_to_its_end(ends: Ends, late: str) -> None:
-    """It is overdue only if nothing has come for so long: not as a whole, nor because the loop was busy."""
+async def test_answer_that_takes_long_is_read_to_its_end(ends: Ends) -> None:
+    """The answer is overdue only if nothing has come for so long, and not as a whole."""
     publisher = ends.publisher()
     for n in range(3000):
         publisher.publish(batch(n, 20))
@@ -65,53 +50,25 @@ async def test_an_answer_that_takes_long_is_read_to_its_end(ends: Ends, late: st
     (source,) = subscriber._sources
     await until(lambda: source.replayed)
     assert source._tracker.asking is not None
-    if late == "the loop":
-        source._pause()
-        await until(lambda: source._replay._dealer.poll(0), "more of the answer")  # type: ignore[union-attr]
-        source.resume()
-        source._replay.active_at -= 2 * PATIENCE_S
     source._schedule.overdue = 0.0  # as of a timer that was set before the first reply
     source._tick()
     assert [item.seq for item in await take(subscriber, 3000) if isinstance(item, Received)] == list(range(3000))
     assert subscriber.stats().replay_failures == 0
 
 
-async def test_without_replay_a_gap_is_reported(ends: Ends) -> None:
-    publisher = ends.publisher(replay=None)
-    async with LossyProxy(publisher.endpoint, 0.3) as proxy:
-        async with EventSubscriber(proxy.endpoint) as subscriber:
-            at, lost = -1, 0
-            n = 0
-            async with asyncio.timeout(PATIENCE_S):
-                while at < 500:
-                    publisher.publish(batch(n))
-                    n += 1
-                    try:
-                        item = await subscriber.receive(0.001)
-                    except TimeoutError:
-                        continue
-                    first, last = (item.seq, item.seq) if isinstance(item, Received) else (item.first, item.last)  # type: ignore[union-attr]
-                    assert first == at + 1
-                    at = last
-                    lost += isinstance(item, Lost)
-            assert lost
-
-
 @pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize("form", ["topic", "legacy"])
-@pytest.mark.parametrize("encoding", ["array", "map"])
-async def test_thirty_percent_loss_leaves_no_trace(ends: Ends, form: Any, encoding: Any) -> None:
-    publisher = ends.publisher(replay_format=form, encoding=encoding, topic="kv")
+async def test_thirty_percent_loss_leaves_no_trace_with_replies_of_the_first_releases(ends: Ends) -> None:
+    publisher = ends.publisher(wire="vllm-0.9", topic="kv")
     proxy = LossyProxy(publisher.endpoint, 0.3)
     truth = Truth(1)
     index: BlockIndex[Source] = BlockIndex()
     try:
         async with EventSubscriber(proxy.endpoint, publisher.replay_endpoint, "kv", check_interval=0.05) as subscriber:
-            for n in range(1500):
+            for n in range(600):
                 publisher.publish(truth.step())
                 if n % 50 == 0:
                     await asyncio.sleep(0.002)
-            assert not await follow_until(subscriber, index, 1, {0: 1499})
+            assert not await follow_until(subscriber, index, 1, {0: 599})
             assert held(index) == truth.held
             assert subscriber.stats().replayed > 0
     finally:
@@ -133,46 +90,6 @@ async def test_a_killed_publisher_that_comes_back_is_noticed(nothing_left: None,
                     while held(index) != truth.held or not index.complete(index.publishers[0]):
                         follow(index, await subscriber.receive())
         assert subscriber.stats().restarts == 3
-
-
-@pytest.mark.slow_on_uvloop
-async def test_a_publisher_process_that_is_killed(nothing_left: None, endpoints: tuple[str, str]) -> None:
-    endpoint, replay = endpoints
-    code = f"""
-import asyncio, sys
-from aioshm.events import BlockStored, EventBatch, ZmqEventPublisher
-async def main():
-    async with ZmqEventPublisher(0, {endpoint!r}, {replay!r}, bind=True) as publisher:
-        n = 0
-        while True:
-            publisher.publish(EventBatch(float(n), [BlockStored([n], None, [1], 1, None, "GPU")]))
-            n += 1
-            await asyncio.sleep(float(sys.argv[1]))
-asyncio.run(main())
-"""
-    async with EventSubscriber(endpoint, replay, check_interval=0.05, replay_timeout=1.0) as subscriber:
-        # The second is slower: one that got as far as the first before the subscriber is back would be taken for it.
-        for life, pace, count in ((0, "0.001", 300), (1, "0.02", 50)):
-            process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, pace)
-            try:
-                expected, restarted = 0, life == 0
-                async with asyncio.timeout(PATIENCE_S):
-                    while expected < count:
-                        item = await subscriber.receive()
-                        if isinstance(item, Restarted):
-                            assert not restarted
-                            restarted = True
-                            continue
-                        if not restarted:  # the last words of the first
-                            continue
-                        assert isinstance(item, Received)
-                        assert item.seq == expected
-                        expected += 1
-            finally:
-                process.kill()
-                await process.wait()
-        with pytest.raises(PublisherRestarted):
-            raise Restarted(item.source, 5).error()
 
 
 async def test_tiny_check_interval_delivers_every_batch(ends: Ends) -> None:
@@ -256,24 +173,6 @@ async def soak(steps: list[tuple[str, int]], share: float, buffer: int, seed: in
         await subscriber.aclose()
         await proxy.close()
         await publisher.aclose()
-
-
-async def test_batches_that_replay_brings_again_are_counted_once(ends: Ends) -> None:
-    publisher = ends.publisher()
-    stored, gone = BlockStored([7], None, [1], 1, None, "GPU"), BlockRemoved([7], "GPU")
-    for events in ([stored], [stored], [gone]):
-        publisher.publish(EventBatch(0.0, events))
-    await publisher.flush(PATIENCE_S)
-    subscriber = ends.subscriber(publisher)  # gets the first three by replay, and asks for them again and again
-    index: BlockIndex[Source] = BlockIndex()
-    for item in await take(subscriber, 3):
-        follow(index, item)
-    await until(lambda: subscriber.stats().replayed == 3 and publisher.stats().replay_requests > 3)
-    assert list(index.longest_prefix([7]).values()) == [1]
-    publisher.publish(EventBatch(0.0, [gone]))
-    for item in await take(subscriber, 1):
-        follow(index, item)
-    assert list(index.longest_prefix([7]).values()) == [0]
 
 
 @pytest.mark.parametrize("replay", [False, True])

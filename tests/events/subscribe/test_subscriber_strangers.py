@@ -18,7 +18,7 @@ from aioshm.events.protocol import wire
 from aioshm.events.protocol.encoding import BatchEncoder
 
 from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
-from ..strain import HELD_S, MEMORY_KB, Strain, attack
+from ..strain import ATTACKS, HELD_S, MEMORY_KB, Strain, attack
 
 ENOUGH = 10
 """Messages of a stranger that are measured."""
@@ -141,9 +141,7 @@ async def test_peer_with_a_too_large_payload_is_disconnected(nothing_left: None,
 
 
 @pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize(
-    "name", ["nils", "nested", *(pytest.param(name, marks=pytest.mark.slow) for name in ("legal-nils", "tokens"))]
-)
+@pytest.mark.parametrize("name", ATTACKS)
 async def test_attack_on_an_open_port_disturbs_no_publisher(nothing_left: None, name: str) -> None:
     async with EventSubscriber("tcp://127.0.0.1:0", start="live", bind=True) as subscriber:
         (endpoint,) = subscriber.endpoints
