@@ -226,14 +226,6 @@ def _named_memory() -> Finding:
             f"a ring of the default size with backing='named' needs {needed / _MIB:,.0f} MiB: "
             "enlarge it (docker: --shm-size) or use smaller chunks; backing='memfd' does not need it",
         )
-    if fs.f_files and not fs.f_favail:
-        return Finding(
-            name,
-            "note",
-            f"{found}, but all of its {fs.f_files} inodes are in use",
-            "no ring with backing='named' can be made: remove files there (aioshm doctor --clean), or mount it with "
-            "more (nr_inodes); backing='memfd' does not need it",
-        )
     # Truncating a segment ends all processes of its queue with SIGBUS.
     return Finding(name, "good", f"{found}, for backing='named': not sealed against being truncated, as a memfd is")
 

@@ -191,7 +191,9 @@ class SubscriberSettings:
 
     def binds(self, endpoint: str) -> bool:
         """Return whether the subscriber binds an endpoint instead of connecting."""
-        return subscriber_binds(endpoint) if self.bind is None else self.bind
+        if self.bind is None:  # at ``*``, where connecting is impossible
+            return endpoint.startswith("tcp://") and "*" in endpoint
+        return self.bind
 
     def is_open(self, endpoint: str) -> bool:
         """Return whether any process that reaches the endpoint may connect and publish."""
@@ -211,12 +213,7 @@ _LAST_PORT = 65535
 
 
 def check_endpoint(endpoint: str, argument: str = "endpoint") -> str:
-    """Return ``endpoint`` after validation.
-
-    Raises:
-        TypeError: Not a string.
-        ValueError: No known transport, no address, or a tcp address without a port.
-    """
+    """Return ``endpoint``, or raise TypeError, or ValueError that names ``argument``."""
     if not isinstance(endpoint, str):
         raise TypeError(f"{argument} must be a str, not {type(endpoint).__name__}")
     transport, separator, address = endpoint.partition("://")
@@ -236,9 +233,6 @@ def for_rank(endpoint: str, rank: int) -> str:
 
     Rank 0 has ``endpoint`` itself. For higher ranks the rank is added to a tcp port (0 and ``*`` stay: the
     system chooses), and the name of an inproc or ipc endpoint gets the suffix ``_dp<rank>``.
-
-    Raises:
-        ValueError: The endpoint is invalid, or the port would be above 65535.
     """
     check_endpoint(endpoint)
     if rank < 0:
@@ -261,14 +255,6 @@ def publisher_binds(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
-def subscriber_binds(endpoint: str) -> bool:
-    """Return whether a subscriber binds by default: only at ``*``, where connecting is impossible."""
-    return endpoint.startswith("tcp://") and "*" in endpoint
-
-
 def passed_on(asked: str, bound: str) -> str:
-    """Return the endpoint for a configuration that is passed on to subscribers.
-
-    As in vLLM, this is the host's own address if the system chose both address and port.
-    """
+    """Return the endpoint to pass on to subscribers: as in vLLM, with the host's address if the port was chosen."""
     return connectable(bound) if asked.endswith((":0", ":*")) else bound

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from support import eventually
 
 from aioshm.observe import find_queue, who
 from aioshm.observe.suspects import Suspect
-from aioshm.process.proc import process_info, stacks_of
+from aioshm.process.proc import stacks_of
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +54,6 @@ def check_line(suspect: Suspect, what: str) -> None:
 
 @pytest.mark.usefixtures("spy")
 class TestStalls:
-    def test_a_stopped_reader(self, planted: Planted) -> None:
-        _, other, reader = planted.queue("write", "read", "read")
-        reader.send_signal(signal.SIGSTOP)
-        eventually(lambda: process_info(reader.pid).state == "stopped")
-        suspect = culprit(planted, reader.pid)
-        assert (suspect.kind, suspect.side, suspect.rank, suspect.state) == ("stopped", "reader", 1, "stopped")
-        assert "SIGSTOP" in suspect.text
-        assert suspect.stacks, "it is stopped, and can be looked into all the same"
-        assert suspect.line is not None
-        assert Path(suspect.line.file).name == "planted.py"
-        waits = suspect.line.function == "<module>"  # a message may have arrived just before the stop
-        assert ("event loop waits" in suspect.hint) is waits
-        assert other.poll() is None
-
     def test_a_slow_reader(self, planted: Planted) -> None:
         _, _, reader = planted.queue("flood", "read", "read slowly")
         eventually(lambda: find_queue(planted.name).header.writer.parked)
@@ -102,19 +87,6 @@ class TestStalls:
         assert "published nothing" in suspect.text
         assert "nanosleep" in suspect.wait_channel
         check_line(suspect, "writer")
-
-
-@pytest.mark.slow
-def test_a_reader_that_is_gone(planted: Planted) -> None:
-    writer, reader = planted.queue("write", "read")
-    writer.send_signal(signal.SIGSTOP)  # so that it does not see it
-    eventually(lambda: process_info(writer.pid).state == "stopped")
-    reader.kill()
-    reader.wait()
-    [report] = who(planted.name)
-    kinds = {suspect.pid: (suspect.kind, suspect.text) for suspect in report.suspects}
-    assert kinds[reader.pid] == ("gone", "its process is gone")
-    assert kinds[writer.pid][0] == "stopped"
 
 
 @pytest.mark.slow

@@ -134,6 +134,3 @@ class TestVerdict:
     def test_the_gravest_first(self) -> None:
         now = look(60, 41, 30, states={WRITER: "waiting for a disk", SECOND: "stopped"})
         assert found(look(50, 40, 30), now) == [("stopped", 1), ("slow", 0), ("writer blocked", -1)]
-
-    def test_a_disk(self) -> None:
-        assert found(look(5, 5, 5), look(9, 9, 9, states={FIRST: "waiting for a disk"})) == [("blocked", 0)]

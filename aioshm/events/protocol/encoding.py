@@ -8,8 +8,7 @@ The native encoder, if it was built, encodes usual batches of maps twice as fast
 further batches, and reports errors.
 
 A small batch of one encoding is decoded in one call. A large batch, a batch of mixed encodings, or one with an
-unknown or malformed event is decoded event by event, in slices of time: a bad event spoils only itself, and a large
-payload does not block the loop.
+unknown or malformed event is decoded event by event: a bad event spoils only itself.
 
 The size of the payload bounds the memory of decoding. Numbers, text, bytes and tokens take at most 25 bytes of memory
 for each byte of the payload. Lists and maps take up to 112, so in a large batch the decoder counts the values of fields
@@ -18,8 +17,6 @@ and events that may contain lists and maps before it decodes them.
 
 from __future__ import annotations
 
-import math
-import time
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -206,43 +203,13 @@ _any_batch = _batch_decoders(msgspec.Raw)
 _raw_events: msgspec.msgpack.Decoder[list[msgspec.Raw]] = _decoder(list[msgspec.Raw])
 
 
-class Decoding:
-    """A payload that is decoded event by event, in slices of time."""
+class _EventDecoder:
+    """Decodes the events of one batch one by one."""
 
-    def __init__(self, payload: bytes, max_events: int, max_values: int) -> None:
-        try:
-            self._batch = _any_batch[_is_map(payload)].decode(payload)
-        except _BAD_BYTES as error:
-            raise CodecError(f"not an event batch: {error}") from None
-        count = _length(memoryview(self._batch.events))
-        if count is None:
-            raise CodecError("not an event batch: no array of events")
-        if count > max_events:
-            raise CodecError(f"a batch of {count} events, at most {max_events} are taken: max_payload_bytes")
-        self.maps: bool | None = None  # whether the first event is a map; None if there is no event
-        self.unknown: UnknownEvent | None = None  # the first unknown event so far
-        self.unknown_events: int = 0
+    def __init__(self, max_values: int) -> None:
         self._values_left = max_values
-        self._raws = _raw_events.decode(self._batch.events)
-        self._events: list[KVEvent] = []
-        if self._raws:
-            self.maps = _is_map(self._raws[0])
 
-    def work(self, deadline: float) -> KVEventBatch | None:
-        """Decode events until the deadline (``time.perf_counter``); None if some are left."""
-        events = self._events
-        raws = self._raws
-        for index in range(len(events), len(raws)):
-            event = self._decode(raws[index])
-            if isinstance(event, UnknownEvent):
-                self.unknown = self.unknown or event
-                self.unknown_events += 1
-            events.append(event)
-            if time.perf_counter() > deadline and len(events) < len(raws):
-                return None
-        return KVEventBatch(self._batch.ts, events, self._batch.data_parallel_rank)
-
-    def _decode(self, raw: msgspec.Raw) -> KVEvent:
+    def decode(self, raw: msgspec.Raw) -> KVEvent:
         """Decode one event, known or not."""
         first = memoryview(raw)[0]
         if first in _MAPS:
@@ -305,6 +272,8 @@ class BatchDecoder:
     """Decodes payloads."""
 
     def __init__(self, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        self.unknown_events: int = 0  # unknown events so far
+        self.first_unknown: UnknownEvent | None = None
         self._max_bytes = max_bytes
         self._max_events = max_bytes // MIN_EVENT_BYTES
         self._max_values = max(max_bytes // BYTES_PER_VALUE, SMALL_BYTES)
@@ -315,11 +284,8 @@ class BatchDecoder:
         """Encoding of the first event of the last batch that had events; ``"map"`` before the first batch."""
         return "map" if self._maps else "array"
 
-    def begin(self, payload: bytes) -> KVEventBatch | Decoding:
-        """Return the batch in ``payload``, or a `Decoding` if decoding may take long.
-
-        A payload that is no batch raises CodecError; a single bad event becomes an ``UnknownEvent`` with the reason.
-        """
+    def decode(self, payload: bytes) -> KVEventBatch:
+        """Return the batch in ``payload``, or raise CodecError; a bad event becomes an ``UnknownEvent``."""
         if len(payload) > self._max_bytes:
             raise CodecError(
                 f"a payload of {len(payload)} bytes, at most {self._max_bytes} are taken: max_payload_bytes"
@@ -331,17 +297,24 @@ class BatchDecoder:
                     if batch.events:
                         self._maps = maps
                     return batch
-        decoding = Decoding(payload, self._max_events, self._max_values)
-        if decoding.maps is not None:
-            self._maps = decoding.maps
-        return decoding
-
-    def decode(self, payload: bytes) -> KVEventBatch:
-        """Return the batch in ``payload``, however long decoding takes; raises the errors of ``begin``."""
-        found = self.begin(payload)
-        while isinstance(found, Decoding):
-            found = found.work(math.inf) or found
-        return found
+        try:
+            batch = _any_batch[_is_map(payload)].decode(payload)
+        except _BAD_BYTES as error:
+            raise CodecError(f"not an event batch: {error}") from None
+        count = _length(memoryview(batch.events))
+        if count is None:
+            raise CodecError("not an event batch: no array of events")
+        if count > self._max_events:
+            raise CodecError(f"a batch of {count} events, at most {self._max_events} are taken: max_payload_bytes")
+        raws = _raw_events.decode(batch.events)
+        if raws:
+            self._maps = _is_map(raws[0])
+        events = list(map(_EventDecoder(self._max_values).decode, raws))
+        for event in events:
+            if isinstance(event, UnknownEvent):
+                self.first_unknown = self.first_unknown or event
+                self.unknown_events += 1
+        return KVEventBatch(batch.ts, events, batch.data_parallel_rank)
 
 
 def _decode_small(payload: bytes, maps: bool) -> KVEventBatch | None:

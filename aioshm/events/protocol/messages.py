@@ -165,14 +165,9 @@ def derived(
     last: int | None = None,
     **options: Any,
 ) -> Any:
-    """Create a struct class with the fields of an event or a batch, in another form on the wire.
+    """Create a struct class with the first ``last`` fields of ``kind``, for another form on the wire.
 
-    Args:
-        kind: The class.
-        required: How many fields a message must have; the default of all further fields is None.
-        replaced: Type and default by field name, where they differ from those of ``kind``.
-        last: Number of fields; None: all.
-        options: Options of `msgspec.defstruct`.
+    The default of all fields but the first ``required`` ones is None; ``replaced`` has other types and defaults.
     """
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind)[:last]:

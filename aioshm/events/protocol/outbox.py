@@ -29,7 +29,6 @@ class Outbox:
         if overflow not in OVERFLOWS:
             raise ValueError(f"overflow must be one of {OVERFLOWS}, not {overflow!r}")
         self.dropped: int = 0  # batches that found the queue full
-        self.first_dropped: int | None = None  # number of the first dropped batch
         self.published: int = 0  # numbers given out
         self.last_sent: int = -1  # last number that was sent, or -1; set by the sender
         self.closed: bool = False
@@ -61,8 +60,10 @@ class Outbox:
             seq = self.published
             if len(self.waiting) < self._max_size:
                 self.waiting.append((seq, batch))
+            elif self._overflow == "drop":
+                self.dropped += 1
             else:
-                self._has_no_room(seq)
+                raise QueueFull(f"{len(self.waiting)} event batches wait to be sent, max_queue_size allows no more")
             self.published = seq + 1
             wake = self._idle
             self._idle = False
@@ -87,13 +88,6 @@ class Outbox:
         with self._room:
             self.closed = True
             self._room.notify_all()
-
-    def _has_no_room(self, seq: int) -> None:
-        if self._overflow != "drop":
-            raise QueueFull(f"{len(self.waiting)} event batches wait to be sent, max_queue_size allows no more")
-        self.dropped += 1
-        if self.first_dropped is None:
-            self.first_dropped = seq
 
     def take(self) -> tuple[int, EventBatch | None] | None:
         """Return the next number and its batch, which is None for an empty batch that reveals a hole.

@@ -1,9 +1,8 @@
 """State of one subscriber's endpoint: the publishers there, their numbers, and the next action. No I/O.
 
-Live messages go in with ``live``. As long as ``asking`` is not None, the caller reads no live messages but
-sends a replay request from that number, puts the replies in with ``replayed`` and finishes with
-``replay_ended`` or ``replay_failed``. Deliveries come out of ``out``, every publisher's in order and without
-copies.
+Live messages go in with ``live``. As long as ``asking`` is not None, the caller sends a replay request from that number
+instead, puts the replies in with ``replayed`` and finishes with ``replay_ended`` or ``replay_failed``. Deliveries come
+out of ``out``.
 
 A request starts at the number that was delivered *last*, not at the first missing one. The answer of the same process
 then begins with a known batch. If it begins with a different batch, or is empty, the publisher has restarted, even if

@@ -44,11 +44,7 @@ MAX_SEQ = 2**64 - 2
 def resolve_wire(
     wire: Wire = DEFAULT_WIRE, encoding: Encoding | None = None, replay_format: ReplayFormat | None = None
 ) -> tuple[Encoding, ReplayFormat]:
-    """Return encoding and replay format: those of ``wire``, unless given.
-
-    Raises:
-        ValueError: There is no such wire, encoding or replay format.
-    """
+    """Return encoding and replay format: those of ``wire``, unless given; raise ValueError for unknown ones."""
     if wire not in WIRES:
         raise ValueError(f"wire must be one of {tuple(WIRES)}, not {wire!r}")
     if encoding is not None and encoding not in ENCODINGS:
@@ -72,11 +68,7 @@ pack_seq: Callable[[int], bytes] = struct.Struct(">Q").pack
 
 
 def parse_live(frames: Sequence[bytes]) -> Frames:
-    """Parse a PUB message.
-
-    Raises:
-        CodecError: Not three frames, a topic that is too long, or the second frame is not the number of a batch.
-    """
+    """Parse a PUB message, or raise CodecError."""
     if len(frames) != 3:
         raise CodecError(f"a live message has 3 frames; got {len(frames)}")
     topic, seq, payload = frames
@@ -84,11 +76,7 @@ def parse_live(frames: Sequence[bytes]) -> Frames:
 
 
 def parse_request(frames: Sequence[bytes]) -> int:
-    """Return the start number of a replay request, from its frames without the client's identity.
-
-    Raises:
-        CodecError: Not an empty frame and 8 bytes.
-    """
+    """Return the start number of a replay request without the client's identity, or raise CodecError."""
     if len(frames) != 2 or frames[0] != b"":
         raise CodecError(f"a replay request is an empty frame and a number; got {len(frames)} frames")
     if len(frames[1]) != SEQ_BYTES:
@@ -114,11 +102,7 @@ def end_reply(form: ReplayFormat) -> list[bytes]:
 
 
 def parse_reply(frames: Sequence[bytes]) -> Frames | None:
-    """Parse one reply; None is the end marker.
-
-    Raises:
-        CodecError: Neither replay format, or a topic that is too long.
-    """
+    """Parse one reply of either format, or raise CodecError; None is the end marker."""
     if len(frames) not in (3, 4) or frames[0] != b"":
         raise CodecError(f"a replay reply is an empty frame and 2 or 3 more; got {len(frames)} frames")
     topic = _check_topic(frames[1]) if len(frames) == 4 else None

@@ -86,6 +86,7 @@ class PublisherCore:
         self._encode = BatchEncoder(encoding).encode
         self._rank = settings.data_parallel_rank
         self._overflowed = False
+        self._unsent = 0
         self._listened_at = 0.0
         self._limiter = LogLimiter(10.0)
         self._stopped = False
@@ -138,13 +139,13 @@ class PublisherCore:
             self._send(seq, batch)
             if time.perf_counter() > deadline:
                 break
-        if self.outbox.first_dropped is not None and not self._overflowed:
+        if self.outbox.dropped and not self._overflowed:
             self._overflowed = True
             logger.warning(
-                "publisher %s: too many batches waited to be sent; batch %d and maybe later ones are dropped: "
+                "publisher %s: too many batches waited to be sent; %d batches so far are dropped: "
                 "their numbers stay unused, so subscribers see the gap",
                 self.sockets.endpoint,
-                self.outbox.first_dropped,
+                self.outbox.dropped,
             )
         return item is None
 
@@ -167,7 +168,7 @@ class PublisherCore:
             send(pack_seq(seq), _MORE)
             send(payload, zmq.NOBLOCK)
         except zmq.ZMQError as error:  # another part of the program has terminated the context
-            self.outbox.dropped += 1
+            self._unsent += 1
             self._complain("publisher %s: batch %d cannot be sent: %s", seq, error)
         else:
             self.sent += 1
@@ -263,7 +264,7 @@ class PublisherCore:
             published=self.outbox.published,
             sent=self.sent,
             queued=len(self.outbox.waiting),
-            dropped=self.outbox.dropped,
+            dropped=self.outbox.dropped + self._unsent,
             unencodable=self.unencodable,
             replay_requests=replay_requests,
             replayed=replayed,

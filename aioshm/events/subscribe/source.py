@@ -10,14 +10,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import zmq
 
 from aioshm.errors import CodecError
 from aioshm.events.config import SubscriberSettings
 from aioshm.events.protocol import wire
-from aioshm.events.protocol.encoding import BatchDecoder, Decoding
+from aioshm.events.protocol.encoding import BatchDecoder
 from aioshm.events.protocol.messages import KVEventBatch, Lost, Received
 from aioshm.events.protocol.tracker import Message, SourceTracker
 from aioshm.events.subscribe.backlog import RECONNECTED, Inbox
@@ -31,8 +31,6 @@ logger: logging.Logger = logging.getLogger("aioshm.events")
 CHECK_MAX_S = 30.0
 _MAX_DOUBLINGS = 16
 _SLICE_S = 0.002
-
-_Port: TypeAlias = Literal["live", "replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,52 +70,34 @@ class SubscriberStats:
 
 
 class _Intake:
-    """Decodes payloads in slices of time, and remembers why batches were refused."""
+    """Decodes payloads, and remembers why batches were refused."""
 
     def __init__(self, endpoint: str, max_payload_bytes: int) -> None:
         self.garbage: int = 0
-        self.unknown_events: int = 0
-        self.unfinished: tuple[_Port, wire.Frames, Decoding] | None = None
+        self.decoder: BatchDecoder = BatchDecoder(max_bytes=max_payload_bytes)
         self._endpoint = endpoint
-        self._decoder = BatchDecoder(max_bytes=max_payload_bytes)
         self._limiter = LogLimiter(10.0)
         self._last_refusal = ""
+        self._warned = False
 
-    def begin(self, port: _Port, frames: wire.Frames) -> KVEventBatch | None:
-        """Decode a batch; None if the payload is refused, or if `proceed` has to decode the remaining events."""
-        try:
-            found = self._decoder.begin(frames.payload)
-        except CodecError as error:
-            self.refuse(port, error)
-            return None
-        if isinstance(found, Decoding):
-            self.unfinished = port, frames, found
-            return None
-        return found
-
-    def proceed(self) -> KVEventBatch | None:
-        """Decode the unfinished batch for one slice of time; return the batch once it is complete."""
-        assert self.unfinished is not None
-        _, frames, decoding = self.unfinished
-        batch = decoding.work(time.perf_counter() + _SLICE_S)
-        if batch is None:
-            return None
-        self.unfinished = None
-        if decoding.unknown is not None:
-            if not self.unknown_events:
-                logger.warning(
-                    "subscriber %s: an event of type %s in batch %d of rank %s is delivered as an UnknownEvent: %s "
-                    "(logged once; stats().unknown_events counts them)",
-                    self._endpoint,
-                    decoding.unknown.type,
-                    frames.seq,
-                    batch.data_parallel_rank,
-                    decoding.unknown.reason,
-                )
-            self.unknown_events += decoding.unknown_events
+    def decode(self, frames: wire.Frames) -> KVEventBatch:
+        """Decode a batch, or raise CodecError; log the first unknown event."""
+        batch = self.decoder.decode(frames.payload)
+        unknown = self.decoder.first_unknown
+        if unknown is not None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "subscriber %s: an event of type %s in batch %d of rank %s is delivered as an UnknownEvent: %s "
+                "(logged once; stats().unknown_events counts them)",
+                self._endpoint,
+                unknown.type,
+                frames.seq,
+                batch.data_parallel_rank,
+                unknown.reason,
+            )
         return batch
 
-    def refuse(self, port: _Port, error: CodecError) -> None:
+    def refuse(self, port: str, error: CodecError) -> None:
         """Count and log a message that cannot be used."""
         self.garbage += 1
         self._last_refusal = str(error)
@@ -234,7 +214,7 @@ class EventSource:
             restarts=tracker.restarts,
             reconnects=self._port.monitor.reconnects,
             garbage=self._intake.garbage + tracker.unconfirmed,
-            unknown_events=self._intake.unknown_events,
+            unknown_events=self._intake.decoder.unknown_events,
             replay_failures=self._replay.failures,
             handshake_failures=self._port.monitor.handshake_failures,
             gone=tracker.gone,
@@ -255,7 +235,6 @@ class EventSource:
         self._pause()
         self._state = "closed"
         self._replay.close()
-        self._intake.unfinished = None
         self._port.close()
         self._port.backlog.clear()
 
@@ -323,9 +302,7 @@ class EventSource:
         tracker = self._tracker
         now = self._loop.time()
         tracker.forget_gone(now)
-        if self._intake.unfinished is not None:  # the answer has arrived, and is being decoded
-            schedule.overdue = now + self._replay.timeout
-        elif tracker.asking is not None:  # replies may have arrived since the timer was set
+        if tracker.asking is not None:  # replies may have arrived since the timer was set
             schedule.overdue = self._replay.overdue_at
         if schedule.overdue is None or now < schedule.overdue:
             if tracker.out:
@@ -349,13 +326,6 @@ class EventSource:
     def _step(self) -> bool:
         """Handle one message, live or replayed; False if there is none."""
         if self._hand_out():
-            return True
-        if self._intake.unfinished is not None:
-            port, frames, _ = self._intake.unfinished
-            batch = self._intake.proceed()
-            if batch is not None:
-                self._replay.restart_timeout()
-                self._accept(port, frames, batch)
             return True
         if self._tracker.asking is None:
             return self._read_live()
@@ -383,12 +353,11 @@ class EventSource:
         connection, frames, _ = entry
         if frames is not None:
             self._schedule.quiet_checks = 0
+            backlog = self._port.backlog
             try:
-                live = wire.parse_live(frames)
+                self._tracker.live(self._decode(wire.parse_live(frames)), backlog.sender, backlog.arrival)
             except CodecError as error:
                 self._intake.refuse("live", error)
-            else:
-                self._decode("live", live)
         elif connection is RECONNECTED:
             logger.debug("subscriber %s: connected again", self.endpoint)
             self._schedule.quiet_checks = 0
@@ -405,28 +374,17 @@ class EventSource:
             return False
         try:
             reply = wire.parse_reply(frames)
+            if reply is None:
+                self._replay.ended()
+                self._tracker.replay_ended()
+            elif reply.topic is None or reply.topic.startswith(self._topic):
+                is_wanted = self._tracker.replayed(self._decode(reply))
+                if not is_wanted:
+                    self._replay.ended()
         except CodecError as error:
             self._intake.refuse("replay", error)
-            return True
-        if reply is None:
-            self._replay.ended()
-            self._tracker.replay_ended()
-        elif reply.topic is None or reply.topic.startswith(self._topic):
-            self._decode("replay", reply)
         return True
 
-    def _decode(self, port: _Port, frames: wire.Frames) -> None:
-        batch = self._intake.begin(port, frames)
-        if batch is not None:
-            self._accept(port, frames, batch)
-
-    def _accept(self, port: _Port, frames: wire.Frames, batch: KVEventBatch) -> None:
-        message = Message(frames.topic, frames.seq, batch, frames.payload)
-        backlog = self._port.backlog
-        try:
-            if port == "live":
-                self._tracker.live(message, backlog.sender, backlog.arrival)
-            elif not self._tracker.replayed(message):
-                self._replay.ended()
-        except CodecError as error:
-            self._intake.refuse(port, error)
+    def _decode(self, frames: wire.Frames) -> Message:
+        batch = self._intake.decode(frames)
+        return Message(frames.topic, frames.seq, batch, frames.payload)

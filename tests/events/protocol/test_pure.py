@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioshm.errors import CodecError
-from aioshm.events.config import check_endpoint, for_rank, publisher_binds, subscriber_binds
+from aioshm.events.config import SubscriberSettings, check_endpoint, for_rank, publisher_binds
 from aioshm.events.protocol import wire
 from aioshm.events.protocol.outbox import Outbox, ReplayBuffer
 
@@ -59,7 +59,8 @@ class TestEndpoints:
     def test_binding_by_endpoint(self) -> None:
         binding = ["tcp://*:1", "tcp://[::]:1", "ipc:///x", "inproc://x"]
         assert [publisher_binds(endpoint) for endpoint in [*binding, "tcp://host:1"]] == [True] * 4 + [False]
-        assert [subscriber_binds(endpoint) for endpoint in binding] == [True, False, False, False]
+        settings = SubscriberSettings(topic="")
+        assert [settings.binds(endpoint) for endpoint in binding] == [True, False, False, False]
 
 
 class TestFrames:
@@ -84,7 +85,7 @@ class TestOutbox:
     def test_drop_uses_up_a_number(self) -> None:
         box = Outbox(2)
         assert [box.put(batch(n)) for n in range(4)] == [True, False, False, False]  # wake the sender?
-        assert (box.published, len(box.waiting), box.dropped, box.first_dropped) == (4, 2, 2, 2)
+        assert (box.published, len(box.waiting), box.dropped) == (4, 2, 2)
         sent = []
         while (item := box.take()) is not None:
             sent.append((item[0], item[1] is None))

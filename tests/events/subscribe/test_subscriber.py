@@ -8,24 +8,20 @@ from typing import Any
 
 import pytest
 from iterating import EACH_WAY, END, Way, by_aclosing
-from support import until
 
 from aioshm.errors import EventsLost, QueueClosed, RoleError
 from aioshm.events import (
-    BlockIndex,
     BlockRemoved,
     CurveKeys,
     EventBatch,
     EventSubscriber,
     Received,
-    Source,
     ZmqEventPublisher,
 )
 from aioshm.events.protocol.encoding import BatchEncoder
 from aioshm.events.protocol.wire import MAX_TOPIC_BYTES
 
 from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery, take
-from ..truth import Truth, follow_until, held
 
 
 @EACH_WAY

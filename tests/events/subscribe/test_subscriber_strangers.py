@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,10 +17,6 @@ from aioshm.events.protocol import wire
 from aioshm.events.protocol.encoding import BatchEncoder
 
 from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
-from ..strain import ATTACKS, HELD_S, MEMORY_KB, Strain, attack
-
-ENOUGH = 10
-"""Messages of a stranger that are measured."""
 
 
 @pytest_asyncio.fixture
@@ -138,28 +133,6 @@ async def test_peer_with_a_too_large_payload_is_disconnected(nothing_left: None,
             monitor.close()
         async with ZmqEventPublisher(0, endpoint) as publisher:
             assert isinstance(await publish_until_delivery(publisher, subscriber), Received)
-
-
-@pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize("name", ATTACKS)
-async def test_attack_on_an_open_port_disturbs_no_publisher(nothing_left: None, name: str) -> None:
-    async with EventSubscriber("tcp://127.0.0.1:0", start="live", bind=True) as subscriber:
-        (endpoint,) = subscriber.endpoints
-        async with ZmqEventPublisher(0, endpoint) as publisher:
-            expected = strange = 0
-            assert isinstance(await publish_until_delivery(publisher, subscriber), Received)
-            strain = Strain()
-            async with attack(endpoint, name), strain, asyncio.timeout(PATIENCE_S):
-                while expected <= 10 or strange + subscriber.stats().garbage < ENOUGH:
-                    publisher.publish(batch(1))
-                    with suppress(TimeoutError):
-                        item = await subscriber.receive(0.001)
-                        strange += item.source.rank != 0
-                        if item.source.rank == 0 and isinstance(item, Received):
-                            assert item.seq >= expected
-                            expected = item.seq
-            assert strain.held_s <= HELD_S
-            assert strain.grown_kb <= 4 * MEMORY_KB
 
 
 @pytest.mark.parametrize(
