@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -19,16 +18,13 @@ T = TypeVar("T")
 _notified: set[asyncio.Future[Any]] = set()
 """Running tasks of users' callbacks: the loop itself holds tasks weakly."""
 
-RECHECK_S = 1.0
-"""How late a result may be found on a loop that other threads cannot wake any more."""
-
 
 async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | None = None) -> T:
     """Run ``function`` in a thread. Cancelling this ends the wait immediately; the function continues.
 
     Args:
         function: Runs in the thread; its exception is raised here.
-        discard: Releases the result where this was cancelled, or the loop is closed. Called in a thread, too.
+        discard: Releases the result if this was cancelled.
 
     Raises:
         OutOfThreads: None can be started; nothing was run.
@@ -37,35 +33,18 @@ async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | 
     outcome: Future[T] = Future()
     arrived = asyncio.Event()
 
-    def release(_outcome: Future[T]) -> None:
-        nonlocal discard
-        unclaimed, discard = discard, None  # once
-        if unclaimed is None or outcome.exception() is not None:
-            return
-        if threading.current_thread() is thread:
-            unclaimed(outcome.result())
-        else:
-            _discard_apart(unclaimed, outcome.result())
-
     def work() -> None:
         _settle(outcome, function)
-        try:
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(arrived.set)
-        except RuntimeError:  # the loop is closed
-            release(outcome)
 
-    thread = start_thread(work, name="aioshm-background", what="work apart from the event loop")
+    def release(_outcome: Future[T]) -> None:
+        if discard is not None and outcome.exception() is None:
+            discard(outcome.result())
+
+    start_thread(work, name="aioshm-background", what="work apart from the event loop")
     try:
-        while not arrived.is_set():
-            ended = not thread.is_alive()
-            # A forked child that has closed its copy of the loop leaves asyncio's deaf to other threads: see epoll(7).
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0 if ended else RECHECK_S):
-                    await arrived.wait()
-            if ended:
-                break
-        if not outcome.done():  # it had no memory left to report its end
-            raise MemoryError("a thread ended for want of memory, before its work was done")
+        await arrived.wait()
     except asyncio.CancelledError:
         outcome.add_done_callback(release)
         raise
@@ -96,23 +75,9 @@ def run_apart(function: Callable[[], T], within_s: float, overdue: Exception) ->
 
 def _settle(outcome: Future[T], function: Callable[[], T]) -> None:
     try:
-        value = function()
-    except StopIteration as error:  # asyncio's futures refuse it, because it would end whatever generator awaits them
-        stopped = RuntimeError("the function raised StopIteration")
-        stopped.__cause__ = error
-        outcome.set_exception(stopped)
+        outcome.set_result(function())
     except BaseException as error:
         outcome.set_exception(error)
-    else:
-        outcome.set_result(value)
-
-
-def _discard_apart(discard: Callable[[T], object], value: T) -> None:
-    # No daemon: it takes no time, and what it gives back may outlive the process.
-    try:
-        start_thread(discard, value, name="aioshm-discard", what="giving back what nobody takes", daemon=False)
-    except OutOfThreads:
-        discard(value)
 
 
 def notify(callback: Callable[..., object], *args: object) -> None:

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -171,80 +170,11 @@ def _detach_all() -> None:
 os.register_at_fork(after_in_child=_detach_all)
 
 
-_ALIVE_CHECK_S = 0.05
-"""How late `start_thread` may notice that a thread has ended before it began."""
-
-
 def start_thread(
     target: Callable[..., object], *arguments: Any, name: str, what: str, daemon: bool = True
 ) -> threading.Thread:
-    """Run ``target`` in a new thread for ``what``; raise `OutOfThreads` if the thread cannot be started.
-
-    At a limit of memory, the kernel may start a thread that ends before its first Python frame. ``Thread.start`` waits
-    for ever then, so `_Thread` overrides parts of `threading.Thread` that are private: CPython 3.11 to 3.14 have them,
-    ``tests/process/test_threads.py`` fails where they change, and then only this case hangs again.
-    """
-    thread = _Thread(target=target, args=arguments, name=name, daemon=daemon)
+    """Run ``target`` in a new thread for ``what``; raise `OutOfThreads` if the thread cannot be started."""
+    thread = threading.Thread(target=target, args=arguments, name=name, daemon=daemon)
     with naming_limits(what):
-        try:
-            thread.start()
-        except _NeverBegan:
-            _forget(thread)
-            raise out_of_threads(what) from None
-        except BaseException:  # of a signal handler
-            if not thread.begins:
-                _forget(thread)
-            raise
+        thread.start()
     return thread
-
-
-class _NeverBegan(Exception):
-    pass
-
-
-class _Thread(threading.Thread):
-    @property
-    def begins(self) -> bool:
-        """Whether the thread has begun, or is about to."""
-        return isinstance(self._started, _Beginning)
-
-    # The function that the new thread runs. `start` reads this once, just before it waits.
-    @property
-    def _bootstrap(self) -> Callable[[], None]:
-        run = partial(super()._bootstrap)  # type: ignore[misc]
-        self._started = _Beginning(weakref.ref(run))  # only the thread references ``run``, until it ends
-        return run
-
-
-class _Beginning(threading.Event):
-    """A thread sets this when it begins. A wait also ends when the thread has ended: then ``thread`` returns None.
-
-    An exception of a signal handler in `threading.Event.wait` would leave a lock acquired, and `set` would hang.
-    """
-
-    def __init__(self, thread: Callable[[], object]) -> None:
-        super().__init__()
-        self._thread = thread
-        self._begun = False
-        self._beginning = threading.Lock()
-        self._beginning.acquire()
-
-    def is_set(self) -> bool:
-        return self._begun
-
-    def set(self) -> None:
-        self._begun = True
-        self._beginning.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        while not self._begun and not self._beginning.acquire(timeout=_ALIVE_CHECK_S if timeout is None else timeout):
-            if timeout is not None:
-                break
-            if self._thread() is None and not self._begun:
-                raise _NeverBegan
-        return self._begun
-
-
-def _forget(thread: threading.Thread) -> None:
-    # CPython lists threads that are about to begin, and would list this thread for ever.
-    getattr(threading, "_limbo", {}).pop(thread, None)

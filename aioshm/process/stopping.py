@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Collection, Iterable
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
-from aioshm.errors import OutOfThreads
-from aioshm.process.background import in_thread
-from aioshm.process.limits import detach_when_forked
+from aioshm.process.background import completed, give_back
 from aioshm.process.orphans import reap_if_adopted
-from aioshm.process.watch import ProcessWatch
 
 if TYPE_CHECKING:  # the import takes 12 ms
     import psutil
@@ -44,62 +41,24 @@ def shutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) 
         procs: The processes; processes that have exited, or were never started, are ignored.
         timeout: Seconds that all of them together may take; 0 kills them immediately.
     """
-    stopping = _Stopping(procs, timeout)
-    try:
-        stopping.find_descendants()
-        stopping.terminate()
-        stopping.wait(timeout)
-    finally:
-        stopping.kill()
-    stopping.wait(KILLED_S)
-    deadline = time.monotonic() + KILLED_S
-    while stopping.descendants_run() and time.monotonic() < deadline:
-        time.sleep(_RECHECK_S)
-    stopping.report()
+    _Stopping(procs, timeout).run()
 
 
 async def ashutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
     """Stop processes as `shutdown` does, without blocking the loop.
 
-    Cancelling this kills the processes; the call returns, cancelled, when they are gone. An exception of a signal
-    handler kills them without waiting: the loop may not run any more.
+    Cancelling this kills the processes; the call returns, cancelled, when they are gone.
     """
     stopping = _Stopping(procs, timeout)
+    if not stopping.procs:
+        return
+    task = asyncio.create_task(give_back(stopping.run), name="aioshm-stops-processes")
     try:
-        await _stop(stopping, timeout)
+        await asyncio.shield(task)
     except asyncio.CancelledError:
+        stopping.cancelled = True
+        await completed(task)
         raise
-    except BaseException:
-        stopping.kill()
-        raise
-
-
-async def _stop(stopping: _Stopping, timeout: float) -> None:
-    loop = asyncio.get_running_loop()
-    cancelled: asyncio.CancelledError | None = None
-    with ProcessWatch(stopping.procs) as watch:
-        try:
-            try:
-                await in_thread(stopping.find_descendants)
-            except OutOfThreads:
-                stopping.find_descendants()
-            stopping.terminate()
-            await watch.all_exited(loop.time() + timeout)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        stopping.kill()
-        deadline = loop.time() + KILLED_S
-        while (watch.running or stopping.descendants_run()) and loop.time() < deadline:
-            try:
-                if watch.running:
-                    await watch.all_exited(deadline)
-                else:
-                    await asyncio.sleep(_RECHECK_S)
-            except asyncio.CancelledError as error:
-                cancelled = error
-    stopping.report()
-    if cancelled is not None:
-        raise cancelled
 
 
 class _Stopping:
@@ -109,10 +68,32 @@ class _Stopping:
         if not (math.isfinite(timeout) and timeout >= 0):
             raise ValueError(f"timeout must be a finite number of seconds, at least 0, not {timeout}")
         self.procs = [proc for proc in procs if _runs(proc)]
+        self.cancelled = False  # set by another thread: do not wait any longer
+        self._timeout = timeout
         self._descendants: set[psutil.Process] = set()
-        self._killed: set[psutil.Process] = set()
 
-    def find_descendants(self) -> None:
+    def run(self) -> None:
+        try:
+            self._find_descendants()
+            self.terminate()
+            deadline = time.monotonic() + self._timeout
+            while self._running() and not self.cancelled and time.monotonic() < deadline:
+                time.sleep(_RECHECK_S)
+        finally:
+            self._kill()
+        killed = self._descendants
+        deadline = time.monotonic() + KILLED_S
+        while (self._running() or self._descendants_run()) and time.monotonic() < deadline:
+            time.sleep(_RECHECK_S)
+        for process in killed:
+            if process.is_running():  # the same process, and no later one with its pid
+                reap_if_adopted(process.pid)
+        left = [f"{proc.name} (pid {proc.pid})" for proc in self._running()]
+        left += [f"pid {process.pid}" for process in self._descendants]
+        if left:
+            _log.error("killed, but not gone after %s s: %s", KILLED_S, ", ".join(left))
+
+    def _find_descendants(self) -> None:
         """Note the descendants of the processes: unknown once the processes have exited."""
         self._descendants |= _descendants({proc.pid for proc in self._running() if proc.pid is not None})
 
@@ -120,37 +101,16 @@ class _Stopping:
         for proc in self._running():
             proc.terminate()
 
-    def wait(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while running := self._running():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return
-            wait([proc.sentinel for proc in running], left)
-            if len(self._running()) == len(running):
-                time.sleep(min(left, _RECHECK_S))  # a sentinel may close a little before its process exits
-
-    def kill(self) -> None:
-        self.find_descendants()
+    def _kill(self) -> None:
+        self._find_descendants()
         for proc in self._running():  # parents first, so that they start no more processes
             proc.kill()
         for process in self._descendants:
             _kill(process)
-        self._killed |= self._descendants
 
-    def descendants_run(self) -> bool:
+    def _descendants_run(self) -> bool:
         self._descendants = {process for process in self._descendants if _exists(process)}
         return bool(self._descendants)
-
-    def report(self) -> None:
-        """Reap adopted descendants, and log what is left."""
-        for process in self._killed:
-            if process.is_running():  # the same process, and no later one with its pid
-                reap_if_adopted(process.pid)
-        left = [f"{proc.name} (pid {proc.pid})" for proc in self._running()]
-        left += [f"pid {process.pid}" for process in self._descendants]
-        if left:
-            _log.error("killed, but not gone after %s s: %s", KILLED_S, ", ".join(left))
 
     def _running(self) -> list[BaseProcess]:
         return [proc for proc in self.procs if proc.exitcode is None]
@@ -204,12 +164,12 @@ def _exists(process: psutil.Process) -> bool:
 
 
 class Termination:
-    """Cancels the task that makes this on SIGTERM, so that the task cleans up, instead of ending the process.
+    """Makes SIGTERM cancel the task that creates this, so that the task cleans up, instead of ending the process.
 
     Only in the main thread, and if SIGTERM would end the process otherwise.
 
     Attributes:
-        interrupts: Whether SIGTERM raises SystemExit immediately, for a plain function that holds up the loop.
+        interrupts: Whether SIGTERM raises SystemExit immediately, for a plain function that blocks the loop.
         ignored: Whether the task ends by itself: the first SIGTERM does nothing then, the second ends the process.
         came: Whether SIGTERM has ended the task, or is about to.
     """
@@ -217,33 +177,25 @@ class Termination:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
+        self._pid = os.getpid()
         self._armed = False
-        self._signalled = False
         self._raised = False
         self.interrupts: bool = False
         self.ignored: bool = False
         self.came: bool = False
-        detach_when_forked(self)
 
     def arm(self) -> None:
         """Begin. Idempotent."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the loop's own handler drops it
-            try:
-                # The loop wakes up for a signal that comes just before it sleeps: Python alone would not notice.
-                self._loop.add_signal_handler(signal.SIGTERM, self._cancel)
-                signal.signal(signal.SIGTERM, self._interrupt)
-                signal.siginterrupt(signal.SIGTERM, False)
-                self._armed = True
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.signal(signal.SIGTERM, self._handle)
+            self._armed = True
 
     def disarm(self) -> None:
         """End. Idempotent."""
         if self._armed:
             self._armed = False
-            self._loop.remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def raise_again(self) -> None:
         """Raise the SystemExit again: the function may have caught it, and Python drops it in destructors."""
@@ -255,26 +207,16 @@ class Termination:
         assert self._task is not None
         return self.came and (self._raised or self._task.uncancel() == 0)
 
-    def detach_after_fork(self) -> None:
-        """Let SIGTERM end a forked child."""
-        if self._armed:
-            self._armed = False
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _interrupt(self, _number: int, _frame: object) -> None:
-        self._signalled = True
-        if self.interrupts and not (self.came or self.ignored):
-            self.came = True
-            self._raised = True
-            raise SystemExit(TERMINATED)
-
-    def _cancel(self) -> None:
-        if not self._signalled:  # a forked child got the signal, and shares the descriptor that wakes this loop
-            return
-        assert self._task is not None
-        if self.ignored:
+    def _handle(self, _number: int, _frame: object) -> None:
+        if self._pid != os.getpid():  # a forked child
+            self.disarm()
+            signal.raise_signal(signal.SIGTERM)
+        elif self.ignored:
             self.disarm()
         elif not self.came:
             self.came = True
-            self._task.cancel("SIGTERM")
+            if self.interrupts:
+                self._raised = True
+                raise SystemExit(TERMINATED)
+            assert self._task is not None
+            self._loop.call_soon_threadsafe(self._task.cancel, "SIGTERM")

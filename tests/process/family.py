@@ -44,12 +44,12 @@ def stubborn(**_: Any) -> None:
 
 
 async def interrupted_twice() -> None:
-    """Get the second interrupt when the engine has been asked to end, and does not."""
+    """Get two interrupts when the engine has been asked to end, and does not."""
     from aioshm.process.stopping import _Stopping
 
     def interrupt(_self: object) -> None:
         for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
 
     _Stopping.terminate = interrupt  # type: ignore[method-assign]
     async with start(stubborn) as manager:

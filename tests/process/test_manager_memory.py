@@ -28,7 +28,7 @@ async def test_processes_that_are_discarded_leave_nothing() -> None:
                 manager.last_lines(process.name)
             assert [*manager._jobs] == ["first"]
             assert manager._relay is not None
-            assert [*manager._relay._streams] == ["first"]
+            assert [*manager._relay._named] == ["first"]
         child = manager.start_more(Job("standby_0", ("again",)))
         await manager.stop(child.name)
         assert [*manager._jobs] == ["first"]

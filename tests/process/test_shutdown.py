@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -110,12 +111,11 @@ def test_what_they_have_started_is_killed(stop: Stop, start: Started, stubborn: 
     assert gone(other)
 
 
-def test_second_interrupt_while_processes_are_asked_kills_them(
+def test_interrupt_while_processes_are_asked_kills_them(
     stop: Stop, start: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(_self: object) -> None:
-        signal.raise_signal(signal.SIGINT)  # `asyncio.run` makes a cancellation of the first one
-        signal.raise_signal(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
 
     process = start(targets.refuse_to_end)
     monkeypatch.setattr(stopping._Stopping, "terminate", interrupt)  # both ways call it

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -44,30 +42,6 @@ async def test_task_that_waits_is_cancelled_by_sigterm() -> None:
     task = asyncio.create_task(work())
     assert await task
     assert task.cancelling() == 0
-
-
-async def test_sigterm_amid_arm_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    install = signal.signal
-
-    def late(number: int, handler: Any) -> Any:
-        if not is_default():  # the loop has installed its own handler, which does nothing
-            signal.raise_signal(signal.SIGTERM)
-        return install(number, handler)
-
-    async def work() -> bool:
-        termination = Termination()
-        with monkeypatch.context() as patch:
-            patch.setattr(signal, "signal", late)
-            termination.arm()
-        try:
-            await asyncio.sleep(5)
-        except asyncio.CancelledError:
-            return termination.take_back()
-        finally:
-            termination.disarm()
-        return False
-
-    assert await asyncio.create_task(work())
 
 
 async def test_task_that_holds_up_the_loop_is_interrupted_once_by_sigterm() -> None:
@@ -159,21 +133,3 @@ async def test_forked_child_is_ended_by_sigterm_and_its_parent_is_not() -> None:
         return os.waitstatus_to_exitcode(status)
 
     assert await asyncio.create_task(work()) == -signal.SIGTERM
-
-
-async def test_sigterm_of_a_child_that_was_forked_outside_of_python_does_not_end_its_parent() -> None:
-    async def work() -> None:
-        termination = Termination()
-        termination.arm()
-        try:
-            pid = ctypes.PyDLL(None).fork()
-            if not pid:
-                os.kill(os.getpid(), signal.SIGTERM)
-                os._exit(0)
-            os.waitpid(pid, 0)
-            await asyncio.sleep(0.01)  # the loop reads the byte that the child's handler has written
-            assert not termination.came
-        finally:
-            termination.disarm()
-
-    await asyncio.create_task(work())

@@ -120,20 +120,14 @@ class ControlSocket:
         self._forgotten = weakref.finalize(self, sock.close)  # no second warning: an unclosed group gives one
 
     async def send(self, message: object) -> None:
-        await self.send_pickled(pickle.dumps(message))
-
-    async def send_pickled(self, message: bytes) -> None:
+        data = pickle.dumps(message)
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._socket, _LENGTH.pack(len(message)))
-        await loop.sock_sendall(self._socket, message)
+        await loop.sock_sendall(self._socket, _LENGTH.pack(len(data)))
+        await loop.sock_sendall(self._socket, data)
 
     async def receive(self) -> Any:
-        return pickle.loads(await self.receive_pickled())
-
-    async def receive_pickled(self) -> bytearray:
-        """Receive a message without unpickling it."""
         (length,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
-        return await self._receive(length)
+        return pickle.loads(await self._receive(length))
 
     async def _receive(self, n_bytes: int) -> bytearray:
         received = bytearray(n_bytes)

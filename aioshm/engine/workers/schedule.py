@@ -20,39 +20,24 @@ from aioshm.errors import AioshmError, RemoteFailure, WorkerError
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call of one worker, of any, or of all, until its caller has the result.
-
-    Attributes:
-        method: The name of the method, for error texts.
-        wanted: The worker's rank; None: any, or all.
-        of_all: Whether all workers are called.
-        order: Position in the queue of calls, from 1 on; 0: not queued.
-        slot: The worker that the call may be sent to.
-        number: Identifies the call in messages.
-        missing: The ranks that have not answered yet.
-        items: Items of a stream that the caller has not taken.
-        taken: Items taken since the worker last got credit for more.
-        failure: Creates the error, if the call failed outside of the method.
-        done: Whether the caller has nothing more to wait for.
-        ready: Set when the caller has to check the call.
-    """
+    """A call of one worker, of any, or of all, until its caller has the result."""
 
     method: str
-    wanted: int | None = None
+    wanted: int | None = None  # the worker's rank; None: any, or all
     stream: bool = False
     of_all: bool = False
-    order: int = 0
-    slot: WorkerSlot | None = None
+    order: int = 0  # position in the queue of calls, from 1 on; 0: not queued
+    slot: WorkerSlot | None = None  # the worker that the call may be sent to
     number: int = 0
     sent: bool = False
-    missing: set[int] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)  # ranks that have not answered yet
     results: dict[int, Any] = field(default_factory=dict)
     errors: dict[int, RemoteFailure] = field(default_factory=dict)
-    items: deque[Any] = field(default_factory=deque)
-    taken: int = 0
-    failure: Callable[[], AioshmError] | None = None
-    done: bool = False
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    items: deque[Any] = field(default_factory=deque)  # of a stream, not taken by the caller yet
+    taken: int = 0  # items taken since the worker last got credit for more
+    failure: Callable[[], AioshmError] | None = None  # creates the error of a call that failed outside of the method
+    done: bool = False  # whether the caller has nothing more to wait for
+    ready: asyncio.Event = field(default_factory=asyncio.Event)  # set when the caller has to check the call
 
     @property
     def rank(self) -> int | None:
@@ -182,12 +167,9 @@ class Schedule:
         slot.queue = former.queue
         former.queue = deque()
 
-    def set_leaving(self, rank: int, *, leaving: bool = True) -> None:
-        """Assign no more calls of any worker to a worker; ``leaving=False``: assign again."""
-        slot = self._slot(rank)
-        slot.leaving = leaving
-        if not leaving:
-            self._free(slot)
+    def set_leaving(self, rank: int) -> None:
+        """Assign no more calls of any worker to a worker."""
+        self._slot(rank).leaving = True
 
     def set_late(self, rank: int, *, late: bool = True) -> None:
         """Pass over a worker that makes no progress; ``late=False``: it makes progress again."""

@@ -30,17 +30,7 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class Session:
-    """A group while it runs; on its loop.
-
-    Attributes:
-        n_workers: The number of workers.
-        callable: The number of workers that can be called alone: without workers that leave.
-        failure: Creates the error of every later call; None until the group ends.
-        ended: Set when the group ends.
-        is_open: Whether the processes and the calls exist.
-        lives: The state of each worker, by rank; none before the workers are created.
-        replacer: Replaces dead workers; None without ``restart``, and before the workers are created.
-    """
+    """A group while it runs; on its loop."""
 
     processes: WorkerProcesses
     calls: CallTable
@@ -48,12 +38,12 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.n_workers: int = settings.n_workers
-        self.callable: int = settings.n_workers
-        self.failure: Callable[[], AioshmError] | None = None
+        self.callable: int = settings.n_workers  # without workers that leave
+        self.failure: Callable[[], AioshmError] | None = None  # creates the error of every later call
         self.ended: asyncio.Event = asyncio.Event()
-        self.is_open: bool = False
-        self.lives: dict[int, Life] = {}
-        self.replacer: Replacer | None = None
+        self.is_open: bool = False  # whether the processes and the calls exist
+        self.lives: dict[int, Life] = {}  # by rank; none before the workers are created
+        self.replacer: Replacer | None = None  # None without ``restart``, and before the workers are created
         self._tasks: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Queue[RankInfo | None]] = set()
         self._own_options = msgspec.structs.replace(
@@ -138,14 +128,9 @@ class Session:
             await self.calls.broadcasts.wait_until_ready()
 
     async def construct(self, worker: WorkerProcess) -> RemoteFailure | None:
-        """Create the object in a process that has a rank; return the exception of its constructor.
-
-        Raises:
-            EOFError, OSError: The process has exited.
-        """
+        """Create the object in a process that has a rank; return the exception of its constructor."""
         await worker.handle()
-        await worker.control.send(worker.rank)
-        await worker.control.send_pickled(self._pickled)
+        await worker.control.send((worker.rank, self._pickled))
         failure: RemoteFailure | None = await worker.control.receive()
         worker.constructed = True
         return failure
@@ -230,11 +215,7 @@ class Session:
             asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_exited, rank, worker)
 
     def _check_exited(self, rank: int, worker: WorkerProcess) -> None:
-        if worker.exited.done() or self.failure is not None or rank not in self.processes.workers:
-            return
-        if self.replacer is None:
-            self.end(self.processes.death(rank))
-        else:
+        if not worker.exited.done() and self.failure is None and rank in self.processes.workers:
             worker.process.kill()
 
     async def lost(self, rank: int) -> NoReturn:
@@ -259,46 +240,42 @@ class Session:
             self.end(lambda: AioshmError(text))
 
     async def scale(self, n_workers: int, replacer: Replacer) -> None:
-        """Change the number of workers, after earlier calls of all."""
+        """Change the number of workers, also if this is cancelled meanwhile."""
+        task = self.spawn(self._scale(n_workers, replacer), "aioshm-scales-workers")
+        await asyncio.wait([task])
+        self.check()
+
+    async def _scale(self, n_workers: int, replacer: Replacer) -> None:
         calls = self.calls
-        async with calls.lock:
-            await calls.all_present()
-            if n_workers < self.n_workers:
-                await self._shrink(n_workers, replacer)
-            newcomers = range(self.n_workers, n_workers)
-            calls.mark_absent(newcomers)
-            self.n_workers = self.callable = n_workers
-            if newcomers:
-                await asyncio.gather(*(asyncio.shield(replacer.add(rank)) for rank in newcomers))
+        try:
+            async with calls.lock:  # after earlier calls of all
+                await calls.all_present()
+                if n_workers < self.n_workers:
+                    await self._shrink(n_workers, replacer)
+                newcomers = range(self.n_workers, n_workers)
+                calls.mark_absent(newcomers)
+                self.n_workers = self.callable = n_workers
+                if newcomers:
+                    await asyncio.wait([replacer.add(rank) for rank in newcomers])
+        except AioshmError:
+            if self.failure is None:
+                raise
 
     async def _shrink(self, n_workers: int, replacer: Replacer) -> None:
         calls = self.calls
         leaving = range(n_workers, self.n_workers)
         self.callable = n_workers
-        try:
+        await calls.drain(leaving)
+        while calls.absent:  # a worker has died meanwhile: its restart is not interrupted
+            await calls.all_present()
             await calls.drain(leaving)
-            while calls.absent:  # a worker has died meanwhile: its restart is not interrupted
-                await calls.all_present()
-                await calls.drain(leaving)
-        except BaseException:
-            self.callable = self.n_workers
-            for rank in leaving:
-                calls.schedule.set_leaving(rank, leaving=False)
-            raise
         self.n_workers = n_workers
         for rank in leaving:
             replacer.remove(rank)  # from here on their deaths do not matter
             calls.forget(rank, lambda: EndClosed("the group of workers was made smaller"))
         calls.mark_present(leaving)
         # The workers exit because their queues were closed.
-        stopping = asyncio.create_task(_all(self.processes.stop_worker(rank) for rank in leaving))
-        try:
-            await asyncio.shield(stopping)
-        except asyncio.CancelledError:  # too late to keep the workers; the end of the group stops them, too
-            if self.failure is not None:
-                stopping.cancel()
-            await completed(stopping)
-            raise
+        await _all(self.processes.stop_worker(rank) for rank in leaving)
 
     # The end
 

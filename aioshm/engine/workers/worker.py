@@ -78,8 +78,8 @@ async def _serve(driver: ControlSocket, sizes: tuple[int, int], options: Options
         worker = Worker(termination)
         try:
             await driver.send(replies.export_handle().to_json())
-            rank: int = await driver.receive()
-            await driver.send(await worker.create(rank, await driver.receive_pickled()))
+            rank, construction = await driver.receive()
+            await driver.send(await worker.create(rank, construction))
             await _serve_calls(driver, worker, rank, replies)
         except (EOFError, OSError, PeerDied, QueueClosed, HandleError):  # the group was closed, or the driver has died
             return
@@ -128,7 +128,7 @@ class Worker:
         """Whether SIGTERM ends the process, and cancels the running method."""
         return self._termination.came
 
-    async def create(self, rank: int, construction: bytes | bytearray) -> RemoteFailure | None:
+    async def create(self, rank: int, construction: bytes) -> RemoteFailure | None:
         """Create the object by a pickled call; return the exception of the call."""
         try:
             constructor, args, kwargs = pickle.loads(construction)
