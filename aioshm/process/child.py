@@ -1,12 +1,6 @@
 """Processes that exit with their starter, from their first instruction on.
 
-`Child` is a process of ``multiprocessing``'s spawn method, started in another way (docs/explanation/platform-notes.md):
-
-* the process calls `die_with_parent` before it imports the main module, and its standard error can be a pipe;
-* the process leads a process group, which is killed when it exits, and ignores SIGINT unless the target handles it;
-* a starter that adopts orphans, such as process 1 of a container, reaps what the process leaves behind;
-* on Linux the sentinel is a pidfd, which is readable exactly when the process has exited;
-* the start never waits for the process: the pickled target and arguments are in an anonymous file that it inherits.
+`Child` is a process of ``multiprocessing``'s spawn method, started in another way (docs/explanation/platform-notes.md).
 """
 
 from __future__ import annotations
@@ -152,9 +146,6 @@ class _Popen(popen_spawn_posix.Popen):
                 )
                 undo.callback(self._kill)
             self.pid = self._process.pid
-            if place.cpus and "-c" not in command:  # a frozen program, without `boot`
-                with suppress(ProcessLookupError):
-                    os.sched_setaffinity(self.pid, place.cpus)
             theirs.close()
             self.sentinel = self._exact_sentinel(ours, ended_in)
             # This does not block: an empty pipe takes PIPE_BUF bytes (pipe(7)), and the message has fewer.

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from threading import get_ident
@@ -27,8 +28,6 @@ from aioshm.process.limits import check_descriptors, naming_limits, start_thread
 
 ALIVE_CHECK_S = 1.0
 """How late a waiting caller may notice that the loop's thread has ended."""
-CANCEL_PATIENCE_S = 1.0
-"""A handler's exception interrupts a cancellation older than this: a user who presses Ctrl-C again wants to leave."""
 END_S = 10.0
 """How long `stop` waits for the thread to end. A thread that takes longer is stuck in a callback."""
 
@@ -132,7 +131,7 @@ class LoopThread:
     """Runs functions and coroutines for the threads of this process; the calling thread waits for the result.
 
     If a signal handler raises in a waiting call (Ctrl-C), the call cancels its coroutine, waits until the coroutine has
-    ended, and re-raises. The thread is a daemon: `end` ends it, or else the exit of Python.
+    ended, and re-raises. The thread is a daemon; `end` ends it, or else the exit of Python.
 
     Args:
         owner: The purpose of this loop, as error texts name it.
@@ -151,24 +150,12 @@ class LoopThread:
         self._last: set[asyncio.Task[None]] = set()  # tasks of `end_after`: asyncio holds tasks only weakly
         self._owner = owner
         self._pid = os.getpid()
-        self._started: _Errand[_Started] = _Errand()
+        started: Future[_Started] = Future()
         factory = loop_factory or asyncio.new_event_loop
-        self._thread = start_thread(_serve, owner, factory, self._started, name="aioshm-loop", what=owner)
-        self._wait_for(self._started)
+        self._thread = start_thread(_serve, owner, factory, started, name="aioshm-loop", what=owner)
         self.loop: asyncio.AbstractEventLoop
-        self.loop, self._stopping = self._started.outcome()
+        self.loop, self._stopping = started.result()
         _running.add(self)
-
-    def __del__(self) -> None:
-        """End the thread if the caller was interrupted while this object was made, or has dropped the object."""
-        started: _Errand[_Started] | None = getattr(self, "_started", None)
-        if started is None or self.ended or self.elsewhere:
-            return
-        started.dropped = True
-        if started.value is not None:
-            loop, stopping = started.value
-            with suppress(RuntimeError):  # the thread has ended by itself, and closed the loop
-                loop.call_soon_threadsafe(_stop, stopping)
 
     @property
     def elsewhere(self) -> bool:
@@ -214,32 +201,13 @@ class LoopThread:
             self._wait_for(errand)
         except (QueueClosed, RoleError):
             raise
-        except BaseException:
+        except BaseException:  # of a signal handler
             errand.dropped = True
-            try:  # another signal's handler may raise before `_cancel` has begun
-                try:
-                    self._cancel(errand)
-                finally:
-                    self._cancel(errand)
-            finally:
-                self._cancel(errand)
+            if self.post(errand.cancel):
+                with suppress(QueueClosed):
+                    self._wait_for(errand)
             raise
         return errand.outcome()
-
-    def _cancel(self, errand: _Errand[Any]) -> None:
-        """Cancel a coroutine, and wait for its end; drop exceptions of handlers for the first `CANCEL_PATIENCE_S`."""
-        until = monotonic() + CANCEL_PATIENCE_S
-        ended = False
-        while not ended:
-            try:
-                if self.post(errand.cancel):
-                    self._wait_for(errand)
-                ended = True
-            except QueueClosed:
-                ended = True
-            except BaseException:
-                if monotonic() > until:
-                    raise
 
     def post(self, function: Callable[[], object]) -> bool:
         """Schedule a function in the thread without waiting; return False if the thread does not take it."""
@@ -381,7 +349,7 @@ def _stop(stopping: asyncio.Future[None]) -> None:
         stopping.set_result(None)
 
 
-def _serve(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop], started: _Errand[_Started]) -> None:
+def _serve(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop], started: Future[_Started]) -> None:
     """Run a new loop in this thread until it is stopped."""
 
     def make() -> asyncio.AbstractEventLoop:
@@ -392,14 +360,13 @@ def _serve(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop], st
     async def main() -> None:
         loop = asyncio.get_running_loop()
         stopping = loop.create_future()
-        started.settle((loop, stopping))
-        if not started.dropped:
-            await stopping
+        started.set_result((loop, stopping))
+        await stopping
 
     try:
         loop = make()
     except BaseException as error:
-        started.settle(None, error)
+        started.set_exception(error)
         return
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(main())
@@ -446,8 +413,7 @@ def shared_loop() -> LoopThread:
             if _shared is None:
                 started = LoopThread("the background loop", lambda: asyncio.SelectorEventLoop(_ReleasingSelector()))
                 started.shared = True
-                if _shared is None:  # a signal handler may have been faster
-                    _shared = started
+                _shared = started
     return _shared
 
 

@@ -12,18 +12,17 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 _THREAD_NAME = "aioshm-parent-watch"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CHECK_MS = 250
 """How often to compare the parent's id, without a descriptor that reports the exit."""
 _MPOL_PREFERRED = 1  # linux/mempolicy.h
-_MEMORY_POLICY_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236), "riscv64": (237, 236)}
-"""The numbers of the system calls set_mempolicy and get_mempolicy; 64-bit programs only."""
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237}
+"""The numbers of the system call, for which glibc has no function; 64-bit programs only."""
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -74,34 +73,16 @@ def boot(parent_pid: int, cpus: Sequence[int] = (), numa_node: int | None = None
     die_with_parent(parent_pid)
 
 
-def prefer_memory_of(node: int | None) -> bool:
-    """Prefer the memory of a NUMA node; return whether the system allows that. None: change nothing."""
-    calls = _memory_policy_calls()
-    if calls is None:
-        return False
-    set_policy, get_policy = calls
-    if node is None:
-        return bool(get_policy(None, None, ctypes.c_ulong(0), None, ctypes.c_ulong(0)) == 0)
+def prefer_memory_of(node: int) -> None:
+    """Prefer the memory of a NUMA node, if the system allows that."""
+    number = _SET_MEMPOLICY.get(os.uname().machine)
+    if sys.platform != "linux" or sys.maxsize < 1 << 32 or number is None:
+        return
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << node % bits
-    # The kernel reads one bit less than this number (get_mempolicy(2), "BUGS").
-    return bool(set_policy(_MPOL_PREFERRED, mask, ctypes.c_ulong(bits * len(mask) + 1)) == 0)
-
-
-def _memory_policy_calls() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return set_mempolicy and get_mempolicy: libnuma's, or the system calls, which glibc has not; see numa(7)."""
-    if sys.platform != "linux":
-        return None
-    try:
-        library = ctypes.CDLL("libnuma.so.1")
-        return library.set_mempolicy, library.get_mempolicy
-    except (OSError, AttributeError):
-        numbers = _MEMORY_POLICY_CALLS.get(os.uname().machine)
-    if numbers is None or sys.maxsize < 1 << 32:
-        return None
-    syscall = ctypes.CDLL(None).syscall
-    return partial(syscall, ctypes.c_long(numbers[0])), partial(syscall, ctypes.c_long(numbers[1]))
+    # The kernel reads one bit less than the last number (get_mempolicy(2), "BUGS").
+    ctypes.CDLL(None).syscall(ctypes.c_long(number), _MPOL_PREFERRED, mask, ctypes.c_ulong(bits * len(mask) + 1))
 
 
 def _ask_the_kernel(parent_pid: int) -> None:

@@ -1,21 +1,18 @@
-"""Where a process runs: its environment variables, CPUs and NUMA node, by its rank."""
+"""Where a process runs: its environment variables, CPUs and NUMA node, by its rank; and the nodes of this machine."""
 
 from __future__ import annotations
 
-import functools
-import logging
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from aioshm.arguments import check_int, shown
-from aioshm.process.parent import prefer_memory_of
-from aioshm.process.topology import allowed_cpus, numa_nodes, show_cpus
 
 Environment: TypeAlias = Mapping[str, str | None]
-
-_log = logging.getLogger("aioshm.engine")
 
 
 class Place(NamedTuple):
@@ -41,8 +38,7 @@ class Placement:
         cpus: The numbers of the CPUs that the process may use, among those of the starting thread; None: as the thread.
         numa_node: The number of a NUMA node. The process uses the CPUs of the node, and with ``cpus`` those that are in
             both. New memory comes from the node while the node has some, then from other nodes; without the system's
-            permission (``set_mempolicy``, which containers often forbid) only the CPUs are set, and the log says so at
-            DEBUG. None: as this process.
+            permission (``set_mempolicy``, which containers often forbid) only the CPUs are set. None: as this process.
 
     Raises:
         TypeError, ValueError: A value is invalid. The text names it. Results of callables, and the CPUs, are checked
@@ -132,14 +128,7 @@ def _usable(place: Place, rank: int) -> tuple[int, ...]:
         if place.cpus:
             among = f"placement.cpus, {show_cpus(place.cpus)}"
         raise ValueError(f"{where} has CPUs {show_cpus(inside)}, and none of them is among {among}")
-    _report_memory_policy()
     return tuple(sorted(cpus))
-
-
-@functools.cache
-def _report_memory_policy() -> None:
-    if not prefer_memory_of(None):
-        _log.debug("numa_node sets CPUs only: the system does not let this process set a memory policy")
 
 
 def _check_env(where: str, value: object) -> Environment:
@@ -170,3 +159,75 @@ _CHECKS: Mapping[str, Callable[[str, object], Any]] = {
     "cpus": _check_cpus,
     "numa_node": _check_node,
 }
+
+
+# The machine, as Linux lists its parts in /sys
+
+_SYSTEM = Path("/sys/devices/system")
+
+
+class NumaNode(NamedTuple):
+    """A NUMA node; the memory in bytes, None where the system does not say."""
+
+    cpus: frozenset[int]
+    memory_bytes: int | None = None
+    free_bytes: int | None = None
+
+
+def allowed_cpus() -> frozenset[int]:
+    """Return the CPUs that the calling thread may use; empty where the system has no affinity (macOS)."""
+    if not hasattr(os, "sched_getaffinity"):
+        return frozenset()
+    return frozenset(os.sched_getaffinity(0))
+
+
+def numa_nodes(system: Path = _SYSTEM) -> dict[int, NumaNode]:
+    """Return the NUMA nodes with their online CPUs, by number; empty where the system lists none."""
+    nodes = {}
+    for folder in system.glob("node/node[0-9]*"):
+        with suppress(OSError, ValueError):  # a node may go offline at any time
+            memory = _memory(folder / "meminfo")
+            number = int(folder.name.removeprefix("node"))
+            cpus = parse_cpus((folder / "cpulist").read_text())
+            nodes[number] = NumaNode(cpus, memory.get("MemTotal"), memory.get("MemFree"))
+    return dict(sorted(nodes.items()))
+
+
+def sockets(system: Path = _SYSTEM) -> dict[int, frozenset[int]]:
+    """Return the online CPUs of each socket (package); empty where the system lists none."""
+    found: dict[int, set[int]] = {}
+    for file in system.glob("cpu/cpu[0-9]*/topology/physical_package_id"):
+        with suppress(OSError, ValueError):
+            cpu = int(file.parent.parent.name.removeprefix("cpu"))
+            found.setdefault(int(file.read_text()), set()).add(cpu)
+    return {number: frozenset(cpus) for number, cpus in sorted(found.items())}
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Return the CPUs of a list such as "0-3,8"; raise ValueError for any other text."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def show_cpus(cpus: Collection[int]) -> str:
+    """Return a list such as "0-3,8"; "none" without CPUs."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs) or "none"
+
+
+def _memory(file: Path) -> dict[str, int]:
+    """Return the bytes of a node's "meminfo", by name: lines such as "Node 0 MemTotal: 4096 kB"."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return {}
+    return {name.rstrip(":"): int(size) * 1024 for _, _, name, size, *unit in map(str.split, lines) if unit == ["kB"]}

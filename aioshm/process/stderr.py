@@ -87,21 +87,21 @@ class StderrRelay:
 
     def close(self, wait: bool = True) -> None:
         """Forward all remaining lines and end; ``wait`` for the end, for `FLUSH_S` at most. Idempotent."""
-        if self._closing:
-            return
-        self._closing = True
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            os.write(self._wake_out, b"\0")
         if self._thread is None:
             self._close_all()
-            return
-        os.write(self._wake_out, b"\0")
-        if wait:
+        elif wait:
             self._thread.join(FLUSH_S)
 
     def _run(self) -> None:
         closing = False
         while not closing:
-            closing = self._closing
             with self._lock:
+                closing = self._closing
                 poller = select.poll()
                 for fd in (self._wake_in, *self._open):
                     poller.register(fd, select.POLLIN)

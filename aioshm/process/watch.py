@@ -206,10 +206,8 @@ class ProcessWatch(Closing):
         self._descriptors: set[int] = set()
         # Processes that have exited without an exit code so far, and until when to wait for the code.
         self._due: dict[WatchedProcess, float] = {}
-        self._exits: list[ProcessExit] = []
+        self._exits: list[ProcessExit] = []  # since the last call of `take`
         self._named: set[str] = set()  # names of exited processes of `_managers`
-        self._announced = 0  # exits before the last call of `on_exit`
-        self._taken = 0
         self._waiter: asyncio.Future[None] | None = None
         self._recheck: asyncio.Handle | None = None
         self._delay = _FIRST_RECHECK_S
@@ -252,7 +250,48 @@ class ProcessWatch(Closing):
         return bool(self._running or self._managers)
 
     def exited(self) -> list[ProcessExit]:
-        """Return the exits up to now, in their order."""
+        """Return the exits since the last call of `take`, in their order."""
+        self._collect()
+        return self._exits.copy()
+
+    def take(self) -> list[ProcessExit]:
+        """Return the exits since the last call, and forget them."""
+        self._collect()
+        taken = self._exits
+        self._exits = []
+        return taken
+
+    async def next(self, deadline: float | None = None) -> list[ProcessExit]:
+        """Wait for an exit while any process runs, until the deadline; return what `take` returns.
+
+        Cancelling this loses nothing. One task at a time may wait.
+        """
+        if not self.exited() and self.running:
+            self._waiter = self._loop.create_future()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._waiter
+        return self.take()
+
+    async def all_exited(self, deadline: float | None = None) -> bool:
+        """Wait until all processes have exited, or the deadline has passed; return whether all have exited."""
+        while self.running and (deadline is None or self._loop.time() < deadline):
+            await self.next(deadline)
+        return not self.running
+
+    def close(self) -> None:
+        """Stop watching. Idempotent; safe on a closed loop, and in a forked child, whose parent continues."""
+        self._closed = True
+        if self._owner_pid != os.getpid():
+            return
+        if self._recheck is not None:
+            self._recheck.cancel()
+        for descriptor in [*self._descriptors]:
+            self._forget(descriptor)
+
+    def _collect(self) -> bool:
+        """Note exits; return whether there are new ones."""
+        before = len(self._exits)
         now = self._loop.time()
         for process in [*self._running]:
             code = process.exitcode
@@ -271,50 +310,7 @@ class ProcessWatch(Closing):
                     self._named.add(name)
                     line = self._last_line(name, code)
                     self._exits.append(ProcessExit(name, None, code, managed=True, last_line=line))
-        return self._exits.copy()
-
-    def take(self) -> list[ProcessExit]:
-        """Return the exits since the last call, and forget them."""
-        self.exited()
-        new = self._exits[self._taken :]
-        self._exits = []
-        self._announced = 0
-        self._taken = 0
-        return new
-
-    async def next(self, deadline: float | None = None) -> list[ProcessExit]:
-        """Return the exits since the last call; wait for an exit while any process runs, until the deadline.
-
-        Cancelling this loses nothing. One task at a time may wait.
-        """
-        if len(self.exited()) == self._taken and self.running:
-            self._waiter = self._loop.create_future()
-            timer = None if deadline is None else self._loop.call_at(deadline, self._wake)
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-                if timer is not None:
-                    timer.cancel()
-        new = self._exits[self._taken :]
-        self._taken = len(self._exits)
-        return new
-
-    async def all_exited(self, deadline: float | None = None) -> bool:
-        """Wait until all processes have exited, or the deadline has passed; return whether all have exited."""
-        while self.running and (deadline is None or self._loop.time() < deadline):
-            await self.next(deadline)
-        return not self.running
-
-    def close(self) -> None:
-        """Stop watching. Idempotent; safe on a closed loop, and in a forked child, whose parent continues."""
-        self._closed = True
-        if self._owner_pid != os.getpid():
-            return
-        if self._recheck is not None:
-            self._recheck.cancel()
-        for descriptor in [*self._descriptors]:
-            self._forget(descriptor)
+        return len(self._exits) > before
 
     def _last_line(self, name: str, code: int | None) -> str:
         if code == 0:
@@ -370,10 +366,10 @@ class ProcessWatch(Closing):
         """Announce new exits; check again if a descriptor is readable a moment before there is an exit code."""
         if self._closed:
             return
-        if len(self.exited()) > self._announced:
-            self._announced = len(self._exits)
+        if self._collect():
             self._recheck_until = 0.0
-            self._wake()
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
             if self._on_exit is not None:
                 self._on_exit()
         if self._due or self._loop.time() < self._recheck_until:
@@ -381,15 +377,10 @@ class ProcessWatch(Closing):
             self._delay = min(2 * self._delay, _LAST_RECHECK_S)
 
     def _check_after(self, delay: float) -> None:
-        if self._closed:
-            return
         if self._recheck is not None:
             self._recheck.cancel()
-        self._recheck = self._loop.call_later(delay, self._check)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if not self._closed:
+            self._recheck = self._loop.call_later(delay, self._check)
 
 
 def _fileno(sentinel: Any) -> int:

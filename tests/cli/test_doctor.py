@@ -14,7 +14,7 @@ from support import private_segments
 from aioshm import ShmRingBuffer
 from aioshm.cli import doctor
 from aioshm.cli.app import run
-from aioshm.process.topology import NumaNode
+from aioshm.process.placement import NumaNode
 
 SHM = Path("/dev/shm")
 

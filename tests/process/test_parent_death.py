@@ -179,13 +179,21 @@ def test_program_that_did_not_stop_its_processes_ends_and_kills_them(
     eventually(lambda: family.gone("engine"), "the end of the engine", WITHIN_S)
 
 
-def test_a_parent_that_nothing_tells_of_is_looked_at() -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("parent._ask_the_kernel = parent._pidfd_of = lambda _: []", "pass"),
+        pytest.param("parent._ask_the_kernel = lambda _: []", "os.closerange(3, 100); time.sleep(0.1)", marks=on_linux),
+    ],
+    ids=["no descriptor", "descriptors that another part of the program closes"],
+)
+def test_death_of_a_parent_is_noticed_without_a_descriptor(before: str, after: str) -> None:
     program = (
-        "import os, sys, time; from aioshm.process import parent; "
-        "parent._ask_the_kernel = parent._pidfd_of = lambda _: []; "
-        "parent.die_with_parent(); print(os.getpid(), flush=True); time.sleep(100)"
+        f"import os, time; from aioshm.process import parent; {before}; parent.die_with_parent(); {after}; "
+        "print(os.getpid(), flush=True); time.sleep(100)"
     )
     with started_between(program) as (between, pid):
+        assert not gone(pid)
         between.kill()
         eventually(lambda: gone(pid), "the end of the process", WITHIN_S)
 
@@ -198,19 +206,6 @@ def test_a_parent_that_is_gone_already() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (1, "", "")
     result = subprocess.run([sys.executable, "-c", program.format(os.getpid())], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "alive\n", "")
-
-
-@on_linux
-def test_descriptors_that_somebody_else_closes_are_no_death() -> None:
-    program = (
-        "import os, sys, time; from aioshm.process import parent; parent._ask_the_kernel = lambda _: []; "
-        "parent.die_with_parent(); os.closerange(3, 100); time.sleep(0.1); print(os.getpid(), flush=True); "
-        "time.sleep(100)"
-    )
-    with started_between(program) as (between, pid):
-        assert not gone(pid)
-        between.kill()
-        eventually(lambda: gone(pid), "the end of the process", WITHIN_S)
 
 
 def test_the_file_stands_alone() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -16,12 +14,12 @@ import placed
 import pytest
 
 from aioshm import Placement
-from aioshm.process import parent, placement, topology
+from aioshm.process import parent, placement
 from aioshm.process.child import Child
-from aioshm.process.topology import NumaNode
+from aioshm.process.placement import NumaNode
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS has no CPU affinity")
-has_nodes = pytest.mark.skipif(not topology.numa_nodes(), reason="this kernel lists no NUMA nodes")
+has_nodes = pytest.mark.skipif(not placement.numa_nodes(), reason="this kernel lists no NUMA nodes")
 
 
 @pytest.fixture
@@ -63,64 +61,18 @@ def test_process_has_its_environment_and_cpus_before_it_imports_the_target(
 
 @on_linux
 @has_nodes
-@pytest.mark.parametrize("libnuma", [True, False])
-def test_process_prefers_the_memory_of_its_numa_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libnuma: bool
-) -> None:
-    if not libnuma:  # the process loads this file, and looks for another library
-        other = tmp_path / "parent.py"
-        other.write_text(Path(parent.__file__).read_text().replace("libnuma.so.1", "no-such-library.so"))
-        monkeypatch.setattr(parent, "__file__", str(other))
-    if not parent.prefer_memory_of(None):
-        pytest.skip("the system lets nobody set a memory policy")
-    node = min(topology.numa_nodes())
+def test_process_prefers_the_memory_of_its_numa_node(tmp_path: Path) -> None:
+    node = min(placement.numa_nodes())
     _, cpus, policies, _ = told_by(tmp_path, Placement(numa_node=node))
-    assert set(cpus) <= topology.numa_nodes()[node].cpus
+    assert set(cpus) <= placement.numa_nodes()[node].cpus
+    if ctypes.CDLL(None).syscall(parent._SET_MEMPOLICY.get(os.uname().machine, -1), 0, None, 0) != 0:
+        pytest.skip("the system lets nobody set a memory policy")
     assert f"prefer:{node}" in policies
 
 
-@on_linux
-@has_nodes
-def test_missing_permission_for_a_memory_policy_is_logged_once_at_debug(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(placement, "prefer_memory_of", lambda _: False)
-    placement._report_memory_policy.cache_clear()
-    node = min(topology.numa_nodes())
-    with caplog.at_level(logging.DEBUG, "aioshm.engine"):
-        for rank in range(3):
-            Placement(numa_node=node).of(rank)
-    placement._report_memory_policy.cache_clear()
-    assert caplog.messages == ["numa_node sets CPUs only: the system does not let this process set a memory policy"]
-
-
-def test_no_memory_policy_on_an_unknown_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_library(name: str | None) -> Any:
-        raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", no_library)
-    monkeypatch.setattr(parent, "_MEMORY_POLICY_CALLS", {})
-    assert not parent.prefer_memory_of(0)
-
-
-@on_linux
-def test_frozen_program_gets_its_cpus_from_the_parent(
-    tmp_path: Path, last_cpu: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "frozen"
-    program.write_text("#!/bin/sh\nexec sleep 100\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    child = Child(placed.tell_place, "frozen", ("",), place=Placement(cpus=[last_cpu]).of(0))
-    assert "-c" not in multiprocessing.spawn.get_command_line()
-    child.start()
-    try:
-        assert os.sched_getaffinity(child.pid or 0) == {last_cpu}
-    finally:
-        child.kill()
-        child.join()
-        child.release()
+def test_no_memory_policy_is_set_on_an_unknown_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "_SET_MEMPOLICY", {})
+    parent.prefer_memory_of(0)
 
 
 @on_linux
@@ -131,7 +83,7 @@ def test_cpus_that_were_taken_away_end_the_process_with_the_reason() -> None:
     assert result.stderr == "cannot run on the CPUs [4095] of the placement: [Errno 22] Invalid argument\n"
 
 
-def test_callable_runs_once_for_each_rank_and_the_values_stay() -> None:
+def test_values_are_found_once_for_each_rank_and_stay() -> None:
     calls: list[int] = []
 
     def env(rank: int) -> dict[str, str]:
@@ -141,21 +93,16 @@ def test_callable_runs_once_for_each_rank_and_the_values_stay() -> None:
     where = Placement(env=env)
     assert [where.of(rank).env["PLACED"] for rank in (0, 1, 0, 1)] == ["1", "2", "1", "2"]
     assert calls == [0, 1]
-
-
-def test_later_changes_of_a_mapping_have_no_effect() -> None:
-    env = {"PLACED": "1"}
-    where = Placement(env=env)
-    env["PLACED"] = "2"
+    values = {"PLACED": "1"}
+    where = Placement(env=values)
+    values["PLACED"] = "2"
     assert where.of(0).env == {"PLACED": "1"}
 
 
 @pytest.mark.usefixtures("two_nodes")
 class TestNodes:
-    def test_cpus_are_those_of_the_node_that_are_allowed(self) -> None:
-        assert Placement(numa_node=0).of(0).cpus == (0, 1)
-
     def test_cpus_and_node_are_intersected(self) -> None:
+        assert Placement(numa_node=0).of(0).cpus == (0, 1)
         assert Placement(cpus=range(1, 4), numa_node=lambda rank: rank).of(0).cpus == (1,)
 
     @pytest.mark.parametrize(
@@ -219,7 +166,7 @@ class TestTopology:
         (folder / "meminfo").write_text(
             "Node 2 MemTotal:  2048 kB\nNode 2 MemFree: 1024 kB\nNode 2 HugePages_Free: 1\n"
         )
-        assert topology.numa_nodes(tmp_path) == {
+        assert placement.numa_nodes(tmp_path) == {
             2: NumaNode(frozenset({4, 5, 6, 7, 12}), 2 << 20, 1 << 20),
             10: NumaNode(frozenset()),
         }
@@ -230,11 +177,9 @@ class TestTopology:
             folder.mkdir(parents=True)
             (folder / "physical_package_id").write_text(f"{package}\n")
         (tmp_path / "cpu/cpu3").mkdir()  # offline
-        assert topology.sockets(tmp_path) == {0: {0, 10}, 1: {1}}
-
-    def test_system_without_lists(self, tmp_path: Path) -> None:
-        assert (topology.numa_nodes(tmp_path), topology.sockets(tmp_path)) == ({}, {})
+        assert placement.sockets(tmp_path) == {0: {0, 10}, 1: {1}}
+        assert (placement.numa_nodes(tmp_path / "none"), placement.sockets(tmp_path / "none")) == ({}, {})
 
     @pytest.mark.parametrize("text", ["none", "0", "0-3,8", "1,3,5-6"])
     def test_lists_are_shown_as_they_are_read(self, text: str) -> None:
-        assert topology.show_cpus(topology.parse_cpus(text.replace("none", "\n"))) == text
+        assert placement.show_cpus(placement.parse_cpus(text.replace("none", "\n"))) == text

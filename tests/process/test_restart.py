@@ -1,4 +1,4 @@
-"""The arithmetic of restarts."""
+"""The restart policy: how often, and how soon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from aioshm.process.restart import Restart, RestartHistory
 
 
-def test_the_first_restart_is_at_once_and_the_next_ones_later_and_later() -> None:
+def test_first_restart_is_immediate_and_the_next_ones_come_later_and_later_until_a_crash_loop() -> None:
     history = RestartHistory(Restart(max_restarts=6, backoff_s=0.1, backoff_max_s=1.0))
     assert [history.died(0.1 * n, f"cause {n}") for n in range(6)] == [0.0, 0.1, 0.2, 0.4, 0.8, 1.0]
     assert history.restarts == 6
@@ -23,26 +23,21 @@ def test_the_first_restart_is_at_once_and_the_next_ones_later_and_later() -> Non
     )
 
 
-def test_what_was_long_ago_does_not_count() -> None:
+def test_deaths_of_long_ago_do_not_count() -> None:
     history = RestartHistory(Restart(max_restarts=1, within_s=10))
     for start in (0.0, 11.0, 22.0):
         assert history.died(start, "") == 0.0
     assert history.restarts == 3
     assert history.died(31.9, "again") is None
+    assert RestartHistory(Restart(max_restarts=0)).died(5.0, "the only death") is None
 
 
-def test_none_at_all() -> None:
-    history = RestartHistory(Restart(max_restarts=0))
-    assert history.died(5.0, "its only death") is None
-    assert "1 deaths" in history.story
-
-
-def test_a_long_story_is_cut() -> None:
-    history = RestartHistory(Restart(max_restarts=1000))
-    for number in range(20):
-        history.died(0.0, f"cause {number};")
-    assert "12 earlier deaths; cause 12;" in history.story
-    assert "cause 11;" not in history.story
+def test_many_deaths_are_cut_in_the_story_and_overflow_no_delay() -> None:
+    history = RestartHistory(Restart(max_restarts=10**9, backoff_s=0.1, backoff_max_s=3.0))
+    delays = [history.died(0.0, f"cause {number};") for number in range(2000)]
+    assert delays[-1] == 3.0
+    assert "1992 earlier deaths; cause 1992;" in history.story
+    assert "cause 1991;" not in history.story
 
 
 @given(
@@ -52,10 +47,13 @@ def test_a_long_story_is_cut() -> None:
     st.floats(0.001, 10),
     st.floats(0.001, 10),
 )
-def test_never_more_than_may_be(gaps: list[float], most: int, within: float, backoff: float, longest: float) -> None:
+def test_never_more_restarts_than_allowed(
+    gaps: list[float], most: int, within: float, backoff: float, longest: float
+) -> None:
     policy = Restart(max_restarts=most, within_s=within, backoff_s=backoff, backoff_max_s=longest)
     history = RestartHistory(policy)
-    now, allowed = 0.0, []
+    now = 0.0
+    allowed = []
     for gap in gaps:
         now += gap
         delay = history.died(now, "")
@@ -74,13 +72,10 @@ def test_never_more_than_may_be(gaps: list[float], most: int, within: float, bac
         ({"within_s": 0}, ValueError, "within_s must be a finite number of seconds above 0"),
         ({"backoff_s": float("nan")}, ValueError, "backoff_s"),
         ({"backoff_max_s": "1"}, TypeError, "backoff_max_s"),
+        ({"hang_s": 0}, ValueError, "hang_s"),
+        ({"kill_stopped": 1}, TypeError, "kill_stopped"),
     ],
 )
-def test_arguments(values: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_wrong_values_are_errors(values: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         Restart(**values)
-
-
-def test_overflowing_doublings() -> None:
-    history = RestartHistory(Restart(max_restarts=10**9, backoff_s=0.1, backoff_max_s=3.0))
-    assert [history.died(0.0, "") for _ in range(3000)][-1] == 3.0

@@ -17,7 +17,7 @@ from fake_process import FakeProcess
 from aioshm.process.watch import ProcessWatch
 
 
-async def test_a_sentinel_that_others_hold_open_hides_nothing() -> None:
+async def test_sentinel_that_another_process_holds_open_hides_no_exit() -> None:
     read, write = os.pipe()
     process = FakeProcess("EngineCore_0", "-c", "import time; time.sleep(1000)")
     pidfd, process.sentinel = process.sentinel, read
@@ -36,21 +36,7 @@ async def test_a_sentinel_that_others_hold_open_hides_nothing() -> None:
             os.close(descriptor)
 
 
-async def test_an_exit_code_that_somebody_else_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioshm.process.watch._CODE_WITHIN_S", 0.05)
-    process = FakeProcess("EngineCore_0", "-c", "")
-    stolen: Any = SimpleNamespace(name="X", pid=process.pid, exitcode=None, sentinel=process.sentinel)
-    stolen = type("Stolen", (), vars(stolen))()
-    died = asyncio.Event()
-    watch = ProcessWatch([stolen], on_exit=died.set)
-    await asyncio.wait_for(died.wait(), 20)
-    assert [(each.name, each.exitcode) for each in watch.exited()] == [("X", None)]
-    watch.close()
-    process.said()
-    os.close(process.sentinel)
-
-
-async def test_a_sentinel_that_tells_nothing_does_not_spin() -> None:
+async def test_sentinel_without_an_exit_is_not_polled_often() -> None:
     read, write = os.pipe()
     os.close(write)
     looks = 0
@@ -71,7 +57,7 @@ async def test_a_sentinel_that_tells_nothing_does_not_spin() -> None:
 
 
 class Elsewhere:
-    """A process that is known by what others tell of it."""
+    """A process whose exit code cannot be known."""
 
     name, pid, exitcode, host = "EngineCore_1", 7, None, "10.0.0.6"
 
@@ -86,7 +72,7 @@ class Elsewhere:
         self.sentinel = -1
 
 
-async def test_one_of_another_host_has_exited_as_soon_as_its_sentinel_says_so() -> None:
+async def test_process_of_another_host_has_exited_when_its_sentinel_is_readable() -> None:
     process = Elsewhere()
     with ProcessWatch(manager=SimpleNamespace(actors=[process])) as watch:  # type: ignore[arg-type]
         assert not await watch.next(asyncio.get_running_loop().time() + 0.05)
@@ -100,7 +86,7 @@ async def test_one_of_another_host_has_exited_as_soon_as_its_sentinel_says_so() 
         assert [each.name for each in await watch.next()] == ["EngineCore_1"]
 
 
-async def test_one_that_was_not_started_is_refused() -> None:
+async def test_process_that_was_not_started_is_refused() -> None:
     process = multiprocessing.get_context("spawn").Process(target=print)
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match="not started"):
@@ -110,29 +96,35 @@ async def test_one_that_was_not_started_is_refused() -> None:
 
 async def test_exits_are_awaited_one_after_the_other() -> None:
     first, second = (FakeProcess(name, "-c", "import time; time.sleep(1000)") for name in ("first", "second"))
+    loop = asyncio.get_running_loop()
+    shared = asyncio.Event()
+
+    def mine() -> None:  # another watcher of the same descriptor
+        loop.remove_reader(first.sentinel)
+        shared.set()
+
+    loop.add_reader(first.sentinel, mine)
     with ProcessWatch([first, second]) as watch:
-        assert await watch.next(asyncio.get_running_loop().time() + 0.01) == []
+        assert await watch.next(loop.time() + 0.01) == []
         waiting = asyncio.ensure_future(watch.next())
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         first.kill()
-        assert [each.name for each in await watch.next()] == ["first"]
-        assert not await watch.all_exited(asyncio.get_running_loop().time() + 0.01)
+        [found] = await watch.next()
+        assert found.describe() == f"first (pid {first.pid}) was killed by SIGKILL"
+        await asyncio.wait_for(shared.wait(), 20)
+        assert not await watch.all_exited(loop.time() + 0.01)
         assert watch.running
         second.kill()
         assert await watch.all_exited()
         assert not watch.running
         assert await watch.next() == []
-        assert [each.describe() for each in watch.exited()] == [
-            f"first (pid {first.pid}) was killed by SIGKILL",
-            f"second (pid {second.pid}) was killed by SIGKILL",
-        ]
     for process in (first, second):
         os.close(process.sentinel)
 
 
-async def test_without_a_descriptor_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exit_is_noticed_without_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> int:
         raise OSError(errno.EMFILE, "none left")
 
@@ -143,23 +135,6 @@ async def test_without_a_descriptor_it_is_asked_again(monkeypatch: pytest.Monkey
         monkeypatch.undo()
         process.kill()
         assert [each.exitcode for each in await watch.next()] == [-9]
-    os.close(process.sentinel)
-
-
-async def test_it_shares_the_sentinels() -> None:
-    process = FakeProcess("EngineCore_0", "-c", "import time; time.sleep(1000)")
-    loop = asyncio.get_running_loop()
-    seen, died = asyncio.Event(), asyncio.Event()
-
-    def mine() -> None:
-        loop.remove_reader(process.sentinel)
-        seen.set()
-
-    loop.add_reader(process.sentinel, mine)
-    watch = ProcessWatch([process], on_exit=died.set)
-    process.kill()
-    await asyncio.wait_for(asyncio.gather(seen.wait(), died.wait()), 20)
-    watch.close()
     os.close(process.sentinel)
 
 
@@ -176,7 +151,7 @@ class Exited:
         os.close(self.sentinel)
 
 
-async def test_successors_that_are_gone_are_forgotten() -> None:
+async def test_exited_processes_are_forgotten() -> None:
     with ProcessWatch() as watch:
         references = []
         for number in range(20):

@@ -16,7 +16,6 @@ from aioshm.engine.workers.messages import ControlSocket
 from aioshm.engine.workers.worker import LoopFactory, run_worker
 from aioshm.errors import WorkerDied
 from aioshm.lifeline.sockets import sweep_leftovers
-from aioshm.process.background import in_thread
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.placement import Placement, place_of
@@ -80,18 +79,14 @@ class WorkerProcess:
 
 
 class WorkerProcesses:
-    """The processes, named ``{name}_{rank}``; calls `Session.processes_exited`.
-
-    Attributes:
-        workers: The processes by rank; after a death the dead one, until it has a replacement.
-    """
+    """The processes, named ``{name}_{rank}``; calls `Session.processes_exited`."""
 
     def __init__(self, settings: Settings, session: Session) -> None:
         self._settings = settings
         self._session = session
         self._processes: dict[str, WorkerProcess] = {}
         self._n_standbys = 0
-        self.workers: dict[int, WorkerProcess] = {}
+        self.workers: dict[int, WorkerProcess] = {}  # by rank; after a death the dead one, until its replacement
         self._manager = ProcessManager(
             run_worker, (), shutdown_timeout=settings.shutdown_timeout, capture_stderr=settings.capture_stderr
         )
@@ -109,38 +104,31 @@ class WorkerProcesses:
         return [worker.pid for _, worker in sorted(self.workers.items())]
 
     async def start_workers(self, n_workers: int) -> None:
-        """Start the first workers. Each start blocks the loop for milliseconds; the loop runs in between."""
         for rank in range(n_workers):
-            # Not in a thread: the kernel ends with this process only processes that its main thread has started.
-            self.assign(self._join(*self._start(f"{self._settings.name}_{rank}", rank, None)), rank)
+            self.assign(self.start(rank), rank)
             await asyncio.sleep(0)
 
-    async def start(self, rank: int | None, imported: object = None) -> WorkerProcess:
-        """Start a worker; or, without a rank, a standby, which imports the modules of ``imported``."""
-        if rank is None:
-            name = f"{self._settings.name}_standby_{self._n_standbys}"
-            self._n_standbys += 1
-        else:
-            name = f"{self._settings.name}_{rank}"
-            if name in self._processes:  # the dead one
-                self.discard(self._processes[name])
-        started = await in_thread(lambda: self._start(name, rank, imported), discard=lambda started: started[1].close())
-        return self._join(*started)
+    def start(self, rank: int | None, imported: object = None) -> WorkerProcess:
+        """Start a worker; or, without a rank, a standby, which imports the modules of ``imported``.
 
-    def _start(self, name: str, rank: int | None, imported: object) -> tuple[Child, ControlSocket]:
+        Blocks for milliseconds. A thread would not do: the kernel ends with this process only processes that its main
+        thread has started.
+        """
         settings = self._settings
+        name = f"{settings.name}_{rank}"
+        if rank is None:
+            name = f"{settings.name}_standby_{self._n_standbys}"
+            self._n_standbys += 1
+        elif name in self._processes:  # the dead one
+            self.discard(self._processes[name])
         place = place_of(settings.placement, rank or 0)  # without a rank: the same for all ranks
         ours, theirs = socket.socketpair()
         with ExitStack() as unused, theirs:
             unused.enter_context(ours)
             arguments = (theirs, imported, settings.sizes, settings.options, settings.loop_factory)
-            job = Job(name, arguments, place=place)
-            process = self._manager.start_more(job)
+            process = self._manager.start_more(Job(name, arguments, place=place))
             unused.pop_all()
-        return process, ControlSocket(ours)
-
-    def _join(self, process: Child, control: ControlSocket) -> WorkerProcess:
-        worker = self._processes[process.name] = WorkerProcess(process, control)
+        worker = self._processes[name] = WorkerProcess(process, ControlSocket(ours))
         self._watch.add([process], managed=True)
         return worker
 

@@ -124,13 +124,13 @@ class Replacer:
     async def _start(self, life: Life) -> str:
         """Create the worker in a standby, or else in a new process; return the cause of a failure, or ""."""
         rank = life.rank
-        try:
-            if self._standbys:
-                process = self._standbys.pop(0)
-            else:
-                process = await self._processes.start(rank)
-        except Exception as error:
-            return f"worker {rank} could not be started: {error}"
+        if self._standbys:
+            process = self._standbys.pop(0)
+        else:
+            try:
+                process = self._processes.start(rank)
+            except Exception as error:
+                return f"worker {rank} could not be started: {error}"
         life.pid = process.pid
         life.enter("starting")
         self._processes.assign(process, rank)
@@ -186,7 +186,7 @@ class Replacer:
 
     async def _start_standby(self) -> str:
         try:
-            process = await self._processes.start(None, self._settings.worker)
+            process = self._processes.start(None, self._settings.worker)
         except Exception as error:
             return f"a standby could not be started: {error}"
         cause = await self._prepare(process, self._import(process), "ready")

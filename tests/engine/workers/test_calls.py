@@ -1,9 +1,10 @@
-"""Calls of one worker of a group: by rank, or of an idle worker."""
+"""Calls of all workers, of one worker by rank, or of an idle worker."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,31 @@ from typing import Any
 import numpy as np
 import pytest
 import worker_targets as targets
-from managed import open_things
-from support import eventually, until
+from support import until
 
-from aioshm import CodecError, MessageTooLarge, Options, QueueClosed, WorkerDied, WorkerError
+from aioshm import CodecError, MessageTooLarge, Options, WorkerError
 from aioshm.engine import WorkerGroup
+from aioshm.process.watch import process_state
 
 pytestmark = pytest.mark.slow_on_uvloop
+
+both = pytest.mark.parametrize("alone", [False, True], ids=["of all", "of one"])
 
 
 def group_of(n_workers: int = 2, worker: Any = targets.Streaming, **options: Any) -> WorkerGroup:
     return WorkerGroup(worker, n_workers, **options)
 
 
+async def call(group: WorkerGroup, alone: bool, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+    """Call all workers, or only the last one; return the results."""
+    if alone:
+        return [await group.call(group.n_workers - 1, method, *args, timeout=timeout)]
+    return await group.broadcast(method, *args, timeout=timeout)
+
+
 async def sent_step(group: WorkerGroup, method: str, *args: Any) -> asyncio.Task[Any]:
     """Begin a call of all workers, and wait until it was sent."""
     session = group._session
-    assert session is not None
     sent = session.calls._last_broadcast
     step = asyncio.create_task(group.collective_rpc(method, args))
     await until(lambda: session.calls._last_broadcast > sent)
@@ -36,51 +45,39 @@ async def sent_step(group: WorkerGroup, method: str, *args: Any) -> asyncio.Task
 
 def calls_of(group: WorkerGroup, rank: int) -> list[Any]:
     """Return the calls that were sent to a worker and not answered."""
-    session = group._session
-    assert session is not None
-    return session.calls.sent_to(rank)
+    return group._session.calls.sent_to(rank)
 
 
 class TestCall:
-    async def test_calls_the_one_worker_with_its_arguments(self) -> None:
+    async def test_workers_get_arguments_and_results_come_by_rank(self) -> None:
         async with group_of(3) as group:
-            assert await group.call(1, "pid") == group.pids[1]
+            assert await group.collective_rpc("add", (1, 2), {"times": 10}) == [30, 31, 32]
+            assert await group.broadcast("add", 1, 2, times=10) == [30, 31, 32]
             assert await group.call(2, "add", 1, 2, times=10) == 32
-            assert await group.call(0, "slowly", 0, "awaited") == "awaited"
-            assert await group.call(1, targets.rank_of, 10) == 11
-            assert await group.collective_rpc("history") == [[], [], [(1, 2)]]
-            array = np.arange(200_000, dtype=np.float32)
-            doubled = await group.call(0, "double", array)
-            assert (doubled == array * 2).all()
-            doubled += 1  # a private copy
+            assert await group.collective_rpc("add", [5], unique_reply_rank=2) == 7
+            for alone, count in ((False, 3), (True, 1)):
+                assert await call(group, alone, "slowly", 0, "awaited") == ["awaited"] * count
+                assert (await call(group, alone, targets.rank_of, 10))[-1] == 12  # type: ignore[arg-type]
+            calls = [group.broadcast("begin", number) for number in range(30)]
+            assert (await asyncio.gather(*calls))[-1] == [list(range(30))] * 3
 
-    async def test_many_at_once_are_done_in_their_order_side_by_side_with_steps(self) -> None:
+    async def test_calls_of_one_and_of_all_are_done_in_their_order(self) -> None:
         async with group_of() as group:
-            await group.call(0, "begin", "first")
             work: list[Any] = []
+            expected: list[Any] = []
             for number in range(40):
                 work.append(asyncio.create_task(group.call(0, "begin", number)))
-                if number % 10 == 5:
-                    work.append(await sent_step(group, "begin", f"step {number}"))  # before the calls that follow
+                expected.append(number)
+                if number % 10 == 5:  # each before the calls that follow; one is awaited in the worker
+                    method, args = ("begin_slowly", (0.02,)) if number == 15 else ("begin", ())
+                    work.append(await sent_step(group, method, f"step {number}", *args))
+                    expected.append(f"step {number}")
             await asyncio.gather(*work)
             [begun, others] = await group.collective_rpc("begin", ("last",))
-            expected: list[Any] = ["first"]
-            for number in range(40):
-                expected.append(number)
-                if number % 10 == 5:
-                    expected.append(f"step {number}")
             assert begun == [*expected, "last"]
             assert others == ["step 5", "step 15", "step 25", "step 35", "last"]
 
-    async def test_awaited_step_keeps_its_position_in_the_order(self) -> None:
-        async with group_of(1) as group:
-            await group.call(0, "begin", "first")
-            step = await sent_step(group, "begin_slowly", "step", 0.02)
-            calls = [asyncio.create_task(group.call(0, "begin", number)) for number in range(3)]
-            assert await step == ["step"]
-            assert (await asyncio.gather(*calls))[-1] == ["first", "step", 0, 1, 2]
-
-    async def test_other_workers_are_not_waited_for(self, tmp_path: Path) -> None:
+    async def test_call_does_not_wait_for_other_workers(self, tmp_path: Path) -> None:
         go = tmp_path / "go"
         async with group_of() as group:
             waiting = asyncio.create_task(group.call(0, "wait_for", str(go), "held up", 0))
@@ -89,20 +86,7 @@ class TestCall:
             go.touch()
             assert await waiting == "held up"
 
-    async def test_exception_of_a_call_names_the_rank_and_has_the_traceback(self) -> None:
-        async with group_of() as group:
-            with pytest.raises(WorkerError, match="fail failed: rank 1: ValueError: rank 1 does not like it") as caught:
-                await group.call(1, "fail")
-            assert list(caught.value.errors) == [1]
-            assert "in fail\n" in caught.value.errors[1].traceback
-            assert "serving" not in caught.value.errors[1].traceback
-            with pytest.raises(WorkerError, match=r"AttributeError.*nothing_of_the_kind"):
-                await group.call(0, "nothing_of_the_kind")
-            assert await group.call(1, "add") == 1
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["of all", "of one"])
-class TestCallOfAllAndOfOne:
+    @both
     async def test_arrays_larger_than_a_chunk_go_both_ways(self, alone: bool) -> None:
         array = np.arange(200_000, dtype=np.float32)
         async with group_of(max_chunk_bytes=1 << 16, max_chunks=2) as group:
@@ -112,6 +96,37 @@ class TestCallOfAllAndOfOne:
                     assert (doubled == (array + number) * 2).all()
                     doubled += 1  # a private copy
 
+
+class TestErrors:
+    async def test_exception_names_every_rank_and_has_the_traceback(self) -> None:
+        async with group_of() as group:
+            text = "fail failed: rank 0: ValueError: rank 0 does not like it; rank 1: ValueError"
+            with pytest.raises(WorkerError, match=text) as caught:
+                await group.collective_rpc("fail")
+            assert caught.value.method == "fail"
+            assert {rank: error.kind for rank, error in caught.value.errors.items()} == dict.fromkeys(
+                (0, 1), "ValueError"
+            )
+            copy = pickle.loads(pickle.dumps(caught.value))
+            assert (str(copy), copy.errors) == (str(caught.value), caught.value.errors)
+            for calling in (
+                group.collective_rpc("fail", (1,)),
+                group.collective_rpc("fail", (1,), unique_reply_rank=0),  # also where that result is not wanted
+                group.call(1, "fail"),
+            ):
+                with pytest.raises(WorkerError, match="rank 1: ValueError: rank 1 does not like it") as caught:
+                    await calling
+                assert list(caught.value.errors) == [1]
+                assert "in fail\n" in caught.value.errors[1].traceback
+                assert "engine/workers" not in caught.value.errors[1].traceback.replace("tests/engine/workers", "")
+            for alone in (False, True):
+                with pytest.raises(WorkerError, match=r"AttributeError.*nothing_of_the_kind"):
+                    await call(group, alone, "nothing_of_the_kind")
+            with pytest.raises(WorkerError, match="TypeError"):
+                await group.collective_rpc(targets.rank_of)
+            assert await group.collective_rpc("add", (1,)) == [1, 2]
+
+    @both
     async def test_exceptions_and_results_that_cannot_be_sent_are_errors_of_the_call(self, alone: bool) -> None:
         async with group_of() as group:
             for way, kind in (
@@ -126,6 +141,7 @@ class TestCallOfAllAndOfOne:
                 assert errors == dict.fromkeys([1] if alone else [0, 1], kind)
             assert (await call(group, alone, "add", 1))[-1] == 2
 
+    @both
     async def test_arguments_that_cannot_be_sent_or_received_fail_their_call_alone(self, alone: bool) -> None:
         async with group_of(options=Options(max_message_bytes=100_000)) as group:
             slow = asyncio.create_task(group.call(1, "begin_slowly", "slow", 0.05))
@@ -140,15 +156,77 @@ class TestCallOfAllAndOfOne:
             assert await slow == "slow"
             assert (await call(group, alone, "begin", 1))[-1] == ["slow", 1]
 
-
-async def call(group: WorkerGroup, alone: bool, method: str, *args: Any) -> list[Any]:
-    """Call all workers, or only the last one; return the results."""
-    if alone:
-        return [await group.call(1, method, *args)]
-    return await group.broadcast(method, *args)
+    @pytest.mark.parametrize(
+        ("method", "arguments", "options", "error", "name"),
+        [
+            ("collective_rpc", ("",), {}, TypeError, "method"),
+            ("collective_rpc", (3,), {}, TypeError, "method"),
+            ("collective_rpc", ("add", "ab"), {}, TypeError, "args"),
+            ("collective_rpc", ("add", (), [1]), {}, TypeError, "kwargs"),
+            ("collective_rpc", ("add",), {"timeout": -1}, ValueError, "timeout"),
+            ("collective_rpc", ("add",), {"unique_reply_rank": 2}, ValueError, "unique_reply_rank"),
+            ("collective_rpc", ("add",), {"unique_reply_rank": True}, TypeError, "unique_reply_rank"),
+            ("call", (2, "add"), {}, ValueError, "rank"),
+            ("call", (-1, "add"), {}, ValueError, "rank"),
+            ("call", ("0", "add"), {}, TypeError, "rank"),
+            ("call", (0, ""), {}, TypeError, "method"),
+            ("call", (0, 3), {}, TypeError, "method"),
+            ("call", (0, "add"), {"timeout": -1}, ValueError, "timeout"),
+            ("call", (0, "add"), {"timeout": "1"}, TypeError, "timeout"),
+        ],
+    )
+    async def test_bad_arguments_are_named(
+        self, method: str, arguments: Any, options: Any, error: type[Exception], name: str
+    ) -> None:
+        with pytest.raises(error, match=f"{name} must be"):
+            await getattr(group_of(), method)(*arguments, **options)
 
 
 class TestTime:
+    @both
+    async def test_timeout_names_the_worker_and_late_answers_are_dropped(self, alone: bool, tmp_path: Path) -> None:
+        go = tmp_path / "go"
+        async with group_of() as group:
+            late = rf"wait_for: no answer from Worker_1 \(pid {group.pids[1]}\) within"
+            with pytest.raises(TimeoutError, match=late):
+                await call(group, alone, "wait_for", str(go), 0, 1, timeout=1.0)  # worker 0 answers within 1 s
+            for number in range(3):
+                with pytest.raises(TimeoutError, match=r"no answer from .*Worker_1"):
+                    await call(group, alone, "wait_for", str(go), number, 1, timeout=0.05)
+            assert await group.call(0, "add") == 0
+            go.touch()
+            assert (await call(group, alone, "slowly", 0, "on time", timeout=60))[-1] == "on time"
+
+    async def test_timeout_reports_a_stopped_worker_as_stopped(self) -> None:
+        async with group_of(shutdown_timeout=0.2) as group:
+            pid = group.pids[0]
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: process_state(pid) == "stopped")
+            with pytest.raises(TimeoutError, match=rf"from Worker_0 \(pid {pid}, stopped\) within 1\.0 s"):
+                await group.collective_rpc("add", timeout=1.0)  # worker 1 answers within 1 s
+            with pytest.raises(TimeoutError, match="Worker_0"):
+                await group.collective_rpc("add", timeout=0)
+            os.kill(pid, signal.SIGCONT)
+            assert await group.collective_rpc("add", (5,)) == [5, 6]
+            os.kill(pid, signal.SIGSTOP)
+
+    async def test_queued_call_of_all_may_time_out_or_be_cancelled(self, tmp_path: Path) -> None:
+        go = tmp_path / "go"
+        async with group_of() as group:
+            first = asyncio.create_task(group.collective_rpc("wait_for", (str(go), "first", 0)))
+            second = asyncio.create_task(group.collective_rpc("add", (1,)))
+            third = asyncio.create_task(group.collective_rpc("add", (2,)))
+            await asyncio.sleep(0)
+            with pytest.raises(TimeoutError, match="waits for the calls before it"):
+                await group.collective_rpc("add", (3,), timeout=0.05)
+            second.cancel()
+            go.touch()
+            assert await first == ["first"] * 2
+            assert await third == [2, 3]
+            assert await group.collective_rpc("history") == [[(2,)]] * 2
+            with pytest.raises(asyncio.CancelledError):
+                await second
+
     async def test_cancelled_call_is_dropped_from_the_queue_or_cancelled_in_the_worker(self) -> None:
         async with group_of() as group:
             seen = group.stream(0, "watch", prefetch=1)
@@ -166,18 +244,6 @@ class TestTime:
             assert await later == ["a", "a cancelled", "c"]
             await seen.aclose()
 
-    async def test_timeout_names_the_worker_and_late_answers_are_dropped(self, tmp_path: Path) -> None:
-        go = tmp_path / "go"
-        async with group_of() as group:
-            for number in range(4):
-                with pytest.raises(
-                    TimeoutError, match=rf"^wait_for: no answer from Worker_1 \(pid {group.pids[1]}\) wit"
-                ):
-                    await group.call(1, "wait_for", str(go), number, 1, timeout=0.02)
-            assert await group.call(0, "add") == 0
-            go.touch()
-            assert await group.call(1, "slowly", 0, "on time", timeout=60) == "on time"
-
     @pytest.mark.parametrize("kind", ["all", "call", "any", "stream"])
     async def test_call_cancelled_at_any_moment_leaves_the_next_one_its_own_answer(self, kind: str) -> None:
         async def one(group: WorkerGroup, number: int) -> Any:
@@ -190,7 +256,7 @@ class TestTime:
             return await group.call(0, "add", number)
 
         async with group_of() as group:
-            for number in range(80):
+            for number in range(60):
                 call = asyncio.create_task(one(group, number))
                 for _ in range(number % 20):
                     await asyncio.sleep(0)
@@ -202,18 +268,6 @@ class TestTime:
             seen: set[int] = set()
             while seen != set(group.pids):  # both are idle again
                 seen.add(await group.call_any("pid", timeout=60))
-
-    async def test_any_queued_call_may_be_cancelled(self) -> None:
-        async with group_of() as group:
-            calls = [asyncio.create_task(group.call(n % 2, "slowly", 0.002, n)) for n in range(30)]
-            calls += [asyncio.create_task(group.call_any("slowly", 0.001, n)) for n in range(30, 60)]
-            for number, call in enumerate(calls):
-                if number % 3 == 0:
-                    await asyncio.sleep(0.001)
-                    call.cancel()
-            results = await asyncio.gather(*calls, return_exceptions=True)
-            for number, result in enumerate(results):
-                assert result == number or (number % 3 == 0 and isinstance(result, asyncio.CancelledError))
 
 
 class TestAny:
@@ -272,18 +326,13 @@ class TestAny:
             await group.call_any("add")
             step = asyncio.create_task(group.collective_rpc("wait_for", (str(go), "", 1)))
             await asyncio.sleep(0)
-            for _ in range(3):
-                assert await group.call_any("pid") == group.pids[0]  # worker 0 has answered
+            assert await group.call_any("pid") == group.pids[0]  # worker 0 has answered
             assert not step.done()
             step.cancel()
             for _ in range(3):
                 assert await group.call_any("pid") == group.pids[0]
-            asking = asyncio.create_task(group.collective_rpc("add", (1,)))
             go.touch()
-            assert await asking == [1, 2]
-            with pytest.raises(TimeoutError):
-                await group.collective_rpc("slowly", (0.1,), timeout=0.01)
-            assert await group.call_any("add", timeout=60) in (0, 1)
+            assert await group.collective_rpc("add", (1,)) == [1, 2]
 
     async def test_workers_with_a_stream_are_not_idle_but_can_be_called(self) -> None:
         async with group_of(2) as group:
@@ -295,40 +344,3 @@ class TestAny:
             await streams[1].aclose()
             assert await asking in group.pids
             await streams[0].aclose()
-
-
-class TestDeath:
-    async def test_death_without_restart_fails_every_call(self) -> None:
-        async with group_of() as group:
-            calls = [asyncio.create_task(group.call(rank, "slowly", targets.LONG_S)) for rank in (0, 1, 1)]
-            calls.append(asyncio.create_task(group.call_any("add")))
-            calls.append(asyncio.create_task(group.call(1, "end_or_wait", 1, "SIGKILL")))
-            await until(lambda: len(calls_of(group, 1)) == 2)
-            os.kill(pid := group.pids[1], signal.SIGKILL)
-            for outcome in await asyncio.gather(*calls, return_exceptions=True):
-                assert isinstance(outcome, WorkerDied)
-                assert (outcome.rank, outcome.pid) == (1, pid)
-            with pytest.raises(WorkerDied, match="killed by SIGKILL"):
-                await group.call(0, "add")
-            with pytest.raises(WorkerDied, match="killed by SIGKILL"):
-                await anext(group.stream(None, "count"))
-
-
-class TestClosing:
-    async def test_ends_calls_and_streams_and_leaves_nothing(self, tmp_path: Path) -> None:
-        async with group_of(1):  # what multiprocessing opens for good
-            pass
-        before = open_things()
-        group = group_of(kwargs={"log": str(tmp_path)})
-        async with group:
-            calls = [asyncio.create_task(group.call(rank, "begin_slowly", "a")) for rank in (0, 1, 1)]
-            calls.append(asyncio.create_task(group.call_any("add")))
-            stream = group.stream(0, "count_slowly")
-            waiting = asyncio.create_task(anext(group.stream(1, "count")))  # behind the call
-            await until(lambda: len(calls_of(group, 1)) == 2)
-        for outcome in await asyncio.gather(*calls, waiting, return_exceptions=True):
-            assert isinstance(outcome, QueueClosed)
-        with pytest.raises(QueueClosed):
-            await anext(stream)
-        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "closed", "1": "closed"}
-        eventually(lambda: open_things() <= before, f"the end of {open_things() - before}")

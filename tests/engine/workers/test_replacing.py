@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import signal
-import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,42 +14,58 @@ from typing import Any
 import pytest
 import worker_targets as targets
 from managed import gone
-from support import until
+from support import eventually, until
+from test_calls import calls_of
 
-from aioshm import Options, QueueClosed, RoleError, WorkerDied
+from aioshm import WorkerDied
 from aioshm.engine import RankInfo, Restart, WorkerGroup
 from aioshm.engine.workers.messages import MAX_TEXT, ControlSocket
 
 pytestmark = pytest.mark.slow_on_uvloop
 
-MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
+MANY = Restart(max_restarts=1_000_000, backoff_s=0.001, backoff_max_s=0.01)
 
 
-def group_of(n_workers: int = 2, worker: Any = targets.Worker, **options: Any) -> WorkerGroup:
+def group_of(n_workers: int = 2, worker: Any = targets.Streaming, **options: Any) -> WorkerGroup:
     return WorkerGroup(worker, n_workers, **{"restart": MANY, **options})
 
 
-@pytest.mark.parametrize("standbys", [pytest.param(0, marks=pytest.mark.slow), 1])
-async def test_death_fails_the_call_in_flight_and_the_next_call_reaches_a_replacement(standbys: int) -> None:
+@pytest.mark.parametrize("standbys", [0, 1])
+async def test_death_fails_calls_in_flight_and_the_next_calls_reach_a_replacement(
+    standbys: int, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
     async with group_of(standbys=standbys) as group:
-        assert await group.collective_rpc("add", (1,)) == [1, 2]
-        for victim in (1, 0, 1):
-            await until(lambda: group.standbys == standbys)
-            before = group.pids
-            call = asyncio.create_task(group.collective_rpc("end", (victim, "SIGKILL")))
-            later = [asyncio.create_task(group.collective_rpc("add", (number,), timeout=60)) for number in range(3)]
-            with pytest.raises(WorkerDied, match=rf"pid {before[victim]}\) was killed by SIGKILL") as caught:
-                await call
-            assert caught.value.rank == victim
-            assert await asyncio.gather(*later) == [[number, 1 + number] for number in range(3)]
-            assert group.pids[victim] != before[victim]
-            assert group.pids[1 - victim] == before[1 - victim]
-            history = await group.collective_rpc("history")
-            assert history[victim] == [(0,), (1,), (2,)]  # a new object
-            assert len(history[1 - victim]) > 3
-        assert [info.restarts for info in group.workers] == [1, 2]
+        assert await group.call(0, "begin", "before") == ["before"]
+        await until(lambda: group.standbys == standbys)
+        before = group.pids
+        # Calls of one worker
+        other = asyncio.create_task(group.call(1, "wait_for", str(go), "untouched", 1))
+        doomed = [asyncio.create_task(group.call(0, "begin_slowly", number)) for number in range(3)]
+        await until(lambda: len(calls_of(group, 0)) == 3 and len(calls_of(group, 1)) == 1)
+        waiting = asyncio.create_task(group.call_any("pid"))
+        os.kill(before[0], signal.SIGKILL)
+        for outcome in await asyncio.gather(*doomed, return_exceptions=True):
+            assert isinstance(outcome, WorkerDied)
+            assert (outcome.rank, outcome.pid) == (0, before[0])
+            assert f"Worker_0 (pid {before[0]}) was killed by SIGKILL" in str(outcome)
+        later = [asyncio.create_task(group.call(0, "begin", number, timeout=60)) for number in range(2)]
+        assert await waiting not in before  # the replacement: worker 1 is busy
+        assert (await asyncio.gather(*later))[-1] == [0, 1]  # a new object
+        assert not other.done()
+        go.touch()
+        assert await other == "untouched"
+        # Calls of all workers
+        await until(lambda: group.standbys == standbys)
+        step = asyncio.create_task(group.collective_rpc("end", (1, "SIGKILL")))
+        steps = [asyncio.create_task(group.collective_rpc("begin", (number,), timeout=60)) for number in range(3)]
+        with pytest.raises(WorkerDied, match=rf"pid {before[1]}\) was killed by SIGKILL"):
+            await step
+        assert (await asyncio.gather(*steps))[-1] == [[0, 1, 0, 1, 2], [0, 1, 2]]
+        assert [info.restarts for info in group.workers] == [1, 1]
         assert "was killed by SIGKILL" in group.workers[0].cause
         pids = group.pids
+        assert not set(pids) & set(before)
     assert all(gone(pid) for pid in pids)
 
 
@@ -69,6 +84,24 @@ async def test_late_answer_is_not_the_answer_of_a_later_call(tmp_path: Path) -> 
         assert await later == [5, 6, 7]
 
 
+async def test_answers_from_before_a_death_are_delivered() -> None:
+    async with group_of(1) as group:
+        stream = group.stream(0, "count", prefetch=8)
+        assert await anext(stream) == 0
+        replies = group._session.calls.channels[0].replies
+        # Blocks the loop: the group reads no answer meanwhile.
+        eventually(lambda: replies.stats().backlog + len(stream._call.items) == 7)
+        pid = group.pids[0]
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: group.workers[0].restarts == 1)
+        taken = []
+        with pytest.raises(WorkerDied, match=rf"pid {pid}\)"):
+            async for item in stream:
+                taken.append(item)
+        assert taken == list(range(1, 8))
+        assert await group.call(0, "add", timeout=60) == 0
+
+
 async def test_idle_workers_and_standbys_are_replaced() -> None:
     async with group_of(2, standbys=1) as group:
         changes: list[RankInfo] = []
@@ -79,7 +112,7 @@ async def test_idle_workers_and_standbys_are_replaced() -> None:
 
         watching = asyncio.create_task(watch())
         await until(lambda: group.standbys == 1)
-        standby = group._session.replacer._standbys[0]  # type: ignore[union-attr]
+        standby = group._session.replacer._standbys[0]
         os.kill(standby.pid, signal.SIGKILL)
         await until(lambda: group.standbys == 1 and standby.exited.done())
         assert not changes
@@ -97,57 +130,35 @@ async def test_idle_workers_and_standbys_are_replaced() -> None:
     await watching
 
 
-async def test_constructor_that_exceeds_ready_timeout_is_killed_and_tried_again(tmp_path: Path) -> None:
+async def test_constructor_that_exceeds_ready_timeout_is_killed_and_tried_again_and_call_any_skips_the_rank(
+    tmp_path: Path,
+) -> None:
     flag = tmp_path / "flag"
-    options = {"worker": targets.Fragile, "kwargs": {"flag": str(flag), "how": "hang"}}
-    async with group_of(1, **options, ready_timeout=60) as group:
-        group._session.replacer._ready_timeout = 0.5  # type: ignore[union-attr]
+    options: dict[str, Any] = {"worker": targets.Fragile, "kwargs": {"flag": str(flag), "how": "hang"}}
+    async with group_of(**options, ready_timeout=60, shutdown_timeout=0.2) as group:
+        group._session.replacer._ready_timeout = 0.5
         flag.touch()
         os.kill(group.pids[0], signal.SIGKILL)
         await until(lambda: group.workers[0].state == "starting")
         victim = group.workers[0].pid
         await until(lambda: "was not created after 0.5 s, and was killed" in group.workers[0].cause)
-        with pytest.raises(
-            TimeoutError,
-            match=r"waits for the replacements of dead workers within 0.01 s: "
-            rf"Worker_0 \(pid {victim}\) was .*, and its replacement is (waiting|starting \(pid \d+\))",
-        ):
+        late = rf"Worker_0 \(pid {victim}\) was .*, and its replacement is (waiting|starting \(pid \d+\))"
+        with pytest.raises(TimeoutError, match=rf"waits for the replacements of dead workers within 0.01 s: {late}"):
             await group.collective_rpc("add", timeout=0.01)
-        group._session.replacer._ready_timeout = None  # type: ignore[union-attr]
+        with pytest.raises(TimeoutError, match=rf"^add: no replacement of Worker_0 .* within 0.01 s: {late}"):
+            await group.call(0, "add", timeout=0.01)
+        assert [await group.call_any("add", timeout=60) for _ in range(4)] == [1] * 4
+        group._session.replacer._ready_timeout = None
         flag.unlink()
-        assert await group.collective_rpc("add", timeout=60) == [0]
+        assert await group.collective_rpc("add", timeout=60) == [0, 1]
 
 
-async def test_standby_that_hangs_in_its_import_is_killed_after_ready_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    flag = tmp_path / "flag"
-    module = tmp_path / "slow_worker.py"
-    module.write_text(
-        "import os, time\nfrom worker_targets import Worker as Base\n"
-        f"while os.path.exists({str(flag)!r}): time.sleep(0.01)\nclass Worker(Base): pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    worker = importlib.import_module("slow_worker").Worker
-    try:
-        async with group_of(1, worker) as group:
-            replacer = group._session.replacer  # type: ignore[union-attr]
-            flag.touch()
-            replacer._ready_timeout = 0.5
-            replacer._wanted = 1
-            replacer._fill()
-            await until(lambda: "was not ready after 0.5 s, and was killed" in caplog.text)
-            replacer._ready_timeout = None
-            flag.unlink()
-            await until(lambda: group.standbys == 1)
-    finally:
-        del sys.modules["slow_worker"]
-
-
-async def test_loop_runs_while_a_stopped_standby_is_sent_large_arguments() -> None:
-    async with group_of(1, standbys=1, kwargs={"table": bytes(4 << 20)}) as group:
+async def test_loop_runs_while_a_stopped_standby_is_sent_large_arguments_as_they_were_at_the_start() -> None:
+    table = bytearray(4 << 20)
+    async with group_of(1, standbys=1, kwargs={"table": table}) as group:
+        table[:] = b"\1" * len(table)
         await until(lambda: group.standbys == 1)
-        standby = group._session.replacer._standbys[0]  # type: ignore[union-attr]
+        standby = group._session.replacer._standbys[0]
         os.kill(standby.pid, signal.SIGSTOP)
         rescue = threading.Timer(20, os.kill, (standby.pid, signal.SIGCONT))
         rescue.start()
@@ -161,18 +172,8 @@ async def test_loop_runs_while_a_stopped_standby_is_sent_large_arguments() -> No
             rescue.cancel()
             os.kill(standby.pid, signal.SIGCONT)
         assert await group.call(0, "pid", timeout=60) == standby.pid
-        rank, args, kwargs = await group.call(0, "tell_made")
-        assert (rank, args, kwargs["table"]) == (0, (), bytes(4 << 20))
+        assert await group.call(0, "tell_made") == (0, (), {"table": bytearray(4 << 20)})
         assert group.workers[0].restarts == 1
-
-
-async def test_replacement_gets_the_arguments_as_they_were_when_the_group_started() -> None:
-    table = bytearray(b"before")
-    async with group_of(1, kwargs={"table": table}) as group:
-        table[:] = b"later!"
-        os.kill(group.pids[0], signal.SIGKILL)
-        await until(lambda: group.workers[0].restarts == 1 and group.workers[0].state == "running")
-        assert (await group.call(0, "tell_made"))[2] == {"table": b"before"}
 
 
 async def test_constructor_that_fails_with_a_large_text_is_the_cause(tmp_path: Path) -> None:
@@ -213,10 +214,10 @@ async def test_process_that_dies_before_it_is_ready_is_replaced(standbys: int, m
         return said
 
     async with group_of(1) as group:
-        processes = group._session.processes  # type: ignore[union-attr]
+        processes = group._session.processes
         receive = ControlSocket.receive
         monkeypatch.setattr(ControlSocket, "receive", kill_first)
-        replacer = group._session.replacer  # type: ignore[union-attr]
+        replacer = group._session.replacer
         replacer._wanted = standbys
         replacer._fill()
         await until(lambda: group.standbys == standbys)
@@ -241,12 +242,12 @@ async def test_worker_with_a_closed_queue_is_killed_and_replaced(monkeypatch: py
         assert group.workers[0].restarts == 2
 
 
-async def test_process_that_cannot_be_started_is_tried_again_until_a_crash_loop(
+async def test_process_that_cannot_be_started_is_tried_again_until_a_crash_loop_that_ends_every_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with group_of(1, max_workers=2, restart=Restart(max_restarts=2, backoff_s=0.001)) as group:
-        processes = group._session.processes  # type: ignore[union-attr]
-        start = processes._start
+        processes = group._session.processes
+        start = processes.start
         failures = 1
 
         def start_later(*args: Any) -> Any:
@@ -256,16 +257,22 @@ async def test_process_that_cannot_be_started_is_tried_again_until_a_crash_loop(
                 raise OSError("no room for it")
             return start(*args)
 
-        monkeypatch.setattr(processes, "_start", start_later)
+        monkeypatch.setattr(processes, "start", start_later)
         await group.scale(2)
         assert group.workers[1].cause == "worker 1 could not be started: no room for it"
         assert await group.collective_rpc("add") == [0, 1]
+        busy = asyncio.create_task(group.call(0, "slowly", targets.LONG_S))
+        await until(lambda: calls_of(group, 0))
         failures = 9
         os.kill(group.pids[1], signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="crash loop: 3 deaths") as caught:
-            await asyncio.wait_for(group.join_first(), 60)
-            await group.collective_rpc("add")
-        assert str(caught.value).count("no room for it") == 2
+        await until(lambda: group.workers[1].state != "running")
+        calls = busy, group.call(1, "add"), group.call_any("add"), group.collective_rpc("add")
+        outcomes = [*await asyncio.gather(*calls, return_exceptions=True), await group.join_first()]
+        outcomes += await asyncio.gather(group.call(0, "add"), group.broadcast("add"), return_exceptions=True)
+        for outcome in outcomes:
+            assert isinstance(outcome, WorkerDied)
+            assert "crash loop: 3 deaths within 60 s" in str(outcome)
+            assert str(outcome).count("no room for it") == 2
 
 
 @pytest.mark.parametrize(
@@ -274,15 +281,55 @@ async def test_process_that_cannot_be_started_is_tried_again_until_a_crash_loop(
 async def test_closing_at_any_moment_of_a_replacement_leaves_nothing(turns: int) -> None:
     group = group_of(1, standbys=1)
     await group.__aenter__()
-    pids = group.pids
-    os.kill(pids[0], signal.SIGKILL)
+    os.kill(group.pids[0], signal.SIGKILL)
     await until(lambda: group.workers[0].state != "running")
     for _ in range(turns):
         await asyncio.sleep(0.001)
-    assert group._session is not None
     processes = list(group._session.processes._manager.processes)
     await group.aclose()
     assert all(gone(process.pid or 0) for process in processes)
+
+
+@pytest.mark.slow
+async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
+    async with group_of(3, standbys=1) as group:
+        stopping = False
+        good = [0] * 4
+        bad = [0] * 4
+
+        async def load(which: int, number: int) -> None:
+            while not stopping:
+                number += 10
+                try:
+                    if which == 0:
+                        assert await group.call(number % 3, "slowly", 0.001, number, timeout=60) == number
+                    elif which == 1:
+                        assert await group.call_any("slowly", 0.001, number, timeout=60) == number
+                    elif which == 2:
+                        assert await group.broadcast("slowly", 0.001, number, timeout=60) == [number] * 3
+                    else:
+                        items = [item async for item in group.stream(number % 3, "count_slowly", 5, 0.001, timeout=60)]
+                        assert items == [0, 1, 2, 3, 4]
+                    good[which] += 1
+                except WorkerDied as error:
+                    assert "was killed by SIGKILL" in str(error)  # noqa: PT017
+                    bad[which] += 1
+
+        tasks = [asyncio.create_task(load(number % 4, number)) for number in range(12)]
+        until_s = time.monotonic() + 6
+        number = 0
+        while time.monotonic() < until_s or min(good) < 20 or min(bad) < 3:
+            number += 1
+            rank = number % 3
+            await until(lambda rank=rank: group.workers[rank].state == "running")
+            await asyncio.sleep(0.01 * (number % 7))
+            with suppress(ProcessLookupError):  # killed before, and noticed just now
+                os.kill(group.pids[rank], signal.SIGKILL)
+            failed = [task for task in tasks if task.done()]
+            assert not failed, failed
+        stopping = True
+        await asyncio.gather(*tasks)
+        await until(lambda: not any(calls_of(group, rank) for rank in range(3)))
 
 
 @pytest.mark.parametrize(
@@ -293,17 +340,6 @@ async def test_closing_at_any_moment_of_a_replacement_leaves_nothing(turns: int)
         ({"max_workers": 1}, ValueError, "max_workers must be at least 2"),
     ],
 )
-def test_arguments(options: Any, error: type[Exception], text: str) -> None:
+def test_wrong_arguments_are_errors(options: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         group_of(2, **options)
-
-
-async def test_scaling_needs_a_policy_a_number_within_max_workers_and_an_open_group() -> None:
-    async with WorkerGroup(targets.Worker, 1, options=Options(max_spin_cpu=0.1)) as group:
-        with pytest.raises(RoleError, match="restart="):
-            await group.scale(1)
-    async with group_of(1) as group:
-        with pytest.raises(ValueError, match="n_workers must be at most max_workers, which is 1, not 2"):
-            await group.scale(2)
-    with pytest.raises(QueueClosed):
-        await group.scale(1)
