@@ -43,34 +43,20 @@ class ProcessLock(ctypes.Structure):
     CPython runs handlers, and other threads, at calls and backward jumps only. So ``lock.owner = lock.owner or me`` is
     one step, and so is ``lock.owner = lock.next_owner``. Code that acquires or releases the lock in a thread with
     handlers writes these statements out instead of calling a method.
-
-    Args:
-        recheck_s: How late a thread notices a free lock if a handler kept the last owner from waking other threads.
-
-    Attributes:
-        owner: The id of the thread that holds the lock; 0: none.
-        next_owner: The id of the thread that acquires the lock next; 0: the first that tries. Only the background
-            loop's thread uses this: handing the lock over at each release would cost a thread switch.
-        waiting: One `threading.Lock` for each waiting thread, on which that thread sleeps.
     """
 
     # Two words of memory. The native core reads and writes them, too.
     _fields_ = (("owner", ctypes.c_ulong), ("next_owner", ctypes.c_ulong))
-    owner: int
-    next_owner: int
+    owner: int  # the id of the thread that holds the lock; 0: none
+    next_owner: int  # the thread that acquires the lock next; only the background loop uses this: it costs a switch
 
     def __init__(self, recheck_s: float) -> None:
         super().__init__()
-        self._recheck_s = recheck_s
-        self.waiting: deque[threading.Lock] = deque()
+        self._recheck_s = recheck_s  # how late a free lock is noticed if a handler kept its owner from waking others
+        self.waiting: deque[threading.Lock] = deque()  # one lock for each waiting thread, on which the thread sleeps
 
     def acquire(self, me: int, deadline: float | None = None) -> bool:
-        """Acquire the lock; return False if the deadline passes first.
-
-        Args:
-            me: The id of the calling thread, which must not hold the lock yet.
-            deadline: When to give up, by ``time.monotonic()``.
-        """
+        """Acquire the lock for the calling thread ``me``; return False if the deadline passes first."""
         self.owner = self.owner or me
         while self.owner != me:
             if not self._wait(me, deadline):
@@ -133,20 +119,14 @@ class LoopThread:
     If a signal handler raises in a waiting call (Ctrl-C), the call cancels its coroutine, waits until the coroutine has
     ended, and re-raises. The thread is a daemon; `end` ends it, or else the exit of Python.
 
-    Args:
-        owner: The purpose of this loop, as error texts name it.
-        loop_factory: Makes the loop; None: `asyncio.new_event_loop`.
-
-    Attributes:
-        loop: The loop.
-        shared: Whether the whole process uses this loop, so that only the exit of Python ends the thread.
-        ended: Whether the thread has been asked to end.
+    ``owner`` is the purpose of this loop, for error texts. A call from a forked child, or from the thread itself,
+    raises `RoleError`; a call after the end raises `QueueClosed`.
     """
 
     def __init__(self, owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
         check_plain("loop_factory", loop_factory)
-        self.shared: bool = False
-        self.ended: bool = False
+        self.shared: bool = False  # by the whole process: only the exit of Python ends the thread
+        self.ended: bool = False  # or asked to end
         self._last: set[asyncio.Task[None]] = set()  # tasks of `end_after`: asyncio holds tasks only weakly
         self._owner = owner
         self._pid = os.getpid()
@@ -163,38 +143,21 @@ class LoopThread:
         return self._pid != os.getpid()
 
     def check(self) -> None:
-        """Raise if a call from here could never finish.
-
-        Raises:
-            RoleError: Called in a forked child, or in the thread itself.
-        """
+        """Raise `RoleError` if a call from here could never finish."""
         if self.elsewhere:
             raise RoleError(f"{self._owner} belongs to process {self._pid}, not to its child {os.getpid()}")
         if get_ident() == self._thread.ident:
             raise RoleError(f"{self._owner} was called in its own thread, which would wait for itself")
 
     def do(self, function: Callable[[], T]) -> T:
-        """Run a function in the thread, and return its result.
-
-        Raises:
-            QueueClosed: The thread has ended.
-            RoleError: Called in a forked child, or in the thread itself.
-        """
+        """Run a function in the thread, and return its result."""
         errand: _Errand[T] = _Errand()
         self._post(lambda: errand.run(function))
         self._wait_for(errand)
         return errand.outcome()
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine in the thread, and return its result.
-
-        Args:
-            work: Creates the coroutine.
-
-        Raises:
-            QueueClosed: The thread has ended.
-            RoleError: Called in a forked child, or in the thread itself.
-        """
+        """Run the coroutine that ``work`` creates in the thread, and return its result."""
         errand: _Errand[T] = _Errand()
         try:
             self._post(lambda: errand.start(work))
@@ -402,11 +365,7 @@ _inherited: list[LoopThread] = []
 
 
 def shared_loop() -> LoopThread:
-    """Return the background loop of this process; start the loop if there is none.
-
-    Raises:
-        OutOfDescriptors, OutOfThreads: It cannot be started.
-    """
+    """Return the background loop of this process; start the loop if there is none."""
     global _shared
     if _shared is None:
         with _starting:
@@ -418,11 +377,7 @@ def shared_loop() -> LoopThread:
 
 
 def loop_for(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> LoopThread:
-    """Return a new thread with a loop from ``loop_factory``; None: the background loop of this process.
-
-    Raises:
-        OutOfDescriptors, OutOfThreads: It cannot be started.
-    """
+    """Return a new thread with a loop from ``loop_factory``; None: the background loop of this process."""
     check_plain("loop_factory", loop_factory)
     return shared_loop() if loop_factory is None else LoopThread(owner, loop_factory)
 

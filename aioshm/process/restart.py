@@ -192,16 +192,9 @@ async def bring_back(
     start: Callable[[], Awaitable[str]],
     on_wait: Callable[[str], object] | None = None,
 ) -> bool:
-    """Start a process until it runs, as often as its restart policy allows; log each restart.
+    """Start a process until it runs, and log each restart; return False for a crash loop.
 
-    Args:
-        history: The deaths of the process.
-        cause: The cause of its death; empty to start it for the first time.
-        start: Starts the process; returns the cause if the start failed and no process is left, or an empty string.
-        on_wait: Called with the cause of a death, before the wait for the restart.
-
-    Returns:
-        Whether the process runs; False for a crash loop.
+    ``cause`` is the death before, empty for the first start. ``start`` returns the cause of a failure, or "".
     """
     loop = asyncio.get_running_loop()
     while True:

@@ -36,6 +36,17 @@ async def test_sentinel_that_another_process_holds_open_hides_no_exit() -> None:
             os.close(descriptor)
 
 
+async def test_exit_whose_code_another_part_of_the_program_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshm.process.watch._CODE_WITHIN_S", 0.05)
+    process = FakeProcess("EngineCore_0", "-c", "")
+    stolen: Any = SimpleNamespace(name="X", pid=process.pid, exitcode=None, sentinel=process.sentinel)
+    stolen = type("Stolen", (), vars(stolen))()
+    with ProcessWatch([stolen]) as watch:
+        assert [(each.name, each.exitcode) for each in await watch.next()] == [("X", None)]
+    process.said()
+    os.close(process.sentinel)
+
+
 async def test_sentinel_without_an_exit_is_not_polled_often() -> None:
     read, write = os.pipe()
     os.close(write)

@@ -86,32 +86,6 @@ class CallOrder:
         return Request(*value).after.get(self._rank, 0)
 
 
-class _Stream:
-    """A generator, and how many items it may yield."""
-
-    def __init__(self, worker: Worker, credit: int) -> None:
-        self._worker = worker
-        self._credit = credit
-        self._more = asyncio.Event()
-        self.task: asyncio.Task[None]
-
-    def add_credit(self, credit: int) -> None:
-        self._credit += credit
-        self._more.set()
-
-    async def next_item(self, items: Items) -> tuple[Any] | None:
-        while not self._credit:
-            self._more.clear()
-            await self._more.wait()
-        self._credit -= 1
-        try:
-            if isinstance(items, Iterator):
-                return (self._worker.run_plain(next, items),)
-            return (await anext(items),)
-        except (StopIteration, StopAsyncIteration):
-            return None
-
-
 class CallServer:
     """Serves the calls of all workers (broadcasts), and the calls of this worker (requests)."""
 
@@ -120,7 +94,8 @@ class CallServer:
         self._rank = rank
         self._replies = replies
         self._order = CallOrder(rank)
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, asyncio.Task[None]] = {}
+        self._credits: dict[int, asyncio.Semaphore] = {}  # how many items each stream may yield
         self._busy = False  # whether a task runs the queued calls
         self._running: asyncio.Task[None] | None = None  # awaits the result of a method, and continues with the queue
         self._awaited: int | None = None  # the call of the awaited method
@@ -153,8 +128,9 @@ class CallServer:
             if not self._order.cancel(number):  # a task created just now begins first, and can answer then
                 asyncio.get_running_loop().call_soon(self._interrupt, number)
         elif kind == CREDIT:
-            if (stream := self._streams.get(number)) is not None:
-                stream.add_credit(value)
+            if number in self._credits:
+                for _ in range(value):
+                    self._credits[number].release()
         else:
             self._order.add(source, message)
 
@@ -162,8 +138,8 @@ class CallServer:
         if number == self._awaited:
             assert self._running is not None
             self._running.cancel()
-        elif (stream := self._streams.get(number)) is not None:
-            stream.task.cancel()
+        elif number in self._streams:
+            self._streams[number].cancel()
 
     # Running calls
 
@@ -227,14 +203,23 @@ class CallServer:
         except Exception as error:
             await self._reply(number, FAILURE, failure_of(error))
             return
-        stream = self._streams[number] = _Stream(self._worker, request.prefetch)
-        stream.task = self._spawn(self._send_items(number, stream, items))
+        self._credits[number] = asyncio.Semaphore(request.prefetch)
+        self._streams[number] = self._spawn(self._send_items(number, items))
 
-    async def _send_items(self, call: int, stream: _Stream, items: Items) -> None:
+    async def _next_item(self, call: int, items: Items) -> tuple[Any] | None:
+        await self._credits[call].acquire()
+        try:
+            if isinstance(items, Iterator):
+                return (self._worker.run_plain(next, items),)
+            return (await anext(items),)
+        except (StopIteration, StopAsyncIteration):
+            return None
+
+    async def _send_items(self, call: int, items: Items) -> None:
         kind = RESULT
         value = None
         try:
-            while (item := await stream.next_item(items)) is not None:
+            while (item := await self._next_item(call, items)) is not None:
                 await self._replies.enqueue((ITEM, call, 0, item[0]))
                 if isinstance(items, Iterator):
                     await asyncio.sleep(0)  # calls run between two items
@@ -246,7 +231,7 @@ class CallServer:
         except (Exception, asyncio.CancelledError) as error:
             if not self._end.done():
                 logger.warning("a stream's generator has raised while it was closed: %s", failure_of(error))
-        del self._streams[call]
+        del self._streams[call], self._credits[call]
         if not self._end.done():
             await self._reply(call, kind, value)
 

@@ -6,26 +6,16 @@ import _thread
 import gc
 import signal
 import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from faces import pair
-from managed import open_things
-from support import eventually
-
-from aioshm.process.loop_thread import LoopThread
 
 
 class _Interrupted(Exception):
     pass
-
-
-class _Stopped(BaseException):
-    """Is no `Exception`, as KeyboardInterrupt is none."""
 
 
 class Interrupter:
@@ -65,14 +55,14 @@ class Interrupter:
 
 
 @contextmanager
-def interrupter(error: type[BaseException] = _Interrupted) -> Iterator[Interrupter]:
+def interrupter() -> Iterator[Interrupter]:
     """Give an interrupter to the block, in which handlers raise that error."""
 
     interrupter = Interrupter()
 
     def handle(*_: object) -> None:
         if interrupter.raising:
-            raise error
+            raise _Interrupted
 
     before = signal.signal(signal.SIGUSR1, handle)
     # A block that is dropped while one exception is on its way calls back; Python reports what the next handler raises
@@ -146,32 +136,3 @@ def test_block_that_writes_and_is_interrupted_at_any_place_sends_all_or_nothing(
             assert received in ([1, 2], [2]), f"interrupted at place {place}"
         assert received == [1, 2]
         assert place > 50
-
-
-def test_background_loop_whose_start_or_end_is_interrupted_leaves_nothing() -> None:
-    def left() -> set[Any]:
-        # Interrupted early in `Thread.start`, CPython 3.13 goes on listing a thread that has never begun.
-        begun = {each for each in threading.enumerate() if each.name == "aioshm-loop" and each.ident is not None}
-        return begun - threads | open_things() - before
-
-    LoopThread("a test").stop()
-    threads, before = set(threading.enumerate()), open_things()
-    with interrupter(_Stopped) as interrupt, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        place = 0
-        came = True
-        while came:
-            place += 1
-            try:
-                interrupt.arm(place)
-                LoopThread("a test").stop()
-                interrupt.disarm()
-            except _Stopped:  # for an `Exception` after the start of a thread, threading raises KeyError now and then
-                pass
-            interrupt.raising = False
-            interrupt.disarm()
-            came = interrupt.came
-            gc.collect()
-            eventually(lambda: not left(), f"the end of {left()}")
-        assert place > 50
-    assert not [each for each in warned if issubclass(each.category, ResourceWarning)]
