@@ -3,8 +3,7 @@
 from aioshm.codec.base import Codec, Encoded, S, T, cannot_decode
 from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.codec.pickle5 import PickleCodec
-from aioshm.codec.raw import RawCodec
-from aioshm.codec.registry import get_codec, loads_of, register_codec, typed_codec, view_of
+from aioshm.codec.registry import RawCodec, get_codec, loads_of, register_codec, typed_codec, view_of
 
 __all__ = [
     "Codec",

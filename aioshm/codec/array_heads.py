@@ -1,8 +1,4 @@
-"""Arrays and tensors as bytes: a head that describes the elements, and the elements.
-
-A message that is one array has `ARRAY_MARKER` and the head as its main part, and the elements as its only buffer.
-Inside MessagePack, an extension contains the head. Reading a head runs no code that the sender chooses.
-"""
+"""Arrays as bytes: a head that describes the elements, and the elements. Reading runs no code."""
 
 from __future__ import annotations
 

@@ -54,11 +54,7 @@ def reduce_array(array: Array) -> str | tuple[Any, ...]:
 
 
 def describe(array: Array) -> tuple[ArrayHead, memoryview]:
-    """Return an array's head, and its elements.
-
-    Raises:
-        TypeError: The elements are Python objects, have fields or have no size.
-    """
+    """Return an array's head and elements; `TypeError`: objects, fields, or no size."""
     dtype = array.dtype
     if dtype.fields is not None or not _PLAIN_DTYPE.fullmatch(dtype.str) or not dtype.itemsize:
         raise TypeError(f"arrays of dtype {dtype} cannot be encoded")

@@ -92,12 +92,8 @@ class Codec(Protocol[T_co]):
 def cannot_decode(error: Exception, codec: str = "pickle") -> CodecError:
     """Return the error for a message that cannot be decoded, with ``error`` as its cause.
 
-    The frames of ``error`` are cleared: otherwise the views in the frames would live as long as the error, and the
-    memory could not be unmapped. A caller with views of its own must delete them.
-
-    Args:
-        error: The error that decoding raised.
-        codec: The name of the codec, for the text.
+    The frames of ``error`` are cleared: their views would keep the memory mapped. A caller with
+    views of its own must delete them.
     """
     _clear_frames(error)
     action = "unpickle a message" if codec == "pickle" else f"decode a {codec} message"

@@ -1,12 +1,8 @@
 """MessagePack: plain data and typed structs, with large arrays and tensors in out-of-band buffers.
 
-An extension type stands for an array or a tensor. Its data begins with a 32-bit number: the index of the out-of-band
-buffer with the elements, or `_INLINE` if the elements follow in the extension itself.
-
-    102  array or tensor    number | bytes of head u16 | head | elements if inline
-
-A head is itself MessagePack, see array_heads.py. All numbers are little-endian. A message that is one array has no
-extension, but a marker before the head.
+Extension 102 stands for an array: ``number u32 | bytes of head u16 | head | elements if inline``,
+little-endian. The number is the index of the buffer with the elements, or `_INLINE`. A message
+that is one array has a marker before the head.
 """
 
 from __future__ import annotations

@@ -79,11 +79,7 @@ def _decoded(main: bytes | memoryview, buffers: Sequence[Any], in_place: bool) -
 
 
 class _DispatchTable(dict[type, Callable[[Any], Any]]):
-    """The reducers of arrays and tensors, by exact type; further types are looked up in ``copyreg``.
-
-    A pickler with its own dispatch table does not use ``copyreg``'s. A lookup there, instead of a copy, also finds
-    reducers that are registered later.
-    """
+    """The reducers of arrays and tensors, by exact type; ``copyreg`` has those of other types."""
 
     __missing__ = copyreg.dispatch_table.__getitem__
 
@@ -92,11 +88,7 @@ _dispatch_table = _DispatchTable()
 
 
 def _load_reducers() -> int:
-    """Load the reducers of arrays and tensors, if the program has imported NumPy or torch.
-
-    Returns:
-        The number of loaded modules; -1 if NumPy or torch was still being imported.
-    """
+    """Load the reducers; return the number of loaded modules, -1 during an import of NumPy or torch."""
     # Read both first: another thread may be importing, and the next call must notice later imports.
     loaded = len(_modules)
     half_imported = any(_modules.get(name) is not None and not is_loaded(name) for name in ("numpy", "torch"))
@@ -136,11 +128,7 @@ def _new_encode() -> Callable[[Any], Encoded]:
     dump, forget = new_pickler()
 
     def encode(obj: Any) -> Encoded:
-        """Pickle an object.
-
-        Raises:
-            CodecError: Pickle, or code of the object, raised an error, which is the cause.
-        """
+        """Pickle an object; `CodecError` if pickle, or code of the object, raises."""
         nonlocal busy, dump, forget, modules_seen
         # One pickler serves all messages, because creating one costs as much as pickling a small message. While it
         # is busy, a __reduce__ that encodes with this codec gets a new pickler.

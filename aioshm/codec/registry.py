@@ -1,19 +1,80 @@
-"""The registry of codecs, by name and code."""
+"""The codec of bytes-like objects, and the registry of codecs by name and code."""
 
 from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Sequence
-from typing import Any, NewType, get_origin
+from typing import Any, NewType, Self, get_origin
 
 from aioshm.arguments import check_plain, shown
-from aioshm.codec.base import Codec
+from aioshm.codec.base import OUT_OF_BAND_BYTES, Codec, Encoded, flat
 from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.codec.pickle5 import PickleCodec
-from aioshm.codec.raw import RawCodec
+from aioshm.errors import CodecError
 
 FIRST_FREE_CODE = 16
 """Codes below are aioshm's own."""
+
+
+class RawCodec:
+    """Carries objects with C-contiguous memory, which arrive as ``bytes``, without type and shape."""
+
+    name = "raw"
+    code = 2
+    loads = bytes
+
+    def encode(self, obj: Any) -> Encoded:
+        """Return a view of a bytes-like object's memory.
+
+        Raises:
+            CodecError: The object exposes no C-contiguous memory.
+        """
+        if type(obj) is bytes:
+            return obj
+        try:
+            contiguous = memoryview(obj).c_contiguous
+        except (TypeError, ValueError, BufferError) as error:
+            raise CodecError(f"the raw codec carries bytes-like objects, not {type(obj).__qualname__}") from error
+        if not contiguous:
+            raise CodecError(f"the raw codec cannot carry a {type(obj).__qualname__} that is not C-contiguous")
+        memory = flat(obj)
+        if len(memory) < OUT_OF_BAND_BYTES:
+            return bytes(memory)
+        return (memory,), ()
+
+    def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> bytes:
+        """Copy the message.
+
+        Raises:
+            CodecError: The message has out-of-band buffers, which this codec never creates.
+        """
+        _refuse(buffers)
+        return bytes(main)
+
+    def of_type(self, type: Any) -> Self:  # noqa: A002
+        """Return this codec; its messages are ``bytes``.
+
+        Raises:
+            ValueError: ``type`` is not ``bytes``.
+        """
+        if type is not bytes:
+            raise ValueError(f"type must be bytes with the codec 'raw', not {shown(type)}")
+        return self
+
+    def view(self, main: memoryview, buffers: Sequence[memoryview]) -> memoryview:
+        """Return the message itself, read-only.
+
+        Raises:
+            CodecError: The message has out-of-band buffers, which this codec never creates.
+        """
+        _refuse(buffers)
+        return main.toreadonly()
+
+
+def _refuse(buffers: Sequence[memoryview]) -> None:
+    if buffers:
+        raise CodecError(f"damaged message: {len(buffers)} buffers with a raw message")
+
 
 _OWN: tuple[type[PickleCodec | RawCodec | MsgpackCodec], ...] = (PickleCodec, RawCodec, MsgpackCodec)
 _factories: dict[str, Callable[[], Codec]] = {codec.name: codec for codec in _OWN}

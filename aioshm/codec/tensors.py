@@ -1,9 +1,4 @@
-"""Torch tensors as arrays of their elements; this module imports torch.
-
-Encoded are the visible elements, dtype, shape, ``requires_grad``, being a ``Parameter``, and Python
-attributes. Hooks and ``.grad`` are not, and a tensor inside an autograd graph arrives as a
-leaf. Pickle uses the reduction of torch for subclasses and for tensors that are not dense CPU tensors.
-"""
+"""Torch tensors as arrays of their visible elements. Imports torch."""
 
 from __future__ import annotations
 
@@ -118,11 +113,7 @@ def itemsize_of(name: str) -> int | None:
 
 
 def describe(tensor: torch.Tensor) -> tuple[ArrayHead, memoryview]:
-    """Return a tensor's head and elements; the elements are a copy if the tensor is on another device.
-
-    Raises:
-        TypeError: The tensor is not dense, or is a meta tensor.
-    """
+    """Return a tensor's head and elements; `TypeError`: not dense, or a meta tensor."""
     device = ""
     found = array_of(tensor)
     if found is None and not tensor.is_meta and not tensor.is_cpu:

@@ -95,12 +95,7 @@ class ShmRingBuffer:
 
     @classmethod
     def from_fd(cls, sizes: Layout, fd: int, queue_id: bytes, *, reads: bool = False) -> ShmRingBuffer:
-        """Map a ring from a descriptor, which this takes over; ``reads``: with read-only slots.
-
-        Raises:
-            HandleError: The descriptor holds no such ring.
-            SharedMemoryError: This process has no memory, descriptor or mapping left.
-        """
+        """Map a ring from a descriptor, which this takes over; ``reads``: with read-only slots."""
         return cls.__new__(cls)._adopt(sizes, Segment(fd, sizes.total_bytes, None), queue_id, reads=reads)
 
     @classmethod

@@ -1,7 +1,4 @@
-"""The cores of a ring's ends: rare calls in Python, on top of the hot calls in C, or in Python where C was not built.
-
-For the memory order on x86 and Arm see docs/explanation/platform-notes.md, "Memory ordering".
-"""
+"""The cores of a ring's ends: rare calls in Python, on top of hot calls in C or Python."""
 
 from __future__ import annotations
 
@@ -313,12 +310,12 @@ class ReaderCore(ReaderControl, ReaderBase):
 
 
 class CopyingCore(ReaderControl, reference.ReaderBase):
-    """The core of a reader that the writer does not wait for: copies a message, then checks the copy. Python only.
+    """The core of a reader that the writer does not wait for: copies, then checks the copy.
 
-    The reader's flags belong to the writer: when the writer needs a slot, it sets the flag on the reader's behalf (it
-    *passes over* the message), so that the two ends never store to one byte. A copy is valid if afterwards the slot's
-    written flag is set, the reader's flag is clear, and the sequence number is the same. Else the message is lost; then
-    `take` returns `SLOW_PATH`, and `lose` skips the lost messages.
+    The reader's flags belong to the writer, which sets the flag on the reader's behalf when it needs
+    a slot (it *passes over* the message). A copy is valid if afterwards the slot is written, the
+    reader's flag is clear, and the sequence number is the same. Else `take` returns `SLOW_PATH`, and
+    `lose` skips the lost messages.
     """
 
     copies = True
@@ -468,10 +465,9 @@ else:
 
 
 class Calls:
-    """`enqueue` and `dequeue` of an awaited end: a call of the core, and a coroutine only if the call has to wait.
+    """`enqueue` and `dequeue` of an awaited end: a call of the core, or else ``slow_path``.
 
-    ``slow_path`` is the coroutine function for calls that the core cannot finish. Its arguments are the core's result
-    or exception, None without a core, and then the arguments of `enqueue` or `dequeue`.
+    The slow path gets the core's result or error (None: no core), then the arguments of the call.
     """
 
     docs: ClassVar[tuple[str, str]] = "", ""

@@ -123,10 +123,10 @@ class RingWriter(_Cursor):
         return first
 
     def resume(self, reader: int, *, copies: bool = False) -> int:
-        """Admit a reader to a dead reader's place; return the first message that the dead reader had not taken.
+        """Admit a reader to a dead reader's place; return the first message not taken.
 
-        The dead reader's leases are released. It may have died between setting a message's flag and counting the
-        message. ``copies``: both readers copy; the flags are the writer's, and the new reader reports lost messages.
+        The dead reader's leases are released. ``copies``: the flags are the writer's, and the new reader
+        reports lost messages.
         """
         seq = self.seq
         amount = self.layout.slots
@@ -217,10 +217,7 @@ class RingReader(_Cursor):
         return self.core.seq
 
     def writer_can_go_on(self) -> bool:
-        """Return whether the writer is parked although all readers have read the message that it waits for.
-
-        Each reader calls this after its own release, so that the last reader of the message sees it read by all.
-        """
+        """Return whether a parked writer's message was read by all; call this after `release`."""
         if self.writer_parked[0] == 0:
             return False
         memory_fence()

@@ -1,8 +1,4 @@
-"""The header of a ring for inspection: bytes to structs, no I/O.
-
-Other processes write while the header is read: two numbers need not belong to the same moment. The header is not
-trusted: impossible sizes are an error, and an unknown state is ``"unknown"``.
-"""
+"""The untrusted header of a ring, for inspection: bytes to structs, no I/O."""
 
 from __future__ import annotations
 

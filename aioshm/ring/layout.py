@@ -16,26 +16,13 @@
 
 Message number n goes through slot n modulo ``slots``. A message that fits the slot's room lies there; a larger one has
 a chunk from the pool, and the slot's header names the chunk (`CHUNK`). Only the writer knows which chunks are free,
-outside of the segment: a chunk is free again once all have read its message, as the slot's flags show. A message larger
-than ``max_chunk_bytes`` lies in an overflow segment. It takes a chunk, too, which stays untouched, so that at most
-``max_chunks`` of these messages are in flight.
+outside of the segment; of each size (`SMALL_CHUNKS`) the writer takes the chunk that became free last, whose pages are
+warm. A message larger than ``max_chunk_bytes`` lies in an overflow segment, and takes a chunk all the same, so that at
+most ``max_chunks`` of these messages are in flight.
 
-The pool has ``max_chunks`` chunks of ``max_chunk_bytes``; where these are large, it also has more and smaller ones
-(`SMALL_CHUNKS`). Of each size the writer takes the chunk that became free last, whose pages and cache lines are warm.
-
-The slots and the pool fill pages of their own, which readers map read-only: no reader can change what another one
-reads. The flags and the header stay writable for all. A reader that scribbles on them can block or end the queue, but
-the message numbers in the slots and chunks let no wrong message pass.
-
-When the writer admits a reader, it sets `GIVE_WAY_UNTIL`: until then every end yields
-its CPU once in a while, because on a busy machine a new reader would wait milliseconds for one.
-
-For inspection (``header.py``) each end counts bytes and overflows in its line, and each reader has a histogram of
-latencies (`LATENCY_BUCKETS`), over a sample: every message that comes alone, and one in `LATENCY_EVERY` of those taken
-in batches or less than 20 us after one another.
-
-Every part begins on its own 64-byte cache line. A line that one end writes for every message shares no line with those
-that the peer reads for every message (the parked flags).
+Readers map the slots and the pool read-only. A reader that scribbles on the flags or the header can block or end the
+queue, but the message numbers in the slots and chunks let no wrong message pass. Every part begins on its own cache
+line: a line that one end writes for every message shares no line with those that the peer reads for every message.
 
 The flags of one slot:
 

@@ -1,8 +1,4 @@
-"""Mappings at chosen addresses, which Python's ``mmap`` cannot make, and their written pages.
-
-mmap(2), mremap(2), munmap(2); Documentation/admin-guide/mm/pagemap.rst. Linux 6.7 finds written pages in microseconds
-(``PAGEMAP_SCAN``); before, `Pagemap` reads 8 bytes for each page.
-"""
+"""Mappings at chosen addresses, and their written pages (mmap(2), mremap(2), pagemap.rst)."""
 
 from __future__ import annotations
 
@@ -58,26 +54,12 @@ def map_memory(address: int | None, length: int, prot: int, flags: int, fd: int 
     return int(mapped)
 
 
-def move_memory(address: int, length: int, target: int) -> None:
-    """Move a mapping over ``target``. Linux only. A failure changes nothing."""
-    if _libc.mremap(address, length, length, _MREMAP_MAYMOVE | _MREMAP_FIXED, target) == _MAP_FAILED:
-        raise _last_error()
-
-
-_moves = sys.platform == "linux"  # whether `move_pages` works, as far as known
-
-
-def can_move_pages() -> bool:
-    """Return whether `move_pages` may work: on Linux (from 5.13 on), until it has failed."""
-    return _moves
-
-
-def move_pages(address: int, length: int, target: int) -> None:
-    """Move pages over ``target``, which a failure may unmap; the old range stays mapped. Linux only."""
-    global _moves
-    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+def move_memory(address: int, length: int, target: int, *, keep: bool = False) -> None:
+    """Move a mapping over ``target``; with ``keep`` the old range stays mapped, and a failure may unmap ``target``."""
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+    if keep:
+        flags |= _MREMAP_DONTUNMAP
     if _libc.mremap(address, length, length, flags, target) == _MAP_FAILED:
-        _moves = False
         raise _last_error()
 
 
@@ -91,31 +73,16 @@ def _last_error() -> OSError:
     return OSError(number, os.strerror(number))
 
 
-class _Buffer(ctypes.Structure):
-    """Python's ``Py_buffer``, laid out as its stable ABI says (since 3.11)."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
+_PY_BUFFER = ctypes.c_void_p * 11  # not smaller than ``Py_buffer``, which begins with the address
 
 
-def address_of(mapped: mmap.mmap | memoryview) -> int:
+def address_of(memory: mmap.mmap | memoryview) -> int:
     """Return the address of a mapping, or of a view's memory."""
-    buffer = _Buffer()  # from_buffer() of ctypes accepts writable memory only
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(mapped), ctypes.byref(buffer), 0)
-    address = int(buffer.buf)
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
-    return address
+    buffer = _PY_BUFFER()  # from_buffer() of ctypes accepts writable memory only
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), buffer, 0)
+    address = buffer[0]
+    ctypes.pythonapi.PyBuffer_Release(buffer)
+    return address or 0
 
 
 _PAGE: Final = mmap.PAGESIZE

@@ -33,10 +33,7 @@ _NOTED = 1
 
 
 class Chunks:
-    """The chunks of one size: a stack of free chunks, and a queue of used chunks in message order.
-
-    The last store of each change makes it valid, so that a signal handler's exception cannot leave half a change.
-    """
+    """The chunks of one size: a stack of free chunks, and a queue of used chunks in message order."""
 
     def __init__(self, number: int, pool: Pool, words: memoryview) -> None:
         self.number = number

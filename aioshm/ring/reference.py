@@ -1,8 +1,4 @@
-"""The hot calls of a ring's two ends in Python: the specification of the C code in ``core/``, and its substitute.
-
-`WriterBase.send` and `ReaderBase.receive` pass only while the end is ``open`` and has some ``budget`` left, on the
-thread that called `belong`, while its ``runs()`` is true. All other methods leave that to their caller.
-"""
+"""The hot calls of both ends in Python: the specification of the C code, and its substitute."""
 
 from __future__ import annotations
 

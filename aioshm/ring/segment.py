@@ -9,6 +9,7 @@ import mmap
 import os
 import secrets
 import stat
+import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -34,12 +35,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 class Segment:
-    """One mapping of a segment.
-
-    Its open descriptor is passed to readers (memfd), and locked to mark the segment as in use
-    (named). A memfd is sealed; a truncated named segment ends its users with SIGBUS (platform
-    notes: SIGBUS and shared memory).
-    """
+    """One mapping of a segment; the descriptor is passed on (memfd) or locked (named)."""
 
     def __init__(self, fd: int, size: int, name: str | None) -> None:
         self.fd: int = fd
@@ -70,11 +66,7 @@ class Segment:
         label: str = "aioshm",
         sparse: tuple[int, int] = (0, 0),
     ) -> Segment:
-        """Create a segment of zeros; before a named one, remove those that no process holds.
-
-        Only `allocate` gives memory to the ``sparse`` range of a named segment. A memfd's
-        ``label`` appears in ``/proc``.
-        """
+        """Create a segment of zeros; ``sparse``: the range that needs `allocate` if it is named."""
         if backing == "memfd":
             return cls._create_memfd(size, may_grow, label)
         return cls._create_named(size, sparse)
@@ -109,11 +101,14 @@ class Segment:
     @classmethod
     def _create_memfd(cls, size: int, may_grow: bool, label: str) -> Segment:
         check_memory(size)
+        fd = -1
         try:
             fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
+            os.ftruncate(fd, size)
+        except (OSError, OverflowError) as error:
+            if fd >= 0:
+                os.close(fd)
             raise cannot_create(size, "memfd", error) from None
-        _or_close(fd, size, "memfd", lambda: os.ftruncate(fd, size))
         # Sealed: a reader that truncated it would turn the next access of every other end into a SIGBUS.
         seals = fcntl.F_SEAL_SHRINK
         if not may_grow:
@@ -138,9 +133,13 @@ class Segment:
             start = end = 0
         name, fd = _new_name(size)
         try:
-            if start:
-                _or_close(fd, size, "named", lambda: _allocate(fd, 0, start))
-            _or_close(fd, size, "named", lambda: _allocate(fd, end, size - end))
+            try:
+                if start:
+                    _allocate(fd, 0, start)
+                _allocate(fd, end, size - end)
+            except (OSError, OverflowError) as error:
+                os.close(fd)
+                raise cannot_create(size, "named", error) from None
             segment = cls._mapped(fd, size, name, "named")
         except BaseException:
             _posixshmem.shm_unlink(f"/{name}")
@@ -221,21 +220,15 @@ class Segment:
                 self._map.madvise(mmap.MADV_REMOVE)
 
     def prefault(self, offset: int, length: int, *, write: bool) -> None:
-        """Fault in the pages of a range, so that the first messages do not pay for page faults."""
+        """Fault in the pages of a range (from Linux 5.14 on)."""
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
         end = min(offset + length, self.size)
         advice = _MADV_POPULATE_READ
         if write:
             advice = _MADV_POPULATE_WRITE
-        if hasattr(self._map, "madvise"):
-            try:
+        if sys.platform == "linux":
+            with suppress(OSError):  # an older kernel
                 self._map.madvise(advice, start, end - start)
-            except OSError:
-                pass  # an older kernel
-            else:
-                return
-        for page in range(start, end, mmap.PAGESIZE):
-            self._map[page]
 
     def unlink(self) -> None:
         """Remove the name, if this process created it; mappings live on. Idempotent."""
@@ -334,14 +327,6 @@ def _allocate(fd: int, offset: int, length: int) -> None:
         os.posix_fallocate(fd, offset, length)  # a full /dev/shm is an error here, not a SIGBUS at some later store
     else:
         os.ftruncate(fd, offset + length)
-
-
-def _or_close(fd: int, size: int, backing: Backing, step: Callable[[], None]) -> None:
-    try:
-        step()
-    except (OSError, OverflowError) as error:
-        os.close(fd)
-        raise cannot_create(size, backing, error) from None
 
 
 # Errors: how much is needed, how much is free, a remedy

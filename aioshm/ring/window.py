@@ -1,14 +1,10 @@
 """Windows: mappings through which leases and loans see a message's memory.
 
-The writer overwrites a chunk after its slot is released. So a leased message is seen through a mapping of its own, and
-if a view is still held when the lease ends, private memory with the same bytes replaces the mapping at the same
-addresses. A view is held exactly if the ``mmap`` object has more references than the one in its `Mapped`. Therefore a
-lease's end has to *drop* its own view, and must not ``release()`` it. The mapping is private: a tensor that is written
-to gets a page of its own, and such a window is not used again.
-
-A loan's memory has a second, writable mapping, which is taken back when the block ends. If the lender kept anything,
-the pages move to another range of addresses, the window from then on, and the old range becomes private zeros; no byte
-is copied. Where the kernel cannot move pages, the next loan makes a new mapping.
+The writer overwrites a chunk after its slot is released. If a view is still held when its lease
+ends, private memory with the same bytes replaces the mapping at the same addresses. References of
+the ``mmap`` object show whether a view is held, so the end of a lease *drops* its own view. A
+loan's mapping is writable: if the lender kept an array, the pages move to another range of
+addresses, and private zeros replace the old range.
 
 See docs/explanation/platform-notes.md, "Views that keep memory mapped" and "Read-only mappings".
 """
@@ -31,10 +27,8 @@ from aioshm.ring.mapping import (
     MAP_NORESERVE,
     Pagemap,
     address_of,
-    can_move_pages,
     map_memory,
     move_memory,
-    move_pages,
     unmap_memory,
 )
 
@@ -108,8 +102,7 @@ class Windows:
     def settle(self, chunk: int, nbytes: int) -> bool:
         """Make the window of a held view private, before the slot is released; return whether held.
 
-        The caller drops its own views first. After an error the views still show the message: do
-        not release the slot, settle again later. Bytes beyond ``nbytes`` read as zeros.
+        The caller drops its own views first. After an error the views still show the message: settle again later.
         """
         window = self.windows.get(chunk)
         if window is None:
@@ -233,8 +226,11 @@ _exchange = _move_over if sys.platform == "linux" else _map_over
 
 _TABLE: Final = _PAGE // 8 * _PAGE  # what a table of pages maps, which moves in one step
 
+_moves_pages = sys.platform == "linux"
+"""Whether mremap(2) moves pages and keeps their old range: on Linux from 5.13 on, until it has failed."""
+
 _abandoned: list[_Range] = []
-"""A range that may have a hole, in which other threads may have mapped memory: it must never be unmapped."""
+"""The range of that failure may have a hole, in which other threads may have mapped memory: it is never unmapped."""
 
 
 class _Range(Mapped):
@@ -305,7 +301,8 @@ class LoanWindow:
 
     def _move(self) -> bool:
         """Move to another range of addresses; return False where that is impossible."""
-        if not can_move_pages():
+        global _moves_pages
+        if not _moves_pages:
             return False
         target = self._left
         try:
@@ -314,8 +311,9 @@ class LoanWindow:
         except OSError:  # the process has too many mappings
             return False
         try:
-            move_pages(self._range.address, self._length, target.address)
+            move_memory(self._range.address, self._length, target.address, keep=True)
         except OSError:
+            _moves_pages = False
             _abandoned.append(target)
             return False
         self._left = self._range

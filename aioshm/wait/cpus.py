@@ -40,10 +40,7 @@ def policy_for(peers: Sequence[int], options: Options, *, in_threads: bool = Fal
 def usable_cpus(
     cgroup: Path = _CGROUP, *, own_cgroup: Path = _OWN_CGROUP, own: int = 0, pids: Iterable[int] = ()
 ) -> int:
-    """Return the number of whole CPUs, at least 1, that affinity and cgroup quotas leave.
-
-    The affinity is that of ``own`` (0: this thread) and of other processes together.
-    """
+    """Return how many CPUs (at least 1) the affinity of the processes and the cgroup leave."""
     try:
         together = set(os.sched_getaffinity(own))
         for pid in pids:

@@ -45,11 +45,9 @@ def _checked_deadline(timeout: float | None, indefinite: bool) -> float | None:
 
 
 class Stall:
-    """Reports a long wait, again and again; consecutive waits for the same event count as one.
+    """Reports a long wait after every ``after_s``; consecutive waits count as one.
 
-    Args:
-        after_s: Seconds until the first report, and between reports.
-        report: Gets the seconds waited; returns the seconds until the next report, or None for ``after_s``.
+    ``report`` gets the seconds waited, and returns those until the next report, or None.
     """
 
     def __init__(self, after_s: float, report: Callable[[float], float | None]) -> None:
@@ -86,13 +84,7 @@ class Stall:
 
 
 class Inquiry:
-    """A report in two steps: ask the peer for a sign of life, and a little later report the outcome.
-
-    Args:
-        after_s: The interval of reports.
-        ask: Asks the peer; returns whether to wait for an answer.
-        report: Reports, given the seconds waited.
-    """
+    """A report in two steps: ask the peer for a sign of life, and a little later report."""
 
     def __init__(self, after_s: float, ask: Callable[[], bool], report: Callable[[float], None]) -> None:
         self._after_s = after_s
@@ -174,10 +166,7 @@ async def settle(
     cancel: asyncio.Event | None = None,
     stall: Stall | None = None,
 ) -> None:
-    """Wait until a future is done; raise `TimeoutError` or `QueueCancelled` if a limit comes first.
-
-    The future is not cancelled.
-    """
+    """Wait until a future is done, or a limit raises; the future is not cancelled."""
     limits = Limits(deadline, cancel, stall)
     sleeper: asyncio.Future[None] | None = None
 

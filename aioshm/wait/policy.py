@@ -211,14 +211,10 @@ class Period:
 
 
 class Policy:
-    """Decides for one end, wait by wait and step by step.
+    """Decides for one end, step by step; ``may_spin``: no peer needs the CPU or thread of this end.
 
-    Args:
-        may_spin: False if a peer needs this end's CPU, or its thread, to make progress.
-        crowded: Whether there are more ends than CPUs.
-        in_threads: Whether a thread waits for this end, so that a spin blocks no event loop.
-        max_spin_cpu: The share of a CPU that windows may use.
-        mode: "spin" always spins, "park" always parks, "adaptive" decides.
+    ``crowded``: there are more ends than CPUs. ``in_threads``: a thread waits, so a spin blocks no
+    event loop. ``max_spin_cpu``: the share of a CPU that windows may use.
     """
 
     def __init__(
@@ -272,13 +268,7 @@ class Policy:
     # One wait
 
     def begin(self, count: int, at_ns: int, now_ns: int) -> Step:
-        """Return the first step of a wait that begins now.
-
-        Args:
-            count: Messages so far.
-            at_ns: When the latest of them was published, by CLOCK_MONOTONIC.
-            now_ns: The time.
-        """
+        """Return the first step of a wait, after ``count`` messages of which the latest is of ``at_ns``."""
         if self._mode == "spin":
             return self._start(Step(WaitMode.SPIN, _FOREVER_NS), now_ns)
         if self._mode == "park" or not (self._may_spin or self.crowded):

@@ -54,17 +54,14 @@ class Flag(Protocol):
 
 
 class Poller:
-    """Waits for one end of a ring, or for several that share their parked flags.
-
-    Args:
-        loop: The end's event loop.
-        parked: The flag that asks the peer for a wake-up.
-        policy: Decides how to wait.
-        spin: Polls the ring for at most so many nanoseconds without a call of Python; returns whether there is news.
-    """
+    """Waits for one end of a ring, or for several that share a parked flag."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, parked: Flag, policy: Policy, spin: Callable[[int], bool]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        parked: Flag,
+        policy: Policy,
+        spin: Callable[[int], bool],
     ) -> None:
         self.policy: Policy = policy
         self.stats: WaitStats = WaitStats()
@@ -106,16 +103,7 @@ class Poller:
     ) -> bool:
         """Wait until ``ready()`` is true; return whether other tasks have run meanwhile.
 
-        Args:
-            ready: Returns whether there is anything to do.
-            count: Messages so far.
-            at_ns: When the latest of them was published, by CLOCK_MONOTONIC.
-            deadline: When to give up, by ``time.monotonic()``.
-            cancel: Ends the wait once set.
-            stall: Reports waits that last.
-
-        Raises:
-            TimeoutError, QueueCancelled: A limit was reached.
+        So far there were ``count`` messages, the latest of ``at_ns``. Raises as `Limits.check`.
         """
         self._yielded = False
         if ready():
@@ -209,14 +197,10 @@ class Poller:
 
 
 class ThreadPoller:
-    """Waits for one end of a ring, or for several, in the calling thread, with poll(2) to sleep; or else on the loop.
+    """Waits in the calling thread, with poll(2) to sleep; or on the loop, where one is running.
 
-    The queue end belongs to the background loop, which holds `process_lock` while it runs callbacks. A waiting
-    thread acquires that lock each time it polls the ring.
-
-    Args:
-        loop, parked, policy, spin: As for `Poller`.
-        doorbells: The doorbells of the ends.
+    The end belongs to the background loop, which holds `process_lock` while it runs callbacks. A
+    waiting thread acquires that lock each time it polls the ring.
     """
 
     def __init__(

@@ -134,10 +134,7 @@ class Timer:
 
 
 def measure_wake_up(timers: int = 3) -> int:
-    """Return the cost of a wake-up in nanoseconds: the lateness of a timer, and an iteration of the loop.
-
-    The second best of the timers counts, since the best may be luck.
-    """
+    """Return the cost of a wake-up in nanoseconds: the second best timer's, and a loop iteration."""
     late = sorted(timer_lateness(timers))
     return late[min(1, len(late) - 1)] + LOOP_NS
 

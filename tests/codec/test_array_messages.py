@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -64,7 +62,8 @@ def test_message_of_one_array_is_a_head_and_its_elements(codec: Codec[Any], arra
 def test_array_with_more_than_its_elements_is_pickled(array: Any) -> None:
     main, buffers = encode(CODECS[0], array)
     assert not is_array(main)
-    assert type(CODECS[0].decode(main, buffers)) is type(array)
+    result = CODECS[0].decode(main, buffers)
+    assert (type(result), result.dtype.metadata) == (type(array), array.dtype.metadata)
 
 
 def test_tensor_with_gradient_or_attributes_is_pickled() -> None:
@@ -139,10 +138,3 @@ def test_garbage_behind_the_marker_is_an_array_or_a_codec_error(garbage: bytes, 
         except CodecError:
             continue
         assert received.nbytes == size
-
-
-def test_program_without_numpy_does_not_import_it() -> None:
-    program = (
-        "import sys; from aioshm.codec import get_codec; get_codec('pickle').encode([1]); print('numpy' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

@@ -9,8 +9,8 @@ from codec_helpers import encode
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshm.codec import Codec, get_codec, pickle5
-from aioshm.codec.base import HUGE_PAGE_BYTES, OUT_OF_BAND_BYTES
+from aioshm.codec import Codec, get_codec
+from aioshm.codec.base import OUT_OF_BAND_BYTES
 from aioshm.errors import CodecError
 
 Carry = Callable[[Codec, Any], Any]
@@ -67,12 +67,6 @@ class TestValues:
             return
         with pytest.raises(CodecError, match="arrays of dtype"):
             carry(codec, source)
-
-    @pytest.mark.filterwarnings("ignore:metadata on a dtype:UserWarning")
-    def test_metadata_of_dtypes(self, carry: Carry, size: int) -> None:
-        source = filled(size, np.dtype("f4", metadata={"unit": "m"}))
-        check_both_ways(carry, PICKLE, source)
-        assert carry(PICKLE, source).dtype.metadata == {"unit": "m"}
 
     @both_codecs
     @pytest.mark.parametrize(
@@ -134,12 +128,6 @@ class TestShapes:
         if dtype != "O":
             check_both_ways(carry, MSGPACK, source)
 
-    @pytest.mark.parametrize("dtype", ["S0", "U0", "V0"])
-    def test_elements_without_size(self, carry: Carry, dtype: str) -> None:
-        source = np.zeros(3, np.dtype(dtype))
-        result = carry(PICKLE, source)
-        assert (result.dtype, result.shape) == (source.dtype, source.shape)
-
     def test_scalars(self, carry: Carry) -> None:
         for source in (np.float32(1.5), np.int64(3), np.datetime64("2024-02-29"), np.bool_(True)):
             result = carry(PICKLE, source)
@@ -192,32 +180,3 @@ class TestHowTheyTravel:
         size = OUT_OF_BAND_BYTES // 8
         assert len(encode(PICKLE, [np.zeros(size)])[1]) == 1
         assert len(encode(PICKLE, [np.zeros(size - 1)])[1]) == 0
-
-    def test_more_than_a_body_takes_stay_in_the_stream(self, carry: Carry, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pickle5, "MAX_BUFFERS", 1)
-        sources = [np.full(LARGE, number) for number in range(3)]
-        sources[2].flags.writeable = False
-        assert len(encode(PICKLE, sources)[1]) == 1
-        for result, source in zip(carry(PICKLE, sources), sources, strict=True):
-            check_equal(result, source)
-
-    def test_same_array_twice(self, carry: Carry) -> None:
-        for source in (np.zeros(SMALL), np.zeros(LARGE)):
-            first, second, view = carry(PICKLE, (source, source, source[:]))
-            assert first is second
-            assert not np.shares_memory(first, view)
-
-    @pytest.mark.parametrize("size", [SMALL, LARGE, HUGE_PAGE_BYTES])
-    def test_writing_to_the_result_leaves_the_source_alone(self, size: int) -> None:
-        main, buffers = encode(PICKLE, np.zeros(size, "u1"))
-        slot = [bytearray(buffer) for buffer in buffers]
-        before = bytes(main)
-        result = PICKLE.decode(memoryview(main), [memoryview(part) for part in slot])
-        result[:] = 1
-        assert not any(map(any, slot))
-        assert main == before
-
-    def test_the_buffer_keeps_its_memory_alive(self) -> None:
-        _, [buffer] = encode(PICKLE, np.full((300, 300), 7, "u1")[:, ::2])
-        np.zeros((300, 150), "u1")
-        assert bytes(buffer) == b"\7" * 45_000

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import array
-import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -61,47 +60,26 @@ def test_encoding_does_not_copy() -> None:
     assert encode(RAW, data)[0] is data
 
 
-def test_a_small_message_is_copied_at_once() -> None:
-    source = bytearray(b"before")
-    encoded = RAW.encode(source)
-    source[:] = b"after!"
-    assert encoded == b"before"
-
-
-def test_the_view_keeps_its_memory_alive() -> None:
-    with mmap.mmap(-1, 4096) as memory:
-        main, _ = encode(RAW, memory)
-        assert len(main) == 4096
-        del main
-    main, _ = encode(RAW, np.full(100_000, 7, np.uint8))
-    np.zeros(100_000, np.uint8)
-    assert bytes(main) == b"\7" * 100_000
+RELEASED = memoryview(b"gone")
+RELEASED.release()
 
 
 @pytest.mark.parametrize(
-    ("obj", "name"), [("text", "str"), (1, "int"), (None, "NoneType"), ([1], "list"), (torch.zeros(3), "Tensor")]
+    ("obj", "text"),
+    [
+        ("text", "bytes-like objects, not str$"),
+        (None, "bytes-like objects, not NoneType$"),
+        (torch.zeros(3), "bytes-like objects, not Tensor$"),
+        (np.zeros(3, "M8[s]"), "bytes-like objects, not ndarray$"),
+        (RELEASED, "bytes-like objects, not memoryview$"),
+        (memoryview(b"abcdef")[::2], "a memoryview that is not C-contiguous"),
+        (np.zeros((3, 4)).T, "a ndarray that is not C-contiguous"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_objects_that_are_not_bytes_like_are_refused(obj: Any, name: str) -> None:
-    with pytest.raises(CodecError, match=f"bytes-like objects, not {name}$"):
+def test_objects_without_contiguous_bytes_are_refused(obj: Any, text: str) -> None:
+    with pytest.raises(CodecError, match=text):
         encode(RAW, obj)
-
-
-@pytest.mark.parametrize(
-    ("obj", "name"),
-    [(memoryview(b"abcdef")[::2], "memoryview"), (np.zeros((3, 4)).T, "ndarray"), (np.zeros((3, 4))[:, 1], "ndarray")],
-)
-def test_memory_that_is_not_contiguous_is_refused(obj: Any, name: str) -> None:
-    with pytest.raises(CodecError, match=f"a {name} that is not C-contiguous"):
-        encode(RAW, obj)
-
-
-def test_objects_without_memory_are_refused() -> None:
-    released = memoryview(b"gone")
-    released.release()
-    with pytest.raises(CodecError, match="memoryview"):
-        encode(RAW, released)
-    with pytest.raises(CodecError, match="ndarray"):
-        encode(RAW, np.zeros(3, "M8[s]"))
 
 
 def test_message_with_buffers_is_refused() -> None:

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from aioshm.codec import Encoded, cannot_decode, get_codec, loads_of, register_codec, registry, view_of
-from aioshm.codec.base import HUGE_PAGE_BYTES, is_loaded, own_copy
+from aioshm.codec.base import HUGE_PAGE_BYTES, own_copy
 
 
 class Text:
@@ -46,6 +45,9 @@ def test_registered_codecs_are_known_by_name() -> None:
     codec = get_codec("text")
     assert isinstance(codec, Text)
     assert codec is not get_codec("text")
+    assert get_codec(codec) is codec
+    with pytest.raises(ValueError, match="calls itself 'text', not 'other'"):
+        register_codec("other", Text)
 
 
 @pytest.mark.parametrize("name", ["other", "", "Pickle"])
@@ -53,13 +55,6 @@ def test_unknown_names(name: str) -> None:
     register_codec("text", Text)
     with pytest.raises(ValueError, match=r"known are msgpack, pickle, raw, text;.*register_codec in every process"):
         get_codec(name)
-
-
-def test_instances() -> None:
-    codec = Text()
-    assert get_codec(codec) is codec
-    register_codec("text", Text)
-    assert get_codec(codec) is codec
 
 
 @pytest.mark.parametrize(
@@ -84,11 +79,6 @@ def test_reserved_codes_are_refused(code: int) -> None:
     for act in (lambda codec: register_codec("text", codec), lambda codec: get_codec(codec())):
         with pytest.raises(ValueError, match=f"code of codec 'text' is {code}, not 16 to 255"):
             act(with_changes(code=code))
-
-
-def test_a_name_that_is_not_its_own() -> None:
-    with pytest.raises(ValueError, match="calls itself 'text', not 'other'"):
-        register_codec("other", Text)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +143,3 @@ def test_own_copy(size: int, with_numpy: bool, monkeypatch: pytest.MonkeyPatch) 
     assert copy == b"\x5a" * size
     copy[:] = bytes(size)
     assert source == b"\xa5" * size
-
-
-def test_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_loaded("sys")
-    assert not is_loaded("no.such.module")
-    monkeypatch.setitem(sys.modules, "blocked", None)
-    assert not is_loaded("blocked")
-    monkeypatch.setitem(sys.modules, "made_by_hand", types.ModuleType("made_by_hand"))
-    assert is_loaded("made_by_hand")

@@ -8,7 +8,6 @@ the new ones, and each looks for them when it needs one.
 from __future__ import annotations
 
 import os
-import random
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -88,7 +87,6 @@ class Churn:
         self.segment_of: dict[int, int] = {}
         self.in_segment: dict[int, int] = {}  # the last message that each has
         self.again: set[int] = set()  # what lies in segments and was read by all, before a newcomer was to have it, too
-        self.churns = 0
 
     def peers(self) -> list[Passed]:
         """Return what segments are passed to."""
@@ -203,7 +201,6 @@ class Churn:
         end.core.start_at(first)
         self.readers[place] = reader = Incarnation(end, first)
         self.overflow.expect_reader(reader.passed)  # type: ignore[arg-type]
-        self.churns += 1
 
     def join(self, place: int, history: int) -> None:
         """A newcomer takes the place, if it is vacant; or goes on where one was killed whose place is held."""
@@ -271,31 +268,12 @@ class Churn:
         else:
             self.writer.evict(place)
             self.readers[place] = None
-        self.churns += 1
 
     def check(self) -> None:
         written = [self.writer.slots[n % self.layout.slots].flags for n in range(self.slowest(), self.sent)]
         for place, reader in enumerate(self.readers):
             unread = [number for number, flags in enumerate(written, self.slowest()) if not flags[1 + place]]
             assert unread == ([] if reader is None else list(range(reader.next, self.sent))), f"place {place}"
-
-    def at_random(self, chance: random.Random) -> None:
-        """Take one step."""
-        place, what = chance.randrange(self.layout.n_reader), chance.random()
-        if what < 0.14:
-            self.send()
-        elif what < 0.2:
-            self.send_large()
-        elif what < 0.3:
-            self.send_many(chance.randint(1, 6))
-        elif what < 0.5:
-            self.read(place)
-        elif what < 0.6:
-            self.read_many(place, chance.randint(1, 6))
-        elif what < 0.8:
-            self.join(place, chance.choice([0, 0, 1, 3, 100]))
-        else:
-            self.part(place, chance.choice(KILLED))
 
 
 KILLED = ["leaves", "killed", "flagged", "leasing", "killed, held", "flagged, held", "leasing, held"]

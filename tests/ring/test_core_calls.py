@@ -108,20 +108,20 @@ class TestAnswers:
         assert "decode" in {frame.name for frame in traceback.extract_tb(cause.__traceback__)}
         assert pair.reader.seq == 1
 
-    async def test_a_codec_that_stops_iterating_has_sent_nothing(self, pair: Pair, sending: Calling) -> None:
+    async def test_codec_that_stops_iterating_or_exits_has_sent_nothing(
+        self, pair: Pair, sending: Calling, receiving: Calling
+    ) -> None:
         def stop(obj: object) -> bytes:
             raise StopIteration(obj)
+
+        def leave(message: bytes) -> object:
+            raise SystemExit(len(message))
 
         pair.writer.bind(stop, 7, False, None)
         with pytest.raises(RuntimeError, match="coroutine raised StopIteration") as raised:
             await sending.calls.enqueue(7)
         assert isinstance(raised.value.__cause__, StopIteration)
-
-    async def test_what_ends_the_program_is_not_changed(self, pair: Pair, receiving: Calling) -> None:
-        def stop(message: bytes) -> object:
-            raise SystemExit(len(message))
-
-        pair.reader.bind(stop, 7, False, None)
+        pair.reader.bind(leave, 7, False, None)
         pair.writer.put(b"x")
         with pytest.raises(SystemExit):
             receiving.calls.dequeue().send(None)
@@ -132,11 +132,8 @@ class TestAnswers:
         [
             lambda calls: calls.enqueue(),
             lambda calls: calls.enqueue(1, 2, 3),
-            lambda calls: calls.enqueue(1, obj=2),
             lambda calls: calls.enqueue(1, cancel=None),
-            lambda calls: calls.dequeue(1, None, False, 4),
             lambda calls: calls.dequeue(1, timeout=1),
-            lambda calls: calls.dequeue(obj=1),
         ],
     )
     def test_wrong_arguments(self, sending: Calling, wrong: Callable[[Any], Any]) -> None:
@@ -145,14 +142,10 @@ class TestAnswers:
 
 
 class TestCoroutines:
-    def test_they_pass_for_coroutines(self, receiving: Calling) -> None:
+    async def test_tasks_of_them(self, pair: Pair, sending: Calling, receiving: Calling) -> None:
         call = receiving.calls.dequeue()
         assert asyncio.iscoroutine(call)
-        assert call.__qualname__.endswith("dequeue")
-        call.close()
-
-    async def test_tasks_of_them(self, pair: Pair, sending: Calling, receiving: Calling) -> None:
-        received = asyncio.create_task(receiving.calls.dequeue())
+        received = asyncio.create_task(call)
         assert "dequeue" in repr(received)
         pair.writer.put(b"x")
         assert await received == b"x"
@@ -202,15 +195,6 @@ class TestCoroutines:
                 call.throw(*thrown)
         assert run(receiving.calls.dequeue()) == b"x"
 
-    def test_closing(self, pair: Pair, receiving: Calling) -> None:
-        pair.writer.put(b"x")
-        call = receiving.calls.dequeue()
-        call.close()
-        call.close()
-        with pytest.raises(RuntimeError, match="cannot reuse"):
-            call.send(None)
-        assert run(receiving.calls.dequeue()) == b"x"
-
     async def test_closing_while_the_rest_waits(self, pair: Pair) -> None:
         ended = []
 
@@ -238,14 +222,18 @@ class TestCoroutines:
         assert first == "came"
         assert isinstance(second, RuntimeError)
 
-    def test_once_only(self, pair: Pair, receiving: Calling) -> None:
-        pair.writer.put(b"x")
-        call = receiving.calls.dequeue()
-        assert run(call) == b"x"
-        with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
-            call.send(None)
-        with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
-            call.throw(KeyError("k"))
+    def test_call_is_awaited_once_and_closed_often(self, pair: Pair, receiving: Calling) -> None:
+        for ended in (True, False):
+            pair.writer.put(b"x")
+            call = receiving.calls.dequeue()
+            if ended:
+                assert run(call) == b"x"
+            for _ in range(2):
+                call.close()
+            for again in (lambda call=call: call.send(None), lambda call=call: call.throw(KeyError("k"))):
+                with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
+                    again()
+        assert run(receiving.calls.dequeue()) == b"x"
 
     def test_it_is_not_begun_from_inside_of_itself(self, pair: Pair, receiving: Calling) -> None:
         def decode(message: bytes) -> object:

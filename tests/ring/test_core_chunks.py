@@ -93,26 +93,22 @@ class TestRoom:
 
 
 class TestDamage:
-    @pytest.mark.parametrize("word", [2, 3, 4, 5, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1])
-    def test_a_header_that_names_another_chunk(self, new_pair: NewPair, word: int) -> None:
+    @pytest.mark.parametrize(
+        ("message", "place", "word"),
+        [
+            *((LARGE, at.CHUNK, word) for word in (2, 4, 5, 1 << 32, (1 << 64) - 1)),
+            *((LARGE, 24, size) for size in (101, 1 << 63)),
+            (b"small", 24, 17),
+        ],
+    )
+    def test_header_of_another_chunk_or_size_is_left_to_the_slow_path(
+        self, new_pair: NewPair, message: bytes, place: int, word: int
+    ) -> None:
         pair = new_pair()
-        pair.writer.put(LARGE)
-        struct.pack_into("<Q", pair.slots[0].header, at.CHUNK, word)
+        pair.writer.put(message)
+        struct.pack_into("<Q", pair.slots[0].header, place, word)
         assert pair.reader.take() is pair.cores.module.SLOW_PATH
         assert pair.reader.take_many(1) == []
-
-    @pytest.mark.parametrize("size", [101, 1 << 16, 1 << 63, (1 << 64) - 1])
-    def test_a_size_beyond_the_chunk(self, new_pair: NewPair, size: int) -> None:
-        pair = new_pair()
-        pair.writer.put(LARGE)
-        struct.pack_into("<Q", pair.slots[0].header, 24, size)
-        assert pair.reader.take() is pair.cores.module.SLOW_PATH
-
-    def test_a_size_beyond_the_slot(self, new_pair: NewPair) -> None:
-        pair = new_pair()
-        pair.writer.put(b"small")
-        struct.pack_into("<Q", pair.slots[0].header, 24, 17)
-        assert pair.reader.take() is pair.cores.module.SLOW_PATH
 
     def test_a_chunk_that_has_another_message_by_now(self, new_pair: NewPair) -> None:
         pair = new_pair(2, 1, slots=4)

@@ -15,20 +15,9 @@ def words(pair: Pair, line: int) -> int:
     return int(struct.unpack_from("<Q", pair.ring.view, line)[0])
 
 
-class TestSlots:
-    def test_come_one_after_the_other(self, new_pair: NewPair) -> None:
-        pair = new_pair()
-        for number in range(7):
-            for _ in range(2):
-                assert pair.writer.claim().index == number % 3
-            assert pair.writer.commit() is False
-            assert pair.reader.peek().index == number % 3
-            assert pair.reader.release() is False
-            assert pair.reader.peek() is None
-            assert words(pair, at.WRITER_LINE) == words(pair, pair.ring.layout.reader_line(0)) == number + 1
-
-    @pytest.mark.parametrize("readers", [1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 200])
-    def test_each_reader_counts(self, new_pair: NewPair, readers: int) -> None:
+class TestFlags:
+    @pytest.mark.parametrize("readers", [1, 7, 8, 9, 17, 64, 200])
+    def test_slot_is_free_when_every_reader_has_read_it(self, new_pair: NewPair, readers: int) -> None:
         pair = new_pair(readers, 1)
         assert pair.writer.put(b"x")
         assert flags(pair) == [b"\1" + bytes(readers)]
@@ -38,8 +27,8 @@ class TestSlots:
             assert reader.take() == b"x"
         assert pair.writer.free()
 
-    @pytest.mark.parametrize("readers", [1, 2, 8, 9, 17])
-    @pytest.mark.parametrize("value", [2, 128, 255])
+    @pytest.mark.parametrize("readers", [1, 8, 9])
+    @pytest.mark.parametrize("value", [2, 255])
     def test_a_flag_that_is_neither_0_nor_1(self, new_pair: NewPair, readers: int, value: int) -> None:
         pair = new_pair(readers, 1)
         for place in range(1 + readers):
@@ -49,7 +38,7 @@ class TestSlots:
             assert pair.writer.free() is False
             assert pair.reader.ready() is False
 
-    @pytest.mark.parametrize("readers", [1, 3, 9, 70])
+    @pytest.mark.parametrize("readers", [1, 9, 70])
     def test_parked_flags(self, new_pair: NewPair, readers: int) -> None:
         pair = new_pair(readers, 1)
         for place in range(at.READERS_PARKED - 1, at.READERS_PARKED + readers + 1):
@@ -59,13 +48,21 @@ class TestSlots:
             assert pair.writer.commit() is (0 <= place - at.READERS_PARKED < readers)
             pair.ring.view[place] = 0
 
+    def test_spin_ends_when_so_many_slots_are_free(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.put_many([b"x"] * 2, 0)
+        pair.reader.take()
+        for slots, free in ((2, True), (3, False)):
+            pair.writer.spin_for(slots)
+            assert pair.writer.spin(1000) is free
+        pair.reader.take()
+        assert pair.writer.spin(1000) is True
 
-class TestSkipping:
-    def test_keeps_the_slot_until_it_is_given_back(self, new_pair: NewPair) -> None:
+    def test_skipped_slot_keeps_the_slot_until_it_is_given_back(self, new_pair: NewPair) -> None:
         pair = new_pair()
         pair.writer.put_many([b"a", b"b", b"c"], 0)
-        assert pair.reader.skip() is None
-        assert pair.reader.skip() is None
+        for _ in range(2):
+            assert pair.reader.skip() is None
         assert pair.reader.take() == b"c"
         assert words(pair, pair.ring.layout.reader_line(0)) == pair.reader.seq == 3
         assert not pair.writer.free()
@@ -75,32 +72,6 @@ class TestSkipping:
         pair.ring.view[at.WRITER_PARKED] = 1
         assert pair.reader.give_back(1) is True
         assert pair.writer.free(3)
-
-
-class TestFree:
-    def test_spinning_for_so_many(self, new_pair: NewPair) -> None:
-        pair = new_pair()
-        pair.writer.put_many([b"x"] * 2, 0)
-        pair.reader.take()
-        pair.writer.spin_for(2)
-        assert pair.writer.spin(1000) is True
-        pair.writer.spin_for(3)
-        assert pair.writer.spin(1000) is False
-        pair.reader.take()
-        assert pair.writer.spin(1000) is True
-
-
-class TestEvicting:
-    def test_from_now_on(self, new_pair: NewPair) -> None:
-        pair = new_pair(3)
-        pair.writer.put(b"x")
-        pair.ring.view[at.READERS_PARKED + 1] = 1
-        pair.writer.evict(1)
-        assert flags(pair) == [b"\1\0\1\0", b"\0\0\1\0", b"\0\0\1\0"]
-        assert pair.ring.view[at.READERS_PARKED + 1] == 0
-        pair.writer.put(b"y")
-        assert flags(pair)[1] == b"\1\0\1\0"
-        assert pair.readers[1].take() is pair.cores.module.EMPTY
 
 
 class TestClosing:

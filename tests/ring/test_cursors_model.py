@@ -153,7 +153,7 @@ class RingAgainstAList(RuleBasedStateMachine):
         assert [self.writer.messages_read(i) for i in range(len(self.readers))] == self.finished
 
 
-@pytest.mark.parametrize("kind", CORES)
+@pytest.mark.parametrize("kind", [kind for kind in CORES if kind != "ordered"])  # which only fences more
 def test_any_order_of_calls(kind: str) -> None:
     run_state_machine_as_test(
         type(f"{kind}_ring", (RingAgainstAList,), {"cores": CORES[kind]}),

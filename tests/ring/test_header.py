@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 from time import monotonic_ns
@@ -32,30 +31,25 @@ def backdate(pair: Pair, seq: int, ns: int) -> None:
 class TestLatency:
     """One class for every kind of core."""
 
-    @pytest.mark.parametrize(
-        ("age_ns", "bucket"), [(1 << 20, 13), (3 << 30, 24), (1 << 37, 30), (1 << 39, 31), (1 << 50, 31)]
-    )
+    @pytest.mark.parametrize(("age_ns", "bucket"), [(1 << 20, 13), (3 << 30, 24), (1 << 39, 31), (1 << 50, 31)])
     def test_of_a_message(self, new_pair: NewPair, age_ns: int, bucket: int) -> None:
-        pair = new_pair()
+        pair = new_pair(n_reader=2)
         pair.writer.put(b"x")
         backdate(pair, 0, age_ns)
         assert pair.reader.take() == b"x"
-        [row] = header_of(pair).readers
-        told_ns = row.latency.sum_ns
-        assert age_ns <= told_ns < age_ns + 60e9
-        if told_ns.bit_length() > age_ns.bit_length():  # this process waited that long for a CPU
-            bucket = min(bucket + told_ns.bit_length() - age_ns.bit_length(), at.LATENCY_BUCKETS - 1)
-        assert row.latency.counts[bucket] == row.latency.samples == 1
-
-    def test_of_what_was_published_in_the_future(self, new_pair: NewPair) -> None:
-        pair = new_pair()
-        pair.writer.put(b"x")
+        first, second = header_of(pair).readers
+        found_ns = first.latency.sum_ns
+        assert age_ns <= found_ns < age_ns + 60e9
+        if found_ns.bit_length() > age_ns.bit_length():  # this process waited that long for a CPU
+            bucket = min(bucket + found_ns.bit_length() - age_ns.bit_length(), at.LATENCY_BUCKETS - 1)
+        assert first.latency.counts[bucket] == first.latency.samples == 1
+        assert second.latency.samples == 0
         backdate(pair, 0, -(1 << 50))
-        pair.reader.take()
-        latency = header_of(pair).readers[0].latency
-        assert (latency.counts[0], latency.sum_ns) == (1, 0)
+        pair.readers[1].take()
+        latency = header_of(pair).readers[1].latency
+        assert (latency.counts[0], latency.sum_ns) == (1, 0), "published in the future"
 
-    @pytest.mark.parametrize(("amount", "samples"), [(1, 1), (7, 1), (8, 1), (9, 2), (20, 3)])
+    @pytest.mark.parametrize(("amount", "samples"), [(1, 1), (8, 1), (20, 3)])
     def test_one_in_eight_of_a_batch(self, new_pair: NewPair, amount: int, samples: int) -> None:
         pair = new_pair(chunks=20)
         assert pair.writer.put_many([b"x"] * amount, 0) == amount
@@ -79,16 +73,6 @@ class TestLatency:
         with pytest.raises(UnicodeDecodeError):
             pair.reader.take()
         assert header_of(pair).readers[0].latency.samples == 0
-
-    def test_every_reader_has_its_own(self, new_pair: NewPair) -> None:
-        pair = new_pair(n_reader=3)
-        pair.writer.put(b"x")
-        for index, reader in enumerate(pair.readers[1:]):
-            backdate(pair, 0, 1 << 20 + index)
-            reader.take()
-        found = [row.latency for row in header_of(pair).readers]
-        assert [row.samples for row in found] == [0, 1, 1]
-        assert [found[1].counts[13], found[2].counts[14]] == [1, 1]
 
     def test_damage_counts_on(self, new_pair: NewPair) -> None:
         pair = new_pair()
@@ -131,42 +115,17 @@ class TestTotals:
         pair.reader.release()
         assert header_of(pair).readers[0].bytes == 1000
 
-    def test_what_was_claimed_and_is_never_committed_does_not_count(self, new_pair: NewPair) -> None:
+    def test_bytes_are_those_of_the_committed_claim(self, new_pair: NewPair) -> None:
         pair = new_pair()
         pair.writer.claim(90)
-        pair.writer.claim(7)
-        pair.writer.commit()
-        assert header_of(pair).writer.bytes == 7
-
-    def test_who_fills_less_says_so(self, new_pair: NewPair) -> None:
-        pair = new_pair()
         pair.writer.claim(100)
         assert pair.writer.claimed_bytes == 100
         pair.writer.claimed_bytes = 5
         pair.writer.commit()
         assert header_of(pair).writer.bytes == 5
 
-    def test_spinning(self, new_pair: NewPair) -> None:
-        pair, seen = new_pair(), []
-        os_yield = os.sched_yield
-        for core, row in (
-            (pair.reader, lambda: header_of(pair).readers[0]),
-            (pair.writer, lambda: header_of(pair).writer),
-        ):
-            assert not row().spinning
-            core.spin(1000)
-            assert not row().spinning
-        if pair.cores.module.__name__.endswith("reference"):
-            pair.reader.spin_yields = True
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(os, "sched_yield", lambda: (seen.append(header_of(pair).readers[0].spinning), os_yield()))
-                pair.reader.spin(1000)
-            assert seen
-            assert all(seen)
 
-
-def test_spinning_natively(new_pair: NewPair) -> None:
-    """A spin that releases the GIL is seen by another thread."""
+def test_spin_is_shown_while_it_lasts(new_pair: NewPair) -> None:
     pair = new_pair()
     thread = threading.Thread(target=pair.reader.spin, args=(20_000_000_000,))
     thread.start()
@@ -203,19 +162,11 @@ class TestCursors:
         ]
         assert header.backlog == 1
 
-    def test_both_ends_see_the_same(self, new_ends: NewEnds) -> None:
+    def test_states(self, new_ends: NewEnds) -> None:
         _, writer, (reader,) = new_ends(1)
-        writer.describe("steps", 2, (0,), 0)
-        put(writer, b"x")
-        aged = [read_header(end._header, now_ns=1 << 62) for end in (writer, reader)]
-        assert aged[0] == aged[1]
-        assert aged[0].writer.messages == 1
-
-    @pytest.mark.parametrize(("state", "word"), list(enumerate(STATES)))
-    def test_states(self, new_ends: NewEnds, state: int, word: str) -> None:
-        _, writer, _ = new_ends(1)
-        writer.set_reader_state(0, state, 5)
-        assert read_header(writer._header).readers[0].state == word
+        for state, word in (*enumerate(STATES), (200, "unknown")):
+            writer.set_reader_state(0, state, 5)
+            assert read_header(reader._header).readers[0].state == word
 
     def test_a_new_reader_begins_a_new_histogram(self, new_pair: NewPair, new_ends: NewEnds) -> None:
         _, writer, readers = new_ends(2)
@@ -230,37 +181,30 @@ class TestCursors:
         assert (first.latency, second.latency.samples) == (Latency(), 1)
 
 
-class TestQuantiles:
-    def test_of_nothing(self) -> None:
-        assert Latency().quantile(0.5) is None
+@pytest.mark.parametrize(
+    ("counts", "q", "found"),
+    [
+        ({}, 0.5, None),
+        ({3: 100}, 0, 1024e-9),
+        ({3: 100}, 0.5, 1536e-9),
+        ({3: 100}, 1, 2048e-9),
+        ({0: 4}, 0.5, 128e-9),
+        ({31: 4}, 0.5, 1.5 * (1 << 38) / 1e9),
+        ({0: 50, 30: 50}, 0.99, (1 << 37) * 1.98e-9),
+    ],
+)
+def test_quantiles(counts: dict[int, int], q: float, found: float | None) -> None:
+    latency = Latency(tuple(counts.get(bucket, 0) for bucket in range(at.LATENCY_BUCKETS)))
+    assert latency.quantile(q) == (found and pytest.approx(found))
+    with pytest.raises(ValueError, match="q must be 0 to 1"):
+        latency.quantile(1.1)
 
-    def test_within_a_bucket(self) -> None:
-        counts = [0] * 32
-        counts[3] = 100
-        latency = Latency(tuple(counts), 0)
-        assert latency.quantile(0) == 1024e-9
-        assert latency.quantile(0.5) == 1536e-9
-        assert latency.quantile(1) == 2048e-9
 
-    def test_ends(self) -> None:
-        assert Latency((4, *(0,) * 31), 0).quantile(0.5) == 128e-9
-        assert Latency((*(0,) * 31, 4), 0).quantile(0.5) == 1.5 * (1 << 38) / 1e9
-
-    def test_between_buckets(self) -> None:
-        latency = Latency((50, *(0,) * 29, 50, 0), 0)
-        assert latency.quantile(0.5) == 256e-9
-        assert latency.quantile(0.99) == pytest.approx((1 << 37) * 1.98e-9)
-
-    @pytest.mark.parametrize("q", [-0.1, 1.1])
-    def test_no_share(self, q: float) -> None:
-        with pytest.raises(ValueError, match="q must be 0 to 1"):
-            Latency().quantile(q)
-
-    def test_since(self) -> None:
-        before, now = Latency((1, *(0,) * 31), 10), Latency((3, *(0,) * 31), 50)
-        assert now.since(before) == Latency((2, *(0,) * 31), 40)
-        assert before.since(now) == before, "another reader has come"
-        assert (now.samples, now.sum_s) == (3, 50e-9)
+def test_latencies_since_an_earlier_look() -> None:
+    before, now = Latency((1, *(0,) * 31), 10), Latency((3, *(0,) * 31), 50)
+    assert now.since(before) == Latency((2, *(0,) * 31), 40)
+    assert before.since(now) == before, "another reader has come"
+    assert (now.samples, now.sum_s) == (3, 50e-9)
 
 
 class TestGarbage:
@@ -273,7 +217,7 @@ class TestGarbage:
         memory[: len(preamble)] = preamble
         return memory
 
-    @pytest.mark.parametrize("size", [0, 7, 63, 64, 4095])
+    @pytest.mark.parametrize("size", [0, 63, 4095])
     def test_too_short(self, memory: bytearray, size: int) -> None:
         with pytest.raises(HandleError):
             read_header(bytes(memory[:size]))
@@ -283,9 +227,8 @@ class TestGarbage:
         with pytest.raises(HandleError, match=f"layout version {at.VERSION + 1}, this aioshm reads {at.VERSION}"):
             read_header(memory)
 
-    @pytest.mark.parametrize("sizes", [(1 << 40, 1, 1, 1, 1), (1 << 31, 1, 1, 1, 1), (1, 0, 1, 1, 0), (1, 1, 1, 1, 2)])
+    @pytest.mark.parametrize("sizes", [(1 << 31, 1, 1, 1, 1), (1, 0, 1, 1, 0), (1, 1, 1, 1, 2)])
     def test_sizes_of_no_ring(self, memory: bytearray, sizes: tuple[int, ...]) -> None:
-        sizes = (sizes[0] & 0xFFFFFFFF or 1 << 31, *sizes[1:])
         memory[: at.PREAMBLE.size] = at.PREAMBLE.pack(at.MAGIC, at.VERSION, *sizes, 0, bytes(16))
         with pytest.raises(HandleError, match="are impossible"):
             read_header(memory)
@@ -299,9 +242,3 @@ class TestGarbage:
         for row in header.readers:
             assert row.lag >= 0
             assert row.latency.quantile(0.5) is None or row.latency.samples
-
-
-def test_a_state_that_is_none(new_pair: NewPair) -> None:
-    pair = new_pair()
-    pair.ring.view[pair.ring.layout.reader_line(0) + at.STATE] = 200
-    assert header_of(pair).readers[0].state == "unknown"

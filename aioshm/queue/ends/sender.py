@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioshm.codec import Codec, Encoded
 from aioshm.codec.frames import INLINE, RAW, message_bytes, pack_header, parts_of, plain, write_body
-from aioshm.codec.raw import RawCodec
+from aioshm.codec.registry import RawCodec
 from aioshm.queue.ends.room import Need, Room, checked_size
 from aioshm.queue.local.loans import Extent, Placed
 from aioshm.queue.local.readers import LocalReaders

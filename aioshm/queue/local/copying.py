@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.base import own_copy
 from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, placed_end, plain, split, split_body, unpack_header
-from aioshm.codec.raw import RawCodec
+from aioshm.codec.registry import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, MessagesLost, ReaderEvicted
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.source import OpenedMessage

@@ -19,7 +19,7 @@ from aioshm.codec.frames import (
     split_placed,
     unpack_header,
 )
-from aioshm.codec.raw import RawCodec
+from aioshm.codec.registry import RawCodec
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryError
 from aioshm.queue.local.attachment import Attachment, WriterWaker
 from aioshm.queue.local.copying import eviction, was_damaged, wrong_codec

@@ -561,7 +561,7 @@ async def test_a_writer_killed_inside_of_a_block(size: int) -> None:
 @LIKE
 async def test_kept_arrays_of_large_loans_show_zeros(like: Any, move: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if move == "cannot be moved":
-        monkeypatch.setattr("aioshm.ring.window.can_move_pages", bool)
+        monkeypatch.setattr("aioshm.ring.window._moves_pages", False)
     async with attached(chunk=CHUNK, chunks=2) as (writer, (reader,)):
         for size in (600_000, 2_000_000) * 3:
             async with writer.loan(size, "uint8", like) as array:
