@@ -32,9 +32,6 @@ from aioshm.ring.mapping import (
     unmap_memory,
 )
 
-MAX_WINDOWS = 1024
-"""Windows kept for reuse; each is one of the mappings of which a process may have 65530 (vm.max_map_count)."""
-
 Mapping = TypeVar("Mapping", bound=mmap.mmap)
 
 _PAGE: Final = mmap.PAGESIZE
@@ -139,8 +136,6 @@ class Windows:
             raise ValueError(f"there is no chunk {chunk}")
         if self._fd < 0:
             raise SharedMemoryError("the windows were closed")
-        if len(self.windows) >= MAX_WINDOWS:
-            self._drop_one()
         start = place[0] + CHUNK_HEADER_BYTES
         room = place[1]
         page = start // _PAGE * _PAGE
@@ -161,13 +156,6 @@ class Windows:
         if window.faults == self._faults:  # every first write to a page is a fault
             return False
         return self.pagemap.written(window.address, window.begin + nbytes)
-
-    def _drop_one(self) -> None:
-        """Unmap the oldest window that is not held."""
-        for chunk, window in self.windows.items():
-            if not window.is_held():
-                del self.windows[chunk]
-                return
 
 
 def map_private(kind: type[Mapping], fd: int, length: int, start: int = 0) -> Mapping:

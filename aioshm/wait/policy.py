@@ -124,11 +124,6 @@ class WakeUpCost:
         self._ns = 0.0
 
     @property
-    def known(self) -> bool:
-        """Whether the cost was measured."""
-        return self._ns > 0
-
-    @property
     def ns(self) -> float:
         """The cost in nanoseconds."""
         if not self._ns:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from codec_helpers import encode
 from hypothesis import given
 from hypothesis import strategies as st
+from tensor_helpers import check_equal as check_tensor
 
-from aioshm.codec import Codec, get_codec
+from aioshm.codec import Codec, MsgpackCodec, get_codec
 from aioshm.codec.array_heads import ARRAY_MARKER, NUMPY, TORCH, ArrayHead, encode_head, is_array
 from aioshm.errors import CodecError
 
@@ -67,7 +71,6 @@ def test_array_with_more_than_its_elements_is_pickled(array: Any) -> None:
 
 
 def test_tensor_with_gradient_or_attributes_is_pickled() -> None:
-    torch = pytest.importorskip("torch")
     named = torch.zeros(3)
     named.origin = "sender"
     for tensor in (torch.zeros(3, requires_grad=True), torch.nn.Parameter(torch.zeros(3)), named):
@@ -111,21 +114,13 @@ def test_buffers_of_another_size_are_refused(codec: Codec[Any], buffers: list[by
         encode_head(ArrayHead(2, "<f4", (2,), "C")),
         encode_head(ArrayHead(NUMPY, "<f4", (2,), "C")).replace(b"C", b"K"),
         encode_head(ArrayHead(NUMPY, "O", (2,), "C")),
-        encode_head(ArrayHead(NUMPY, [["a", "O"]], (1,), "C")),
-        encode_head(ArrayHead(NUMPY, "<f4,<i4", (2,), "C")),
-        encode_head(ArrayHead(NUMPY, "<f3", (2,), "C")),
-        encode_head(ArrayHead(NUMPY, 4, (2,), "C")),
         encode_head(ArrayHead(NUMPY, "<f4", (-1,), "C")),
-        encode_head(ArrayHead(NUMPY, "<f4", (1,) * 65, "C")),
         encode_head(ArrayHead(NUMPY, "<f4", (2**63, 2), "C")),
         encode_head(ArrayHead(TORCH, "strided", (2,), "C")),
-        encode_head(ArrayHead(TORCH, ["float32"], (2,), "C")),
         encode_head(ArrayHead(NUMPY, "<f4", (2,), "C"))[:-2],
     ],
 )
 def test_damaged_head_is_refused_without_memory_for_it(codec: Codec[Any], head: bytes) -> None:
-    if head[1:2] == bytes([TORCH]):
-        pytest.importorskip("torch")
     with pytest.raises(CodecError):
         codec.decode(ARRAY_MARKER + head, [memoryview(bytes(8))])
 
@@ -138,3 +133,38 @@ def test_garbage_behind_the_marker_is_an_array_or_a_codec_error(garbage: bytes, 
         except CodecError:
             continue
         assert received.nbytes == size
+
+
+# Inside of MessagePack
+
+SMALL, LARGE = 24, 9600  # elements
+
+
+class Typed(msgspec.Struct):
+    array: np.ndarray
+    tensor: torch.Tensor | None = None
+    data: bytes = b""
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_typed_message_has_its_arrays(carry: Callable[[Any, Any], Any], size: int) -> None:
+    source = Typed(np.arange(size), torch.arange(size), b"x" * size)
+    result = carry(MsgpackCodec(type=Typed), source)
+    assert result.array.tolist() == source.array.tolist()
+    check_tensor(result.tensor, source.tensor)
+    assert result.data == source.data
+    assert carry(MsgpackCodec(type=np.ndarray), source.array).tolist() == source.array.tolist()
+
+
+def test_scalars_are_numbers(carry: Callable[[Any, Any], Any]) -> None:
+    source = [np.float32(1.5), np.int64(3), np.bool_(True), np.float64(0.5), np.uint64(2**64 - 1)]
+    assert carry(CODECS[1], source) == [1.5, 3, True, 0.5, 2**64 - 1]
+
+
+def test_other_devices_travel_through_the_cpu(carry: Callable[[Any, Any], Any]) -> None:
+    device = "cuda" if torch.cuda.is_available() else None
+    if device is None:
+        pytest.skip("needs CUDA")
+    for source in (torch.arange(LARGE, device=device), torch.nn.Parameter(torch.ones(3, device=device))):
+        check_tensor(carry(CODECS[1], source).cpu(), source.cpu())
+        assert carry(CODECS[1], source).device == source.device

@@ -22,7 +22,7 @@ class TestImports:
         in_new_process(
             "import sys\n"
             "from aioshm.codec import get_codec\n"
-            "for name in ('pickle', 'raw'):\n"
+            "for name in ('pickle', 'raw', 'msgpack'):\n"
             "    codec = get_codec(name)\n"
             "    for _ in range(3):\n"
             "        main, buffers = encode(codec, b'x' * 8_000_000)\n"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import datetime
 import decimal
 import enum
@@ -64,18 +63,6 @@ class Request(msgspec.Struct, rename="camel", omit_defaults=True):
     counts: dict[int, str] = {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    data: bytes
-    number: int = 1
-
-
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    data: bytes
-    inner: Frozen | None = None
-
-
 FULL = Request(
     1,
     b"small",
@@ -116,12 +103,6 @@ class TestTyped:
         assert result == large
         assert type(result.parts[0].more) is bytearray
 
-    def test_dataclasses(self, carry: Carry) -> None:
-        for size in (3, LARGE):
-            source = Slotted(b"x" * size, Frozen(b"y" * size, 2))
-            assert carry(MsgpackCodec(type=Slotted), source) == source
-            assert carry(MSGPACK, source) == dataclasses.asdict(source)
-
     @pytest.mark.parametrize("size", [3, LARGE])
     def test_the_wrong_type_is_refused(self, size: int) -> None:
         codec = MsgpackCodec(type=Request)
@@ -135,13 +116,6 @@ class TestTyped:
         for _ in range(2):
             first, number, second = carry(codec, [np.zeros(LARGE), 3 + 0j, np.ones(LARGE)])
             assert (first.sum(), number, second.sum()) == (0, 1, LARGE)
-
-    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-    def test_large_bytes_of_any_kind_arrive_as_bytes(self, carry: Carry, kind: Any) -> None:
-        source = b"x" * LARGE
-        assert carry(MSGPACK, kind(source)) == source
-        assert carry(MSGPACK, {"k": [1, [kind(source), 2]]}) == {"k": [1, [source, 2]]}
-        assert carry(MSGPACK, memoryview(bytes(LARGE)).cast("d")) == bytes(LARGE)
 
 
 # Counting of values

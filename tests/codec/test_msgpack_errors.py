@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import gc
 import mmap
-import threading
 import tracemalloc
 import warnings
 from typing import Any
@@ -44,10 +43,6 @@ class Subclass(torch.Tensor):
     pass
 
 
-class Text(str):
-    pass
-
-
 def deep(depth: int) -> list[Any]:
     result: list[Any] = []
     for _ in range(depth):
@@ -73,17 +68,12 @@ class TestEncodeErrors:
             (Batch([{"a b": (1j,)}]), r"Batch: objects of type complex are not supported"),
             ([2**64], r"list: .*2\*\*64"),
             ({"a": np.array([None])}, r"dict: arrays of dtype object cannot be encoded"),
-            ([np.zeros(3, "V0")], r"list: arrays of dtype"),
             ([np.zeros(3, [("a", "f4")])], r"list: arrays of dtype .*'a'"),
-            ([np.ma.zeros(3)], r"list: objects of type MaskedArray"),
             ([torch.zeros(3).as_subclass(Subclass)], r"list: objects of type Subclass"),
             ([torch.zeros(3).to_sparse()], r"list: tensors of torch.float32, torch.sparse_coo on cpu"),
             ([torch.zeros(3, device="meta")], r"list: .*meta"),
-            ({3: Text("no")}, r"dict: objects of type Text"),
-            ({1j: 1}, r"dict: .*complex"),
             (["\ud800"], r"list: .*surrogates"),
             (memoryview(b"x" * LARGE)[::2], r"memoryview: .*contiguous"),
-            (threading.Lock(), r"lock: objects of type lock"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
@@ -111,31 +101,20 @@ class TestDamaged:
         "head",
         [
             (0, "O", (1,), "C"),
-            (0, "|O8", (1,), "C"),
             (0, [["a", "|O8"]], (1,), "C"),
             (0, "no such", (1,), "C"),
-            (0, "f4,f4", (1,), "C"),
-            (0, "a5", (1,), "C"),
-            (0, [["a"]], (1,), "C"),
             (0, [["a", "<f4"], ["a", "<f4"]], (1,), "C"),
-            (0, [["a", "<f4", [2**40]]], (1,), "C"),
-            (0, [[["a", "b", "c"], "<f4"]], (1,), "C"),
-            (0, 7, (1,), "C"),
             (0, "<f4", (2**40,), "C"),
-            (0, "<f4", (2**62, 2**62), "C"),
             (0, "<f4", (-1,), "C"),  # NumPy would infer a length of -1
             (0, "<f4", (2**63,), "C"),
             (0, "<f4", (1,) * 100, "C"),
             (0, "<f4", "shape", "C"),
-            (0, "<f4", (1,)),
             (0, "<M8[fortnight]", (1,), "C"),
             (0, "|V999999999", (1,), "C"),
             (1, "float99", (1,), "C"),
             (1, "float32", (2**40,), "C"),
             (1, "int64", (0,), "C", True),  # no gradient of whole numbers
             (1, "float32", (1,), "C", False, False, "no such device"),
-            (1, "float32", (1,)),
-            (1, "zeros", (1,), "C"),
             (2, "<f4", (1,), "C"),
             (0, "<f4", (1,), "A"),
             {},

@@ -93,16 +93,6 @@ class TestEncodeErrors:
             assert codec.decode(memoryview(main), buffers) == [shared, 1]
             assert carry(codec, [PickleBuffer(bytearray(LARGE))]) == [bytes(LARGE)]
 
-    def test_base_exception_passes_through(self) -> None:
-        class Interrupted:
-            def __reduce__(self) -> Any:
-                raise KeyboardInterrupt
-
-        codec = get_codec("pickle")
-        with pytest.raises(KeyboardInterrupt):
-            encode(codec, ["partly", Interrupted()])
-        assert codec.decode(memoryview(encode(codec, "whole")[0]), ()) == "whole"
-
 
 class TestDecodeErrors:
     def test_missing_and_extra_buffers(self) -> None:

@@ -57,22 +57,14 @@ class TestValues:
     @pytest.mark.parametrize(
         "view",
         [
-            lambda t: t.view(2, 3, -1),
-            lambda t: t.view(4, -1).t(),
             lambda t: t.view(2, 3, -1).permute(2, 0, 1),
-            lambda t: t[::2],
             lambda t: t.view(4, -1)[:, 1:-1],
             lambda t: t[3:],
-            lambda t: t[:1].expand(t.numel()),
             lambda t: t.view(2, 1, -1).expand(2, 5, -1),
             lambda t: t.unfold(0, 4, 1),
             lambda t: t.view(1, 2, 3, -1).contiguous(memory_format=torch.channels_last),
-            lambda t: t.as_strided((3, 3), (1, 1)),
         ],
-        ids=[
-            *("reshaped", "transposed", "permuted", "strided", "columns", "tail"),
-            *("expanded 1d", "expanded 3d", "overlapping", "channels last", "as_strided"),
-        ],
+        ids=["permuted", "columns", "tail", "expanded", "overlapping", "channels last"],
     )
     def test_layouts(
         self, carry: Carry, codec: Codec, dtype: torch.dtype, view: Callable[[Any], Any], size: int
@@ -88,14 +80,6 @@ class TestValues:
             check_equal(result, source)
             assert torch.equal(result, source)
             check_writable(result.resolve_conj())
-
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
-    def test_conjugate_views_of_types_that_numpy_lacks(self, carry: Carry, size: int) -> None:
-        source = torch.complex(torch.arange(size, dtype=torch.float32), torch.ones(size)).to(torch.complex32).conj()
-        result = carry(PICKLE, source)
-        assert torch.equal(result.to(torch.complex64), source.to(torch.complex64))
-        negative = torch._neg_view(torch.ones(size, dtype=torch.bfloat16))
-        assert torch.equal(carry(PICKLE, negative), negative)
 
     @both_codecs
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)

@@ -31,10 +31,10 @@ def cores(request: pytest.FixtureRequest) -> Cores:
     return request.param  # type: ignore[no-any-return]
 
 
-@pytest.fixture(params=[None, 16], ids=["in slots", "in chunks"])
+@pytest.fixture
 def inline_bytes(request: pytest.FixtureRequest) -> int | None:
-    """Room in a slot: for every message, then only for the smallest."""
-    return request.param  # type: ignore[no-any-return]
+    """Room in a slot: for every message, unless a test says otherwise."""
+    return getattr(request, "param", None)
 
 
 @pytest.fixture

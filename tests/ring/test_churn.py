@@ -74,7 +74,7 @@ def test_any_order(kind: str) -> None:
     run_state_machine_as_test(
         type(f"{kind}_churn", (Churning,), {"cores": CORES[kind]}),
         settings=settings(
-            max_examples=examples(100),
+            max_examples=examples(60),
             stateful_step_count=60,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],

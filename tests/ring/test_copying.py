@@ -69,6 +69,11 @@ class Pair:
             end.close()
 
 
+@pytest.fixture(params=[None, 16], ids=["in slots", "in chunks"])
+def inline_bytes(request: pytest.FixtureRequest) -> int | None:
+    return request.param  # type: ignore[no-any-return]
+
+
 @pytest.fixture(params=CORES.values(), ids=CORES)
 def pair(request: pytest.FixtureRequest, new_ring: NewRing, inline_bytes: int | None) -> Iterator[Pair]:
     slots = CHUNKS if inline_bytes is None else 3 * CHUNKS  # the one or the other runs out

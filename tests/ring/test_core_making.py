@@ -121,7 +121,7 @@ class TestHostileLayouts:
             },
         )
     )
-    @settings(max_examples=examples(300), deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     def test_any_fields(self, changes: dict[str, Any]) -> None:
         memory = bytearray(GOOD.total_bytes)
         for core in of_numbers(memory, **changes):
@@ -158,9 +158,7 @@ class TestHostileLayouts:
         memory = memoryview(bytearray(GOOD.total_bytes + 8))
         made = [len(list(of_numbers(memory[start:]))) for start in range(8)]
         assert sorted(made) == [0] * 7 + [3]
-
-    def test_memory_with_gaps(self) -> None:
-        assert list(of_numbers(memoryview(bytearray(2 * GOOD.total_bytes))[::2])) == []
+        assert list(of_numbers(memoryview(bytearray(2 * GOOD.total_bytes))[::2])) == [], "with gaps"
 
     def test_never_made(self) -> None:
         assert NATIVE is not None

@@ -52,30 +52,6 @@ class TestSpin:
         assert hits == [True]
         assert (pair.reader.hits, pair.reader.take()) == (1, b"x")
 
-    def test_a_writer_that_spins_is_in_use(self, new_pair: NewPair) -> None:
-        pair = new_pair(1, 1)
-        pair.writer.put(b"x")
-        pair.writer.spin_ns = 60_000 * MS
-        sent: list[object] = []
-
-        def send() -> None:
-            pair.writer.belong(None)
-            sent.append(pair.writer.send(b"y"))
-
-        thread = threading.Thread(target=send)
-        thread.start()
-        eventually(lambda: pair.writer.spins == 1, "the spin")
-        for call in (pair.writer.claim, pair.writer.commit, lambda: pair.writer.put(b"")):
-            with pytest.raises(RuntimeError, match="in use"):
-                call()
-        with pytest.raises(BufferError):
-            pair.writer.close()
-        assert pair.writer.free() is False
-        assert pair.reader.take() == b"x"
-        thread.join(60)
-        assert sent == [None]
-        assert pair.reader.take() == b"y"
-
     def test_a_short_one_lets_other_threads_run_if_it_yields(self, new_pair: NewPair) -> None:
         core, ran, ready = new_pair().reader, threading.Event(), threading.Lock()
         ready.acquire()

@@ -8,7 +8,6 @@ import pytest
 from pairs_of_cores import NewPair, Pair
 
 from aioshm.ring import layout as at
-from aioshm.ring import memory_fence
 
 NONE = bytes(at.TRACE_BYTES)
 
@@ -33,25 +32,6 @@ def test_each_message_has_the_context_of_its_moment(new_pair: NewPair) -> None:
         assert reader.traces(99) == [trace(1), trace(2), NONE, trace(4)]
         assert reader.traces(0) == []
         assert reader.garbled == 0
-
-
-def test_trace_of_a_slot_that_is_peeked_at_or_skipped_is_noted_once(new_pair: NewPair) -> None:
-    pair = traced(new_pair)
-    reader = pair.reader
-    assert pair.writer.claim(50) is not None
-    pair.writer.trace = trace(1)
-    pair.writer.commit()
-    memory_fence()
-    assert reader.peek() is not None
-    assert reader.traces(1) == [], "nothing was taken yet"
-    reader.note_trace()
-    assert reader.traces(1) == [trace(1)]
-    reader.release()
-    pair.writer.trace = trace(2)
-    assert pair.writer.put(b"x")
-    reader.skip()
-    reader.give_back(1)
-    assert reader.traces(9) == [trace(1), trace(2)]
 
 
 def test_the_latest_are_kept(new_pair: NewPair) -> None:
@@ -81,14 +61,3 @@ def test_garbage_is_ignored_and_counted(new_pair: NewPair, found: bytes, garbled
     assert pair.reader.take() == b"x", "the message is none the worse"
     assert pair.reader.traces(1) == [NONE]
     assert pair.reader.garbled == garbled
-
-
-def test_where_nobody_asked_there_is_none(new_pair: NewPair) -> None:
-    pair = new_pair()
-    before = bytes(pair.ring.view[pair.ring.layout.slot(1) : pair.ring.layout.slot(2)])
-    pair.writer.trace = trace(5)
-    pair.writer.put(b"x")
-    pair.reader.take()
-    assert pair.reader.traces(5) == []
-    pair.reader.note_trace()
-    assert bytes(pair.ring.view[pair.ring.layout.slot(1) : pair.ring.layout.slot(2)]) == before

@@ -136,7 +136,7 @@ class Side:
     seed=st.integers(0, 1 << 32),
     steps=st.lists(STEPS, max_size=40),
 )
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_any_calls_on_any_garbage(kind: str, layout: Layout, seed: int, steps: list[tuple[Any, Any]]) -> None:
     assert NATIVE is not None
     content = fill(layout, seed)

@@ -158,7 +158,7 @@ def test_any_order_of_calls(kind: str) -> None:
     run_state_machine_as_test(
         type(f"{kind}_ring", (RingAgainstAList,), {"cores": CORES[kind]}),
         settings=settings(
-            max_examples=examples(150),
+            max_examples=examples(80),
             stateful_step_count=60,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from pairs_of_cores import NewPair, Pair
 from rings import NewEnds, put, receive
 
-from aioshm.codec.frames import OVERFLOW
 from aioshm.errors import HandleError
 from aioshm.ring import layout as at
 from aioshm.ring.header import STATES, Latency, RingHeader, read_header
@@ -103,17 +102,6 @@ class TestTotals:
         pair.reader.skip()
         pair.reader.give_back(3)
         assert header_of(pair).readers[0].bytes == 105
-
-    def test_of_what_lies_elsewhere(self, new_pair: NewPair) -> None:
-        pair = new_pair()
-        slot = pair.writer.claim(1000)
-        slot.header[0] = OVERFLOW
-        slot.header[at.OVERFLOW_SIZE : at.OVERFLOW_SIZE + 8] = (1000).to_bytes(8, "little")
-        pair.writer.commit()
-        writer = header_of(pair).writer
-        assert (writer.bytes, writer.overflows) == (1000, 1)
-        pair.reader.release()
-        assert header_of(pair).readers[0].bytes == 1000
 
     def test_bytes_are_those_of_the_committed_claim(self, new_pair: NewPair) -> None:
         pair = new_pair()

@@ -142,34 +142,6 @@ class TestLeaks:
         assert fds() == before
         ring.close()
 
-    def test_windows_are_kept_for_so_many_slots_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(window, "MAX_WINDOWS", 10)
-        ring = ShmRingBuffer(1, 5000, 100, slots=100, inline_bytes=0)
-        windows = Windows(ring.fd, ring.layout)
-        for index in range(100):
-            put(ring, index, OLD + b"%d" % index)
-        held = windows.view(0, 13)
-        for index in range(1, 100):
-            assert bytes(windows.view(index, 14)).rstrip(b"\0") == OLD + b"%d" % index
-            assert not windows.settle(index, 14)
-            assert mappings(ring) <= 11
-        assert windows.settle(0, 13)
-        assert bytes(held) == OLD + b"0"
-        windows.close()
-        ring.close()
-
-    def test_windows_that_are_all_held_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(window, "MAX_WINDOWS", 2)
-        ring = ShmRingBuffer(1, 100, 5, slots=5, inline_bytes=0)
-        windows = Windows(ring.fd, ring.layout)
-        views = [windows.view(index, 5) for index in range(5)]
-        assert mappings(ring) == 6
-        assert [windows.settle(index, 5) for index in range(5)] == [True] * 5
-        assert mappings(ring) == 1
-        del views
-        windows.close()
-        ring.close()
-
 
 class TestClose:
     def test_makes_copies_of_what_is_held(self, ring: ShmRingBuffer, exchange: None) -> None:

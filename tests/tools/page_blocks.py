@@ -48,16 +48,7 @@ class BlockError(Exception):
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page.
-
-    Attributes:
-        where: Page and line of its first line.
-        language: The first word behind the fence.
-        title: The name of the file that it is; empty for none.
-        mark: What the comment before it says; empty for none.
-        text: What is in it.
-        line: The number of its first line.
-    """
+    """A fenced block of a page; ``mark``: the comment before it, ``title``: the name of the file that it is."""
 
     where: str
     language: str

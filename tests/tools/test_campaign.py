@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,17 +86,18 @@ def test_a_writer_that_fails_closes_without_noting_all_that_it_sent(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("x.so: cannot open shared object file: Too many open files", set()), ("x", {"nameless"})]
+    ("error", "limited", "words"),
+    [
+        (("ImportError", "x.so: cannot open shared object file: Too many open files"), set(), set()),
+        (("ImportError", "x"), set(), {"nameless"}),
+        (("SystemError", verdict.NO_FRAME), set(), {"nameless"}),
+        (("SystemError", verdict.NO_FRAME), {1}, set()),
+        (("KeyError", "'a'"), set(), {"nameless"}),
+        (("MemoryError", ""), set(), set()),
+    ],
 )
-def test_a_module_that_cannot_be_imported_names_what_was_short(tmp_path: Path, text: str, words: set[str]) -> None:
-    assert set(judge(tmp_path, comers_writer_1=[("error", ["ImportError", "Exception"], text, None)])) == words
-
-
-@pytest.mark.parametrize(("limited", "words"), [(set(), {"nameless"}), ({1}, set())])
-def test_python_has_no_name_for_a_frame_that_finds_no_memory(
-    tmp_path: Path, limited: set[int], words: set[str]
-) -> None:
-    Journal(tmp_path / "service.1.1").note("error", ["SystemError", "Exception"], verdict.NO_FRAME, None)
+def test_errors_that_name_no_cause(tmp_path: Path, error: tuple[str, str], limited: set[int], words: set[str]) -> None:
+    Journal(tmp_path / "service.1.1").note("error", [error[0], "Exception"], error[1], None)
     assert {word for word, texts in verdict.judge(tmp_path, limited).wrong.items() if texts} == words
 
 
@@ -138,21 +138,6 @@ def test_what_a_service_says(tmp_path: Path, word: str) -> None:
     assert set(judge(tmp_path, service_1=[("counts", {"requests": 3}), (word, "what")])) == {word}
 
 
-@pytest.mark.parametrize(
-    ("raise_one", "words"),
-    [(lambda: {}["a"], {"nameless"}), (Path("/nowhere").stat, {"nameless"}), (lambda: bytes(1 << 62), set())],
-    ids=["KeyError", "FileNotFoundError", "MemoryError"],
-)
-def test_errors_without_a_name(tmp_path: Path, raise_one: Callable[[], object], words: set[str]) -> None:
-    journal = Journal(tmp_path / "service.1.1")
-    try:
-        raise_one()
-    except Exception as error:
-        journal.failed(error)
-    found = verdict.judge(tmp_path, set()).wrong
-    assert {word for word, texts in found.items() if texts} == words
-
-
 def test_memory_that_grows(tmp_path: Path) -> None:
     class Later(Journal):
         at = 0.0
@@ -187,12 +172,6 @@ def test_what_nobody_has_caught(tmp_path: Path, limited: set[int], words: set[st
     (tmp_path / "logs" / "comers.writer.3").write_text("a warning\nException in callback Pump.run()\n")
     found = verdict.judge(tmp_path / "journals", limited).wrong
     assert {word for word, texts in found.items() if texts} == words
-
-
-def test_too_long_a_path() -> None:
-    command = [sys.executable, "-m", "tools.campaign", "--minutes", "0.1", "--keep", f"/tmp/{'x' * 100}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, "too long a path" in done.stderr) == (2, True)
 
 
 @pytest.mark.slow

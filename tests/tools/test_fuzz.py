@@ -34,12 +34,6 @@ def test_a_target(name: str) -> None:
     assert smoke(TARGETS[name], changes=60) > 60
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS)
-def test_a_target_for_longer(name: str) -> None:
-    assert smoke(TARGETS[name], changes=1500, seed=1) > 1500
-
-
 class TestAFaultIsFound:
     def test_another_error_than_the_documented_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def decode(body: bytes) -> Any:

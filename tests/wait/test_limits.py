@@ -115,7 +115,7 @@ class TestSettle:
             await settle(future, cancel=cancel)
         assert not future.done()
 
-    async def test_cancelling_it_leaves_the_futures_alone(self) -> None:
+    async def test_cancelling_it_leaves_the_future_alone(self) -> None:
         future = new_future()
         task = asyncio.ensure_future(settle(future, cancel=asyncio.Event(), deadline=monotonic() + 60))
         await turns(5)

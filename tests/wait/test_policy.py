@@ -63,18 +63,17 @@ def nothing_left_behind() -> None:
 
 
 class TestStreams:
-    @pytest.mark.parametrize("wake_ups", [0.01, 0.25, 1, 2])
-    def test_a_hot_one_is_spun_for(self, machine: Machine, wake_ups: float) -> None:
-        assert all(waits(machine.policy(), [int(wake_ups * machine.wake_up_ns)] * 200))
-
-    @pytest.mark.parametrize("gap", [2 * MS, 5 * MS, 50 * MS, 10_000 * MS])
-    def test_a_slow_one_is_not(self, machine: Machine, gap: int) -> None:
-        assert parks(waits(machine.policy(), [gap] * 1000)[FEW:])
-
-    def test_a_hot_one_is_still_spun_for_after_a_hiccup(self, machine: Machine) -> None:
-        spun = waits(machine.policy(), [5_000] * 50 + [3 * MS] + [5_000] * 50)
+    @pytest.mark.parametrize("wake_ups", [0.01, 2])
+    def test_hot_one_is_spun_for_also_after_a_hiccup(self, machine: Machine, wake_ups: float) -> None:
+        gap = int(wake_ups * machine.wake_up_ns)
+        spun = waits(machine.policy(), [gap] * 50 + [3 * MS] + [gap] * 50)
         assert all(spun[:51])
         assert all(spun[53:]), "the wait that follows a late message may park, the next ones spin"
+
+    @pytest.mark.parametrize("gap", [2 * MS, 10_000 * MS])
+    def test_slow_one_is_not_also_after_a_hot_one(self, machine: Machine, gap: int) -> None:
+        spun = waits(machine.policy(), [5_000] * 50 + [gap] * 1000)
+        assert parks(spun[50 + FEW :])
 
     def test_batches_count_message_by_message(self, machine: Machine) -> None:
         """Twenty messages that one wake-up drains are twenty short gaps, not one long one."""
@@ -92,7 +91,7 @@ class TestBursts:
         spun = waits(policy, [60_000 * MS] * 20)
         assert sum(spun) <= FAILURES + 1
 
-    @pytest.mark.parametrize("silence", [10 * MS, 1_000 * MS, 3_600_000 * MS])
+    @pytest.mark.parametrize("silence", [10 * MS, 3_600_000 * MS])
     def test_ping_pong_after_a_silence_is_hot_after_a_few_messages(self, machine: Machine, silence: int) -> None:
         assert all(waits(machine.policy(), [silence, *[2 * machine.wake_up_ns] * 100])[FEW:])
 
@@ -140,22 +139,17 @@ class TestFailures:
         probes = [number for number, did in enumerate(spun, 1) if did][FAILURES:]
         assert [number % PROBE for number in probes] == [0] * 10
 
-    def test_a_hit_switches_it_on_again(self, machine: Machine) -> None:
+    @pytest.mark.parametrize("burst", [False, True])
+    def test_a_hit_or_a_burst_switches_it_on_again(self, machine: Machine, burst: bool) -> None:
         policy = machine.policy()
         for _ in range(FAILURES):
             assert budget_ns(policy, 0, 0)
             spun_for(policy, False)
-        spun = waits(policy, [machine.cost.hot_gap_ns // 2] * (PROBE + 50))
-        probe = PROBE - FAILURES - 1
-        assert not any(spun[:probe])
-        assert all(spun[probe:]), "the probe hit"
-
-    def test_a_burst_switches_it_on_again(self, machine: Machine) -> None:
-        policy = machine.policy()
-        for _ in range(FAILURES):
-            assert budget_ns(policy, 0, 0)
-            spun_for(policy, False)
-        assert all(waits(policy, [1_000] * 20)[1:])
+        gap = 1_000 if burst else machine.cost.hot_gap_ns // 2
+        spun = waits(policy, [int(gap)] * (PROBE + 50))
+        first = 1 if burst else PROBE - FAILURES - 1
+        assert not any(spun[:first])
+        assert all(spun[first:])
 
 
 class TestWhereNothingMaySpin:
@@ -224,7 +218,7 @@ class TestModes:
     def test_park_always_does(self, gaps: list[int]) -> None:
         policy = TYPICAL.policy(mode="park")
         assert not any(waits(policy, gaps))
-        assert not policy.cost.known, "and nothing is measured for it"
+        assert not policy.cost._ns, "and nothing is measured for it"
 
 
 class TestMoreEndsThanCpus:
@@ -244,7 +238,7 @@ class TestMoreEndsThanCpus:
         before = follow(machine, self.crowded(machine), times([5 * US] * 500))
         assert record.naps - before.naps <= NAPS
 
-    @pytest.mark.parametrize("gap", [MS, 5 * MS, 1000 * MS])
+    @pytest.mark.parametrize("gap", [MS, 1000 * MS])
     def test_slower_messages_are_parked_for(self, machine: Machine, gap: int) -> None:
         record = follow(machine, self.crowded(machine), times([gap] * 300))
         assert record.naps <= NAPS, "none but at the beginning"

@@ -45,14 +45,14 @@ def followed(machine: Machine, arrivals: list[int], **options: float) -> Record:
 
 
 class TestSteady:
-    @pytest.mark.parametrize("period", [0.5 * MS, MS, 5 * MS, 20 * MS, 100 * MS, 1000 * MS])
+    @pytest.mark.parametrize("period", [0.5 * MS, 5 * MS, 1000 * MS])
     def test_one_that_keeps_time_is_caught_for_next_to_nothing(self, quick_machine: Machine, period: float) -> None:
         record = followed(quick_machine, times(jittered(period, 0, 500)))
         assert record.hit_ratio(LEARNING) > 0.9
         assert record.spin_share < 0.005 + 40 * US / period
 
-    @pytest.mark.parametrize("period", [MS, 2 * MS, 5 * MS, 20 * MS, 50 * MS])
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("period", [MS, 5 * MS, 50 * MS])
+    @pytest.mark.parametrize("seed", range(2))
     def test_a_little_jitter_costs_little(self, quick_machine: Machine, period: float, seed: int) -> None:
         record = followed(quick_machine, times(jittered(period, 0.02, 1000, seed)))
         assert record.hit_ratio(LEARNING) > CAUGHT
@@ -102,7 +102,7 @@ class TestBursts:
 
 
 class TestChange:
-    @pytest.mark.parametrize(("before", "after"), [(5, 10), (10, 5), (5, 6), (20, 5), (2, 100)])
+    @pytest.mark.parametrize(("before", "after"), [(10, 5), (5, 6), (2, 100)])
     def test_of_period_is_followed_within_a_few_messages(
         self, quick_machine: Machine, before: float, after: float
     ) -> None:
@@ -140,7 +140,7 @@ class TestCrowdedContainer:
 
 
 class TestSilence:
-    @pytest.mark.parametrize("silence", [50 * MS, 1000 * MS, 60_000 * MS])
+    @pytest.mark.parametrize("silence", [50 * MS, 60_000 * MS])
     def test_costs_a_window_or_two(self, machine: Machine, silence: float) -> None:
         steady = jittered(5 * MS, 0.02, 100)
         quiet = follow(machine, machine.policy(), times([*steady, silence]))
@@ -149,7 +149,7 @@ class TestSilence:
         more = sum(ns for _, ns in quiet.spent) - sum(ns for _, ns in until_then.spent)
         assert 0 < more < 0.4 * 5 * MS
 
-    @pytest.mark.parametrize("silence", [50 * MS, 1000 * MS, 60_000 * MS])
+    @pytest.mark.parametrize("silence", [50 * MS, 60_000 * MS])
     def test_is_over_when_messages_are_back(self, machine: Machine, silence: float) -> None:
         before, after = jittered(5 * MS, 0.02, 100), jittered(5 * MS, 0.02, 1000)
         record = followed(machine, times([*before, silence, *after]))
@@ -170,11 +170,9 @@ class TestSilence:
 
 
 class TestBudget:
-    @pytest.mark.parametrize("share", [0.01, 0.03, 0.1, 0.3])
-    @pytest.mark.parametrize(
-        "jitter", [0.0, 0.1, *(pytest.param(jitter, marks=pytest.mark.slow) for jitter in (0.02, 0.05, 0.2))]
-    )
-    @pytest.mark.parametrize("period", [0.4 * MS, MS, 5 * MS, 20 * MS])
+    @pytest.mark.parametrize("share", [0.01, 0.3])
+    @pytest.mark.parametrize("jitter", [0.0, 0.1])
+    @pytest.mark.parametrize("period", [0.4 * MS, 5 * MS])
     def test_bounds_what_rhythms_cost(self, machine: Machine, share: float, jitter: float, period: float) -> None:
         arrivals = times(jittered(period, jitter, 1500))
         record = follow(machine, machine.policy(max_spin_cpu=share), arrivals)

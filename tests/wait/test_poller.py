@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import threading
 from time import monotonic, monotonic_ns
 
 import pytest
 from loops import turns
-from support import until
-from waiters import MODES, End, pollers
+from support import bystander, until
+from waiters import MODES, End, Told, pollers
 
 from aioshm.config import Wait
 from aioshm.errors import QueueCancelled
-from aioshm.ring import memory_fence
 from aioshm.wait import limits as limits_module
-from aioshm.wait.policy import WaitMode
+from aioshm.wait.limits import Stall
+from aioshm.wait.policy import Step, WaitMode
 
 __all__ = ["pollers"]  # a fixture
 
@@ -157,35 +155,67 @@ class TestNoWakeUpIsLost:
         await asyncio.wait_for(end.wait(look=look), 10)
         assert end.poller.stats.parks == 1
 
-    @pytest.mark.parametrize("mode", ["park", "adaptive"])
-    async def test_by_a_thread_at_any_moment(self, mode: Wait) -> None:
-        """The other end publishes whenever it likes, and wakes only whom it finds parked."""
+
+class TestSpinning:
+    @pytest.mark.parametrize(("yields", "looks"), [(False, 1), (True, 100)])
+    async def test_tells_whether_the_other_tasks_have_run(self, yields: bool, looks: int) -> None:
+        end = End("spin")
+
+        def look() -> bool:
+            end.looks += 1
+            return end.looks > looks
+
+        async with bystander() as other:
+            assert await end.wait(look=look) is yields
+            assert (other.turns > 0) is yields
+
+    async def test_mode_adaptive_asks_the_policy(self) -> None:
+        end = End(mode="adaptive")
+        now = monotonic_ns()
+        first, second = [Step(WaitMode.SPIN, now + 5_000_000_000)], [Step(WaitMode.SPIN, now)]
+        told = end.poller.policy = Told(first, second)
+        task = asyncio.ensure_future(end.poller.wait(end.look, 3, 4))
+        await turns(5)
+        end.ready = True
+        await asyncio.wait_for(task, 10)
+        assert told.learnt == [("begin", 3, 4), ("hit", False)]
+        end.ready = False
+        task = await end.asleep()
+        assert told.learnt[2:] == [("begin", 0, 0), ("missed",)]
+        end.publish()
+        await task
+        assert told.learnt[4:] == [("hit", True)]
+        assert (end.poller.modes[WaitMode.SPIN], end.poller.stats.parks) == (2, 1)
+
+
+class TestStalls:
+    @pytest.mark.slow_on_uvloop
+    @pytest.mark.parametrize("mode", ["adaptive", "park"])
+    async def test_are_reported_again_and_again(self, mode: Wait) -> None:
         end = End(mode)
-        loop = asyncio.get_running_loop()
-        published = 0
-        go = threading.Semaphore(0)
-        rng = random.Random(4)
+        reports: list[float] = []
+        stall = Stall(0.2, lambda _: reports.append(monotonic()))
+        due = stall.at
+        task = asyncio.ensure_future(end.wait(stall=stall))
+        await until(lambda: reports, "the report")
+        assert due <= reports[0]
+        for _ in range(10):
+            end.poller.wake()
+            await turns(3)
+        assert len(reports) == 1
+        await until(lambda: len(reports) == 3, "two more")
+        assert reports[1] - reports[0] > 0.19 < reports[2] - reports[1]
+        end.publish()
+        await asyncio.wait_for(task, 10)
+        assert (len(reports), end.loop.pending()) == (3, [])
 
-        def publish_all() -> None:
-            nonlocal published
-            for _ in range(400):
-                go.acquire()
-                for _ in range(rng.randrange(300)):
-                    pass
-                published += 1
-                memory_fence()
-                if end.parked[0]:
-                    loop.call_soon_threadsafe(end.poller.wake)
-
-        thread = threading.Thread(target=publish_all)
-        thread.start()
-        try:
-            for number in range(1, 401):
-                go.release()
-                await end.poller.wait(
-                    lambda expected=number: published >= expected, number, monotonic_ns(), deadline=monotonic() + 20
-                )
-        finally:
-            go.release(400)
-            thread.join()
-        assert end.poller.stats.parks + end.poller.modes[WaitMode.SPIN] > 0
+    async def test_are_reported_by_a_spinning_end(self) -> None:
+        end = End("spin")
+        reports: list[bool] = []
+        task = asyncio.ensure_future(end.wait(stall=Stall(0.01, lambda _: reports.append(True))))
+        await until(lambda: reports, "the report")
+        looks = end.looks
+        await until(lambda: end.looks > looks + 3, "spinning on")
+        end.ready = True
+        await asyncio.wait_for(task, 10)
+        assert reports

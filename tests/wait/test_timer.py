@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import os
 from collections.abc import Iterator
 from select import select
 from time import monotonic_ns
@@ -13,7 +15,7 @@ from loops import open_fds, turns
 from support import until
 
 from aioshm.wait import timer as timer_module
-from aioshm.wait.timer import Timer
+from aioshm.wait.timer import Timer, timerfd_create, timerfd_settime
 
 MS = 1_000_000
 
@@ -139,3 +141,47 @@ def test_may_be_closed_after_its_loop() -> None:
 
     asyncio.run(arm())
     timers[0].close()
+
+
+# Timers with a descriptor
+
+
+@pytest.fixture
+def timerfd(kind: str) -> Iterator[int]:
+    if kind != "timerfd":
+        pytest.skip("it is tried once")
+    fd = timerfd_create()
+    yield fd
+    os.close(fd)
+
+
+def expires(fd: int, within_s: float = 30) -> bool:
+    return bool(select([fd], [], [], within_s)[0])
+
+
+@pytest.mark.parametrize("later_ns", [20 * MS, 0, -(10**9), -(1 << 60)])
+def test_timerfd_expires_at_a_time_and_can_be_disarmed(timerfd: int, later_ns: int) -> None:
+    assert not os.get_inheritable(timerfd)
+    assert not expires(timerfd, 0)
+    at_ns = monotonic_ns() + later_ns
+    timerfd_settime(timerfd, at_ns)
+    assert expires(timerfd)
+    assert monotonic_ns() >= at_ns
+    assert os.read(timerfd, 8) == (1).to_bytes(8, "little")
+    with pytest.raises(BlockingIOError):
+        os.read(timerfd, 8)
+    timerfd_settime(timerfd, 1)
+    timerfd_settime(timerfd, 0)
+    assert not expires(timerfd, 0)
+
+
+def test_timerfd_refuses_other_descriptors(timerfd: int) -> None:
+    other, end = os.pipe()
+    for fd, number in ((-1, errno.EBADF), (1 << 30, errno.EBADF), (other, errno.EINVAL)):
+        with pytest.raises(OSError, match=os.strerror(number)) as caught:
+            timerfd_settime(fd, 1)
+        assert caught.value.errno == number
+    os.close(other)
+    os.close(end)
+    with pytest.raises(OverflowError):
+        timerfd_settime((1 << 32) + timerfd, 1)

@@ -1,4 +1,4 @@
-"""What strikes: kills, stops, limits, full disks, and jumps of the clock, one after the other at random."""
+"""What strikes: kills, stops, limits and full disks, one after the other at random."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.campaign.stage import Actor, Stage
 
 PERIOD_S = 0.25
 LONGEST_STOP_S, LONGEST_LIMIT_S, LONGEST_FULL_S = 2.5, 3.0, 1.5
-WEIGHTS = {"kill": 50, "stop": 20, "descriptors": 10, "memory": 8, "disk": 4, "clock": 4}
+WEIGHTS = {"kill": 50, "stop": 20, "descriptors": 10, "memory": 8, "disk": 4}
 DESCENDANT, GROWN_S = 0.15, 6.0
 """How often it is a process that the service has started, of all strikes at processes, once it has had time to start:
 what dies before everything is ready ends the startup, by name."""
@@ -128,10 +128,6 @@ class Faults:
             self._sandbox.fill()
             self.done["disks full"] += 1
             self._later(LONGEST_FULL_S, self._sandbox.clear)
-
-    def _clock(self) -> None:
-        self._sandbox.jump(self._chance.choice((-1, 1)) * self._chance.choice((1, 60, 3600, 10**7)))
-        self.done["clock jumps"] += 1
 
 
 def _serves(process: psutil.Process) -> bool:

@@ -1,11 +1,10 @@
-"""Namespaces of the campaign's own: processes, mounts with little room, a network; other clocks where there are any."""
+"""Namespaces of the campaign's own: processes, mounts with little room, a network; other monotonic clocks."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import random
-import shutil
 import socket
 import struct
 import subprocess
@@ -22,7 +21,6 @@ LONGEST = 107 - len("/disk/aioshm/.lifeline") - 32
 """How long the path of the directory may be, as those of sockets are bounded."""
 INSIDE = "AIOSHM_CAMPAIGN_INSIDE"
 _UNSHARE = ("unshare", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")
-_CLOCK = Path(__file__).with_name("clock.c")
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
@@ -42,7 +40,6 @@ class Sandbox:
         self.disk.mkdir(mode=0o700)
         self.whole = INSIDE in os.environ  # in namespaces: then whatever is left behind is the campaign's
         self.lacks: list[str] = []
-        self._clock = work / "clock"
         self._filled: list[Path] = []
         if self.whole:
             _interface_up()
@@ -54,33 +51,15 @@ class Sandbox:
         self._has_time = not done.returncode
         if not self._has_time:
             self.lacks.append("no time namespaces: monotonic clocks do not differ")
-        # Not libfaketime: under 0.9.10 with the monotonic clock left alone, clock_nanosleep fails with EINVAL.
-        self._clock_library = work / "clock.so"
-        command = [shutil.which("cc") or "cc", "-shared", "-fPIC", "-O2", "-o", str(self._clock_library), str(_CLOCK)]
-        with suppress(OSError):
-            subprocess.run(command, capture_output=True, check=False)
-        self._has_clock = self._clock_library.exists()
-        if not self._has_clock:
-            self.lacks.append("no C compiler: the time of day does not jump")
         for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
             os.environ[variable] = str(self.disk)
-        self.jump(0)
 
-    # Clocks
-
-    def other_clocks(self, chance: random.Random) -> tuple[int, dict[str, str]]:
-        """Return by how much the monotonic clock of a process is moved, and variables for another time of day."""
-        if self._has_time and (chance.random() < 0.5 or not self._has_clock):
-            uptime = int(float(Path("/proc/uptime").read_text().split()[0]))
-            return max(1 - uptime, chance.choice([-1, 1]) * chance.randrange(1, 1000)), {}
-        if not self._has_clock:
-            return 0, {}
-        return 0, {"LD_PRELOAD": str(self._clock_library), "CAMPAIGN_CLOCK": str(self._clock)}
-
-    def jump(self, seconds: int) -> None:
-        """Have the time of day be so many seconds ahead, from now on, in the processes whose clock is another."""
-        with self._clock.open("r+b" if self._clock.exists() else "wb") as file:
-            file.write(struct.pack("q", seconds))
+    def other_clock(self, chance: random.Random) -> int:
+        """Return by how many seconds the monotonic clock of a process is moved."""
+        if not self._has_time:
+            return 0
+        uptime = int(float(Path("/proc/uptime").read_text().split()[0]))
+        return max(1 - uptime, chance.choice([-1, 1]) * chance.randrange(1, 1000))
 
     # Disks
 

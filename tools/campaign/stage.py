@@ -101,7 +101,7 @@ class Stage:
         }
         environ: dict[str, str] = {}
         if chance.random() < 0.2:
-            told["offset"], environ = self._sandbox.other_clocks(chance)
+            told["offset"] = self._sandbox.other_clock(chance)
         if chance.random() < 0.25:
             environ["AIOSHM_NATIVE"] = "0"
         path = self._work / "logs" / f"{actor.name}.{actor.starts}"

@@ -28,7 +28,6 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first one (default: 0)")
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--trace", action="store_true", help="say what happens in it")
-    parser.add_argument("--only", choices=["remote", "events", "engine"], help="only this part of each")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--mutants", action="store_true", help="plant each bug, and say which seed finds it")
     parser.add_argument("--mutant", choices=[bug.name for bug in BUGS], action="append", help="plant this bug")
@@ -40,29 +39,29 @@ def main() -> int:
         bugs = [bug for bug in BUGS if not given.mutant or bug.name in given.mutant]
         return _mutants(bugs, given.first, HUNTED_SEEDS if given.seeds is None else given.seeds, given.jobs)
     if given.seed is not None:
-        return _one(given.seed, traced=given.trace, only=given.only)
-    return _all(given.first, SEEDS if given.seeds is None else given.seeds, given.jobs, given.only)
+        return _one(given.seed, traced=given.trace)
+    return _all(given.first, SEEDS if given.seeds is None else given.seeds, given.jobs)
 
 
-def _one(seed: int, *, traced: bool, only: str | None) -> int:
+def _one(seed: int, *, traced: bool) -> int:
     from tools.simulate.one import prepare, run_seed
 
     prepare()
-    world, figures, violation = run_seed(seed, traced=traced, only=only)
+    world, figures, violation = run_seed(seed, traced=traced)
     for line in world.trace:
         print(line)
     print(f"seed {seed}: {violation or 'all holds'}; {figures}")
     return 1 if violation else 0
 
 
-def _all(first: int, seeds: int, jobs: int, only: str | None) -> int:
+def _all(first: int, seeds: int, jobs: int) -> int:
     began = time.monotonic()
     figures: Counter[str] = Counter()
     bad: dict[int, str] = {}
     with ProcessPoolExecutor(jobs) as pool:
         starts = range(first, first + seeds, _BATCH)
         counts = [min(_BATCH, first + seeds - start) for start in starts]
-        for found, violations in pool.map(_some, starts, counts, [only] * len(counts)):
+        for found, violations in pool.map(_some, starts, counts):
             figures.update(found)
             bad |= violations
     for seed, text in sorted(bad.items()):
@@ -76,14 +75,14 @@ def _all(first: int, seeds: int, jobs: int, only: str | None) -> int:
     return 1 if bad else 0
 
 
-def _some(first: int, count: int, only: str | None = None) -> tuple[Counter[str], dict[int, str]]:
+def _some(first: int, count: int) -> tuple[Counter[str], dict[int, str]]:
     from tools.simulate.one import prepare, run_seed
 
     prepare()
     figures: Counter[str] = Counter()
     bad = {}
     for seed in range(first, first + count):
-        _, found, violation = run_seed(seed, only=only)
+        _, found, violation = run_seed(seed)
         figures.update(found)
         if violation is not None:
             bad[seed] = str(violation)
