@@ -22,40 +22,32 @@ _MEASURED_NS = 100_000  # sleep of a measured timer: about as long as the gaps f
 _ENOUGH_NS = 1_000_000  # no further timer is tried after this: the machine is busy, and so is the loop
 _POLL_MS = 20
 
-if sys.platform == "linux":
-    # Python has these calls from 3.13 on. PyDLL: they are too short to release the GIL for.
-    _libc = ctypes.PyDLL(None, use_errno=True)
-    _CLOCK_MONOTONIC = 1
-    _TFD_TIMER_ABSTIME = 1
+# Python has these calls from 3.13 on. PyDLL: they are too short to release the GIL for.
+_libc = ctypes.PyDLL(None, use_errno=True)
+_CLOCK_MONOTONIC = 1
+_TFD_TIMER_ABSTIME = 1
 
-    class _ItimerSpec(ctypes.Structure):
-        _fields_ = (("interval", ctypes.c_long * 2), ("value", ctypes.c_long * 2))
 
-    def timerfd_create() -> int:
-        """Return the descriptor of a new timer on CLOCK_MONOTONIC, nonblocking and closed on exec."""
-        fd = int(_libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
-        if fd < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return fd
+class _ItimerSpec(ctypes.Structure):
+    _fields_ = (("interval", ctypes.c_long * 2), ("value", ctypes.c_long * 2))
 
-    def timerfd_settime(fd: int, at_ns: int, /) -> None:
-        """Arm a timer for a time of CLOCK_MONOTONIC in nanoseconds; 0 disarms it."""
-        if not -1 << 31 <= fd < 1 << 31:
-            raise OverflowError("no descriptor is that large")
-        seconds, nanoseconds = divmod(1 if at_ns < 0 else at_ns, 1_000_000_000)
-        when = _ItimerSpec((0, 0), (seconds, nanoseconds))
-        if _libc.timerfd_settime(fd, _TFD_TIMER_ABSTIME, ctypes.byref(when), None) < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
-else:
+def timerfd_create() -> int:
+    """Return the descriptor of a new timer on CLOCK_MONOTONIC, nonblocking and closed on exec."""
+    fd = int(_libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
 
-    def timerfd_create() -> int:
-        """Raise: see `HAVE_TIMERFD`."""
-        raise OSError("this system has no timerfd")
 
-    def timerfd_settime(fd: int, at_ns: int, /) -> None:
-        """Raise: see `HAVE_TIMERFD`."""
-        raise OSError("this system has no timerfd")
+def timerfd_settime(fd: int, at_ns: int, /) -> None:
+    """Arm a timer for a time of CLOCK_MONOTONIC in nanoseconds; 0 disarms it."""
+    if at_ns < 0:
+        at_ns = 1
+    seconds, nanoseconds = divmod(at_ns, 1_000_000_000)
+    when = _ItimerSpec((0, 0), (seconds, nanoseconds))
+    if _libc.timerfd_settime(fd, _TFD_TIMER_ABSTIME, ctypes.byref(when), None) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def open_timer() -> int:
