@@ -155,13 +155,7 @@ class EngineClient(Closing):
         self._open_host().run(lambda: self._client.wait_until_ready(timeout))
 
     def submit(self, request: Any, *, engine: int | None = None, timeout: float | None = None) -> OutputStream[Any]:
-        """Send a request; return the iterator of its outputs. The request is sent when this returns.
-
-        Args:
-            request: Do not change it before this returns.
-            engine: The rank of the engine; None: the least busy one.
-            timeout: Seconds that each output may take; None: no limit.
-        """
+        """Send a request; return the iterator of its outputs: see `aioshm.engine.EngineClient.submit`."""
         if timeout is not None:
             check_seconds("timeout", timeout)
         host = self._open_host()
@@ -279,13 +273,8 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
 
         Raises:
             StopIteration: The request is finished, and all outputs were returned.
-            TimeoutError: No output arrived in time; the text names the request and its engine.
-            EngineDead: An engine is dead.
-            RequestFailed: The engine has refused the request.
-            RequestAborted: The stream was closed, or its id was aborted.
-            QueueClosed: The client was closed.
             RoleError: Another thread waits for the next output, or this is a forked child.
-            TypeError, ValueError: ``timeout`` is invalid.
+            EngineDead, QueueClosed, RequestAborted, RequestFailed, TimeoutError: As in `aioshm.engine.OutputStream`.
         """
         inbox = self._inbox
         try:

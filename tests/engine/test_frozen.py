@@ -61,42 +61,33 @@ def freezer() -> Iterator[Freezer]:
     path.rmdir()
 
 
-async def test_frozen_engine_is_stopped_and_comes_back(freezer: Freezer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_frozen_engine_and_worker_are_stopped_and_come_back(
+    freezer: Freezer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "aioshm.engine")
-    client = ClientOptions(options=OPTIONS)
-    async with EngineSupervisor(
-        serve, 2, restart=HANG, client=client, layout=EngineLayout(coordinator=False)
-    ) as supervisor:
-        before = pids(supervisor)
+    layout = EngineLayout(coordinator=False)
+    async with (
+        EngineSupervisor(serve, 2, restart=HANG, client=ClientOptions(options=OPTIONS), layout=layout) as supervisor,
+        WorkerGroup(Engine, 2, restart=HANG, options=OPTIONS) as group,
+    ):
+        engines = pids(supervisor)
+        workers = group.pids
         stream = supervisor.client.submit(ask("a", None), engine=0)
         await anext(stream)
-        freezer.add(before[0])
+        freezer.add(engines[0])
+        freezer.add(workers[0])
         freezer.freeze()
         try:
-            await until(lambda: f"engine 0 (pid {before[0]}) is stopped: no progress for" in caplog.text)
-            assert supervisor.engines[0].state == "stopped"
-            assert "frozen" in supervisor.engines[0].where
+            for pid in (engines[0], workers[0]):
+                await until(lambda pid=pid: f"(pid {pid}) is stopped: no progress for" in caplog.text)
+            for each in (supervisor.engines[0], group.workers[0]):
+                assert each.state == "stopped"
+                assert "frozen" in each.where
             assert [supervisor.client.submit(ask(f"{number}")).engine for number in range(3)] == [1] * 3
-        finally:
-            freezer.freeze(frozen=False)
-        await until(lambda: supervisor.engines[0].state == "running")
-        assert pids(supervisor) == before
-        assert len(await collected(supervisor.client.submit(ask("b"), engine=0))) == 3
-
-
-async def test_frozen_worker_is_stopped_and_comes_back(freezer: Freezer, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "aioshm.engine")
-    async with WorkerGroup(Engine, 2, restart=HANG, options=OPTIONS) as group:
-        before = group.pids
-        freezer.add(before[0])
-        freezer.freeze()
-        try:
-            await until(lambda: f"(pid {before[0]}) is stopped: no progress for" in caplog.text)
-            assert group.workers[0].state == "stopped"
-            assert "frozen" in group.workers[0].where
             assert [await group.call_any("add", number) for number in range(3)] == [1, 2, 3]
         finally:
             freezer.freeze(frozen=False)
-        await until(lambda: group.workers[0].state == "running")
-        assert group.pids == before
+        await until(lambda: supervisor.engines[0].state == group.workers[0].state == "running")
+        assert (pids(supervisor), group.pids) == (engines, workers)
+        assert len(await collected(supervisor.client.submit(ask("b"), engine=0))) == 3
         assert await group.call(0, "add", 1) == 2

@@ -61,19 +61,14 @@ def test_one_line_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_file_of_ones_own_comes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_comes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHM_USAGE_STATS", str(tmp_path / "not here"))
     assert report_usage_stats(to=tmp_path / "here")
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
-
-
-def test_a_callable() -> None:
     reports: list[dict[str, Any]] = []
     value = object()
     assert report_usage_stats({"value": value}, "mine", to=reports.append)
-    (report,) = reports
-    assert report["value"] is value
-    assert report["usage_context"] == "mine"
+    assert (reports[0]["value"], reports[0]["usage_context"]) == (value, "mine")
 
 
 class Mode(Enum):
@@ -112,11 +107,6 @@ class Context(Enum):
     SERVER = "server"
 
 
-def test_no_configuration(caplog: pytest.LogCaptureFixture) -> None:
-    assert report_usage_stats(7, to=[].append) is False
-    assert "stats must be a mapping or a configuration like vLLM's, not 7" in caplog.text
-
-
 def test_many_at_once_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "usage.jsonl"
     threads = [
@@ -137,6 +127,8 @@ def test_what_fails_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, "aioshm.engine"):
         assert report_usage_stats(to=fail) is False
         assert report_usage_stats(to=tmp_path / "no" / "such" / "directory") is False
+        assert report_usage_stats(7, to=[].append) is False
+    assert "stats must be a mapping or a configuration like vLLM's, not 7" in caplog.text
     assert "the usage report failed: not today" in caplog.text
     assert "No such file or directory" in caplog.text
 

@@ -198,10 +198,8 @@ class Engines:
         if deaths:
             said = "; ".join(map(str, deaths))
             return EngineDead(f"no engine is left: {said}", engine=deaths[-1].engine, pid=deaths[-1].pid)
-        states = dict.fromkeys(self.ranks, "cannot be reached")
-        states.update(dict.fromkeys(self.leaving, "is being taken out of service"))
-        said = "; ".join(f"engine {rank} {state}" for rank, state in states.items())
-        return EngineDead(f"no engine is left: {said}", engine=self.ranks[0])
+        text = f"no engine is left: engines {', '.join(map(str, self.ranks))} cannot be reached, or are leaving"
+        return EngineDead(text, engine=self.ranks[0])
 
     def take_in(self, rank: int) -> None:
         """Start to send requests to an engine that has registered, unless the engine is leaving."""

@@ -323,33 +323,21 @@ class EngineHandshake:
     Attributes:
         identity: The ZeroMQ identity for its socket.
         state: Its progress: NEW until INIT has come, READY once READY is sent.
-        metadata: The decoded INIT.
-        init: INIT as received, with unknown fields.
         again: HELLO in the form for a repetition over a new connection.
     """
 
     def __init__(self, index: int, *, local: bool = True, headless: bool = False, named: bool = False) -> None:
         self.identity: bytes = identity(index)
         self.state: CoreEngineState = CoreEngineState.NEW
-        self.metadata: EngineHandshakeMetadata | None = None
-        self.init: dict[str, Any] = {}
         self._index = index
         self._local = bool(local)
         self._headless = bool(headless)
-        self._greeted = False
         self._process = secrets.token_hex(8)
         self._named = named
         self.again: bytes = self._message("HELLO", {"again": True}, named=True)
 
     def hello(self) -> bytes:
-        """Return the first message.
-
-        Raises:
-            HandshakeError: It was sent before.
-        """
-        if self._greeted:
-            raise _refused(self._index, self.state, "HELLO once more", "INIT from the front end")
-        self._greeted = True
+        """Return the first message."""
         return self._message("HELLO", {}, named=self._named)
 
     def receive(self, frames: Sequence[bytes]) -> EngineHandshakeMetadata:
@@ -358,8 +346,6 @@ class EngineHandshake:
         Raises:
             HandshakeError: It is no INIT, or comes at the wrong moment.
         """
-        if not self._greeted:
-            raise _refused(self._index, self.state, "a message from the front end", "to say HELLO first")
         if self.state is not CoreEngineState.NEW:
             raise _refused(self._index, self.state, "a message from the front end after INIT", "none")
         if len(frames) != 1:
@@ -370,8 +356,6 @@ class EngineHandshake:
         except ValueError as error:
             expected = "INIT, a MessagePack map with addresses and parallel_config"
             raise _refused(self._index, self.state, _cut(str(error)), expected) from None
-        self.init = fields
-        self.metadata = metadata
         self.state = CoreEngineState.CONNECTED
         return metadata
 

@@ -120,10 +120,7 @@ def test_engines_that_cannot_be_reached_are_named_before_their_deaths_are_told()
     for choose in (lambda: engines.choose(None), engines.in_service):
         with pytest.raises(EngineDead) as caught:
             choose()
-        assert str(caught.value) == (
-            "no engine is left: engine 4 cannot be reached; engine 5 is being taken out of service; "
-            "engine 6 cannot be reached"
-        )
+        assert str(caught.value) == "no engine is left: engines 4, 5, 6 cannot be reached, or are leaving"
         assert (caught.value.engine, caught.value.pid) == (4, None)
 
 
