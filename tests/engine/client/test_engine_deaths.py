@@ -247,6 +247,8 @@ async def test_processes_that_are_killed(place: str, watched: bool) -> None:
         assert caught.value.engine == 2
         if watched:
             assert f"engine 2 (pid {pids[2]}) was killed by SIGKILL" in str(caught.value)
+        else:
+            assert "its connection has ended" in str(caught.value)
         stop(pids[0])
         with pytest.raises(EngineDead):
             await anext(endless[0])

@@ -96,22 +96,6 @@ async def test_an_engine_that_dies_is_named_to_all_that_wait(number: signal.Sign
         assert victim.exitcode == (0 if number == signal.SIGTERM else -9)
 
 
-async def test_a_connection_over_tcp_that_ends_is_a_death() -> None:
-    addresses = EngineZmqAddresses(["tcp://127.0.0.1:0"], ["tcp://127.0.0.1:0"])
-    async with served_by_processes(2, watched=False, addresses=addresses) as serving:
-        assert serving.manager is not None
-        stream = serving.client.submit(ask("a", None), engine=0)
-        await anext(stream)
-        victim = serving.manager.processes[1].pid
-        assert victim is not None
-        began = time.monotonic()
-        stop(victim)
-        with pytest.raises(EngineDead, match=r"engine 1 .*its connection has ended") as caught:
-            await anext(stream)
-        assert time.monotonic() - began < WITHIN_S
-        assert (caught.value.engine, caught.value.pid) == (1, None)
-
-
 async def test_step_that_fails_ends_the_process_with_the_last_line_of_its_stderr() -> None:
     async with served_by_processes(2) as serving:
         manager = serving.manager
