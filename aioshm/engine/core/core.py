@@ -197,7 +197,7 @@ class EngineCore:
         if self._lockstep is not None and self._lockstep.running:
             return True  # also while it pauses: other engines may need it until all of them pause
         if self._pause.on:
-            return self._pause.finishes(len(self._owners))
+            return self._pause.order.mode == "finish" and bool(self._owners)
         if self._owners:
             return True
         has_work = getattr(self._engine, "has_work", None)
@@ -255,10 +255,8 @@ class EngineCore:
             request_id = request_id_of(self._decode(payload), "request")  # raises if there is no request to fail
             self._refuse(sender, request_id, str(error))
             return
-        if sender.generation and client not in self._pause.clients:
-            self._pause.clients.add(client)
-            assert self._sockets is not None
-            self._sockets.accept_heartbeats(client)
+        if sender.generation:
+            self._note_client(client)
         if self._pause.on and self._owners.get(request_id) != sender:  # else another part of an open request
             self._pause.held.append(Held(sender, request_id, request))
         else:
@@ -299,9 +297,8 @@ class EngineCore:
         held = self._pause.drop(client, set(named))
         its_own = [each for each in named if each in self._owners and self._owners[each].client == client]
         if its_own or held:
-            marked = client in self._pause.clients
             await self._drop(its_own)
-            self._send_batch(client, _Batch([], [], held.union(its_own)), marked=marked)
+            self._send_batch(client, _Batch([], [], held.union(its_own)))
 
     async def _drop(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -312,6 +309,13 @@ class EngineCore:
                 await _awaited(self._engine.abort_requests(request_ids))
         except Exception:
             logger.exception("engine %d could not abort %s", self.index, request_ids)
+
+    def _note_client(self, client: int) -> None:
+        """Note that a client is aioshm's: only those send generations, and orders to pause."""
+        if client not in self._pause.clients:
+            self._pause.clients.add(client)
+            assert self._sockets is not None
+            self._sockets.accept_heartbeats(client)
 
     def _start_wave(self, kind: Frame, payload: list[Frame]) -> None:
         if kind != _START_DP_WAVE:
@@ -334,7 +338,7 @@ class EngineCore:
             order = order_of(call.args)
         except ValueError as error:
             raise CodecError(f"no order to pause: {error}") from None
-        pause.clients.add(client)
+        self._note_client(client)
         pause.unanswered.append((client, call.call_id))
         if order <= pause.order:
             return
@@ -351,7 +355,9 @@ class EngineCore:
                     self._refuse(owner, request_id, "aborted: the engines were paused")
             return
         if not order.mode:
-            for held in pause.pop_held():
+            released = pause.held
+            pause.held = []
+            for held in released:
                 await self._admit(*held)
         if order.mode != "keep" and self._owners and self._lockstep is not None:
             self._report_wave(start=self._lockstep.add(0))
@@ -359,8 +365,9 @@ class EngineCore:
     def _answer_orders(self) -> None:
         """Answer all orders, if no step is to be taken or the engine is not paused."""
         if self._pause.unanswered and not (self._pause.on and self._has_work()):
-            for client, call_id in self._pause.pop_unanswered():
+            for client, call_id in self._pause.unanswered:
                 self.answer(client, UtilityOutput(call_id, None, (None, self._pause.order)))
+            self._pause.unanswered.clear()
 
     # Sending
 
@@ -383,14 +390,14 @@ class EngineCore:
                 del self._owners[request_id]
         for client, batch in by_client.items():
             try:
-                self._send_batch(client, batch, marked=any(batch.generations))
+                self._send_batch(client, batch)
             except CodecError:
                 await self._send_one_by_one(client, batch)
         return bool(by_client)
 
-    def _send_batch(self, client: int, batch: _Batch, *, marked: bool) -> None:
+    def _send_batch(self, client: int, batch: _Batch) -> None:
         outputs, generations, finished = batch
-        if marked:
+        if client in self._pause.clients:
             self._send(client, MarkedOutputs(self.index, outputs, finished_requests=finished, generations=generations))
         else:
             self._send(client, EngineCoreOutputs(self.index, outputs, finished_requests=finished or None))
@@ -403,7 +410,7 @@ class EngineCore:
             if is_finished(output):
                 single.finished.add(request_id)
             try:
-                self._send_batch(client, single, marked=bool(generation))
+                self._send_batch(client, single)
             except CodecError as error:
                 if request_id not in batch.finished:
                     await self._drop([request_id])
@@ -422,8 +429,7 @@ class EngineCore:
             self._send_last(owner, request_id, error_output(request_id, text))
 
     def _send_last(self, owner: Owner, request_id: str, output: Any) -> None:
-        batch = _Batch([output], [owner.generation], {request_id})
-        self._send_batch(owner.client, batch, marked=bool(owner.generation))
+        self._send_batch(owner.client, _Batch([output], [owner.generation], {request_id}))
 
     def _report_counts(self) -> None:
         """Report the load to the coordinator, if it has changed."""

@@ -36,10 +36,6 @@ class Pause:
         """Whether the engine is paused, or about to pause."""
         return bool(self.order.mode)
 
-    def finishes(self, n_requests: int) -> bool:
-        """Return whether a pausing engine still steps, because of its open requests."""
-        return self.order.mode == "finish" and n_requests > 0
-
     def drop(self, client: int, request_ids: set[str] | None = None) -> set[str]:
         """Drop held requests of a client, with these ids or all; return their ids."""
         found = {
@@ -56,13 +52,3 @@ class Pause:
         self.clients.discard(client)
         self.drop(client)
         self.unanswered = [each for each in self.unanswered if each[0] != client]
-
-    def pop_held(self) -> list[Held]:
-        held = self.held
-        self.held = []
-        return held
-
-    def pop_unanswered(self) -> list[tuple[int, int]]:
-        unanswered = self.unanswered
-        self.unanswered = []
-        return unanswered

@@ -247,7 +247,7 @@ class CoreSockets:
                 self._beat(front_end)
 
     def accept_heartbeats(self, client: int) -> None:
-        """Note that a client is aioshm's: its request has a generation."""
+        """Note that a client is aioshm's."""
         front_end = self._front_ends[client]
         if not front_end.takes_heartbeats and not front_end.gone:
             front_end.takes_heartbeats = True

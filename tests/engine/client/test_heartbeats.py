@@ -34,6 +34,7 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
+from aioshm.engine.protocol.control import PAUSE
 from aioshm.engine.protocol.messages import mark
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.progress import BUSY, ENDING, IDLE, STARTING, Progress
@@ -99,7 +100,8 @@ async def heard(front_end: FrontEnd) -> list[Any]:
     return heartbeat[1:]
 
 
-async def test_front_end_gets_heartbeats_once_its_requests_have_marks(own: Progress) -> None:
+@pytest.mark.parametrize("first", ["request", "order"])
+async def test_front_end_gets_heartbeats_once_it_is_certainly_aioshms(first: str, own: Progress) -> None:
     addresses = here_and_there()
     with zmq.Context() as context, closing(FrontEnd(context, addresses)) as front_end:
         async with engine_of(context, addresses):
@@ -109,9 +111,15 @@ async def test_front_end_gets_heartbeats_once_its_requests_have_marks(own: Progr
             before = own.read().turned_ns
             await until(lambda: own.read().turned_ns > before)  # dozens of heartbeats later
             assert not front_end.router.poll(0)
-            front_end.submit("b", generation=7)
+            if first == "order":
+                order = encode([0, 5, PAUSE, [1, 0, ""]])
+                front_end.router.send_multipart([b"\0\0", b"\x03", order])
+            else:
+                front_end.submit("b", generation=7)
             _phase, steps, _turns, expected_s, requests = await heard(front_end)
             assert (expected_s, requests) == (0.0, 0)
+            if first == "order":
+                return
             await received(front_end.pull)
             while (await heard(front_end))[1] == steps:
                 pass
