@@ -43,10 +43,6 @@ def hang_with_the_gil_held() -> None:
     ctypes.PyDLL(None).sleep(60)  # HERE: hang_with_the_gil_held
 
 
-def hang_with_the_gil_released() -> None:
-    time.sleep(60)  # HERE: hang_with_the_gil_released
-
-
 def hang_with_the_gil_until_somebody_opens(fifo: str) -> None:
     os.close(ctypes.PyDLL(None).open(fifo.encode(), os.O_RDONLY))  # HERE: hang_with_the_gil_until_somebody_opens
 
@@ -56,7 +52,7 @@ def hang_while_there_is(path: str) -> None:
         time.sleep(0.01)  # HERE: hang_while_there_is
 
 
-HANGS = {each.__name__: each for each in (hang_in_a_lock, hang_with_the_gil_held, hang_with_the_gil_released)}
+HANGS = {each.__name__: each for each in (hang_in_a_lock, hang_with_the_gil_held)}
 
 
 class Hanging(Engine):

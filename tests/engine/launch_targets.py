@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 import time
 from typing import Any
@@ -37,22 +35,6 @@ def fail(dp_rank: int, how: dict[int, str], **others: Any) -> None:
         def initialize(self, metadata: Any) -> dict[str, Any]:
             if kind == "in initialize":
                 raise RuntimeError("no weights")
-            if kind == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
             return super().initialize(metadata)
 
     asyncio.run(run_engine_core(Failing(), others["handshake_address"], dp_rank))
-
-
-def serve_api(listen_address: str, sock: Any, args: Any, client_config: dict[str, Any]) -> None:
-    """Be an API server that asks its engines once."""
-    from aioshm.engine import EngineClient, EngineZmqAddresses
-
-    async def work() -> None:
-        addresses = EngineZmqAddresses([client_config["input_address"]], [client_config["output_address"]])
-        async with EngineClient(addresses, 2) as client:
-            await client.wait_until_ready(30)
-            request = {"request_id": f"of {client_config['client_index']}", "tokens": 3}
-            assert len([output async for output in client.submit(request)]) == 3
-
-    asyncio.run(work())

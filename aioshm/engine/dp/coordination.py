@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -32,7 +32,7 @@ from aioshm.engine.security.bound_sockets import MAX_STRANGE_BYTES, BoundSockets
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.logs import LogLimiter
 from aioshm.process import progress
-from aioshm.zeromq.pump import Pump, drain
+from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket
 
 COMPLAINT_S = 10.0
@@ -43,9 +43,6 @@ REMINDER_S = 60.0
 _FRONT_END_HWM = 1_000
 _ENGINE_HWM = 100_000
 _OVERSIZED = 16 << 20  # ZeroMQ closes the connection at such a frame; smaller messages are refused with a log line
-
-_Message: TypeAlias = "tuple[zmq.Frame, list[bytes]]"
-_Handle: TypeAlias = Callable[[list[bytes], zmq.Frame], None]
 
 logger: logging.Logger = logging.getLogger("aioshm.engine.coordinator")
 
@@ -73,8 +70,7 @@ class Coordination(Closing):
         self.over: asyncio.Future[None] = loop.create_future()
         self._waves = waves
         self._limiter = LogLimiter(COMPLAINT_S)
-        self._sources: list[tuple[Socket, Callable[[], _Message], Callable[[_Message], None]]] = []
-        self._moved = False  # whether a message was received or sent in this run of `_read_all`
+        self._pumps: list[Pump] = []
         self._reminding = loop.call_later(REMINDER_S, self._remind)
         self._publishing: asyncio.TimerHandle | None = None
         own = None if keys is None else keys.coordinator
@@ -90,7 +86,7 @@ class Coordination(Closing):
             self.close()
             raise
         self.addresses: CoordinatorAddresses = CoordinatorAddresses(stats_publish, engine_input, engine_output)
-        self.pump: Pump = self._read(self._engines, self._from_engine)
+        self._read(self._engines, self._from_engine)
 
     def end(self) -> None:
         """End the coordination without an error."""
@@ -113,35 +109,21 @@ class Coordination(Closing):
             self._bound.watch(socket)
         return socket, self._bound.bind(socket, address)
 
-    def _read(self, socket: Socket, handle: _Handle) -> Pump:
-        def take(message: _Message) -> None:
-            self._moved = True
-            try:
-                handle(message[1], message[0])
-            except ValueError as error:
-                self._limiter.warn(logger, "dropped a message: %s", error)
-
-        self._sources.append((socket, partial(with_sender, socket), take))
-        return self._bound.add(Pump(asyncio.get_running_loop(), socket, self._read_all))
-
     # Receiving
 
-    def _read_all(self) -> bool:
-        """Read a burst of messages; return whether to run again.
-
-        Sending may clear the sign that there is something to read, so reading ends only after a run without either.
-        """
-        if self.over.done():
-            return False
-        self._moved = False
-        try:
-            more = [drain(socket, receive, take) for socket, receive, take in self._sources]
-            if self._waves.ready:
+    def _read(self, socket: Socket, handle: Callable[[list[bytes], zmq.Frame], None]) -> None:
+        def take(message: tuple[zmq.Frame, list[bytes]]) -> None:
+            sender, frames = message
+            try:
+                handle(frames, sender)
                 self._publish()
-        except Exception as error:  # engines would wait for ever: the end of this process is noticed
-            self.over.set_exception(error)
-            return False
-        return self._moved or any(more)
+            except ValueError as error:
+                self._limiter.warn(logger, "dropped a message: %s", error)
+            except Exception as error:  # engines would wait for ever: the end of this process is noticed
+                if not self.over.done():
+                    self.over.set_exception(error)
+
+        self._pumps.append(self._bound.read(socket, take, partial(with_sender, socket)))
 
     def _from_engine(self, frames: list[bytes], sender: zmq.Frame) -> None:
         if frames == [SUBSCRIBE_TO_ALL]:
@@ -202,7 +184,7 @@ class Coordination(Closing):
         if notice.dead is not None:
             self._protection.void(notice.dead, notice.incarnation)
             self._waves.forget(notice.dead, asyncio.get_running_loop().time())
-        self.pump.run()
+        self._publish()
 
     def _scale(self, n_engines: int) -> None:
         logger.info("%d engines from now on, after %d", n_engines, self._waves.n_engines)
@@ -217,13 +199,16 @@ class Coordination(Closing):
 
     def _publish_now(self, published: Published) -> None:
         self._front_ends.send(encode(published), zmq.NOBLOCK)
+        for pump in self._pumps:
+            pump.run_soon()  # sending may clear the event of a received message
 
     def _publish(self) -> None:
         """Publish counts if they are due, and schedule the next publication."""
+        if not self._waves.ready:
+            return
         loop = asyncio.get_running_loop()
         if self._waves.due() <= loop.time():
             self._publish_now(self._waves.publish(loop.time()))
-            self._moved = True
         due = self._waves.due()
         if self._publishing is None or due != self._publishing.when():
             if self._publishing is not None:
@@ -232,7 +217,7 @@ class Coordination(Closing):
 
     def _publish_later(self) -> None:
         self._publishing = None
-        self.pump.run()
+        self._publish()
 
     def _remind(self) -> None:
         logger.warning("waiting for engines to subscribe: %d of %d have", self._waves.subscribed, self._waves.n_engines)

@@ -23,11 +23,11 @@ from aioshm.engine.protocol.addresses import (
     Waiting,
 )
 from aioshm.engine.protocol.handshake import FrontEndHandshake
-from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.startup.options import StartupOptions
 from aioshm.engine.startup.processes import StartupProcesses
 from aioshm.engine.startup.router import HandshakeRouter
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
+from aioshm.logs import LogLimiter
 from aioshm.process.background import completed, notify, notify_soon
 from aioshm.process.watch import WatchedManager, WatchedProcess
 from aioshm.zeromq.hosts import connectable
@@ -36,13 +36,13 @@ from aioshm.zeromq.sockets import Socket
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 REMINDER_S = 10.0
-"""Seconds without progress until the first reminder in the log; the next one comes after twice as long, and so on."""
-
-LAST_REMINDER_S = 60.0
-"""The longest interval between reminders."""
+"""Seconds without progress between two reminders in the log."""
 
 SETTLE_S = 0.1
-"""How long to wait for further exits, which the error names, too: one cause often ends several processes."""
+"""From an exit to the failure: the error names further exits, and ZeroMQ delivers last messages later than the kernel
+reports the exit."""
+
+_LOG_INTERVAL_S = 10.0
 
 
 class EngineStartupCoordinator(AsyncClosing):
@@ -53,9 +53,8 @@ class EngineStartupCoordinator(AsyncClosing):
 
     The startup fails if a watched process exits, even with code 0, or after ``progress_timeout`` without progress. A
     refused handshake message from any sender is a failure, too: an engine with a wrong rank is an unknown sender, and
-    the missing engine would never come. Two engines of one rank that come at the same moment are noticed only by the
-    lack of progress. A failure, or leaving the block before every engine is ready, stops the engines of
-    ``proc_manager``, and ``coord_process``.
+    the missing engine would never come. A failure, or leaving the block before every engine is ready, stops the engines
+    of ``proc_manager``, and ``coord_process``.
 
     From the beginning of the block on, messages are read and processes watched. The time without progress runs from the
     first `wait` on. ``proc_manager`` and ``coord_process`` may be set until then: with a port that the kernel chooses,
@@ -110,6 +109,8 @@ class EngineStartupCoordinator(AsyncClosing):
         self._clock: asyncio.Task[None] | None = None
         self._processes = StartupProcesses(chosen.watched_processes, self._process_exited)
         self._settled = asyncio.Event()
+        self._failing: asyncio.TimerHandle | None = None  # since the exit of a process
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
         self.report: StartupReport | None = None
         self._failure: str | HandshakeError | None = None  # "": the exit of a process
         self._conclusion: asyncio.Task[EngineStartupError] | None = None
@@ -252,11 +253,7 @@ class EngineStartupCoordinator(AsyncClosing):
     # Messages
 
     def take(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
-        """Handle a message; return whether to read more.
-
-        After the exit of a process, messages are still read for `SETTLE_S`: the kernel reports an exit immediately, and
-        ZeroMQ's thread delivers the last message, which may name the cause, a little later.
-        """
+        """Handle a message; return whether to read more."""
         assert self._router is not None
         if not self._reads:
             return False
@@ -265,35 +262,27 @@ class EngineStartupCoordinator(AsyncClosing):
         before = engine and engine.state
         try:
             reply = self.handshake.receive(identity, frames)
-            if reply is not None and self._failure is None:
+            if reply is not None:
                 self._router.answer(reply)
         except HandshakeError as error:
             error.args = (f"{error}; it came from {sender}",)
-            self._refuse(error, fatal=self._router.trusted)
-        except zmq.ZMQError as error:
-            fatal = not over_tcp([self._router.address]) and self._on_ready is None
-            if not fatal:  # a broken connection: the engine may come back
-                self.handshake.forget(index)
-            self._refuse(f"engine {index} left before it got the addresses: {error}; it was at {sender}", fatal=fatal)
-        except (TypeError, ValueError) as error:  # the addresses were changed to something else
-            self._refuse(f"the addresses cannot be sent to engine {index}: {error}")
-        if self._failure is None and engine is not None and engine.state is not before:
+            if self._on_ready is None:
+                self._fail(error)
+            else:
+                self._ignore(str(error))
+        except zmq.ZMQError as error:  # the engine may come back
+            self.handshake.forget(index)
+            self._ignore(f"engine {index} left before it got the addresses: {error}; it was at {sender}")
+        if engine is not None and engine.state is not before:
             self._move(index)
         return self._reads
 
     @property
     def _reads(self) -> bool:
-        if self._failure is not None:
-            return self._failure == ""
         return self._on_ready is not None or not self._settled.is_set()
 
-    def _refuse(self, cause: str | HandshakeError, *, fatal: bool = True) -> None:
-        """Fail, or ignore a message that may be a stranger's."""
-        if fatal and self._on_ready is None:
-            self._fail(cause)
-        else:
-            assert self._router is not None
-            self._router.ignore(str(cause))
+    def _ignore(self, text: str) -> None:
+        self._limiter.warn(logger, "ignored a message: %s", text)
 
     def _move(self, index: int) -> None:
         """Note that an engine has advanced."""
@@ -322,18 +311,19 @@ class EngineStartupCoordinator(AsyncClosing):
         self._processes.close()
 
     def _process_exited(self) -> None:
-        assert self._router is not None
-        self._router.pump.run()  # its last message may be the reason
-        self._fail("")
+        if self._failing is None:
+            self._failing = asyncio.get_running_loop().call_later(SETTLE_S, self._fail, "")
 
     def _fail(self, cause: str | HandshakeError) -> None:
-        if not self._settled.is_set() or self._failure == "":
+        if not self._settled.is_set():
             self._failure = cause
             self._settle()
 
     def _settle(self) -> None:
         if self._clock is not None:
             self._clock.cancel()
+        if self._failing is not None:
+            self._failing.cancel()
         self._settled.set()
 
     # Progress
@@ -341,27 +331,17 @@ class EngineStartupCoordinator(AsyncClosing):
     async def _watch_time(self) -> None:
         """Remind of a lack of progress, and fail at last."""
         progress = monotonic()  # the latest time of any progress
-        reminder_s = REMINDER_S
         while True:
             deadline = progress + self.progress_timeout
-            await asyncio.sleep(min(reminder_s, deadline - monotonic()))
+            await asyncio.sleep(min(REMINDER_S, deadline - monotonic()))
             latest = max(self._since.values(), default=progress)
             if latest > progress:
                 progress = latest
-                reminder_s = REMINDER_S
             elif monotonic() >= deadline:
-                self._fail(self._no_progress())
+                self._fail(f"no progress for {self.progress_timeout:g} s")
                 return
             else:
                 self._announce(None, logging.INFO, "")
-                reminder_s = min(2 * reminder_s, LAST_REMINDER_S)
-
-    def _no_progress(self) -> str:
-        assert self._router is not None
-        text = f"no progress for {self.progress_timeout:g} s"
-        if self._router.ignored:
-            text += f"; the last message that was ignored: {self._router.ignored}"
-        return text
 
     def _announce(self, moved: int | None, level: int, prefix: str) -> None:
         on_progress = self._options.on_progress
@@ -388,7 +368,6 @@ class EngineStartupCoordinator(AsyncClosing):
     async def _conclude(self) -> EngineStartupError:
         """Stop everything, and return the error to raise."""
         try:
-            await asyncio.sleep(SETTLE_S)
             error = self._processes.failure(self._failure or "", self.progress, self.handshake.engines)
         finally:
             await self._processes.stop()

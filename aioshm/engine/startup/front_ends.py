@@ -77,9 +77,6 @@ class FrontEnds(Closing):
             self._bound.close()
             raise
 
-    def __repr__(self) -> str:
-        return f"<FrontEnds at {self.address}: {len(self._progress)} of engines {self.ranks}>"
-
     def __len__(self) -> int:
         """The number of connected front ends."""
         return len(self._progress)
@@ -98,7 +95,6 @@ class FrontEnds(Closing):
         return list(self._membership.engines)
 
     def add_engine(self, rank: int) -> None:
-        """See `EngineClient.add_engine`."""
         identity(rank)
         if rank in self._membership.engines:
             raise ValueError(f"rank must be that of no engine, not {rank}")
@@ -106,7 +102,6 @@ class FrontEnds(Closing):
         self._publish()
 
     async def remove_engine(self, rank: int, *, timeout: float | None = None) -> None:
-        """See `EngineClient.remove_engine`; returns when all front ends have finished there."""
         leaving = self._membership.leaving
         leaving.append(rank)
         version = self._publish()
@@ -128,7 +123,6 @@ class FrontEnds(Closing):
         await self._all(lambda each: each.version >= version)  # then the engine may exit
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until every engine has registered at all front ends, see `EngineClient.wait_until_ready`."""
         version = self._membership.version
         try:
             async with asyncio.timeout(timeout):
@@ -141,7 +135,6 @@ class FrontEnds(Closing):
             raise TimeoutError(text) from None
 
     def void_keys(self, rank: int, incarnation: int) -> None:
-        """See `EngineClient.void_keys`."""
         if incarnation > self._valid.get(rank, 0):
             self._valid[rank] = incarnation
             if rank in self._membership.engines:
@@ -149,7 +142,6 @@ class FrontEnds(Closing):
                 self._publish()
 
     def note_health(self, rank: int, health: Health, where: str = "") -> None:
-        """See `EngineClient.note_health`."""
         if rank in self._membership.engines:
             if health == "running":
                 self._membership.health.pop(rank, None)
@@ -172,7 +164,6 @@ class FrontEnds(Closing):
             self._publish()
 
     def give_up(self, error: EngineDead) -> None:
-        """See `EngineClient.give_up`."""
         self._publish(failure=Death(str(error), error.engine, error.pid))
 
     def _publish(self, **changes: object) -> int:
@@ -195,15 +186,13 @@ class FrontEnds(Closing):
 
     @property
     def paused(self) -> PauseMode | None:
-        """See `EngineClient.paused`."""
         return self._membership.order.mode or None
 
     def pause_order(self) -> PauseOrder:
-        """See `EngineClient.pause_order`."""
         return self._membership.order
 
     async def pause(self, mode: PauseMode = "finish", timeout: float | None = None) -> None:
-        """See `EngineClient.pause`; the connected front ends pause the engines, so one is waited for."""
+        """Pause the engines; the connected front ends do so, and this waits for one."""
         check_mode(mode)
         self._publish(order=self._membership.order.next(0, mode))
         try:
@@ -218,7 +207,6 @@ class FrontEnds(Closing):
             raise RoleError("the engines were resumed before pause() has returned")
 
     async def resume(self) -> None:
-        """See `EngineClient.resume`."""
         self._publish(order=self._membership.order.next(0, ""))
         await self._obeyed()
 
@@ -234,13 +222,12 @@ class FrontEnds(Closing):
         return sorted(unpaused)
 
     def _describe_unpaused(self, timeout: float | None) -> str:
-        silent = sum(each.order < self._membership.order for each in self._progress.values())
+        text = f"the engines have not paused after {timeout} s"
         if not self._progress:
-            return (
-                f"the engines have not paused after {timeout} s: no front end is connected, and front ends pause them"
-            )
+            return f"{text}: no front end is connected, and front ends pause them"
+        silent = sum(each.order < self._membership.order for each in self._progress.values())
         if silent:
-            return f"the engines have not paused after {timeout} s: {silent} front ends have not answered"
+            return f"{text}: {silent} front ends have not answered"
         return describe_unpaused(self._unpaused(), timeout)
 
     # Progress of front ends

@@ -92,8 +92,7 @@ class StartupOptions:
         on_progress: Called on the loop when an engine has advanced, and with reminders.
         keys: The keys of the deployment, for TCP; None: the keys of this process.
         secure: Whether TCP connections are encrypted and admit holders of keys only; engines need the same setting.
-            False for engines without keys, such as vLLM's. A refused message is logged then, and does not end the
-            startup: a stranger may have sent it.
+            False for engines without keys, such as vLLM's.
 
     Raises:
         TypeError, ValueError: A value is invalid; the text names it.

@@ -32,8 +32,6 @@ from aioshm.process.watch import (
 STOP_S = 1.0
 """How long the processes of a failed startup may take to exit: they have nothing to finish yet."""
 
-_TAILS = 8  # the error has the last lines of at most so many processes
-
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
@@ -247,7 +245,7 @@ class StartupProcesses:
         if last_lines is not None:
             for name in names:
                 lines = list(last_lines(name))
-                if lines and len(found) < _TAILS:
+                if lines:
                     found[name] = lines
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable
 
@@ -10,9 +9,8 @@ import zmq
 
 from aioshm.engine.protocol.addresses import identity
 from aioshm.engine.security.binding import Protection, over_tcp, warn_of_strangers
-from aioshm.engine.security.bound_sockets import MAX_STRANGE_BYTES, BoundSockets, sender_of, user_of, with_sender
+from aioshm.engine.security.bound_sockets import BoundSockets, sender_of, user_of, with_sender
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.logs import LogLimiter
 from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket
 
@@ -20,9 +18,6 @@ MAX_FRAME_BYTES = 16 << 20
 """ZeroMQ closes the connection of a peer that sends more, without a log line; smaller messages are refused by name."""
 
 _HWM = 1000
-_LOG_INTERVAL_S = 10.0
-
-logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class HandshakeRouter:
@@ -43,47 +38,36 @@ class HandshakeRouter:
     ) -> None:
         self._on_message = on_message
         self._descriptor: int | None = None
-        self.ignored: str = ""  # the last message that was ignored, and why
-        self._limiter = LogLimiter(_LOG_INTERVAL_S)
         if isinstance(place, str):
             self.address: str = place
             self.protection: Protection = Protection.of_front_end([place], ranks, keys=keys, secure=secure, more=True)
-            encrypted = self._encrypts = self.protection.encrypts(place)
         else:
             if place.getsockopt(zmq.TYPE) != zmq.ROUTER:
                 raise ValueError(f"the handshake needs a ROUTER socket, not {place!r}")
             self.address = bytes(place.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
             self.protection = Protection(None, None, (), secure=False)
-            self._encrypts = False
-            encrypted = place.getsockopt(zmq.MECHANISM) != zmq.NULL
-        # Whether all peers are trusted: peers with keys, or on this host.
-        self.trusted: bool = encrypted or not over_tcp([self.address])
-        if not self.trusted and not isinstance(place, str):
-            warn_of_strangers([self.address])
+            if place.getsockopt(zmq.MECHANISM) == zmq.NULL:
+                warn_of_strangers([self.address])
         self._bound = BoundSockets(self.protection)
         try:
-            self._router = self._open(place) if isinstance(place, str) else zmq.Socket.shadow(place)
+            if isinstance(place, str):
+                self._router = self._bound.open(zmq.ROUTER, place, hwm=_HWM, max_bytes=MAX_FRAME_BYTES)
+                if over_tcp([place]):
+                    self._bound.watch(self._router)
+                self.address = self._bound.bind(self._router, place)
+            else:
+                self._router = zmq.Socket.shadow(place)
+                # The loop has one watcher per descriptor, and the owner of the socket may be one.
+                self._descriptor = os.dup(int(self._router.getsockopt(zmq.FD)))
             # Sending INIT to a disconnected engine is an error.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             # A second engine with the same rank must reach the handshake, which refuses the engine. Without handover
-            # the socket would ignore the second engine. Strangers must not replace an engine.
-            self._router.setsockopt(zmq.ROUTER_HANDOVER, int(self.trusted))
-            if isinstance(place, str):
-                self.address = self._bound.bind(self._router, place)
-            else:
-                # The loop has one watcher per descriptor, and the owner of the socket may be one.
-                self._descriptor = os.dup(int(self._router.getsockopt(zmq.FD)))
+            # the socket would ignore the second engine.
+            self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self.pump: Pump = self._bound.read(self._router, self._take, self._receive, self._descriptor)
         except BaseException:
             self.close()
             raise
-
-    def _open(self, address: str) -> Socket:
-        max_bytes = MAX_FRAME_BYTES if self.trusted else MAX_STRANGE_BYTES
-        router = self._bound.open(zmq.ROUTER, address, hwm=_HWM, max_bytes=max_bytes)
-        if over_tcp([address]):
-            self._bound.watch(router)
-        return router
 
     def _receive(self) -> tuple[zmq.Frame, list[bytes]]:
         if self.pump.paused:  # further messages are for the owner of the socket
@@ -101,7 +85,7 @@ class HandshakeRouter:
         A connection outlives the keys of its handshake.
         """
         name = sender.bytes
-        if self._encrypts:
+        if self.protection.encrypts(self.address):
             user = user_of(sender)
             rank = self.protection.rank_of(user)
             if rank is not None and name == self.protection.name_of(user):
@@ -110,15 +94,8 @@ class HandshakeRouter:
 
     def answer(self, frames: list[bytes]) -> None:
         """Answer an engine; the first frame is its identity. `zmq.ZMQError`: the engine is not connected."""
-        name = frames[0]
-        if self._encrypts:
-            name = self.protection.name(int.from_bytes(name, "little"), self.address)
+        name = self.protection.name(int.from_bytes(frames[0], "little"), self.address)
         self._router.send_multipart([name, *frames[1:]], zmq.NOBLOCK)
-
-    def ignore(self, text: str) -> None:
-        """Log a message that may be a stranger's."""
-        self.ignored = text
-        self._limiter.warn(logger, "ignored a message: %s", text)
 
     def close(self) -> None:
         """Stop reading, and close the socket unless it was given. Idempotent."""

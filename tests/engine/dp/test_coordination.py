@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from peers import Peers, complete, counts, frames, pack, published, start, starts, until
+from peers import Peers, complete, counts, pack, published, start, starts, until
 
 from aioshm.engine import get_engine_client_zmq_addr
 from aioshm.engine.dp.coordination import Coordination, CoordinatorAddresses
-from aioshm.engine.protocol import waves
 from aioshm.engine.protocol.waves import Waves
 
 IDLE = [0, 0, 0.0]
@@ -59,25 +58,6 @@ class TestSubscriptions:
             await peers.engines(1)
             assert state.subscribed == 2
 
-    async def test_reports_before_ready_are_kept(self) -> None:
-        with coordination(1) as peers:
-            front_end = await peers.front_end()
-            await peers.reporter().send(start(0, 0))
-            (engine,) = [await peers.subscriber(peers.addresses.engine_input)]
-            assert await frames(engine) == [b"READY"]
-            assert await starts(engine) == (0, 0)
-            await until(front_end, [[IDLE], 0, True])
-
-    async def test_missing_subscriptions_are_logged(
-        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("aioshm.engine.dp.coordination.REMINDER_S", 0.01)
-        with coordination(2) as peers:
-            await peers.subscriber(peers.addresses.engine_input)
-            async with asyncio.timeout(30):
-                while "waiting for engines to subscribe: 1 of 2 have" not in caplog.text:
-                    await asyncio.sleep(0.01)
-
 
 class TestWaves:
     async def test_one_engine_wakes_the_others(self) -> None:
@@ -104,50 +84,8 @@ class TestWaves:
             assert [await starts(engine) for engine in engines] == [(0, 1), (0, 1)]
             assert await published(front_end) == [None, 0, True]
 
-    async def test_without_lockstep_there_are_only_counts(self) -> None:
-        with coordination(1, lockstep=False, kv_cache_usage=False) as peers:
-            await peers.engines(1)
-            front_end = await peers.front_end()
-            reporter = peers.reporter()
-            await reporter.send(start(0, 3))
-            await reporter.send(counts(0, 5, 6))
-            await until(front_end, [[[5, 6]], 0, False])
-
 
 class TestCounts:
-    async def test_reach_every_front_end(self) -> None:
-        with coordination(2) as peers:
-            await peers.engines(2)
-            front_ends = [await peers.front_end() for _ in range(3)]
-            await peers.reporter().send(counts(0, 1, 2, kv_cache_usage=0.5))
-            await peers.reporter().send(counts(1, 3, 4))
-            for front_end in front_ends:
-                await until(front_end, [[[1, 2, 0.5], [3, 4, 0.0]], 0, False])
-
-    @pytest.mark.slow_on_uvloop
-    async def test_go_out_rarely_while_they_come_often(self) -> None:
-        with coordination(1) as peers:
-            await peers.engines(1)
-            front_end = await peers.front_end()
-            reporter = peers.reporter()
-            loop = asyncio.get_running_loop()
-            began = loop.time()
-            for number in range(40):
-                await reporter.send(counts(0, number, 0, step_counter=number))
-                await asyncio.sleep(0.01)
-            seen = 1
-            while (await published(front_end))[0] != [[39, 0, 0.0]]:
-                seen += 1
-            assert 2 < seen <= (loop.time() - began) / waves.INTERVAL_S + 2
-
-    async def test_are_repeated(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(waves, "QUIET_INTERVAL_S", 0.05)
-        with coordination(1) as peers:
-            await peers.engines(1)
-            front_end = await peers.front_end()
-            for _ in range(5):
-                assert await published(front_end) == [[IDLE], 0, False]
-
     async def test_a_new_number_of_engines(self) -> None:
         with coordination(1) as peers:
             await peers.engines(1)
@@ -171,7 +109,6 @@ class TestGarbage:
             [b"\xc1"],
             [b"\x91" * 5000],
             [pack({"a": 1})],
-            [pack((9, 9, 9))],
             [b"x" * (2 << 20)],
             [pack(("SCALE_ELASTIC_EP", 0))],
             [counts(1, 1, 1), b"more"],
@@ -194,16 +131,6 @@ class TestGarbage:
         said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert len(said) == 1
         assert said[0].startswith("dropped a message: ")
-
-    async def test_huge_frame_ends_its_connection_only(self) -> None:
-        with coordination(1) as peers:
-            await peers.engines(1)
-            front_end = await peers.front_end()
-            reporter = peers.reporter()
-            other = peers.reporter()
-            await reporter.send(bytes(17 << 20))
-            await other.send(counts(0, 1, 2))
-            await until(front_end, [[[1, 2, 0.0]], 0, False])
 
     async def test_an_engine_that_there_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
         with coordination(2) as peers:

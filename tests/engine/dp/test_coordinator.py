@@ -6,31 +6,23 @@ import asyncio
 import os
 import signal
 import threading
-from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-import engine_targets as targets
 import psutil
 import pytest
 from managed import gone, open_things
-from peers import Peers, counts, frames, starts, until
+from peers import Peers, counts, starts, until
 from peers import start as start_of_a_wave
-from startups import addresses, engine, tasks
 from support import eventually
 
 from aioshm.engine import (
-    APIServerProcessManager,
-    CoreEngine,
     DPCoordinator,
-    EngineHandshakeMetadata,
     EngineKeys,
-    EngineStartupCoordinator,
-    wait_for_completion_or_failure,
 )
 from aioshm.engine.dp.coordination import CoordinatorAddresses
-from aioshm.errors import EngineStartupError, ProcessDied
+from aioshm.errors import EngineStartupError
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
@@ -70,27 +62,12 @@ class TestLife:
         assert not local or os.listdir(runtime_dir) == []
         eventually(lambda: open_things() <= before)
 
-    def test_without_a_loop(self) -> None:
-        with DPCoordinator(2, enable_wave_coordination=False) as coordinator:
-            assert len(set(places(coordinator))) == 3
-        assert coordinator.finished_procs() == {"DPCoordinator": 0}
-
     async def test_killed_coordinator_leaves_no_files(self, runtime_dir: Path) -> None:
         coordinator = await DPCoordinator.start(2)
         coordinator.proc.kill()
         assert await coordinator.join_first() == {"DPCoordinator": -signal.SIGKILL}
         await coordinator.aclose()
         assert os.listdir(runtime_dir) == []
-
-    async def test_last_lines_of_stderr_are_kept(self) -> None:
-        async with await DPCoordinator.start(1) as coordinator:
-            with Peers(places(coordinator)) as peers:
-                await peers.engines(1)
-                await peers.reporter().send(b"\xc1")
-                async with asyncio.timeout(30):
-                    while not coordinator.last_lines("DPCoordinator"):
-                        await asyncio.sleep(0.01)
-        assert coordinator.last_lines("DPCoordinator")[0].startswith("dropped a message: ")
 
 
 class TestFailure:
@@ -127,15 +104,6 @@ class TestFailure:
             while not open_things() <= before:  # of the thread that waited
                 await asyncio.sleep(0.01)
 
-    async def test_start_that_is_cancelled_once_it_is_bound_leaves_no_file(self, runtime_dir: Path) -> None:
-        starting = asyncio.create_task(DPCoordinator.start(2))
-        while not runtime_dir.is_dir() or len(os.listdir(runtime_dir)) < 3:
-            await asyncio.sleep(0)
-        starting.cancel()
-        with suppress(asyncio.CancelledError):  # or it was just in time
-            await (await starting).aclose()
-        assert os.listdir(runtime_dir) == []
-
     @pytest.mark.parametrize(
         ("arguments", "error", "name"),
         [
@@ -152,46 +120,6 @@ class TestFailure:
 
 
 class TestWithTheOthers:
-    async def test_a_startup_waits_for_its_ready(self, path: str) -> None:
-        async with await DPCoordinator.start(2) as coordinator:
-            told = addresses()
-            told.coordinator_input, told.coordinator_output = coordinator.get_engine_socket_addresses()
-            told.frontend_stats_publish_address = coordinator.get_stats_publish_address()
-            with Peers(places(coordinator)) as peers:
-
-                async def initialize(metadata: EngineHandshakeMetadata) -> dict[str, Any]:
-                    assert metadata.addresses.coordinator_output == coordinator.get_engine_socket_addresses()[1]
-                    socket = await peers.subscriber(metadata.addresses.coordinator_input or "")
-                    assert await frames(socket) == [b"READY"]
-                    return {"dp_stats_address": metadata.addresses.frontend_stats_publish_address}
-
-                async with EngineStartupCoordinator(
-                    path, [CoreEngine(0), CoreEngine(1)], told, coord_process=coordinator.proc
-                ) as startup:
-                    async with tasks(*(engine(path, index, initialize=initialize) for index in range(2))):
-                        report = await startup.wait(timeout=20)
-            assert report.stats_address == coordinator.get_stats_publish_address()
-            assert not coordinator.finished_procs()
-
-    async def test_startup_names_a_dead_coordinator(self, path: str) -> None:
-        async with await DPCoordinator.start(1) as coordinator:
-            pid = coordinator.proc.pid
-            async with EngineStartupCoordinator(
-                path, [CoreEngine(0)], addresses(), coord_process=coordinator.proc
-            ) as startup:
-                coordinator.proc.kill()
-                with pytest.raises(EngineStartupError, match=rf"DPCoordinator \(pid {pid}\) was killed by SIGKILL"):
-                    await startup.wait(timeout=20)
-
-    async def test_front_end_names_a_dead_coordinator(self) -> None:
-        coordinator = await DPCoordinator.start(1)
-        pid = coordinator.proc.pid
-        servers = APIServerProcessManager(targets.serve_badly, "here", None, [None], 1, ["a"], ["b"])
-        coordinator.proc.kill()
-        with pytest.raises(ProcessDied, match=rf"^Process DPCoordinator \(PID: {pid}\) died with exit code -9$"):
-            await wait_for_completion_or_failure(servers, None, coordinator)
-        assert servers.finished_procs()
-
     def test_is_started_in_any_thread(self) -> None:
         made: list[DPCoordinator] = []
         thread = threading.Thread(target=lambda: made.append(DPCoordinator(1)))

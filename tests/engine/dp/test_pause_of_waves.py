@@ -68,7 +68,7 @@ async def check_paused(ranks: list[Counting]) -> None:
 async def test_all_pause_at_the_same_step_and_resume(mode: PauseMode) -> None:
     async with asyncio.timeout(60), in_lockstep(3) as (serving, ranks):
         client = serving.client
-        for number in range(5):  # one engine has requests, the others take dummy batches
+        for number in range(3):  # one engine has requests, the others take dummy batches
             tokens = {"finish": 40, "abort": None, "keep": 400}[mode]
             stream = client.submit(ask(f"{number}", tokens), engine=number % 3)
             assert (await anext(stream))["token"] == 0
@@ -89,22 +89,10 @@ async def test_all_pause_at_the_same_step_and_resume(mode: PauseMode) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_engines_between_two_waves_pause(mode: PauseMode) -> None:
-    async with asyncio.timeout(60), in_lockstep(2) as (serving, ranks):
-        client = serving.client
-        await client.pause(mode)
-        assert [rank.turns for rank in ranks] == [0, 0]
-        waiting = [client.submit(ask(f"{number}", 3)) for number in range(4)]
-        await check_paused(ranks)
-        await client.resume()
-        assert [len(await collected(stream)) for stream in waiting] == [3] * 4
-
-
-@pytest.mark.parametrize("mode", MODES)
 async def test_requests_of_a_client_that_does_not_know_never_start_a_wave(mode: PauseMode) -> None:
     async with asyncio.timeout(60), in_lockstep(2, 2) as (serving, ranks):
         one, other = serving.clients
-        for number in range(10):
+        for number in range(6):
             early = [other.submit(ask(f"early {number} {rank}", 3), engine=rank) for rank in (0, 1)]
             pausing = asyncio.create_task(one.pause(mode))
             await asyncio.sleep(0.0005 * number)
@@ -136,17 +124,3 @@ async def test_request_of_an_older_front_end_to_paused_engines_starts_no_wave_th
         await check_paused(ranks)
         await client.resume()
         assert len(await collected(client.submit(ask("a")))) == 3
-
-
-async def test_mode_may_change_from_keep_to_finish() -> None:
-    async with asyncio.timeout(60), in_lockstep(2) as (serving, ranks):
-        client = serving.client
-        stream = client.submit(ask("a", 30))
-        await anext(stream)
-        await client.pause("keep")
-        await check_paused(ranks)
-        await client.pause("finish")
-        assert len(await collected(stream)) == 29
-        await check_paused(ranks)
-        await client.resume()
-        assert len(await collected(client.submit(ask("b")))) == 3

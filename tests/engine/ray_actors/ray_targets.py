@@ -84,13 +84,6 @@ def serve_hanging(handshake_address: str, dp_rank: int, local_dp_rank: int, loca
     serve(handshake_address, dp_rank, local_dp_rank, local_client, Hanging)
 
 
-def serve_unless(path: str, handshake_address: str, dp_rank: int, local_dp_rank: int, local_client: bool) -> None:
-    """Be such an engine; rank 1 raises at once as soon as there is a file."""
-    if dp_rank == 1 and os.path.exists(path):
-        raise ArithmeticError("the model does not fit any more")
-    serve(handshake_address, dp_rank, local_dp_rank, local_client)
-
-
 def leave(codes: list[int | str | None], dp_rank: int, **_: Any) -> None:
     """Exit with the code of this rank; "return" returns, and None stays."""
     code = codes[dp_rank]

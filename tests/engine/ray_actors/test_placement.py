@@ -44,10 +44,6 @@ class TestPlaces:
         else:
             assert places(CLUSTER, engines, local, **needs) == expected
 
-    def test_are_the_same_in_whatever_order_nodes_come(self) -> None:
-        twins = [Node(name, "10.0.0.9", 2, 2) for name in "dacb"]
-        assert places(twins, 3, 0, world_size=2) == places(twins[::-1], 3, 0, world_size=2) == "abc"
-
 
 class TestErrors:
     def test_too_few_devices_on_the_head(self) -> None:
@@ -58,12 +54,6 @@ class TestErrors:
             "Each needs 2 GPU and 1 CPU. Free are: "
             "10.0.0.2: 2 GPU, 8 CPU; 10.0.0.1 (head): 4 GPU, 8 CPU; 10.0.0.3: 8 GPU, 8 CPU"
         )
-
-    def test_too_few_devices_elsewhere(self) -> None:
-        with pytest.raises(
-            EngineStartupError, match="7 engines are to run on other nodes than the head, with room for 5"
-        ):
-            places(CLUSTER, 8, 1, world_size=2)
 
     def test_no_nodes(self) -> None:
         with pytest.raises(EngineStartupError, match=r"a head node, which is missing.*no nodes"):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from served_engine import ask, collected
 from support import eventually, until
 
 from aioshm.engine import CoreEngineActorManager, EngineLayout, EngineNeeds, EngineSupervisor, Restart
-from aioshm.errors import EngineDead, EngineStartupError, RoleError
+from aioshm.errors import EngineDead
 
 ray: Any = pytest.importorskip("ray")
 
@@ -143,40 +141,6 @@ async def test_actor_that_hangs_is_killed_and_comes_back(ray_cluster: Any) -> No
         assert "hung for" in supervisor.engines[1].cause
 
 
-async def test_no_room_is_a_crash_loop_in_the_end(nodes: Nodes) -> None:
-    nodes.add()
-    async with supervised(3, 2, restart=Restart(max_restarts=2, backoff_s=0.01)) as (supervisor, manager):
-        manager._plan = manager._plan._replace(timeout=0.3)
-        with pytest.raises(RoleError, match="engine 2 still runs"):
-            manager.start_engine(2)
-        nodes.lose()
-        with pytest.raises(EngineDead, match="engine 2 is in a crash loop: 3 deaths") as caught:
-            async with asyncio.timeout(60):
-                await supervisor.wait()
-        text = str(caught.value)
-        assert f"engine 2 (pid {supervisor.engines[2].pid} on" in text
-        assert text.count("engine 2 could not be started: there was no room for engine 2 within 0.3 s") == 2
-        with pytest.raises(EngineDead, match="engine 2 is in a crash loop"):
-            supervisor.client.submit(ask("later"), engine=0)
-
-
-async def test_a_crash_loop_has_the_cause_of_every_attempt(ray_cluster: Any, tmp_path: Path) -> None:
-    flag = tmp_path / "flag"
-    options = {"args": (str(flag),), "restart": Restart(max_restarts=1)}
-    async with supervised(2, 2, targets.serve_unless, **options) as (supervisor, _):
-        flag.touch()
-        first = supervisor.engines[1].pid
-        assert first
-        os.kill(first, signal.SIGKILL)
-        with pytest.raises(EngineDead, match="engine 1 is in a crash loop: 2 deaths") as caught:
-            async with asyncio.timeout(60):
-                await supervisor.wait()
-        text = str(caught.value)
-        assert f"engine 1 (pid {first} on" in text
-        assert f"engine 1 (pid {supervisor.engines[1].pid} on" in text
-        assert "exited with code 1: ArithmeticError: the model does not fit any more" in text
-
-
 async def test_actors_in_lockstep_are_recreated_together(ray_cluster: Any) -> None:
     async with supervised(2, 2, lockstep=True) as (supervisor, manager):
         before = [each.pid or 0 for each in supervisor.engines]
@@ -187,29 +151,3 @@ async def test_actors_in_lockstep_are_recreated_together(ray_cluster: Any) -> No
             assert len(await collected(supervisor.client.submit(ask(str(rank)), engine=rank))) == 3
         assert all(map(gone, before))
         assert [manager.next_incarnation(rank) for rank in range(2)] == [2, 2]
-
-
-async def test_a_given_placement_group_is_moved_by_ray(nodes: Nodes) -> None:
-    nodes.add()
-    groups = [ray.util.placement_group([{"chip": float(targets.HEAD_CHIPS), "CPU": 1.0}])]  # only the head has so many
-    try:
-        assert groups[0].wait(30)
-        groups.append(ray.util.placement_group([{"chip": 1.0, "CPU": 1.0}]))
-        options = {"placement_groups": groups, "timeout": 60}
-        async with await CoreEngineActorManager.start(targets.leave, 2, 1, args=([None] * 2,), **options) as manager:
-            manager._plan = manager._plan._replace(timeout=0.5)
-            nodes.lose()
-            await until(lambda: "EngineCore_1" in manager.finished_procs())
-            with pytest.raises(
-                EngineStartupError, match=r"EngineCore_1 was not started in time: its placement group is"
-            ):
-                await asyncio.to_thread(manager.start_engine, 1)
-            manager._plan = manager._plan._replace(timeout=60.0)
-            second_node = nodes.add()
-            actor = await asyncio.to_thread(manager.start_engine, 1)
-            assert (actor.node_id, actor.local_rank) == (second_node, 0)
-            assert manager.finished_procs() == {}
-            assert manager.max_engines == 2
-    finally:
-        for each in groups:
-            ray.util.remove_placement_group(each)

@@ -214,12 +214,6 @@ def test_stopping_an_engine_that_waits_for_room_ends_the_wait(
         manager._stop(2)
 
 
-def test_stopping_an_engine_frees_its_room(ray: Ray, managed: Managed) -> None:
-    manager = managed("a")
-    manager._stop(0)
-    assert (ray.killed, ray.removed, manager.actors) == ([0], ["a group of 0"], [])
-
-
 def test_closing_ends_the_wait_for_room(ray: Ray, managed: Managed, pool: ThreadPoolExecutor) -> None:
     manager = managed("a")
     future = starting(manager, 1, pool)

@@ -29,7 +29,7 @@ from aioshm.engine import (
     EngineZmqAddresses,
 )
 from aioshm.engine.dp.coordination import CoordinatorAddresses
-from aioshm.errors import EngineDead, EngineStartupError
+from aioshm.errors import EngineDead, HandshakeError
 from aioshm.zeromq.monitor import ENDED, MISMATCH
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
@@ -45,16 +45,9 @@ AT_DATA = ("dead", "tokens", "rank", "empties", "frames", "handshake_frame", "en
 
 
 async def attack(
-    name: str, *addresses: str, uid: int | None = None, until: Callable[[bytes], object] | None = None
+    name: str, *addresses: str, uid: int | None = None, until: Callable[[], object] | None = None
 ) -> bytes:
-    """Let a stranger do it; return what it was told.
-
-    Args:
-        name: What it does.
-        addresses: Where.
-        uid: Who it is; None: who this is.
-        until: Gets what it was told up to now; the attack goes on until this is true. None: for a fixed time.
-    """
+    """Let a stranger attack addresses for a fixed time, or until a condition holds; return what the stranger heard."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(Path(__file__).with_name("stranger.py")),
@@ -64,34 +57,21 @@ async def attack(
         *addresses,
         stdout=asyncio.subprocess.PIPE,
     )
-    assert process.stdout is not None
-    heard = bytearray()
-    listening = asyncio.ensure_future(listen(process.stdout, heard))
     try:
         async with asyncio.timeout(2 * PATIENCE_S):
-            while until is not None and not listening.done():
-                if until(bytes(heard)):
-                    tell_to_end(process)
-                    break
+            while until is not None and not until() and process.returncode is None:
                 await asyncio.sleep(0.005)
-            assert await listening == "done"
-            await process.wait()
+            if until is not None and process.returncode is None:
+                tell_to_end(process)
+            output, _ = await process.communicate()
     finally:
-        listening.cancel()
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert until is None or until(bytes(heard)), "the attack has not come to that"
-    return bytes(heard)
-
-
-async def listen(output: asyncio.StreamReader, heard: bytearray) -> str:
-    """Collect what a stranger was told; return the last word that it prints."""
-    word = ""
-    async for line in output:
-        word, _, told = line.decode().strip().partition(" ")
-        heard += bytes.fromhex(told)
-    return word
+    *heard, last = output.decode().splitlines()
+    assert last == "done"
+    assert until is None or until(), "the attack has not come to that"
+    return bytes.fromhex("".join(line.removeprefix("heard ") for line in heard))
 
 
 class Watcher:
@@ -119,9 +99,9 @@ class Watcher:
             self.most = max(self.most, process.memory_info().rss)
             used = time.thread_time()
 
-    @property
-    def grown(self) -> int:
-        return self.most - self.before
+    def check(self, on_its_way: int = 0) -> None:
+        assert self.longest < MOST_S
+        assert self.most - self.before < MOST_BYTES + on_its_way
 
 
 @asynccontextmanager
@@ -132,20 +112,16 @@ async def over_tcp(secure: bool) -> AsyncIterator[tuple[Serving, list[str]]]:
 
 
 class TestSecure:
-    async def test_connection_that_ends_during_the_handshake_is_not_reported_as_other_keys(
-        self, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize(("said", "reason"), [(b"", ENDED), (GREETING, MISMATCH)])
+    async def test_peer_that_leaves_or_does_not_encrypt_is_named(
+        self, said: bytes, reason: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """As those do that a front end finds which was stopped for longer than they waited."""
         async with over_tcp(True) as (_, ports):
             _, writer = await asyncio.open_connection("127.0.0.1", int(ports[0].rpartition(":")[2]))
-            writer.close()
-            await eventually_logged(caplog, f"a connection to {ports[0]} failed (and 0 more): {ENDED}")
-
-    async def test_peer_that_does_not_encrypt_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
-        async with over_tcp(True) as (_, ports):
-            _, writer = await asyncio.open_connection("127.0.0.1", int(ports[0].rpartition(":")[2]))
-            writer.write(GREETING)
-            await eventually_logged(caplog, f"a connection to {ports[0]} failed (and 0 more): {MISMATCH}")
+            writer.write(said)
+            if not said:
+                writer.close()
+            await until(lambda: f"a connection to {ports[0]} failed (and 0 more): {reason}" in caplog.text, reason)
             writer.close()
 
     @pytest.mark.parametrize(
@@ -160,43 +136,23 @@ class TestSecure:
             assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
             assert serving.client.in_flight == 1  # untouched
             await stream.aclose()
-        assert watcher.longest < MOST_S
-        assert watcher.grown < MOST_BYTES
+        watcher.check()
         assert len(caplog.records) <= 4
 
     @pytest.mark.parametrize(
-        "name",
-        ["hello", "garbage", *(pytest.param(name, marks=pytest.mark.slow) for name in ("handshake_frame", "endless"))],
+        "name", ["hello", "garbage", *(pytest.param(name, marks=pytest.mark.slow) for name in AT_DATA[-3::2])]
     )
     async def test_a_startup(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
         where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
         async with starting(LOOPBACK, where=where) as startup:
             place = startup.handshake_address
-            ports = [place] * 2 if name in ("handshake_frame", "endless") else [place] * 3
             async with Watcher() as watcher:
-                assert await attack(name, *ports) == b""
+                assert await attack(name, place, place, place) == b""
             joining = asyncio.ensure_future(engine(place, 0))
             assert (await startup.wait(20)).num_gpu_blocks == 100
             await joining
-        assert watcher.longest < MOST_S
-        assert watcher.grown < MOST_BYTES
+        watcher.check()
         assert len(caplog.records) <= 4
-
-    async def test_an_engine_that_comes_late_gets_its_rank(self) -> None:
-        addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
-        async with EngineClient(addresses, 1) as client:
-            stranger = asyncio.create_task(attack("rank", addresses.inputs[0], addresses.outputs[0]))
-            await asyncio.sleep(0.3)
-            async with starting(LOOPBACK, where=addresses) as startup:
-                from aioshm.engine import run_engine_core
-
-                running = asyncio.ensure_future(run_engine_core(Engine(), startup.handshake_address, 0))
-                await startup.wait(20)
-                await client.wait_until_ready(20)
-            assert len(await collected(client.submit(ask("r")))) == 3
-            assert await stranger == b""
-            running.cancel()
-            await asyncio.wait([running])
 
     async def test_an_engine_cannot_be_another_one(self, caplog: pytest.LogCaptureFixture) -> None:
         """Engine 1's keys are no use for rank 0: not under its name, and not in what is said."""
@@ -279,62 +235,25 @@ class TestInsecure:
                     name,
                     ports[0],
                     "" if name == "handshake_frame" else ports[1],
-                    until=(lambda _: said in caplog.text) if said else None,
+                    until=(lambda: said in caplog.text) if said else None,
                 )
             assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
-        assert watcher.longest < MOST_S
-        on_its_way = {"empties": 100_000_000}.get(name, 0)
-        assert watcher.grown < MOST_BYTES + on_its_way
+        watcher.check(100_000_000 if name == "empties" else 0)
 
-    async def test_a_startup_goes_on(self, caplog: pytest.LogCaptureFixture) -> None:
-        where = EngineZmqAddresses(["ipc:///nowhere/1"], ["ipc:///nowhere/2"])
-        async with starting(LOOPBACK, where=where, secure=False) as startup:
+    async def test_garbage_ends_a_startup_and_its_sender_is_named(self) -> None:
+        async with starting(LOOPBACK, secure=False) as startup:
             place = startup.handshake_address
-            async with Watcher() as watcher:
-                assert await attack("garbage", place, place, place) == b""
-            joining = asyncio.ensure_future(engine(place, 0, secure=False))
-            assert (await startup.wait(20)).num_gpu_blocks == 100
-            await joining
-        assert watcher.longest < MOST_S
-        assert watcher.grown < MOST_BYTES
-        assert len(caplog.records) <= 4
-
-    async def test_a_second_hello_gets_nothing(self) -> None:
-        where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
-        async with starting(LOOPBACK, where=where, secure=False) as startup:
-            place = startup.handshake_address
-            told = asyncio.Event()
-            go_on = asyncio.Event()
-
-            async def initialize(_metadata: object) -> dict[str, Any]:
-                told.set()
-                await go_on.wait()
-                return {}
-
-            joining = asyncio.ensure_future(engine(place, 0, secure=False, initialize=initialize))
-            await told.wait()
-            assert await attack("hello", place, place, place) == b""
-            go_on.set()
-            await startup.wait(20)
-            await joining
-
-    @pytest.mark.slow
-    async def test_ignored_message_is_in_the_error_of_a_timeout(self) -> None:
-        where = EngineZmqAddresses(["ipc:///nowhere/1"], ["ipc:///nowhere/2"])
-        async with starting(LOOPBACK, where=where, secure=False, progress_timeout=4) as startup:
-            waiting = asyncio.ensure_future(startup.wait(30))
-            joining = asyncio.ensure_future(engine(startup.handshake_address, 5, secure=False))
-            with pytest.raises(EngineStartupError, match=r"the last message that was ignored: engine 5 .*127\.0\.0\.1"):
-                await waiting
-            joining.cancel()
-            await asyncio.wait([joining])
+            attacking = asyncio.create_task(attack("garbage", place, place, place))
+            with pytest.raises(HandshakeError, match=r"engine 9 .*it came from 127\.0\.0\.1"):
+                await startup.wait(20)
+            assert await attacking == b""
 
     async def test_tokens_without_the_generation_reach_no_request(self) -> None:
         async with over_tcp(False) as (serving, ports):
             stream = serving.client.submit(ask("r", None))
             other = serving.client.submit(ask("secret", None))
             assert [(await anext(each))["token"] for each in (stream, other)] == [0, 0]
-            await attack("tokens", *ports, until=lambda _: serving.client.late_outputs)
+            await attack("tokens", *ports, until=lambda: serving.client.late_outputs)
             assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
             assert serving.client.in_flight == 2
             for each in (stream, other):
@@ -372,7 +291,7 @@ class TestOtherUsers:
             for port in ports:
                 Path(port.removeprefix("ipc://")).chmod(0o777)
             link = serving.client._link
-            await attack("dead", *ports, uid=NOBODY, until=None if secure else lambda _: link.dead)
+            await attack("dead", *ports, uid=NOBODY, until=None if secure else lambda: link.dead)
             if secure:
                 assert len(await collected(serving.client.submit(ask("t", 5)))) == 5
                 await stream.aclose()
@@ -406,10 +325,6 @@ def curved(context: Any, kind: int, address: str, keys: Any, identity: bytes = b
         peer.routing_id = identity
     peer.connect(address)
     return peer
-
-
-async def eventually_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    await until(lambda: text in caplog.text, f"{text!r} in the log")
 
 
 async def until_logged(caplog: pytest.LogCaptureFixture, text: str, client: EngineClient) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -32,48 +33,37 @@ from aioshm.errors import EngineDead
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 
-class Peer:
-    """A socket with an engine's keys."""
-
-    def __init__(
-        self, context: zmq.Context, kind: int, address: str, mine: EngineCredentials, *, server: bytes
-    ) -> None:
-        self.socket = context.socket(kind)
-        self.socket.linger = 0
-        self._monitor = self.socket.get_monitor_socket(
+@contextmanager
+def connected(
+    mine: EngineCredentials, kind: int, address: str, server: bytes | None = None
+) -> Iterator[tuple[Any, Callable[[], bool]]]:
+    """Give a socket with an engine's keys, and a function that blocks until it is admitted or refused."""
+    with zmq.Context() as context, context.socket(kind) as socket:
+        socket.linger = 0
+        monitor = socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
-        self.socket.curve_publickey = mine.public
-        self.socket.curve_secretkey = mine.secret
-        self.socket.curve_serverkey = server
+        socket.curve_publickey = mine.public
+        socket.curve_secretkey = mine.secret
+        socket.curve_serverkey = server or mine.front_end
         if kind == zmq.DEALER:
-            self.socket.routing_id = mine.name
-        self.socket.connect(address)
+            socket.routing_id = mine.name
+        socket.connect(address)
 
-    def handshake(self) -> bool:
-        """Block until the handshake is over; return whether it succeeded."""
-        assert self._monitor.poll(20_000)
-        return parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        def admitted() -> bool:
+            assert monitor.poll(20_000)
+            return parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
-    async def admitted(self) -> bool:
-        """Return whether this was let in."""
-        return await asyncio.to_thread(self.handshake)
-
-    def close(self) -> None:
-        self.socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self.socket.close(linger=0)
-
-
-@contextmanager
-def peers(mine: EngineCredentials, *where: tuple[int, str], server: bytes | None = None) -> Iterator[list[Peer]]:
-    with zmq.Context() as context:
-        found = [Peer(context, kind, address, mine, server=server or mine.front_end) for kind, address in where]
         try:
-            yield found
+            yield socket, admitted
         finally:
-            for peer in found:
-                peer.close()
+            socket.disable_monitor()
+            monitor.close(linger=0)
+
+
+async def admitted(mine: EngineCredentials, kind: int, address: str, server: bytes | None = None) -> bool:
+    with connected(mine, kind, address, server) as (_, done):
+        return await asyncio.to_thread(done)
 
 
 class TestKeys:
@@ -120,8 +110,8 @@ async def test_peer_is_admitted_while_the_loop_is_busy() -> None:
     keys = EngineKeys.generate()
     addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
     async with EngineClient(addresses, 1, options=ClientOptions(keys=keys)):
-        with peers(keys.for_engine(0), (zmq.DEALER, addresses.inputs[0])) as [engine]:
-            assert engine.handshake()  # blocks the loop
+        with connected(keys.for_engine(0), zmq.DEALER, addresses.inputs[0]) as (_, done):
+            assert done()  # blocks the loop
 
 
 async def test_a_dead_engine_s_keys_open_no_socket_of_the_front_end(
@@ -148,19 +138,18 @@ async def test_a_dead_engine_s_keys_open_no_socket_of_the_front_end(
             other, doomed = (client.submit(ask(f"{incarnation} {rank}", None), engine=rank) for rank in (0, 1))
             for stream in (other, doomed):
                 await anext(stream)
-            with peers(keys.for_engine(1, incarnation), (zmq.PUSH, addresses.outputs[0])) as [inside]:
-                assert await inside.admitted()  # whoever has them can be the engine while it lives
+            mine = keys.for_engine(1, incarnation)
+            with connected(mine, zmq.PUSH, addresses.outputs[0]) as (inside, done):
+                assert await asyncio.to_thread(done)  # whoever has them can be the engine while it lives
                 stuck.touch()
                 stop(pids(supervisor)[1])
                 await until(lambda: 1 in client.deaths)
                 with pytest.raises(EngineDead, match="SIGKILL"):
                     await anext(doomed)
-                with peers(keys.for_engine(1, incarnation), *where) as thieves:
-                    for thief in thieves:
-                        assert not await thief.admitted()
+                assert not any([await admitted(mine, *place) for place in where])
                 caplog.clear()
                 client._link._limiter._next = 0.0
-                inside.socket.send(pack([1, [{"request_id": f"{incarnation} 0", "token": 666, "finished": True}]]))
+                inside.send(pack([1, [{"request_id": f"{incarnation} 0", "token": 666, "finished": True}]]))
                 await until(lambda: "the keys of engine 1 are void" in caplog.text)
             assert client.late_outputs == 0
             # The one that hangs has the next keys, and is killed: the one after it, too, has its own.
@@ -189,8 +178,8 @@ async def test_a_dead_engine_s_keys_open_no_socket_of_the_coordinator() -> None:
             for _ in range(2):
                 for incarnation in (0, 1):
                     mine = keys.for_engine(1, incarnation)
-                    with peers(mine, *where, server=mine.coordinator) as found:
-                        assert [await peer.admitted() for peer in found] == [incarnation == 1] * 2
+                    found = [await admitted(mine, *place, mine.coordinator) for place in where]
+                    assert found == [incarnation == 1] * 2
                 coordinator.proc.kill()
                 await asyncio.to_thread(coordinator.proc.join)
                 await asyncio.to_thread(coordinator.run_again)  # whose successor knows it, too

@@ -12,45 +12,39 @@ from served_engine import Engine, ask, collected, here_and_there, served
 
 from aioshm.engine import EngineZmqAddresses
 
-pytestmark = pytest.mark.usefixtures("runtime_dir")
-
 LOOPBACK = "tcp://127.0.0.1:0"
-DEALER = b"\x05"
-PUSH = b"\x08"
-ROUNDS = 20
 
 
-def say(address: str, greeting: bytes, *messages: bytes) -> socket.socket:
+def connect(address: str, greeting: bytes, *messages: bytes) -> socket.socket:
     """Connect, and send messages of one frame."""
-    if address.startswith("ipc://"):
+    scheme, _, place = address.partition("://")
+    if scheme == "ipc":
         peer = socket.socket(socket.AF_UNIX)
-        peer.connect(address.removeprefix("ipc://"))
+        peer.connect(place)
     else:
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        host, _, port = place.rpartition(":")
         peer = socket.create_connection((host, int(port)))
     peer.sendall(greeting)
     peer.settimeout(20)
-    peer.recv(10)  # it has been let in
+    peer.recv(10)  # ZeroMQ has let the peer in
     for message in messages:
         peer.sendall(message)
     return peer
 
 
-def zmtp_2(kind: bytes) -> bytes:
-    return b"\xff" + bytes(8) + b"\x7f\x01" + kind + b"\0\0"
-
-
+@pytest.mark.usefixtures("runtime_dir")
 @pytest.mark.parametrize("way", ["ipc", "tcp"])
 async def test_old_peers_are_ignored_and_block_no_engine(way: str) -> None:
     wrong: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
     addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK]) if way == "tcp" else here_and_there()
+    zmtp_2 = b"\xff" + bytes(8) + b"\x7f\x01"
     async with served(Engine(), addresses=addresses, secure=False) as serving:
         with ExitStack() as stack:
-            for number in range(ROUNDS):
+            for number in range(10):
                 body = b"\x00\x04" + number.to_bytes(4, "big")  # ZMTP 2.0: flags, length, frame
-                stack.enter_context(say(addresses.inputs[0], zmtp_2(DEALER), body, body))
-                stack.enter_context(say(addresses.outputs[0], zmtp_2(PUSH), body, body))
-                stack.enter_context(say(addresses.outputs[0], b"\x01\x00", b"\x05\x00" + bytes(4)))  # ZMTP 1.0
+                stack.enter_context(connect(addresses.inputs[0], zmtp_2 + b"\x05\0\0", body, body))  # DEALER
+                stack.enter_context(connect(addresses.outputs[0], zmtp_2 + b"\x08\0\0", body, body))  # PUSH
+                stack.enter_context(connect(addresses.outputs[0], b"\x01\x00", b"\x05\x00" + bytes(4)))  # ZMTP 1.0
                 assert len(await collected(serving.client.submit(ask(f"r{number}", 3)))) == 3
     assert not wrong

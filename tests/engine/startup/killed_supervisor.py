@@ -1,6 +1,6 @@
 """A supervisor that stands still at a moment of a restart, to be killed there: ``python killed_supervisor.py MOMENT``.
 
-At that moment it says so, and then either it or the process that starts goes no further.
+At that moment it prints "now", and then either it or the process that starts goes no further.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from aioshm.engine import (
-    CoreEngineState,
     DPCoordinator,
     EngineLayout,
-    EngineStartupCoordinator,
     EngineSupervisor,
     Restart,
     WorkerGroup,
@@ -29,28 +27,19 @@ from aioshm.engine.client.link import EngineLink
 from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.engine.startup.restarts import EngineLife
-from aioshm.process.child import _Popen
 
 FOR_EVER = 1_000_000.0
-SLOWLY = Restart(backoff_s=FOR_EVER, backoff_max_s=FOR_EVER)
 
 
 class Worker:
-    """A process of the second generation."""
+    """A process of the second generation; of two, the second one warms up longer."""
 
-    def __init__(self, rank: int) -> None:
-        pass
-
-
-class SlowWorker(Worker):
-    """Warms up, the first one sooner than the second one; says when it is made, and closed."""
-
-    def __init__(self, rank: int) -> None:
-        time.sleep(0.5 + rank)
+    def __init__(self, rank: int, slow: bool) -> None:
+        if slow:
+            time.sleep(0.5 + rank)
         self._say("made")
 
     def close(self) -> None:
-        """Give back what it holds."""
         self._say("closed")
 
     def _say(self, what: str) -> None:
@@ -59,127 +48,68 @@ class SlowWorker(Worker):
 
 
 class Engine:
-    """May have a worker; never finishes a request."""
+    """May have workers; never finishes a request."""
 
     def __init__(self, moment: str, again: bool) -> None:
         self._moment = moment
         self._again = again
         self._group: WorkerGroup | None = None
+        if moment in OF_GROUPS:
+            self.has_unfinished_dp = lambda unfinished: unfinished
 
     async def initialize(self, _metadata: object) -> dict[str, Any]:
-        """Start the worker."""
         if self._moment in WITH_WORKERS:
             slow = self._moment == "none"
-            self._group = await WorkerGroup(SlowWorker if slow else Worker, 1 + slow).__aenter__()
+            self._group = await WorkerGroup(Worker, 1 + slow, kwargs={"slow": slow}).__aenter__()
             await asyncio.sleep(slow)
         if self._again and self._moment == "in initialize":
             stop_here()
         return {}
 
-    def add_request(self, request: dict[str, Any]) -> None:
-        """Take it."""
+    def add_request(self, request: dict[str, Any]) -> None: ...
 
-    def abort_requests(self, ids: list[str]) -> None:
-        """Take it for aborted."""
+    def abort_requests(self, ids: list[str]) -> None: ...
 
     async def step(self) -> None:
-        """Bring nothing."""
         await asyncio.sleep(0.01)
 
     async def shutdown(self) -> None:
-        """Stop the worker."""
         if self._group is not None:
             await self._group.aclose()
 
 
-class LockstepEngine(Engine):
-    """Needs the others, or says so."""
-
-    def has_unfinished_dp(self, unfinished: bool) -> bool:
-        """Agree with them."""
-        return unfinished
-
-
 def serve(moment: str, handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
-    """Run an engine; one that is started again may go no further somewhere."""
     again = os.path.exists(died())
     if again and moment == "before HELLO":
         stop_here()
-    kind = LockstepEngine if moment in OF_GROUPS else Engine
-    asyncio.run(run_engine_core(kind(moment, again), handshake_address, dp_rank))
+    asyncio.run(run_engine_core(Engine(moment, again), handshake_address, dp_rank))
 
 
 def died() -> str:
-    """Return the path of the file that says that a process was killed, and is started again from now on."""
+    """Return the path of the file that exists once a process was killed, which is restarted."""
     return os.environ["AIOSHM_TEST_DIED"]
 
 
-def stop_here() -> NoReturn:
+def stop_here(*_: Any, **__: Any) -> NoReturn:
     """Say that the moment has come, and go no further; blocks this thread, with all that it has."""
     os.write(1, b"now\n")
     time.sleep(FOR_EVER)
     raise AssertionError
 
 
-def before(owner: type, name: str) -> Callable[[], None]:
-    """Return what stops at the next call of a method, before it does anything."""
-    return lambda: setattr(owner, name, lambda *_, **__: stop_here())
+def stop_after(owner: type, name: str) -> None:
+    """Stop after the next call of a method."""
+    method = getattr(owner, name)
 
-
-def after(owner: type, name: str) -> Callable[[], None]:
-    """Return what stops at the next call of a method when it has done what it does."""
-
-    def patch() -> None:
-        method = getattr(owner, name)
-
-        def stopping(*args: Any, **kwargs: Any) -> NoReturn:
-            method(*args, **kwargs)
-            stop_here()
-
-        setattr(owner, name, stopping)
-
-    return patch
-
-
-def after_killing_all() -> None:
-    """Stop once the engines that a group has left are dead."""
-
-    def stopping(self: EngineLife, state: str) -> NoReturn:
-        assert (state, self.exited.done()) == ("waiting", True)
+    def stopping(*args: Any, **kwargs: Any) -> NoReturn:
+        method(*args, **kwargs)
         stop_here()
 
-    EngineLife.enter = stopping  # type: ignore[method-assign]
+    setattr(owner, name, stopping)
 
 
-def nothing() -> None:
-    """Stop in the process that starts, which sees to that itself."""
-
-
-def when_ready() -> None:
-    """Stop when an engine has said READY."""
-    move = EngineStartupCoordinator._move
-
-    def stopping(self: EngineStartupCoordinator, index: int) -> None:
-        if self.handshake.engines[index].state is CoreEngineState.READY:
-            stop_here()
-        move(self, index)
-
-    EngineStartupCoordinator._move = stopping  # type: ignore[method-assign]
-
-
-def when_bound() -> None:
-    """Stop when a coordinator says where it is bound, and nobody has heard that yet."""
-
-    def stopping(self: DPCoordinator) -> NoReturn:
-        self._reported.poll(None)
-        stop_here()
-
-    DPCoordinator._await_addresses = stopping  # type: ignore[method-assign]
-
-
-async def kill(supervisor: EngineSupervisor, hook: Callable[[], None], coordinator: bool = False) -> None:
-    """Kill an engine, or the coordinator, and stop at a moment of the restart."""
-    hook()
+async def kill(supervisor: EngineSupervisor, coordinator: bool) -> None:
+    """Kill the last engine, or the coordinator."""
     with open(died(), "x"):
         launch = supervisor.launch
         if coordinator:
@@ -201,8 +131,8 @@ async def in_backoff(supervisor: EngineSupervisor) -> None:
     stop_here()
 
 
-async def in_draining(supervisor: EngineSupervisor) -> None:
-    """Take out an engine that does not finish."""
+async def draining(supervisor: EngineSupervisor) -> None:
+    """Remove an engine that does not finish."""
     stream = supervisor.client.submit({"request_id": "endless"}, engine=1)
     going = asyncio.create_task(supervisor.scale(1))
     while supervisor.engines[1].state != "stopping":
@@ -212,48 +142,32 @@ async def in_draining(supervisor: EngineSupervisor) -> None:
     await stream.aclose()
 
 
-Work = Callable[[EngineSupervisor], Coroutine[Any, Any, None]]
+# What is patched before a process is killed; None: the process that starts stops by itself.
+Patch = Callable[[], object] | None
 
-
-def engine_at(hook: Callable[[], None]) -> Work:
-    """Return what kills an engine, and stops there."""
-    return lambda supervisor: kill(supervisor, hook)
-
-
-def coordinator_at(hook: Callable[[], None]) -> Work:
-    """Return what kills the coordinator, and stops there."""
-    return lambda supervisor: kill(supervisor, hook, coordinator=True)
-
-
-async def serve_on(_supervisor: EngineSupervisor) -> None:
-    """Go on until it is interrupted."""
-    await asyncio.sleep(FOR_EVER)
-
-
-OF_ENGINES: dict[str, Work] = {
-    "before spawn": engine_at(before(CoreEngineProcManager, "start_engine")),
-    "before it has its orders": engine_at(before(_Popen, "_exact_sentinel")),
-    "in imports": engine_at(nothing),
-    "before HELLO": engine_at(nothing),
-    "HELLO heard": engine_at(before(FrontEndHandshake, "receive")),
-    "in initialize": engine_at(nothing),
-    "registered": engine_at(after(EngineLink, "registered")),
-    "READY heard": engine_at(when_ready),
-    "at backoff": in_backoff,
-    "draining": in_draining,
+OF_ENGINES: dict[str, Patch] = {
+    "before spawn": lambda: setattr(CoreEngineProcManager, "start_engine", stop_here),
+    "in imports": None,
+    "before HELLO": None,
+    "HELLO heard": lambda: setattr(FrontEndHandshake, "receive", stop_here),
+    "in initialize": None,
+    "registered": lambda: stop_after(EngineLink, "registered"),
+    "READY heard": lambda: setattr(FrontEndHandshake, "_check_hash", stop_here),
+    "at backoff": None,
+    "draining": None,
 }
-OF_COORDINATORS: dict[str, Work] = {
-    "coordinator: before spawn": coordinator_at(before(DPCoordinator, "run_again")),
-    "coordinator: in imports": coordinator_at(nothing),
-    "coordinator: bound": coordinator_at(when_bound),
+OF_COORDINATORS: dict[str, Patch] = {
+    "coordinator: before spawn": lambda: setattr(DPCoordinator, "run_again", stop_here),
+    "coordinator: in imports": None,
+    "coordinator: spawned": lambda: setattr(DPCoordinator, "_await_addresses", stop_here),
 }
-OF_GROUPS: dict[str, Work] = {
-    "group: all are dead": engine_at(after_killing_all),
-    "group: coordinator in imports": engine_at(nothing),
-    "group: one is spawned": engine_at(after(CoreEngineProcManager, "start_engine")),
-    "group: one has registered": engine_at(after(EngineLink, "registered")),
+OF_GROUPS: dict[str, Patch] = {
+    "group: all are dead": lambda: setattr(EngineLife, "enter", stop_here),
+    "group: coordinator in imports": None,
+    "group: one is spawned": lambda: stop_after(CoreEngineProcManager, "start_engine"),
+    "group: one has registered": lambda: stop_after(EngineLink, "registered"),
 }
-MOMENTS = OF_ENGINES | OF_COORDINATORS | OF_GROUPS | {"none": serve_on}
+PATCHES = OF_ENGINES | OF_COORDINATORS | OF_GROUPS
 WITH_WORKERS = {"in initialize", "draining", "none"}
 WITH_COORDINATOR = {"before spawn", "at backoff", *OF_COORDINATORS, *OF_GROUPS}
 WITH_TWO_ENGINES = {"draining", "none", *OF_GROUPS}
@@ -265,7 +179,7 @@ IN_IMPORTS = {  # which process goes no further there
 
 
 async def run(moment: str) -> None:
-    """Bring that moment about; SIGTERM cancels this, as servers have it, where a test sends it."""
+    """Bring a moment about; SIGTERM cancels this, as servers have it, where a test sends it."""
     if "AIOSHM_TEST_SIGTERM" in os.environ:
         task = asyncio.current_task()
         assert task is not None
@@ -274,11 +188,21 @@ async def run(moment: str) -> None:
         serve,
         2 if moment in WITH_TWO_ENGINES else 1,
         args=(moment,),
-        restart=SLOWLY if moment == "at backoff" else None,
+        restart=Restart(backoff_s=FOR_EVER, backoff_max_s=FOR_EVER) if moment == "at backoff" else None,
         lockstep=moment in OF_GROUPS,
         layout=EngineLayout(coordinator=moment in WITH_COORDINATOR),
     ) as supervisor:
-        await MOMENTS[moment](supervisor)
+        if moment == "none":
+            await asyncio.sleep(FOR_EVER)
+        elif moment == "at backoff":
+            await in_backoff(supervisor)
+        elif moment == "draining":
+            await draining(supervisor)
+        else:
+            patch = PATCHES[moment]
+            if patch is not None:
+                patch()
+            await kill(supervisor, moment in OF_COORDINATORS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""API servers share a socket; a front end is over when they are done, or when anything of it fails."""
+"""API servers share a socket, come back when they die, and end with everything else when anything fails."""
 
 from __future__ import annotations
 
@@ -10,24 +10,34 @@ import socket
 import subprocess
 import sys
 import textwrap
+import uuid
 from collections.abc import Iterator
 from contextlib import nullcontext
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 import engine_targets as targets
 import pytest
 from managed import gone, open_things
+from served_engine import Engine, stop, until
+from supervised import MANY
 from support import eventually
 
 from aioshm.engine import (
     APIServerProcessManager,
+    ClientOptions,
     CoreEngineProcManager,
+    EngineClient,
+    EngineLayout,
+    EngineSupervisor,
+    EngineZmqAddresses,
     ProcessManager,
+    Restart,
+    die_with_parent,
+    run_engine_core,
     wait_for_completion_or_failure,
 )
-from aioshm.errors import EngineDead, ProcessDied
+from aioshm.errors import EngineDead, ProcessDied, QueueClosed, RoleError
 
 
 @pytest.fixture
@@ -36,10 +46,10 @@ def listener() -> Iterator[socket.socket]:
         yield sock
 
 
-def servers(codes: list[int | None], **kwargs: Any) -> APIServerProcessManager:
+def servers(codes: list[int | None], **options: Any) -> APIServerProcessManager:
     addresses = [f"ipc:///{index}" for index in range(len(codes))]
     return APIServerProcessManager(
-        targets.serve_badly, "http://here", None, codes, len(codes), addresses, addresses, **kwargs
+        targets.serve_badly, "http://here", None, codes, len(codes), addresses, addresses, **options
     )
 
 
@@ -51,22 +61,19 @@ class Coordinator:
     """The least that a coordinator has."""
 
     def __init__(self, code: int | None) -> None:
-        kwargs = {"dp_rank": 0, "local_dp_rank": 0, "codes": [code]}
-        self.proc = SpawnProcess(target=targets.leave, name="DPCoordinator", kwargs=kwargs)
-        self.proc.start()
-        self.closed = False
+        self.manager = engines(code)
+        self.proc = self.manager.processes[0]
 
     def close(self) -> None:
-        self.closed = True
-        self.proc.kill()
-        self.proc.join()
+        self.manager.shutdown(timeout=0)
 
 
 class Actors:
     """Engines that are no processes of this machine."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None, stop_error: Exception | None = None) -> None:
         self.error = error
+        self.stop_error = stop_error
         self.closed = False
 
     async def join_first(self) -> None:
@@ -76,6 +83,8 @@ class Actors:
 
     async def aclose(self) -> None:
         self.closed = True
+        if self.stop_error is not None:
+            raise self.stop_error
 
     def close(self) -> None:
         raise AssertionError("there is an aclose")
@@ -86,21 +95,12 @@ def all_ended(*managers: ProcessManager) -> bool:
 
 
 class TestManager:
-    @pytest.mark.parametrize("stats", [{"stats_update_address": "ipc:///stats"}, {}])
-    def test_each_server_gets_its_configuration_and_the_socket(
-        self, listener: socket.socket, stats: dict[str, str]
-    ) -> None:
+    def test_each_server_gets_its_configuration_and_the_socket(self, listener: socket.socket) -> None:
+        config = {"stats_update_address": "ipc:///stats", "membership_address": "ipc:///members"}
         inputs = ["ipc:///in0", "ipc:///in1"]
         outputs = ["ipc:///out0", "ipc:///out1"]
         with APIServerProcessManager(
-            target_server_fn=targets.serve,
-            listen_address="http://here",
-            sock=listener,
-            args={"model": "m"},
-            num_servers=2,
-            input_addresses=inputs,
-            output_addresses=outputs,
-            **stats,
+            targets.serve, "http://here", listener, {"model": "m"}, 2, inputs, outputs, **config
         ) as manager:
             assert [process.name for process in manager.processes] == ["ApiServer_0", "ApiServer_1"]
             seen = []
@@ -109,35 +109,29 @@ class TestManager:
                     seen.append(json.loads(connection.makefile().read()))
             eventually(lambda: len(manager.finished_procs()) == 2)
             assert set(manager.finished_procs().values()) == {0}
-        seen.sort(key=lambda each: each[2]["client_index"])
-        assert seen == [
-            [
-                "http://here",
-                {"model": "m"},
-                {
-                    "input_address": inputs[index],
-                    "output_address": outputs[index],
-                    "client_count": 2,
-                    "client_index": index,
-                    **stats,
-                },
-            ]
-            for index in range(2)
-        ]
+        expected = []
+        for index in range(2):
+            own = {"input_address": inputs[index], "output_address": outputs[index], "client_index": index}
+            expected.append(["http://here", {"model": "m"}, {**own, "client_count": 2, **config}])
+        assert sorted(seen, key=lambda each: each[2]["client_index"]) == expected
         assert listener.fileno() >= 0  # it stays the caller's
 
     @pytest.mark.parametrize(
-        ("count", "inputs", "outputs", "error", "name"),
+        ("options", "error", "text"),
         [
-            (0, [], [], ValueError, "num_servers"),
-            ("1", ["a"], ["a"], TypeError, "num_servers"),
-            (2, ["a"], ["a", "b"], ValueError, "input_addresses must be 2"),
-            (1, ["a"], [], ValueError, "output_addresses must be 1"),
+            ({"num_servers": 0}, ValueError, "num_servers"),
+            ({"num_servers": "1"}, TypeError, "num_servers"),
+            ({"num_servers": 2, "output_addresses": ["a", "b"]}, ValueError, "input_addresses must be 2"),
+            ({"output_addresses": []}, ValueError, "output_addresses must be 1"),
+            ({"restart": MANY}, RoleError, "create the manager in a coroutine"),
+            ({"restart": "always"}, TypeError, "restart must be a Restart, or None, not 'always'"),
+            ({"on_change": print}, ValueError, "on_change must go with restart"),
         ],
     )
-    def test_bad_arguments_are_named(self, count: Any, inputs: Any, outputs: Any, error: Any, name: str) -> None:
-        with pytest.raises(error, match=name):
-            APIServerProcessManager(targets.serve, "here", None, None, count, inputs, outputs)
+    def test_bad_arguments_are_named(self, options: dict[str, Any], error: type[Exception], text: str) -> None:
+        given = {"num_servers": 1, "input_addresses": ["a"], "output_addresses": ["a"], **options}
+        with pytest.raises(error, match=text):
+            APIServerProcessManager(targets.serve, "here", None, None, **given)
 
 
 class TestWaiting:
@@ -150,22 +144,8 @@ class TestWaiting:
         await wait_for_completion_or_failure(api, engine, coordinator)
         assert api.finished_procs() == {"ApiServer_0": 0, "ApiServer_1": 0}
         assert engine.finished_procs() == {"EngineCore_0": -signal.SIGTERM, "EngineCore_1": 0}
-        assert coordinator.closed
-        coordinator.proc.close()
+        assert all_ended(coordinator.manager)
         eventually(lambda: open_things() <= before)
-
-    async def test_no_engines_here(self) -> None:
-        """Those of other hosts are waited for there."""
-        api = servers([None, None])
-        none = CoreEngineProcManager(targets.stay, 0)
-        waiting = asyncio.create_task(wait_for_completion_or_failure(api, none))
-        done, _ = await asyncio.wait([waiting], timeout=0.1)
-        assert not done, "no engine is none that has failed"
-        process = api.processes[0]
-        pid = process.pid
-        process.kill()
-        with pytest.raises(ProcessDied, match=rf"^Process ApiServer_0 \(PID: {pid}\) died with exit code -9$"):
-            await waiting
 
     @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("culprit", ["server", "engine", "coordinator"])
@@ -184,28 +164,21 @@ class TestWaiting:
         error = caught.value
         assert str(error) == f"Process {dead.name} (PID: {pid}) died with exit code {code}"
         assert (error.name, error.pid, error.exitcode) == (dead.name, pid, code)
-        assert isinstance(error, RuntimeError)
-        assert all_ended(api, engine)
-        assert coordinator.closed
-        coordinator.proc.close()
+        assert all_ended(api, engine, coordinator.manager)
 
-    async def test_being_cancelled_stops_everything(self) -> None:
-        before = open_things()
-        api = servers([None])
-        engine = engines(None)
-        task = asyncio.create_task(wait_for_completion_or_failure(api, engine))
-        await asyncio.sleep(0.05)
-        assert not task.done()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert all_ended(api, engine)
-        eventually(lambda: open_things() <= before)
+    async def test_engines_of_other_hosts_are_not_waited_for(self) -> None:
+        async with servers([None]) as api:
+            waiting = asyncio.create_task(wait_for_completion_or_failure(api, CoreEngineProcManager(targets.stay, 0)))
+            await asyncio.wait([waiting], timeout=0.1)
+            assert not waiting.done()
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert all_ended(api)
 
-    async def test_being_cancelled_twice_kills(self) -> None:
-        addresses = ["ipc:///0"]
+    async def test_second_cancellation_kills(self) -> None:
         api = APIServerProcessManager(
-            targets.refuse_to_serve_and_to_end, "here", None, None, 1, addresses, addresses, shutdown_timeout=60
+            targets.refuse_to_serve_and_to_end, "here", None, None, 1, ["a"], ["a"], shutdown_timeout=60
         )
         eventually(lambda: api.last_lines("ApiServer_0"))
         task = asyncio.create_task(wait_for_completion_or_failure(api))
@@ -216,30 +189,195 @@ class TestWaiting:
             await task
         assert api.finished_procs() == {"ApiServer_0": -signal.SIGKILL}
 
-    @pytest.mark.parametrize("error", [None, EngineDead("an actor died")])
-    async def test_engines_may_be_no_processes(self, error: Exception | None) -> None:
+    @pytest.mark.parametrize(
+        ("error", "stop_error"), [(None, None), (EngineDead("an actor died"), None), (None, OSError("no way"))]
+    )
+    async def test_engines_may_be_no_processes(
+        self, error: Exception | None, stop_error: Exception | None, caplog: pytest.LogCaptureFixture
+    ) -> None:
         api = servers([0 if error is None else None])
-        actors = Actors(error)
-        with nullcontext() if error is None else pytest.raises(EngineDead, match="an actor died"):
+        actors = Actors(error, stop_error)
+        raised = error or stop_error
+        with nullcontext() if raised is None else pytest.raises(type(raised), match=str(raised)):
             await wait_for_completion_or_failure(api, actors)
+        assert ("could not stop everything: no way" in caplog.text) == (stop_error is not None)
         assert actors.closed
         assert all_ended(api)
         assert api.sentinels() == []
 
-    async def test_manager_that_cannot_be_stopped_does_not_keep_other_managers_running(
-        self, caplog: pytest.LogCaptureFixture
+
+class Patient(Engine):
+    """Answers a call when a file exists."""
+
+    async def when(self, path: str) -> str:
+        while not os.path.exists(path):
+            await asyncio.sleep(0.01)
+        return path
+
+
+def serve(handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
+    die_with_parent()
+    asyncio.run(run_engine_core(Patient(), handshake_address, dp_rank))
+
+
+def front_end(listen_address: str, sock: socket.socket, args: None, config: dict[str, Any]) -> None:
+    """Send the process id to each connection, and obey lines."""
+
+    async def talk(client: EngineClient, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"%d\n" % os.getpid())
+        while line := (await reader.readline()).decode().split():
+            match line:
+                case ["ask", tokens]:
+                    request = {"request_id": uuid.uuid4().hex, "tokens": int(tokens)}
+                    writer.write(b"%d" % len([output async for output in client.submit(request)]))
+                case ["when", path]:
+                    writer.write((await client.call("when", path, engine=0)).encode())
+                case ["late"]:
+                    writer.write(b"%d" % client.late_outputs)
+            writer.write(b"\n")
+
+    async def work() -> None:
+        addresses = EngineZmqAddresses([config["input_address"]], [config["output_address"]])
+        options = ClientOptions(on_engine_death="continue", membership_address=config["membership_address"])
+        async with EngineClient(addresses, 1, options) as client:
+            await client.wait_until_ready(30)
+            server = await asyncio.start_server(lambda *streams: talk(client, *streams), sock=sock)
+            await server.serve_forever()
+
+    asyncio.run(work())
+
+
+class Connection:
+    """A connection to a front end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.pid = pid
+
+    @classmethod
+    async def open(cls, address: tuple[str, int]) -> Connection:
+        reader, writer = await asyncio.open_connection(*address)
+        return cls(reader, writer, int(await reader.readline()))
+
+    def send(self, line: str) -> None:
+        self.writer.write(f"{line}\n".encode())
+
+    async def ask(self, line: str) -> str:
+        self.send(line)
+        return (await self.reader.readline()).decode().strip()
+
+
+@pytest.mark.usefixtures("runtime_dir")
+@pytest.mark.slow_on_uvloop
+class TestRestarts:
+    async def test_connections_wait_at_the_socket_and_late_answers_are_dropped(
+        self, listener: socket.socket, tmp_path: Path
     ) -> None:
-        api = servers([0])
-        actors = Actors()
+        there = tmp_path / "there"
+        layout = EngineLayout(coordinator=False)
+        async with EngineSupervisor(serve, 1, num_api_servers=1, layout=layout) as supervisor:
+            launch = supervisor.launch
+            async with APIServerProcessManager(
+                front_end,
+                "",
+                listener,
+                None,
+                1,
+                launch.addresses.inputs,
+                launch.addresses.outputs,
+                membership_address=launch.membership_address,
+                restart=MANY,
+            ) as manager:
+                address = listener.getsockname()[:2]
+                listener.close()  # each server has a copy, and its successor gets one, too
+                first = await Connection.open(address)
+                first.send(f"when {there}")
+                second = await Connection.open(address)
+                assert await second.ask("ask 2") == "2"  # the call is under way
+                stop(first.pid)
+                assert await first.reader.read() == b""
+                late = await Connection.open(address)  # nobody accepts now
+                assert late.pid != first.pid
+                assert f"ApiServer_0 (pid {first.pid}) was killed by SIGKILL" in manager.servers[0].cause
+                assert await late.ask("late") == "0"
+                there.touch()
 
-        async def fail() -> None:
-            raise OSError("no way")
+                async def dropped() -> bool:
+                    return await late.ask("late") == "1"
 
-        actors.aclose = fail  # type: ignore[method-assign]
-        with pytest.raises(OSError, match="no way"):
-            await wait_for_completion_or_failure(api, actors)
-        assert "could not stop everything: no way" in caplog.text
+                await until(dropped)
+                assert await late.ask("ask 2") == "2"
+                for connection in (first, second, late):
+                    connection.writer.close()
+
+    async def test_a_crash_loop_ends_everything_with_every_cause(self) -> None:
+        before = open_things()
+        api = servers([None, 3], restart=Restart(max_restarts=2, backoff_s=0.001))
+        with pytest.raises(ProcessDied, match=r"^Process ApiServer_1 \(PID: \d+\) died with exit code 3; ") as caught:
+            await wait_for_completion_or_failure(api)
+        error = caught.value
+        assert "crash loop: 3 deaths within 60 s" in str(error)
+        assert str(error).count("exited with code 3") == 3
+        assert (error.name, error.exitcode) == ("ApiServer_1", 3)
+        assert api.processes[0].exitcode == -signal.SIGTERM
+        assert [(info.state, info.restarts) for info in api.servers] == [("running", 0), ("exited", 2)]
+        eventually(lambda: open_things() <= before)
+
+    async def test_code_0_is_no_death(self) -> None:
+        api = servers([0, None], restart=MANY)
+        waiting = asyncio.create_task(wait_for_completion_or_failure(api))
+        await until(lambda: api.servers[0].state == "exited")
+        stop(api.servers[1].pid or 0)
+        await until(lambda: api.servers[1].restarts == 1 and api.servers[1].state == "running")
+        assert not waiting.done()
+        assert (api.servers[0].restarts, api.servers[0].cause) == (0, "")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
         assert all_ended(api)
+        async with servers([0, 0], restart=MANY) as both:
+            await both.wait()
+
+    async def test_a_crash_loop_of_engines_ends_the_servers(self) -> None:
+        supervisor = EngineSupervisor(
+            serve, 1, num_api_servers=1, restart=Restart(max_restarts=0), layout=EngineLayout(coordinator=False)
+        )
+        await supervisor.open()
+        api = servers([None], restart=MANY)
+        waiting = asyncio.create_task(wait_for_completion_or_failure(api, supervisor))
+        stop(supervisor.engines[0].pid or 0)
+        with pytest.raises(EngineDead, match="engine 0 is in a crash loop"):
+            await waiting
+        assert api.processes[0].exitcode == -signal.SIGTERM
+
+    async def test_closing_at_any_moment_of_a_restart_leaves_nothing(self) -> None:
+        before = open_things()
+        for turns in (0, 1, 3, 10):
+            api = servers([None], restart=MANY)
+            waiting = asyncio.create_task(api.wait())
+            victim = api.servers[0].pid or 0
+            stop(victim)
+            await until(lambda api=api: api.servers[0].restarts)
+            for _ in range(turns):
+                await asyncio.sleep(0.001)
+            if turns % 2:
+                api.close()
+            else:
+                await api.aclose()
+            with pytest.raises(QueueClosed):
+                await waiting
+            assert all_ended(api)
+            assert gone(victim)
+        eventually(lambda: open_things() <= before)
+
+    async def test_without_a_policy_a_death_is_the_end(self) -> None:
+        async with servers([None, 5]) as api:
+            with pytest.raises(ProcessDied, match=r"ApiServer_1 .* exit code 5$"):
+                await api.wait()
+            assert [(info.state, info.restarts) for info in api.servers] == [("running", 0), ("exited", 0)]
+        with pytest.raises(QueueClosed):
+            await api.wait()
 
 
 FRONT_END = """
@@ -276,15 +414,15 @@ def test_ctrl_c_stops_everything_and_a_second_ctrl_c_kills(
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as front_end:
-        assert front_end.stdout is not None
-        word, *pids = front_end.stdout.readline().split()
+    ) as process:
+        assert process.stdout is not None
+        word, *pids = process.stdout.readline().split()
         assert word == "waiting"
-        front_end.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         if interrupts == 2:
             eventually(lambda: gone(int(pids[0])), "the engine's end: of two signals at once only one would be seen")
-            assert front_end.poll() is None
-            front_end.send_signal(signal.SIGINT)
-        _, errors = front_end.communicate(timeout=20)
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
     assert all(gone(int(pid)) for pid in pids)

@@ -163,11 +163,3 @@ async def test_coroutine_function_that_nothing_would_await_is_refused(name: str)
         made = REFUSING[name]()
         if asyncio.iscoroutine(made):
             await made
-
-
-async def test_callback_of_a_plain_function_is_called_as_before(path: str) -> None:
-    seen: list[Any] = []
-    async with progress(path, seen.append):
-        await until(lambda: len(seen) == 2)
-    assert report_usage_stats({}, to=seen.append)
-    assert len(seen) == 3

@@ -29,18 +29,13 @@ pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop
 
 
 class PlacedEngine(placed.Placed, Engine):
-    def __init__(self, lockstep: bool) -> None:
+    def __init__(self) -> None:
         Engine.__init__(self)
         placed.Placed.__init__(self)
-        self.lockstep = lockstep
-
-    def has_unfinished_dp(self, unfinished: bool) -> bool:
-        return unfinished
 
 
-def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, lockstep: bool) -> None:
-    engine: Any = PlacedEngine(lockstep)
-    asyncio.run(run_engine_core(engine, handshake_address, dp_rank))
+def serve(handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
+    asyncio.run(run_engine_core(PlacedEngine(), handshake_address, dp_rank))
 
 
 def counting() -> Placement:
@@ -58,25 +53,21 @@ async def placed_as(supervisor: EngineSupervisor) -> list[str]:
     return [env["PLACED"] for env, _ in await supervisor.client.call("place")]
 
 
-@pytest.mark.parametrize("lockstep", [False, True])
-async def test_restarted_engines_keep_the_placement_of_their_rank(lockstep: bool) -> None:
+async def test_restarted_engines_keep_the_placement_of_their_rank() -> None:
     layout = EngineLayout(placement=counting())
-    async with EngineSupervisor(
-        serve, 2, restart=MANY, lockstep=lockstep, kwargs={"lockstep": lockstep}, layout=layout
-    ) as supervisor:
+    async with EngineSupervisor(serve, 2, restart=MANY, layout=layout) as supervisor:
         assert await placed_as(supervisor) == ["0 1", "1 1"]
         stop(pids(supervisor)[1])
         await until(lambda: 1 in supervisor.client.deaths)
         await supervisor.wait_until_ready(60)
         assert await placed_as(supervisor) == ["0 1", "1 1"]
-        if not lockstep:
-            await supervisor.scale(3)
-            assert await placed_as(supervisor) == ["0 1", "1 1", "2 1"]
+        await supervisor.scale(3)
+        assert await placed_as(supervisor) == ["0 1", "1 1", "2 1"]
 
 
 async def test_placement_that_fails_for_a_new_engine_changes_nothing() -> None:
     layout = EngineLayout(placement=Placement(env=lambda rank: [{"PLACED": "0"}][rank]), coordinator=False)
-    async with EngineSupervisor(serve, 1, restart=MANY, kwargs={"lockstep": False}, layout=layout) as supervisor:
+    async with EngineSupervisor(serve, 1, restart=MANY, layout=layout) as supervisor:
         with pytest.raises(ValueError, match=r"placement.env of rank 1 failed: IndexError"):
             await supervisor.scale(2)
         assert await placed_as(supervisor) == ["0"]

@@ -6,12 +6,12 @@ import asyncio
 import json
 import os
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import front_end_targets as targets
 import pytest
 from served_engine import Engine, ask, collected, stop, until
 from startups import starting
@@ -34,111 +34,135 @@ from aioshm.errors import EngineDead, RoleError
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
+ASKING = 3
 
-class FrontEndProcesses:
-    """Two front ends in processes of their own, under load."""
 
-    def __init__(self, supervisor: EngineSupervisor, directory: Path) -> None:
-        launch = supervisor.launch
-        assert launch.coordinator is not None
-        self.directory = directory
-        self.manager = APIServerProcessManager(
-            targets.serve_front_end,
-            "",
-            None,
-            str(directory),
-            2,
-            launch.addresses.inputs,
-            launch.addresses.outputs,
-            launch.coordinator.get_stats_publish_address(),
-            membership_address=launch.membership_address,
+def ask_without_pause(listen_address: str, sock: None, directory: str, config: dict[str, Any]) -> None:
+    """Ask engines until a file ``stop`` exists, and write counts into a file; the target of an API server."""
+    counts: Counter[str] = Counter()
+    used: Counter[int] = Counter()
+    failed: list[str] = []
+    stop = Path(directory, "stop")
+
+    async def ask_on(client: EngineClient, who: int) -> None:
+        while not stop.exists():
+            counts["asked"] += 1
+            try:
+                stream = client.submit(ask(f"{os.getpid()} {who} {counts['asked']}", 5))
+                assert [output["token"] for output in await collected(stream)] == [0, 1, 2, 3, 4]
+                counts["answered"] += 1
+                used[stream.engine] += 1
+            except EngineDead as error:
+                failed.append(str(error))
+                await asyncio.sleep(0.01)
+
+    async def write(client: EngineClient) -> None:
+        path = Path(directory, f"{config['client_index']}.json")
+        while True:
+            said = {**counts, "failed": failed, "used": used, "ranks": client.ranks}
+            path.with_suffix(".new").write_text(json.dumps(said))
+            path.with_suffix(".new").replace(path)
+            await asyncio.sleep(0.02)
+
+    async def work() -> None:
+        addresses = EngineZmqAddresses(
+            [config["input_address"]],
+            [config["output_address"]],
+            frontend_stats_publish_address=config["stats_update_address"],
         )
+        options = ClientOptions(
+            on_engine_death="continue", resubmit="unstarted", membership_address=config["membership_address"]
+        )
+        async with EngineClient(addresses, 2, options) as client:
+            await client.wait_until_ready(30)
+            published = client._link.counts
 
-    def said(self, index: int) -> dict[str, Any]:
-        try:
-            said: dict[str, Any] = json.loads((self.directory / f"{index}.json").read_text())
-        except FileNotFoundError:
-            return {"answered": 0, "used": {}, "failed": [], "ranks": [], "deaths": [], "published": 0}
-        return {"published": 0, **said}
+            def counted(payload: bytes) -> None:
+                counts["published"] += 1
+                published(payload)
 
-    def both(self, name: str) -> list[Any]:
-        return [self.said(index)[name] for index in range(2)]
+            client._link.counts = counted  # type: ignore[method-assign]
+            writing = asyncio.create_task(write(client))
+            await asyncio.gather(*(ask_on(client, who) for who in range(ASKING)))
+            await asyncio.sleep(0.1)
+            writing.cancel()
 
-    async def use(self, *ranks: int, fronts: tuple[int, ...] = (0, 1)) -> None:
-        """Wait until each has had a request answered by each of these engines from now on."""
-        before = {index: self.said(index)["used"] for index in fronts}
-
-        def used() -> bool:
-            now = {index: self.said(index)["used"] for index in fronts}
-            return all(
-                now[index].get(str(rank), 0) > before[index].get(str(rank), 0) for index in fronts for rank in ranks
-            )
-
-        await until(used, 30)
+    asyncio.run(work())
 
 
 @pytest.mark.slow
 @pytest.mark.one_loop
 async def test_front_ends_in_processes_lose_nothing(tmp_path: Path) -> None:
     """Both have a steady load all the time."""
-    async with EngineSupervisor(serve, 2, restart=MANY, num_api_servers=2) as supervisor:
-        fronts = FrontEndProcesses(supervisor, tmp_path)
-        async with fronts.manager:
-            members = supervisor.launch.front_ends
-            assert members is not None
-            await fronts.use(0, 1)
-            assert len(members) == 2
 
-            # More engines, and fewer.
+    def said(index: int) -> dict[str, Any]:
+        try:
+            return {"published": 0, **json.loads((tmp_path / f"{index}.json").read_text())}
+        except FileNotFoundError:
+            return {"used": {}, "failed": [], "ranks": [], "published": 0}
+
+    async def both_use(*ranks: int) -> None:
+        """Wait until both have new answers of these engines."""
+        before = [said(index)["used"] for index in (0, 1)]
+        for index in (0, 1):
+            for rank in map(str, ranks):
+                await until(lambda i=index, r=rank: said(i)["used"].get(r, 0) > before[i].get(r, 0))
+
+    async with EngineSupervisor(serve, 2, restart=MANY, num_api_servers=2) as supervisor:
+        launch = supervisor.launch
+        members = launch.front_ends
+        coordinator = launch.coordinator
+        assert members is not None
+        assert coordinator is not None
+        async with APIServerProcessManager(
+            ask_without_pause,
+            "",
+            None,
+            str(tmp_path),
+            2,
+            launch.addresses.inputs,
+            launch.addresses.outputs,
+            coordinator.get_stats_publish_address(),
+            membership_address=launch.membership_address,
+            restart=MANY,
+        ) as servers:
+            await both_use(0, 1)
             await supervisor.scale(4)
-            await fronts.use(0, 1, 2, 3)
+            await both_use(0, 1, 2, 3)
             went = pids(supervisor)[1:]
             await supervisor.scale(1)
             assert not any(os.path.exists(f"/proc/{each}") for each in went)
-            await fronts.use(0)
-            assert fronts.both("ranks") == [[0], [0]]
+            await both_use(0)
             await supervisor.scale(2)
-            await fronts.use(0, 1)
-            assert fronts.both("failed") == [[], []]
+            await both_use(0, 1)
+            assert [said(index)["ranks"] for index in (0, 1)] == [[0, 1], [0, 1]]
+            assert [said(index)["failed"] for index in (0, 1)] == [[], []]
 
-            # An engine dies, and comes back.
             victim = pids(supervisor)[1]
             stop(victim)
-            await until(lambda: supervisor.engines[1].restarts == 1 and supervisor.engines[1].state == "running", 30)
+            await until(lambda: supervisor.engines[1].restarts == 1 and supervisor.engines[1].state == "running")
             await supervisor.wait_until_ready(30)
-            await fronts.use(0, 1)
-            for failed in fronts.both("failed"):
+            await both_use(0, 1)
+            for failed in [said(index)["failed"] for index in (0, 1)]:
                 assert all(f"engine 1 (pid {victim})" in text and "SIGKILL" in text for text in failed), failed
-                assert len(failed) <= targets.ASKING
+                assert len(failed) <= ASKING
 
-            # So does the coordinator, and all of them find it again.
-            coordinator = supervisor.launch.coordinator
-            assert coordinator is not None
-            for _ in range(2):
-                former = coordinator.proc
-                stop(former.pid or 0)
-                await until(lambda former=former: former.exitcode is not None)
-                before = fronts.both("published")
-                await until(
-                    lambda before=before: all(
-                        now > then + 2 for now, then in zip(fronts.both("published"), before, strict=True)
-                    ),
-                    30,
-                )
-            await fronts.use(0, 1)
+            former = coordinator.proc
+            stop(former.pid or 0)
+            await until(lambda: former.exitcode is not None)
+            before = [said(index)["published"] for index in (0, 1)]
+            await until(lambda: all(said(index)["published"] > before[index] + 2 for index in (0, 1)))
 
-            # A front end that dies is not waited for.
-            failed = [len(texts) for texts in fronts.both("failed")]
-            fronts.manager.processes[1].kill()
-            await supervisor.scale(1)
-            assert len(members) == 1
+            stop(servers.servers[1].pid or 0)
+            await supervisor.scale(1)  # waits for no dead front end
+            await until(lambda: servers.servers[1].state == "running" and len(members) == 2)
             await supervisor.scale(2)
-            await fronts.use(0, 1, fronts=(0,))
+            await both_use(0, 1)
             (tmp_path / "stop").touch()
-            await until(lambda: fronts.manager.processes[0].exitcode == 0, 30)
-            last = fronts.said(0)
-            assert len(last["failed"]) == failed[0]
-            assert last["asked"] == last["answered"] + len(last["failed"])
+            await servers.wait()
+            for index in (0, 1):
+                last = said(index)
+                assert last["asked"] == last["answered"] + len(last["failed"])
 
 
 @asynccontextmanager
@@ -148,12 +172,12 @@ async def supervised(
     """Engines, and two front ends in this process; with keys over TCP."""
     layout: dict[str, Any] = {}
     if keys is not None:
-        addresses = EngineZmqAddresses([LOOPBACK] * 2, [LOOPBACK] * 2)
+        with ExitStack() as stack:
+            free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+            ports = [f"tcp://127.0.0.1:{server.getsockname()[1]}" for server in free]
+        addresses = EngineZmqAddresses(ports[:2], ports[2:])
         layout = {"addresses": addresses, "handshake_address": LOOPBACK, "membership_address": LOOPBACK}
         options["client"] = ClientOptions(keys=keys)
-        ports = [_free_port() for _ in range(4)]
-        addresses.inputs = [f"tcp://127.0.0.1:{port}" for port in ports[:2]]
-        addresses.outputs = [f"tcp://127.0.0.1:{port}" for port in ports[2:]]
     async with EngineSupervisor(
         serve, count, num_api_servers=2, restart=MANY, layout=EngineLayout(coordinator=False, **layout), **options
     ) as supervisor:
@@ -172,12 +196,6 @@ async def supervised(
                 await client.wait_until_ready(30)
                 assert client.ranks == list(range(count))
             yield supervisor, [one, other]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 async def test_leaving_engine_is_drained_by_all_front_ends() -> None:
@@ -245,13 +263,6 @@ async def test_front_ends_learn_the_cause_of_a_death(secure: bool, tmp_path: Pat
                 client.submit(ask("b"))
 
 
-async def test_membership_address_needs_continue(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="membership_address needs on_engine_death='continue'"):
-        EngineClient(
-            EngineZmqAddresses(["ipc:///a"], ["ipc:///b"]), 1, options=ClientOptions(membership_address="ipc:///c")
-        )
-
-
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_engine_that_registers_before_its_front_end_knows_the_rank_is_admitted_later(
     late: bool, caplog: pytest.LogCaptureFixture
@@ -283,3 +294,8 @@ async def test_engine_that_registers_before_its_front_end_knows_the_rank_is_admi
             for task in running:
                 task.cancel()
             await asyncio.wait(running)
+
+
+def test_membership_address_needs_continue() -> None:
+    with pytest.raises(ValueError, match="membership_address needs on_engine_death='continue'"):
+        EngineClient(EngineZmqAddresses(["ipc:///a"], ["ipc:///b"]), 1, ClientOptions(membership_address="ipc:///c"))

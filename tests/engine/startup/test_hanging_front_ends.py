@@ -127,15 +127,3 @@ async def test_stopped_coordinator_is_named(caplog: pytest.LogCaptureFixture) ->
         finally:
             stop(pid, signal.SIGCONT)
         await until(lambda: f"the coordinator (pid {pid}) makes progress again" in caplog.text)
-
-
-async def test_stopped_coordinator_is_replaced_where_the_policy_says_so() -> None:
-    restart = Restart(hang_s=3.0, kill_stopped=True)
-    async with EngineSupervisor(hanging.serve, 2, client=CLIENT, restart=restart) as supervisor:
-        coordinator = supervisor.launch.coordinator
-        assert coordinator is not None
-        victim = coordinator.proc
-        stop(victim.pid or 0, signal.SIGSTOP)
-        await until(lambda: coordinator.proc is not victim and coordinator.proc.pid)
-        assert "hung for" in victim.reason
-        assert [info.restarts for info in supervisor.engines] == [0, 0]

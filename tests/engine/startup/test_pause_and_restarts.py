@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -168,22 +167,6 @@ async def test_engines_are_added_and_removed_during_a_pause(tmp_path: Path) -> N
         await supervisor.resume()
         for stream in (*waiting, bound):
             assert len(await collected(stream)) == 3
-
-
-async def test_request_of_an_engine_that_dies_moves_and_waits(tmp_path: Path) -> None:
-    async with supervised(tmp_path / "hold", resubmit="unstarted") as supervisor:
-        client = supervisor.client
-        os.kill(pids(supervisor)[1], signal.SIGSTOP)
-        stream = client.submit(ask("a"), engine=1)
-        with pytest.raises(TimeoutError, match="engines 1 have not paused"):
-            await supervisor.pause("keep", timeout=0.1)
-        stop(pids(supervisor)[1])
-        await supervisor.pause("keep")
-        await until(lambda: stream.engine == 0)
-        await check_paused(client)
-        assert client.in_flight == 1
-        await supervisor.resume()
-        assert len(await collected(stream)) == 3
 
 
 async def test_front_ends_pause_together(tmp_path: Path) -> None:

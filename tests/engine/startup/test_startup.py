@@ -7,8 +7,6 @@ import itertools
 import logging
 import multiprocessing
 import re
-import socket
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
-from startups import ADDRESSES, GOOD, addresses, engine, managed, ready, ready_with, starting, tasks
+from startups import ADDRESSES, GOOD, addresses, engine, managed, ready_with, starting, tasks
 
 from aioshm.engine import (
     CoreEngine,
@@ -27,7 +25,6 @@ from aioshm.engine import (
     wait_for_engine_startup,
 )
 from aioshm.errors import EngineStartupError, RoleError
-from aioshm.zeromq.hosts import own_address
 
 ANY = "tcp://127.0.0.1:0"
 
@@ -95,33 +92,11 @@ class TestSuccess:
             assert (await startup.wait()).engines == {}
 
     async def test_all_engines_on_other_hosts(self, path: str) -> None:
-        """The manager has none to watch, and none to stop."""
         there = CoreEngine(4, local=False)
         async with CoreEngineProcManager(ready_with, 0) as none:
             joining = engine(path, 4, local=False, headless=True)
             async with tasks(joining), starting(path, [there], none) as up:
                 assert (await up.wait(20)).num_gpu_blocks == 100
-        async with CoreEngineProcManager(ready_with, 0) as none:
-            with pytest.raises(EngineStartupError, match=r"no progress for 0.05 s \(0 of 1 engines connected"):
-                await ready(path, [there], none, progress_timeout=0.05)
-
-    async def test_many_in_any_order(self, path: str) -> None:
-        engines = [CoreEngine(rank) for rank in range(64)]
-        async with tasks(*(engine(path, rank) for rank in reversed(range(64)))):
-            async with starting(path, engines) as startup:
-                assert (await startup.wait(30)).num_gpu_blocks == 6400
-
-    async def test_engines_may_be_there_first(self, path: str) -> None:
-        async with tasks(engine(path, 0)):
-            await asyncio.sleep(0.1)
-            async with starting(path) as startup:
-                await startup.wait(20)
-
-    async def test_a_wildcard_is_told_as_an_address(self) -> None:
-        async with starting("tcp://*:0") as startup:
-            assert startup.handshake_address.startswith(f"tcp://{own_address()}:")
-            async with tasks(engine(startup.handshake_address, 0)):
-                await startup.wait(20)
 
     async def test_engines_may_be_started_inside(self) -> None:
         async with starting(ANY, secure=False) as startup:
@@ -129,14 +104,6 @@ class TestSuccess:
                 startup.proc_manager = manager
                 assert (await startup.wait(20)).num_gpu_blocks == 100
                 assert manager.closes == 0
-
-    async def test_strangers_that_speak_no_zeromq_are_nobody(self) -> None:
-        async with starting(ANY) as startup:
-            host, port = startup.handshake_address.removeprefix("tcp://").split(":")
-            with socket.create_connection((host, int(port))) as stranger:
-                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                async with tasks(engine(startup.handshake_address, 0)):
-                    await startup.wait(20)
 
     @pytest.mark.slow_on_uvloop
     async def test_silent_connections_block_no_engine(self, address: str) -> None:
@@ -153,42 +120,29 @@ class TestSuccess:
 
 
 class TestGivenSocket:
-    async def test_a_plain_one(self, path: str) -> None:
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+    @pytest.mark.parametrize("kind", [zmq.Context, zmq.asyncio.Context])
+    async def test_socket_stays_open_and_is_usable_afterwards(self, kind: Any, path: str) -> None:
+        with kind() as context, context.socket(zmq.ROUTER) as router:
             router.bind(path)
-            async with tasks(engine(path, 0)):
-                report = await ready(router)
-            assert report.num_gpu_blocks == 100
-            assert not router.closed
-            await still_works(path, router)
-
-    async def test_socket_of_zmq_asyncio(self, path: str) -> None:
-        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
-            router.bind(path)
-            with pytest.raises(zmq.Again):
-                await router.recv(zmq.NOBLOCK)  # from now on it is watched by the loop
-            async with tasks(engine(path, 0)):
-                async with starting(router) as startup:
-                    assert startup.handshake_address == path
-                    await startup.wait(20)
+            if kind is zmq.asyncio.Context:
+                with pytest.raises(zmq.Again):
+                    await router.recv(zmq.NOBLOCK)  # from now on the loop watches the socket
+            async with tasks(engine(path, 0)), starting(router) as startup:
+                assert startup.handshake_address == path
+                assert (await startup.wait(20)).num_gpu_blocks == 100
             with zmq.Context() as other, other.socket(zmq.DEALER) as dealer:
                 dealer.connect(path)
                 dealer.send(b"later")
-                assert (await asyncio.wait_for(router.recv_multipart(), 10))[1] == b"later"
+                received = router.recv_multipart()
+                if kind is zmq.asyncio.Context:
+                    received = await asyncio.wait_for(received, 10)
+                assert received[1] == b"later"
 
     async def test_another_kind_is_refused(self) -> None:
         with zmq.Context() as context, context.socket(zmq.PULL) as pull:
             with pytest.raises(ValueError, match="ROUTER"):
                 async with starting(pull, 0):
                     pass
-
-
-async def still_works(path: str, router: Any) -> None:
-    with zmq.Context() as other, other.socket(zmq.DEALER) as dealer:
-        dealer.connect(path)
-        dealer.send(b"later")
-        assert router.poll(10_000)
-        assert router.recv_multipart()[1] == b"later"
 
 
 class TestProgress:
@@ -222,7 +176,6 @@ class TestProgress:
         self, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr("aioshm.engine.startup.coordinator.REMINDER_S", 0.01)
-        monkeypatch.setattr("aioshm.engine.startup.coordinator.LAST_REMINDER_S", 0.02)
         clock = itertools.chain([100.0], itertools.repeat(107.0))  # as of its beginning, and from then on
         monkeypatch.setattr("aioshm.engine.startup.coordinator.monotonic", lambda: next(clock))
         caplog.set_level(logging.INFO, "aioshm.engine")
@@ -237,15 +190,10 @@ class TestProgress:
 
 
 class TestWaiting:
-    async def test_out_of_time_and_once_more(self, path: str) -> None:
+    async def test_wait_that_ran_out_of_time_or_was_cancelled_may_be_repeated(self, path: str) -> None:
         async with starting(path) as startup:
-            with pytest.raises(TimeoutError, match=r"not ready after 0.05 s: 0 of 1 engines connected"):
-                await startup.wait(0.05)
-            async with tasks(engine(path, 0)):
-                await startup.wait(20)
-
-    async def test_cancelled_and_once_more(self, path: str) -> None:
-        async with starting(path) as startup:
+            with pytest.raises(TimeoutError, match=r"not ready after 0.02 s: 0 of 1 engines connected"):
+                await startup.wait(0.02)
             waiting = asyncio.create_task(startup.wait())
             await asyncio.sleep(0.02)
             waiting.cancel()
@@ -254,33 +202,23 @@ class TestWaiting:
             async with tasks(engine(path, 0)):
                 await startup.wait(20)
 
-    async def test_by_several(self, path: str) -> None:
-        async with starting(path, progress_timeout=0.1) as startup:
+    async def test_failure_reaches_every_wait(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AIOSHM_ENGINE_READY_TIMEOUT_S", "0.05")
+        async with starting(path) as startup:
             outcomes = await asyncio.gather(startup.wait(), startup.wait(), return_exceptions=True)
             assert [type(outcome) for outcome in outcomes] == [EngineStartupError] * 2
-            with pytest.raises(EngineStartupError, match=r"no progress for 0\.1 s"):
+            with pytest.raises(EngineStartupError, match=r"no progress for 0\.05 s"):
                 await startup.wait()
 
     @pytest.mark.slow_on_uvloop
     async def test_progress_gives_more_time(self, path: str) -> None:
-        async def slowly(_metadata: object) -> dict[str, Any]:
-            await asyncio.sleep(0.3)
-            return {}
-
         async def later(rank: int) -> None:
             await asyncio.sleep(0.3 * rank)
-            await engine(path, rank, initialize=slowly)
+            await engine(path, rank)
 
-        started = time.monotonic()
-        async with starting(path, 4, progress_timeout=1.0) as startup:
+        async with starting(path, 4, progress_timeout=0.6) as startup:
             async with tasks(*(later(rank) for rank in range(4))):
                 await startup.wait(20)
-        assert time.monotonic() - started > 1.0
-
-    async def test_the_default_comes_from_the_environment(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("AIOSHM_ENGINE_READY_TIMEOUT_S", "0.05")
-        with pytest.raises(EngineStartupError, match=r"no progress for 0\.05 s"):
-            await ready(path)
 
     async def test_in_the_wrong_place(self, path: str) -> None:
         startup = starting(path)
@@ -319,12 +257,6 @@ class TestWaiting:
         engines = given.pop("engines")
         with pytest.raises(error, match=text):
             starting(place, engines, **given)
-
-    async def test_an_address_that_cannot_be_bound(self, path: str) -> None:
-        async with starting(ANY, 0) as first:
-            with pytest.raises(OSError, match=re.escape(first.handshake_address)):
-                async with starting(first.handshake_address, 0):
-                    pass
 
 
 async def test_a_process_that_was_not_started_is_refused(path: str) -> None:

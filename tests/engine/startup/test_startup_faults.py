@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
 
 import pytest
-import shaking_engine
+from served_engine import until
 from startups import GOOD, LOADING, FakeManager, managed, ready, starting
 
 from aioshm.engine import (
     CoreEngine,
-    CoreEngineProcManager,
     CoreEngineState,
 )
 from aioshm.errors import EngineStartupError, HandshakeError
@@ -27,12 +25,6 @@ PHASES = ["before HELLO", "connected", "ready"]
 
 def engines(count: int) -> list[CoreEngine]:
     return [CoreEngine(rank) for rank in range(count)]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def failure(manager: FakeManager, path: str) -> tuple[EngineStartupError, list[CoreEngine]]:
@@ -137,27 +129,3 @@ async def test_simultaneous_exits_are_all_named(path: str) -> None:
             with pytest.raises(EngineStartupError, match=r"EngineCore_0 .* EngineCore_2 .*") as caught:
                 await startup.wait()
         assert caught.value.failed == {"EngineCore_0": -9, "EngineCore_2": -9}
-
-
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [
-        ("none", None),
-        ("raise", r"EngineCore_1 \(pid \d+, connected\) exited with code 1 (.|\n)*RuntimeError: out of memory"),
-        ("SIGSTOP", r"no progress for 0\.3 s; EngineCore_1 \(pid \d+\) is stopped (.|\n)*stderr:\n  stopping"),
-    ],
-    ids=["none", "raise", "SIGSTOP"],
-)
-async def test_with_the_manager_of_this_library(path: str, fault: str, text: str | None) -> None:
-    async with CoreEngineProcManager(shaking_engine.run, 2, args=(path, fault)) as manager:
-        async with starting(path, 2, manager, progress_timeout=0.3 if fault == "SIGSTOP" else 20.0) as startup:
-            if fault == "SIGSTOP":
-                pid = manager.processes[1].pid or 0
-                await until(lambda: process_state(pid) == "stopped" and startup.progress.ready == 1)
-            if text is None:
-                assert (await startup.wait()).num_gpu_blocks == 20
-                assert manager.finished_procs() == {}
-                return
-            with pytest.raises(EngineStartupError, match=text):
-                await startup.wait()
-            assert manager.finished_procs().keys() == {"EngineCore_0", "EngineCore_1"}

@@ -28,7 +28,8 @@ from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 
-async def test_killed_engine_comes_back_while_the_others_serve() -> None:
+async def test_killed_engine_comes_back_while_the_others_serve(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aioshm.engine")
     seen: list[RankInfo] = []
     async with EngineSupervisor(serve, 2, restart=MANY, on_change=seen.append) as supervisor:
         client = supervisor.client
@@ -50,6 +51,8 @@ async def test_killed_engine_comes_back_while_the_others_serve() -> None:
             assert [(info.rank, info.state) for info in seen] == [(1, "waiting"), (1, "starting"), (1, "running")]
             assert str(victim) in seen[-1].cause
             assert seen[-1].pid == pids(supervisor)[1] != victim
+            assert [str(victim) in text for text in caplog.messages if "restarting it" in text] == [True]
+            caplog.clear()
         with pytest.raises(EngineDead, match=r"engine 1 \(pid \d+\) was killed by SIGKILL"):
             await collected(streams[1])
         assert pids(supervisor)[0] == before[0]
@@ -76,51 +79,6 @@ async def test_engines_that_die_before_the_client_knows_them_are_restarted_while
         assert [info.restarts for info in supervisor.engines] == [1, 1]
         for rank in (0, 1):
             assert len(await collected(supervisor.client.submit(ask(f"{rank}", 2), engine=rank))) == 2
-
-
-@pytest.mark.slow
-async def test_crash_loop_while_opening_raises_every_cause(tmp_path: Path) -> None:
-    crash = tmp_path / "kill"
-
-    def progressed(progress: StartupProgress) -> None:
-        if progress.ready == 2:
-            crash.touch()
-
-    kwargs = {"died": str(tmp_path / "died"), "kill": str(crash), "crash": str(crash)}
-    with pytest.raises(EngineDead, match="crash loop"):
-        async with (
-            asyncio.timeout(60),
-            EngineSupervisor(
-                serve_after_death,
-                2,
-                restart=Restart(max_restarts=1),
-                kwargs=kwargs,
-                startup=StartupOptions(on_progress=progressed),
-            ),
-        ):
-            pass
-
-
-@pytest.mark.parametrize("lockstep", [False, pytest.param(True, marks=pytest.mark.slow)])
-async def test_engine_that_dies_is_logged_once(lockstep: bool, caplog: pytest.LogCaptureFixture) -> None:
-    restart = Restart(max_restarts=5)
-    async with EngineSupervisor(
-        serve, 2, restart=restart, lockstep=lockstep, kwargs={"lockstep": lockstep}
-    ) as supervisor:
-        [victim, _] = pids(supervisor)
-        stream = supervisor.client.submit(ask("a", None), engine=0)
-        await anext(stream)
-        with caplog.at_level(logging.INFO, "aioshm.engine"):
-            stop(victim)
-            with pytest.raises(EngineDead):
-                await collected(stream)
-            await until(lambda: supervisor.engines[0].restarts or pids(supervisor)[0] != victim)
-            await supervisor.wait_until_ready(30)
-            await until(lambda: {info.state for info in supervisor.engines} == {"running"})
-    what = "all engines" if lockstep else "it"
-    told = [record.getMessage() for record in caplog.records if str(victim) in record.getMessage()]
-    assert told == [f"engine 0 (pid {victim}) was killed by SIGKILL; restarting {what} (1 of 5)"]
-    assert "engine 0 is gone; 1 of its requests failed, 0 went to other engines" in caplog.messages
 
 
 async def test_a_crash_loop_ends_everything_with_every_cause(tmp_path: Path) -> None:
@@ -163,46 +121,6 @@ async def test_engine_that_is_not_ready_in_time_is_killed_and_restarted(tmp_path
         assert len(await collected(supervisor.client.submit(ask("y", 2)))) == 2
 
 
-@pytest.mark.slow
-async def test_scaling_under_load_loses_nothing() -> None:
-    async with EngineSupervisor(serve, 2, restart=MANY) as supervisor:
-        client = supervisor.client
-        answered = [0, 0]
-        used = set[int]()
-        stopping = asyncio.Event()
-
-        async def ask_on(who: int) -> None:
-            number = 0
-            while not stopping.is_set():
-                number += 1
-                stream = client.submit(ask(f"{who} {number}", 5))
-                used.add(stream.engine)
-                outputs = await collected(stream)
-                assert [output["token"] for output in outputs] == [0, 1, 2, 3, 4]
-                answered[who] += 1
-
-        asking = [asyncio.create_task(ask_on(who)) for who in (0, 1)]
-        await supervisor.scale(4)
-        assert [info.state for info in supervisor.engines] == ["running"] * 4
-        assert sorted(client.ranks) == [0, 1, 2, 3]
-        await until(lambda: used == {0, 1, 2, 3})
-        went = pids(supervisor)[1:]
-        long = client.submit(ask("long", 400), engine=3)
-        await supervisor.scale(1)
-        assert len(await collected(long)) == 400
-        assert client.ranks == [0]
-        assert not any(os.path.exists(f"/proc/{pid}") for pid in went)
-        before = list(answered)
-        await until(lambda: all(now > then for now, then in zip(answered, before, strict=True)))
-        stopping.set()
-        await asyncio.gather(*asking)
-        # One more, and one that dies while it is the only one.
-        await supervisor.scale(2)
-        stop(pids(supervisor)[1])
-        await until(lambda: 1 in client.deaths)
-        await supervisor.wait_until_ready(30)
-
-
 async def test_an_engine_that_does_not_finish_is_waited_for_as_long_as_said() -> None:
     async with EngineSupervisor(serve, 2) as supervisor:
         stream = supervisor.client.submit(ask("endless", None), engine=1)
@@ -220,38 +138,33 @@ async def test_an_engine_that_does_not_finish_is_waited_for_as_long_as_said() ->
             await anext(stream)
 
 
-async def test_a_coordinator_that_is_killed_is_found_again() -> None:
+async def test_killed_coordinator_is_found_again() -> None:
     async with EngineSupervisor(serve, 2, restart=MANY) as supervisor:
         launch = supervisor.launch
         balance = supervisor.client._link.engines.balance
         assert launch.coordinator is not None
-        for _ in range(2):
-            victim = launch.coordinator.proc
-            assert victim.pid is not None
-            stop(victim.pid)
-            await until(lambda victim=victim: launch.coordinator and launch.coordinator.proc is not victim)
-            balance._published = {}
+        victim = launch.coordinator.proc
+        stop(victim.pid or 0)
+        await until(lambda: launch.coordinator and launch.coordinator.proc is not victim)
+        balance._published = {}
 
-            async def counted() -> bool:
-                await collected(supervisor.client.submit(ask("a", 2)))
-                return bool(balance._published)
+        async def counted() -> bool:
+            await collected(supervisor.client.submit(ask("a", 2)))
+            return bool(balance._published)
 
-            await until(counted)
-        stop(pids(supervisor)[0])
-        await until(lambda: 0 in supervisor.client.deaths)
-        await supervisor.wait_until_ready(30)
+        await until(counted)
 
 
 async def test_engines_in_lockstep_are_started_again_together() -> None:
     async with EngineSupervisor(serve, 2, restart=MANY, lockstep=True, kwargs={"lockstep": True}) as supervisor:
-        for _ in range(2):
-            assert len(await collected(supervisor.client.submit(ask("a", 3)))) == 3
-            before = pids(supervisor)
-            stop(before[1])
-            await until(lambda: len(supervisor.client.deaths) == 2)
-            await supervisor.wait_until_ready(30)
-            await until(lambda: [info.state for info in supervisor.engines] == ["running"] * 2)
-            assert not set(before) & set(pids(supervisor))
+        assert len(await collected(supervisor.client.submit(ask("a", 3)))) == 3
+        before = pids(supervisor)
+        stop(before[1])
+        await until(lambda: len(supervisor.client.deaths) == 2)
+        await supervisor.wait_until_ready(30)
+        await until(lambda: [info.state for info in supervisor.engines] == ["running"] * 2)
+        assert not set(before) & set(pids(supervisor))
+        assert len(await collected(supervisor.client.submit(ask("b", 3)))) == 3
         with pytest.raises(RoleError, match="lockstep"):
             await supervisor.scale(3)
 
@@ -286,7 +199,7 @@ async def test_death_in_lockstep_while_engines_start_restarts_all(tmp_path: Path
             assert len(await collected(supervisor.client.submit(ask(f"{rank}", 2), engine=rank))) == 2
 
 
-@pytest.mark.parametrize("turns", [3, *(pytest.param(turns, marks=pytest.mark.slow) for turns in (0, 1, 10, 40))])
+@pytest.mark.parametrize("turns", [3, *(pytest.param(turns, marks=pytest.mark.slow) for turns in (0, 10))])
 async def test_closing_at_any_moment_of_a_restart_leaves_nothing(turns: int) -> None:
     async with EngineSupervisor(serve, 1, restart=MANY, layout=EngineLayout(coordinator=False)) as supervisor:
         victim = pids(supervisor)[0]
