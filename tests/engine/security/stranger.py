@@ -61,8 +61,8 @@ def send_once(outputs: str, *messages: list[bytes]) -> None:
     with zmq.Context() as context, context.socket(zmq.PUSH) as peer:
         peer.linger = peer.sndtimeo = max(3000, int(1000 * _seconds))
         peer.connect(outputs)
-        for message in messages:
-            with suppress(zmq.Again):  # the front end has closed the connection
+        with suppress(zmq.Again):  # the front end has closed the connection
+            for message in messages:
                 peer.send_multipart(message, copy=False)
 
 
