@@ -241,7 +241,7 @@ class Cluster:
             self.waves.subscribe(rank)
         self.starts_at: dict[int, list[float]] = {}
         router: Any = SimpleNamespace(
-            answer=self._answer, protection=SimpleNamespace(void=lambda *_: None), address="ipc://none", trusted=True
+            answer=self._answer, protection=SimpleNamespace(void=lambda *_: None), address="ipc://none"
         )
         self.startup._router = router
         self.startup._closed = True  # nothing to close

@@ -107,19 +107,9 @@ def as_queue_handle(handle: Any) -> Handle:
 
 
 class MessageQueue:
-    """A queue from one writer to many readers, with vLLM's interface.
+    """A queue from one writer to many readers, with vLLM's interface; vLLM's documentation has the arguments.
 
     Any threads may use an end, one at a time, and `shutdown` it. An end that is dropped closes itself.
-
-    Args:
-        n_reader: The number of readers.
-        n_local_reader: How many of them are on this host, and read the ring; all others connect over TCP.
-        local_reader_ranks: The ranks of local readers; None means 0 to n_local_reader - 1.
-        max_chunk_bytes: Room for one message in the ring; larger ones travel beside it. vLLM's executor passes
-            ``VLLM_MQ_MAX_CHUNK_BYTES_MB``.
-        max_chunks: How many messages of that size the ring has room for before the writer waits for the slowest reader.
-        connect_ip: The address of this host that remote readers connect to.
-        enable_shm_tensor_arena: Accepted for vLLM's callers; see the module's docstring.
 
     Attributes:
         n_local_reader, n_remote_reader: The numbers of readers; readers know them, too.
@@ -151,11 +141,7 @@ class MessageQueue:
 
     @staticmethod
     def create_from_handle(handle: Handle, rank: int) -> MessageQueue:
-        """Create a reader.
-
-        Args:
-            handle: From the writer's `export_handle`.
-            rank: The reader's rank; the only remote reader may pass -1.
+        """Create a reader; the only remote reader may have the rank -1.
 
         Raises:
             HandleError: The handle is of vLLM's own queue, or of another host or user, or its queue is gone.
@@ -176,16 +162,7 @@ class MessageQueue:
         external_writer_handle: Handle | None = None,
         blocking: bool = True,
     ) -> MessageQueue:
-        """Create a queue from one rank of a process group to all other ranks; every rank calls this.
-
-        Args:
-            pg: A ``torch.distributed`` group with a backend for the CPU, or vLLM's ``StatelessProcessGroup``.
-            max_chunk_bytes: As for the class.
-            max_chunks: As for the class.
-            writer_rank: The writer's rank in the group.
-            external_writer_handle: The handle of a queue whose writer is outside of the group, which all ranks read.
-            blocking: Whether to wait until all readers are attached.
-        """
+        """Create a queue from one rank of a process group to all other ranks; every rank calls this."""
         external = None if external_writer_handle is None else as_queue_handle(external_writer_handle).queue
         queue = _Queue.create_from_process_group(
             pg, max_chunk_bytes, max_chunks, writer_rank, external, False, options=vllm_options(MAX_SPIN_CPU)
@@ -201,13 +178,6 @@ class MessageQueue:
         blocking: bool = False,
     ) -> tuple[MessageQueue, list[Handle]]:
         """Create a queue from every rank of a process group to one rank; every rank calls this.
-
-        Args:
-            pg: As for `create_from_process_group`.
-            max_chunk_bytes: As for the class.
-            max_chunks: As for the class.
-            reader_rank: The reader's global rank, as in vLLM.
-            blocking: Whether to wait until the reader is attached to this rank's queue.
 
         Returns:
             This rank's writer; and at ``reader_rank`` the handles of all ranks' queues, else an empty list.
@@ -249,12 +219,7 @@ class MessageQueue:
     def dequeue(
         self, timeout: float | None = None, indefinite: bool = False, *, cancel: threading.Event | None = None
     ) -> Any:
-        """Receive the next message.
-
-        Args:
-            timeout: Seconds to wait; None waits for ever.
-            indefinite: Log no warning, however long this takes.
-            cancel: Ends the wait once set, as in earlier versions of vLLM.
+        """Receive the next message; ``cancel`` ends the wait once set, as in earlier versions of vLLM.
 
         Raises:
             TimeoutError: Nothing arrived in time.
@@ -323,9 +288,6 @@ class MessageQueue:
         self.shutting_down = False
         self.tensor_arena: None = None
         self._close = weakref.finalize(self, _close, queue, os.getpid())
-
-    def __repr__(self) -> str:
-        return f"<vLLM's MessageQueue on {self._queue!r}>"
 
 
 def _close(queue: _Queue, pid: int) -> None:

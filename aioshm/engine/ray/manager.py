@@ -439,9 +439,6 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             warn_not_closed(self)
             self._close(wait=False)  # in a thread of Ray, waiting would be a deadlock
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {', '.join(actor.name for actor in self.actors)}>"
-
     def _close(self, wait: bool) -> None:
         with self._changed:
             if self._closed:

@@ -1,8 +1,4 @@
-"""Protects the sockets that front ends and the coordinator bind.
-
-TCP connections are encrypted, and admit holders of keys only. Socket files, and Linux's abstract sockets, admit
-processes of the same user, as the kernel reports it. ``secure=False`` disables both.
-"""
+"""Protects the sockets that front ends and the coordinator bind: by keys over TCP, else by the peer's user id."""
 
 from __future__ import annotations
 
@@ -70,7 +66,6 @@ class Protection:
 
     @property
     def recognises(self) -> bool:
-        """Whether peers are recognised by keys."""
         return self._keys is not None
 
     def encrypts(self, address: str) -> bool:
@@ -84,7 +79,6 @@ class Protection:
         return self._keys.name(rank, self._valid.get(rank, 0))
 
     def name_of(self, user: str) -> bytes:
-        """Return the identity of a recognised engine's socket."""
         assert self._keys is not None
         rank, _, incarnation = user.partition(".")
         return self._keys.name(int(rank), int(incarnation))

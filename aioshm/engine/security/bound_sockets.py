@@ -42,19 +42,14 @@ class Connections(Monitor):
         self._pump = Pump(asyncio.get_running_loop(), self.pair, self._look)
 
     def of(self, sender: zmq.Frame) -> int | None:
-        """Return the number of a message's connection; ``sender`` is the message's first frame.
-
-        None: the peer speaks a ZMTP before 3.0 (RFC 23), as no peer of this library does. The ends of connections are
-        reported first, because an ended connection may have had the same number.
-        """
-        self._pump.run()
+        """Return the number of the connection of a message's first frame; None for a ZMTP before 3.0 (RFC 23)."""
+        self._pump.run()  # first: an ended connection may have had the same number
         try:
             return int(sender.get(zmq.SRCFD))
         except zmq.ZMQError:
             return None
 
     def is_open(self, connection: int) -> bool:
-        """Return whether a connection has not ended."""
         return connection in self._open
 
     def close(self) -> None:
@@ -91,7 +86,6 @@ class BoundSockets:
 
     def __init__(self, protection: Protection, *, retry: bool = False) -> None:
         self._protection = protection
-        self._loop = asyncio.get_running_loop()
         self._pumps: list[Pump] = []
         self._files: list[BoundFile] = []
         self._connections: list[Connections] = []
@@ -159,10 +153,7 @@ class BoundSockets:
         self, socket: Socket, handle: Callable[[T], object], receive: Callable[[], T], descriptor: int | None = None
     ) -> Pump:
         """Hand each message of a socket to a callback."""
-        return self.add(Pump.of_messages(self._loop, socket, handle, receive, descriptor=descriptor))
-
-    def add(self, pump: Pump) -> Pump:
-        """Register a pump for `stop`."""
+        pump = Pump.of_messages(asyncio.get_running_loop(), socket, handle, receive, descriptor=descriptor)
         self._pumps.append(pump)
         return pump
 

@@ -133,11 +133,6 @@ class APIServerProcessManager(ProcessManager):
                 self._stalls.add(process.name, process)
 
     @property
-    def restarts(self) -> bool:
-        """Whether dead servers are restarted."""
-        return self._loop is not None
-
-    @property
     def servers(self) -> tuple[RankInfo, ...]:
         """The servers, by index."""
         if self._lives:
@@ -155,7 +150,7 @@ class APIServerProcessManager(ProcessManager):
             ProcessDied: A server exited with another code; with ``restart``, in a crash loop: the text has every cause.
             QueueClosed: The manager was closed.
         """
-        if self.restarts:
+        if self._loop is not None:
             await self._over.wait()
             failure = self._failure
             if failure is not None:

@@ -24,12 +24,12 @@ from aioshm.engine.protocol.addresses import (
 )
 from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.startup.options import StartupOptions
-from aioshm.engine.startup.processes import StartupProcesses
+from aioshm.engine.startup.processes import local_engines, startup_failure, stop_startup
 from aioshm.engine.startup.router import HandshakeRouter
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
 from aioshm.logs import LogLimiter
 from aioshm.process.background import completed, notify, notify_soon
-from aioshm.process.watch import WatchedManager, WatchedProcess
+from aioshm.process.watch import ProcessWatch, WatchedManager, WatchedProcess
 from aioshm.zeromq.hosts import connectable
 from aioshm.zeromq.sockets import Socket
 
@@ -107,7 +107,10 @@ class EngineStartupCoordinator(AsyncClosing):
         self.progress_timeout: float = chosen.progress_timeout or engine_ready_timeout()
         self._since: dict[int, float] = {}  # the last progress of each engine
         self._clock: asyncio.Task[None] | None = None
-        self._processes = StartupProcesses(chosen.watched_processes, self._process_exited)
+        self._watch: ProcessWatch | None = None
+        self._watched: tuple[WatchedProcess, ...] = tuple(chosen.watched_processes)
+        self._watched_manager: WatchedManager | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._failing: asyncio.TimerHandle | None = None  # since the exit of a process
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
@@ -115,9 +118,6 @@ class EngineStartupCoordinator(AsyncClosing):
         self._failure: str | HandshakeError | None = None  # "": the exit of a process
         self._conclusion: asyncio.Task[EngineStartupError] | None = None
         self._on_ready: Callable[[int], object] | None = None  # set when engines may come back
-
-    def __repr__(self) -> str:
-        return f"<EngineStartupCoordinator at {self.handshake_address}: {self.progress}>"
 
     @property
     def handshake_address(self) -> str:
@@ -150,7 +150,7 @@ class EngineStartupCoordinator(AsyncClosing):
         )
         self._since = dict.fromkeys(self.handshake.engines, monotonic())
         try:
-            self._processes.watch(self.proc_manager, self.coord_process)
+            self._watch_all()
         except BaseException:
             self._closed = True
             self._close_sockets()
@@ -158,7 +158,17 @@ class EngineStartupCoordinator(AsyncClosing):
 
     def watch_also(self, processes: Iterable[WatchedProcess]) -> None:
         """Watch more processes; call this before the first `wait`."""
-        self._processes.watched += tuple(processes)
+        self._watched += tuple(processes)
+
+    def _watch_all(self) -> None:
+        if self._watch is None:
+            self._watch = ProcessWatch(on_exit=self._process_exited)
+        if self.proc_manager is not None and self.proc_manager is not self._watched_manager:
+            self._watched_manager = self.proc_manager
+            self._watch.add_manager(self.proc_manager)
+        self._watch.add(self._watched)
+        if self.coord_process is not None:
+            self._watch.add([self.coord_process])
 
     async def wait(self, timeout: float | None = None) -> StartupReport:
         """Wait until every engine is ready.
@@ -179,7 +189,7 @@ class EngineStartupCoordinator(AsyncClosing):
         if self._router is None:
             raise RoleError("a startup of engines is waited for inside `async with`")
         if self.report is None and self._conclusion is None and not self._closed:
-            self._processes.watch(self.proc_manager, self.coord_process)
+            self._watch_all()
         if not self._settled.is_set():
             if self._clock is None:
                 self._clock = asyncio.create_task(self._watch_time(), name="aioshm-engine-startup-clock")
@@ -241,7 +251,7 @@ class EngineStartupCoordinator(AsyncClosing):
             if self.report is None and self._router is not None:
                 if self._conclusion is not None:
                     await completed(self._conclusion)
-                await self._processes.stop()
+                await self._stop()
         finally:
             self._close_sockets()
 
@@ -300,7 +310,8 @@ class EngineStartupCoordinator(AsyncClosing):
             self._succeed()
 
     def _succeed(self) -> None:
-        if self._processes.exited():
+        assert self._watch is not None
+        if self._watch.exited():
             self._fail("")  # READY was the last message of a process that has exited
             return
         self.report = report = self.handshake.report()
@@ -308,7 +319,7 @@ class EngineStartupCoordinator(AsyncClosing):
         if cache_config is not None and self.handshake.num_gpu_blocks is not None:
             cache_config.num_gpu_blocks = (getattr(cache_config, "num_gpu_blocks", None) or 0) + report.num_gpu_blocks
         self._settle()
-        self._processes.close()
+        self._watch.close()
 
     def _process_exited(self) -> None:
         if self._failing is None:
@@ -354,7 +365,7 @@ class EngineStartupCoordinator(AsyncClosing):
 
     def _progress(self, moved: int | None) -> StartupProgress:
         now = monotonic()
-        processes = self._processes.engines()
+        processes = local_engines(self.proc_manager)
         waiting = []
         for index, engine in self.handshake.engines.items():
             if engine.state is not CoreEngineState.READY:
@@ -367,15 +378,28 @@ class EngineStartupCoordinator(AsyncClosing):
 
     async def _conclude(self) -> EngineStartupError:
         """Stop everything, and return the error to raise."""
+        assert self._watch is not None
         try:
-            error = self._processes.failure(self._failure or "", self.progress, self.handshake.engines)
+            error = startup_failure(
+                self._failure or "", self._watch.exited(), self.progress, self.handshake.engines, self.proc_manager
+            )
         finally:
-            await self._processes.stop()
+            await self._stop()
         logger.debug("%s", error)
         return error
 
+    async def _stop(self) -> None:
+        """Stop the engines and the coordinator. Idempotent; finishes also when cancelled."""
+        assert self._watch is not None
+        self._watch.close()
+        if self._stopping is None:
+            stopping = stop_startup(self.proc_manager, self.coord_process)
+            self._stopping = asyncio.create_task(stopping, name="aioshm-engine-startup-stops")
+        await completed(self._stopping)
+
     def _close_sockets(self) -> None:
-        self._processes.close()
+        if self._watch is not None:
+            self._watch.close()
         if self._router is not None:
             self._router.close()
 

@@ -117,16 +117,7 @@ class StartupOptions:
 
 
 class ResolvedLayout:
-    """An `EngineLayout` with every default decided.
-
-    Attributes:
-        local_engine_count: The number of engines of this host.
-        local_engines_only: Whether the client here serves the engines of this host only.
-        core_engines: The engines that shake hands here.
-        client_engines: The engines of the client here.
-        coordinator: Whether to start a coordinator.
-        own_handshake_address: The handshake address to bind.
-    """
+    """An `EngineLayout` with every default decided."""
 
     def __init__(
         self, engine_count: int, local_engine_count: int | None, layout: EngineLayout, parallel_config: object
@@ -151,7 +142,12 @@ class ResolvedLayout:
         else:
             self.local_engines_only = layout.local_engines_only
         if not self._at_head:
-            self._check_beside_head()
+            if layout.handshake_address is None:
+                raise ValueError(f"handshake_address must be the head node's with start_index {start_index}, not None")
+            if layout.coordinator:
+                raise ValueError(f"coordinator must be the head node's with start_index {start_index}, not True")
+            if layout.local_engines_only is False:
+                raise ValueError(f"local_engines_only must not be False with start_index {start_index}")
             self.local_engines_only = True
         self.local_engine_count: int = local_engine_count
         self._all_local = local_engine_count == engine_count
@@ -171,17 +167,6 @@ class ResolvedLayout:
             local_only = self._all_local or not self._at_head
             self.own_handshake_address = get_engine_client_zmq_addr(local_only, self._host)
         self.client_engines: list[CoreEngine] = local if self.local_engines_only else self.core_engines
-
-    def _check_beside_head(self) -> None:
-        """Check the layout of a host with engines, which is not the head node."""
-        layout = self._layout
-        start_index = layout.start_index
-        if layout.handshake_address is None:
-            raise ValueError(f"handshake_address must be the head node's with start_index {start_index}, not None")
-        if layout.coordinator:
-            raise ValueError(f"coordinator must be the head node's with start_index {start_index}, not True")
-        if layout.local_engines_only is False:
-            raise ValueError(f"local_engines_only must not be False with start_index {start_index}")
 
     def client_addresses(self, num_api_servers: int) -> EngineZmqAddresses:
         """Return where clients meet engines."""

@@ -15,7 +15,7 @@ from aioshm.engine.client.liveness import engine_of
 from aioshm.engine.protocol.addresses import PHASES, CoreEngine, StartupProgress, describe_failure, engine_index
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
 from aioshm.errors import EngineStartupError, HandshakeError
-from aioshm.process.background import completed, in_thread
+from aioshm.process.background import in_thread
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.placement import Placement, check_placement, place_of
@@ -23,8 +23,6 @@ from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S, ashutdown
 from aioshm.process.watch import (
     SUSPECT_STATES,
     ProcessExit,
-    ProcessWatch,
-    WatchedManager,
     WatchedProcess,
     process_state,
 )
@@ -81,14 +79,12 @@ class CoreEngineProcManager(ProcessManager):
         **kwargs: Any,
     ) -> None:
         check_plain("target_fn", target_fn)
-        check_int("local_engine_count", local_engine_count, minimum=0)
-        check_int("start_index", start_index, minimum=0)
         check_int("local_start_index", local_start_index, minimum=0)
+        ranks = _ranks(local_engine_count, start_index, placement)
         self._args = args
         self._kwargs = kwargs
         self._keys = keys
-        ranks = range(start_index, start_index + local_engine_count)
-        self.placement: Placement | None = check_placement(placement, ranks)
+        self.placement: Placement | None = placement
         self._offset = local_start_index - start_index
         self._started: dict[int, int] = {}  # starts so far, by rank
         super().__init__(target_fn, (), shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
@@ -111,10 +107,7 @@ class CoreEngineProcManager(ProcessManager):
             start_index: The first global index.
             options: Further arguments of the class.
         """
-        check_int("local_engine_count", local_engine_count, minimum=0)
-        check_int("start_index", start_index, minimum=0)
-        ranks = range(start_index, start_index + local_engine_count)
-        check_placement(options.get("placement"), ranks)
+        ranks = _ranks(local_engine_count, start_index, options.get("placement"))
         manager = cls(target_fn, 0, start_index, **options)
         try:
             for rank in ranks:
@@ -169,113 +162,82 @@ class CoreEngineProcManager(ProcessManager):
         await self.stop(engine_name(rank))
 
 
+def _ranks(count: int, first: int, placement: Placement | None) -> range:
+    check_int("local_engine_count", count, minimum=0)
+    check_int("start_index", first, minimum=0)
+    ranks = range(first, first + count)
+    check_placement(placement, ranks)
+    return ranks
+
+
 def engine_name(rank: int) -> str:
     """Return the process name of an engine."""
     return f"EngineCore_{rank}"
 
 
-class StartupProcesses:
-    """Watches the processes of a startup, describes failures, and stops engines and coordinator."""
+def local_engines(manager: object) -> dict[int, WatchedProcess]:
+    """Return the known engine processes of this host, by rank."""
+    found = {}
+    for process in getattr(manager, "processes", ()):
+        rank = engine_index(process.name)
+        if rank is not None and not hasattr(process, "host"):
+            found[rank] = process
+    return found
 
-    def __init__(self, watched: Iterable[WatchedProcess], on_exit: Callable[[], None]) -> None:
-        self.watched = tuple(watched)  # more processes, which are not stopped
-        self._on_exit = on_exit
-        self._manager: WatchedManager | None = None
-        self._coordinator: WatchedProcess | None = None
-        self._watch: ProcessWatch | None = None
-        self._stopping: asyncio.Task[None] | None = None
 
-    def watch(self, manager: WatchedManager | None, coordinator: WatchedProcess | None) -> None:
-        """Watch the engines and the coordinator, too. Idempotent."""
-        if self._watch is None:
-            self._watch = ProcessWatch(on_exit=self._on_exit)
-        if manager is not None and manager is not self._manager:
-            self._watch.add_manager(manager)
-        self._manager = manager
-        self._coordinator = coordinator
-        self._watch.add(self.watched)
-        if coordinator is not None:
-            self._watch.add([coordinator])
+def startup_failure(
+    cause: str | HandshakeError,
+    exits: Iterable[ProcessExit],
+    progress: StartupProgress,
+    engines: Mapping[int, CoreEngine],
+    manager: object,
+) -> EngineStartupError:
+    """Return the error of a failed startup."""
+    causes = []
+    failed: dict[str, int | None] = {}
+    names = []  # of engines whose last lines are shown
+    for each in exits:
+        phase = ""
+        rank = engine_of(each)
+        if rank is not None:
+            names.append(each.name)
+            if rank in engines:
+                phase = PHASES[engines[rank].state]
+        causes.append(replace(each, last_line="").describe(phase))
+        failed[each.name] = each.exitcode
+    processes = local_engines(manager)
+    for engine in progress.waiting:
+        process = processes.get(engine.index)
+        if process is not None and process.name not in failed:
+            names.append(process.name)
+            state = process_state(process.pid or 0)
+            if state in SUSPECT_STATES:
+                causes.append(f"{process.name} (pid {process.pid}) is {state}")
+    last_lines: dict[str, list[str]] = {}
+    if hasattr(manager, "last_lines"):
+        last_lines = {name: list(manager.last_lines(name)) for name in names}
+    text = describe_failure(str(cause), causes, progress, {name: each for name, each in last_lines.items() if each})
+    if isinstance(cause, HandshakeError):
+        return HandshakeError(text, engine=cause.engine, state=cause.state, expected=cause.expected, failed=failed)
+    return EngineStartupError(text, failed=failed)
 
-    def engines(self) -> dict[int, WatchedProcess]:
-        """Return the known engine processes of this host, by rank."""
-        found = {}
-        for process in getattr(self._manager, "processes", ()):
-            rank = engine_index(process.name)
-            if rank is not None and not hasattr(process, "host"):
-                found[rank] = process
-        return found
 
-    def exited(self) -> list[ProcessExit]:
-        """Return the processes that have exited."""
-        return [] if self._watch is None else self._watch.exited()
+async def stop_startup(manager: object, coordinator: object) -> None:
+    """Stop the engines of a failed startup, and the coordinator if it is a process of ``multiprocessing``."""
+    stopping = [_stop_manager(manager)]
+    if isinstance(coordinator, BaseProcess):
+        stopping.append(ashutdown([coordinator], STOP_S))
+    for result in await asyncio.gather(*stopping, return_exceptions=True):
+        if isinstance(result, Exception):
+            logger.error("while engines were stopped: %s", result, exc_info=result)
 
-    def failure(
-        self, cause: str | HandshakeError, progress: StartupProgress, engines: Mapping[int, CoreEngine]
-    ) -> EngineStartupError:
-        """Return the error of a failed startup."""
-        causes = []
-        failed: dict[str, int | None] = {}
-        names = []  # of engines whose last lines are shown
-        for each in self.exited():
-            phase = ""
-            rank = engine_of(each)
-            if rank is not None:
-                names.append(each.name)
-                if rank in engines:
-                    phase = PHASES[engines[rank].state]
-            causes.append(replace(each, last_line="").describe(phase))
-            failed[each.name] = each.exitcode
-        processes = self.engines()
-        for engine in progress.waiting:
-            process = processes.get(engine.index)
-            if process is not None and process.name not in failed:
-                names.append(process.name)
-                state = process_state(process.pid or 0)
-                if state in SUSPECT_STATES:
-                    causes.append(f"{process.name} (pid {process.pid}) is {state}")
-        text = describe_failure(str(cause), causes, progress, self._last_lines(names))
-        if isinstance(cause, HandshakeError):
-            return HandshakeError(text, engine=cause.engine, state=cause.state, expected=cause.expected, failed=failed)
-        return EngineStartupError(text, failed=failed)
 
-    def _last_lines(self, names: Iterable[str]) -> dict[str, list[str]]:
-        last_lines = getattr(self._manager, "last_lines", None)
-        found: dict[str, list[str]] = {}
-        if last_lines is not None:
-            for name in names:
-                lines = list(last_lines(name))
-                if lines:
-                    found[name] = lines
-        return found
-
-    async def stop(self) -> None:
-        """Stop the engines and the coordinator. Idempotent; finishes also when cancelled."""
-        self.close()
-        if self._stopping is None:
-            self._stopping = asyncio.create_task(self._stop(), name="aioshm-engine-startup-stops")
-        await completed(self._stopping)
-
-    def close(self) -> None:
-        """Stop watching. Idempotent."""
-        if self._watch is not None:
-            self._watch.close()
-
-    async def _stop(self) -> None:
-        stopping = [self._stop_manager()]
-        if isinstance(self._coordinator, BaseProcess):
-            stopping.append(ashutdown([self._coordinator], STOP_S))
-        for result in await asyncio.gather(*stopping, return_exceptions=True):
-            if isinstance(result, Exception):
-                logger.error("while engines were stopped: %s", result, exc_info=result)
-
-    async def _stop_manager(self) -> None:
-        manager: Any = self._manager
-        if isinstance(manager, ProcessManager):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):  # a cancelled `aclose` kills and waits
-                    await manager.aclose()
-        elif hasattr(manager, "aclose"):
-            await manager.aclose()
-        elif hasattr(manager, "close"):
-            await in_thread(manager.close)
+async def _stop_manager(manager: Any) -> None:
+    if isinstance(manager, ProcessManager):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):  # a cancelled `aclose` kills and waits
+                await manager.aclose()
+    elif hasattr(manager, "aclose"):
+        await manager.aclose()
+    elif hasattr(manager, "close"):
+        await in_thread(manager.close)

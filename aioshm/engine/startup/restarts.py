@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.liveness import describe_exit, engine_of
@@ -59,14 +59,6 @@ class EngineLife(Life):
         self.exited: asyncio.Future[ProcessExit] = loop.create_future()
 
 
-class _Fall(NamedTuple):
-    """The end of all engines in lockstep."""
-
-    life: EngineLife  # the first to die
-    cause: str
-    counts: bool  # for a crash loop
-
-
 class EngineRestarts:
     """Watches the processes of a launch, and restarts dead ones; on the running loop."""
 
@@ -81,7 +73,7 @@ class EngineRestarts:
         self._tasks: set[asyncio.Task[None]] = set()
         self._group_history = RestartHistory(rules.restart)  # in lockstep
         self._group: asyncio.Task[None] | None = None  # restarts all engines
-        self._fallen: _Fall | None = None
+        self._fallen: tuple[EngineLife, str, bool] | None = None  # the first death in lockstep, as in `_fall`
         self._coordinator_history = RestartHistory(rules.restart)
         for process in self._manager.processes:
             rank = engine_index(process.name)
@@ -194,7 +186,7 @@ class EngineRestarts:
         counts = not life.ends_by_hand
         life.ends_by_hand = False
         if self._rules.lockstep:
-            self._fall(_Fall(life, life.cause, counts))
+            self._fall(life, life.cause, counts)
         elif counts:
             life.task = self._spawn(self._bring_up(life, life.cause), f"engine-{life.rank}")
         else:
@@ -220,10 +212,10 @@ class EngineRestarts:
         if not await life.bring_back(cause, lambda: self._start(life)):
             self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
 
-    def _fall(self, fall: _Fall) -> None:
+    def _fall(self, life: EngineLife, cause: str, counts: bool) -> None:
         """Kill and restart all engines, in lockstep: they may wait for the dead engine."""
         if self._fallen is None:
-            self._fallen = fall
+            self._fallen = (life, cause, counts)
             for process in self._manager.processes:
                 process.kill()
             if self._group is None or self._group.done():
@@ -259,7 +251,7 @@ class EngineRestarts:
     async def _start_in_step(self, life: EngineLife) -> None:
         cause = await self._start(life)
         if cause:
-            self._fall(_Fall(life, cause, counts=True))
+            self._fall(life, cause, counts=True)
 
     async def _start(self, life: EngineLife) -> str:
         """Start an engine, and wait until it is ready; return the cause of a failure, else ""."""

@@ -21,11 +21,7 @@ _HWM = 1000
 
 
 class HandshakeRouter:
-    """A ROUTER, bound to ``place``, or a given one, which stays open and may be of ``zmq.asyncio``.
-
-    ``on_message`` gets the identity of an engine, all further frames, and a description of the sender; it returns
-    whether to continue.
-    """
+    """A ROUTER bound to ``place``, or a given one, which stays open; ``on_message`` returns whether to read more."""
 
     def __init__(
         self,

@@ -101,11 +101,6 @@ class EngineSupervisor(AsyncClosing):
         self._count = check_int("engine_count", engine_count, minimum=1)
         self._restarts: EngineRestarts | None = None
 
-    def __repr__(self) -> str:
-        if self._stack is None:
-            return "<EngineSupervisor, not open>"
-        return f"<EngineSupervisor of engines {', '.join(f'{each.rank} {each.state}' for each in self.engines)}>"
-
     @property
     def launch(self) -> CoreEngineLaunch:
         """The launch: addresses, and the managers of processes.

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import engine_targets
@@ -219,30 +220,51 @@ class TestEnd:
 
 
 FRONT_END = """
+import sys
+from collections.abc import Iterator
 import ray
 import ray_targets as targets
 from aioshm.engine import CoreEngineActorManager
 
 own = dict(address="local", num_cpus=1, num_gpus=1, include_dashboard=False, object_store_memory=80_000_000)
+options = {"address": sys.argv[1]} if sys.argv[1:] else own
 with CoreEngineActorManager(
-    targets.leave, 1, 1, args=([None],), ray_options={**own, "log_to_driver": False}
+    targets.leave, 1, 1, args=([None],), ray_options={**options, "log_to_driver": False}
 ) as manager:
-    print(manager.actors[0].pid)
+    print(manager.actors[0].pid, flush=True)
+    if sys.argv[1:]:
+        sys.stdin.read()
 print("connected" if ray.is_initialized() else "left")
 """
 
 
-def test_manager_without_a_connection_makes_one_and_ends_it() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FRONT_END],
+@contextlib.contextmanager
+def front_end(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", FRONT_END, *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
-    )
-    pid, last = done.stdout.split()
-    assert (done.returncode, last) == (0, "left"), done.stderr
+    ) as process:
+        yield process
+
+
+def test_manager_without_a_connection_makes_one_and_ends_it() -> None:
+    with front_end() as process:
+        output, _ = process.communicate(timeout=60)
+    pid, last = output.split()
+    assert (process.returncode, last) == (0, "left")
     eventually(lambda: gone(int(pid)))
+
+
+def test_killed_front_end_takes_its_actors_along() -> None:
+    with front_end(ray.get_runtime_context().gcs_address) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert not gone(pid)
+        process.kill()
+        eventually(lambda: gone(pid))
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,30 +97,33 @@ async def check_paused(client: EngineClient) -> None:
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-async def test_engine_that_comes_back_stays_paused(tmp_path: Path, lockstep: bool) -> None:
-    hold = tmp_path / "hold"
-    async with supervised(hold, lockstep=lockstep) as supervisor:
+async def test_engines_that_come_back_or_are_added_stay_paused(tmp_path: Path, lockstep: bool) -> None:
+    async with supervised(tmp_path / "hold", lockstep=lockstep) as supervisor:
         client = supervisor.client
         await supervisor.pause()
         assert supervisor.paused == client.paused == "finish"
-        for _ in range(2):
-            victim = pids(supervisor)[1]
-            stop(victim)
-            await until(
-                lambda victim=victim: pids(supervisor)[1] != victim and supervisor.engines[1].state == "running"
-            )
-            await supervisor.wait_until_ready(30)
-            assert (await client.call("count"))[1] == 0  # not one step
-        await check_paused(client)
+        victim = pids(supervisor)[1]
+        stop(victim)
+        await until(lambda: pids(supervisor)[1] != victim and supervisor.engines[1].state == "running")
+        await supervisor.wait_until_ready(30)
+        assert (await client.call("count"))[1] == 0  # not one step
         streams = [client.submit(ask(f"{number}")) for number in range(4)]
+        if not lockstep:
+            streams.append(client.submit(ask("bound"), engine=1))
+            await supervisor.scale(4)
+            assert (await client.call("count"))[2:] == [0, 0]
+            await supervisor.scale(1)
+            await check_paused(client)
+            await supervisor.scale(2)
+        await check_paused(client)
         await supervisor.resume()
         for stream in streams:
             assert len(await collected(stream)) == 3
 
 
-async def test_engine_that_starts_during_the_end_of_the_pause_runs(tmp_path: Path) -> None:
-    """INIT says that the engine is paused, and resume comes before the engine has registered."""
+async def test_order_that_comes_while_an_engine_starts_is_obeyed(tmp_path: Path) -> None:
     hold = tmp_path / "hold"
+    busy = tmp_path / "hold.busy"
     async with supervised(hold) as supervisor:
         client = supervisor.client
         await supervisor.pause("keep")
@@ -129,44 +132,22 @@ async def test_engine_that_starts_during_the_end_of_the_pause_runs(tmp_path: Pat
         await until(lambda: 1 in client.deaths)
         waiting = client.submit(ask("a"))
         hold.unlink()
-        await until(lambda: 1 in supervisor.launch.startup.handshake.hello)
+        await until(lambda: 1 in supervisor.launch.startup.handshake.hello)  # INIT says that the engine is paused
         await supervisor.resume()
         assert len(await collected(waiting)) == 3
         await supervisor.wait_until_ready(30)
         assert len(await collected(client.submit(ask("b"), engine=1))) == 3
 
-
-async def test_engine_that_was_starting_pauses_when_it_registers(tmp_path: Path) -> None:
-    """INIT came before the pause."""
-    async with supervised(tmp_path / "hold") as supervisor:
-        client = supervisor.client
-        busy = tmp_path / "hold.busy"
         busy.touch()
         stop(pids(supervisor)[1])
         await until(lambda: 1 in client.deaths and 1 in supervisor.launch.startup.handshake.hello)
-        await supervisor.pause()
+        await supervisor.pause()  # after INIT, and before the engine has registered
         busy.unlink()
         await supervisor.wait_until_ready(30)
         await check_paused(client)
-        stream = client.submit(ask("a"), engine=1)
+        stream = client.submit(ask("c"), engine=1)
         await supervisor.resume()
         assert len(await collected(stream)) == 3
-
-
-async def test_engines_are_added_and_removed_during_a_pause(tmp_path: Path) -> None:
-    async with supervised(tmp_path / "hold") as supervisor:
-        client = supervisor.client
-        await supervisor.pause("abort")
-        waiting = [client.submit(ask(f"{number}")) for number in range(4)]
-        bound = client.submit(ask("bound"), engine=1)
-        await supervisor.scale(4)
-        assert (await client.call("count"))[2:] == [0, 0]
-        await supervisor.scale(1)
-        await check_paused(client)
-        await supervisor.scale(2)
-        await supervisor.resume()
-        for stream in (*waiting, bound):
-            assert len(await collected(stream)) == 3
 
 
 async def test_front_ends_pause_together(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class TestFailure:
         router = startup._router
         assert router is not None
         router.pump.pause()  # as when the loop is closed
-        startup._processes.close()
+        startup._watch.close()  # type: ignore[union-attr]
         with pytest.warns(ResourceWarning, match="was not closed"):
             del startup
             router._on_message = None  # type: ignore[assignment]

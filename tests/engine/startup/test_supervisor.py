@@ -136,6 +136,19 @@ async def test_an_engine_that_does_not_finish_is_waited_for_as_long_as_said() ->
         await supervisor.scale(1, timeout=0.01)
         with pytest.raises(EngineDead, match="engine 1 was taken out of service"):
             await anext(stream)
+        wrong: list[tuple[Callable[[], Awaitable[Any]], type[Exception], str]] = [
+            (lambda: supervisor.scale(0), ValueError, "engine_count must be at least 1"),
+            (lambda: supervisor.client.remove_engine(0), ValueError, "the last one of several"),
+            (supervisor.open, RoleError, "once"),
+        ]
+        for attempt, error, text in wrong:
+            with pytest.raises(error, match=text):
+                await attempt()
+        supervisor.launch.engine_manager.max_engines = 1  # as with given placement groups
+        with pytest.raises(RoleError, match="1 placement groups were given, so there can be no 2 engines"):
+            await supervisor.scale(2)
+        with pytest.raises(ValueError, match="rank must be that of no engine, not 0"):
+            supervisor.client.add_engine(0)
 
 
 async def test_killed_coordinator_is_found_again() -> None:
@@ -238,20 +251,3 @@ async def test_the_first_start_is_tried_once(tmp_path: Path) -> None:
 def test_arguments(options: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         EngineSupervisor(serve, **options)
-
-
-async def test_scaling_that_makes_no_sense() -> None:
-    async with EngineSupervisor(serve, 1) as supervisor:
-        wrong: list[tuple[Callable[[], Awaitable[Any]], type[Exception], str]] = [
-            (lambda: supervisor.scale(0), ValueError, "engine_count must be at least 1"),
-            (lambda: supervisor.client.remove_engine(0), ValueError, "the last one of several"),
-            (supervisor.open, RoleError, "once"),
-        ]
-        for attempt, error, text in wrong:
-            with pytest.raises(error, match=text):
-                await attempt()
-        supervisor.launch.engine_manager.max_engines = 1  # as with given placement groups
-        with pytest.raises(RoleError, match="1 placement groups were given, so there can be no 2 engines"):
-            await supervisor.scale(2)
-        with pytest.raises(ValueError, match="rank must be that of no engine, not 0"):
-            supervisor.client.add_engine(0)
