@@ -18,21 +18,16 @@ if TYPE_CHECKING:
     from aioshm.zeromq.endpoint import CurveKeys
 
 
-Answers: TypeAlias = Literal["always", "by a thread", "unknown"]
-"""When a writer answers inquiries: if its loop runs, by a background thread even if the program hangs, or unknown."""
-
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+Answers: TypeAlias = Literal["always", "by a thread"]
+"""When a writer answers inquiries: while its loop runs, or by a thread even if the program hangs."""
 
 
 @functools.cache
 def host_id() -> str:
     """Return the running kernel's boot id, which processes share if they can share memory."""
     try:
-        fd = os.open(_BOOT_ID, os.O_RDONLY | os.O_CLOEXEC)  # a reader that attaches waits for this: `pathlib` is slower
-        try:
-            return os.read(fd, 64).decode().strip()
-        finally:
-            os.close(fd)
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
     except OSError as error:
         if is_out_of_descriptors(error):
             raise out_of_descriptors("the host's boot id", error.errno) from None
@@ -111,7 +106,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
     connect_ip: str | None
     remote: RemoteAddress | None
     options: Options
-    answers: Answers = "unknown"
+    answers: Answers = "always"
     name: str | None = None
 
     @property

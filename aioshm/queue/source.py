@@ -195,9 +195,7 @@ def findings(who: str, state: str, silent_s: float | None, answers: Answers) -> 
         return logging.WARNING, f"{who}{also} {text}"
     if silent_s is None:
         return logging.INFO, f"{who}{also} answers: its event loop runs, and there is nothing to read"
-    if answers != "unknown":
-        text = f"its event loop has not answered for {seconds(silent_s)}: it is blocked, or busy without a pause"
-        if state:
-            return logging.WARNING, f"{who}{is_}, but {text}"
-        return logging.WARNING, f"{who}: {text}"
-    return logging.WARNING, f"{who}{also} has not answered whether its event loop runs; older releases never do"
+    text = f"its event loop has not answered for {seconds(silent_s)}: it is blocked, or busy without a pause"
+    if state:
+        return logging.WARNING, f"{who}{is_}, but {text}"
+    return logging.WARNING, f"{who}: {text}"

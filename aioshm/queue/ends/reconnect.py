@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from aioshm.codec import Codec
 from aioshm.errors import (
@@ -29,6 +29,7 @@ from aioshm.wait.limits import seconds
 
 if TYPE_CHECKING:
     from aioshm.queue.ends.reader import Reader
+    from aioshm.queue.names.registry import NamedWriters
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
@@ -39,19 +40,6 @@ PAUSE_GROWTH = 1.3
 
 Connect: TypeAlias = Callable[[Handle, Callable[[AioshmError], None]], tuple[Source, Codec]]
 """Creates the source for a writer's handle, and the codec; the callback gets an error that prevents attaching."""
-
-
-class Writers(Protocol):
-    """The successive writers of a reader."""
-
-    def find(self) -> Handle | None:
-        """Return the handle of the present writer; None if no writer runs, or only a writer that is marked as gone."""
-
-    def left(self) -> None:
-        """Mark the writer of the latest handle as gone."""
-
-    def awaited(self) -> str:
-        """Describe the awaited writer for log lines and errors."""
 
 
 class SameWriter:
@@ -134,7 +122,7 @@ class Reconnect:
         self,
         state: EndState,
         rank: int,
-        writers: Writers,
+        writers: SameWriter | NamedWriters,
         connect: Connect,
         *,
         repeat: bool,

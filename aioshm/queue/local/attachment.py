@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from aioshm.errors import HandleError, PeerClosed
@@ -50,9 +51,16 @@ class Attachment:
     ) -> Attachment:
         """Wait until the writer has admitted this reader, then map the ring."""
         lifeline = await attach(handle.lifeline, hello, sock)
-        try:
-            buffer = _map(handle, lifeline)
-            welcome = lifeline.welcome
+        welcome = lifeline.welcome
+        with ExitStack() as undo:
+            undo.callback(lifeline.close)
+            try:
+                buffer = _map(handle, lifeline)
+            except HandleError:
+                if lifeline.has_closed():  # then the segment has no name
+                    raise PeerClosed(CLOSED.reason) from None
+                raise
+            undo.callback(buffer.close)
             if not welcome.going:  # else the slots have messages, and are touched anyway
                 buffer.prefault(prefault_bytes, write=False)
             if welcome.rank not in handle.local_reader_ranks:
@@ -60,19 +68,11 @@ class Attachment:
             core: Any = ReaderCore if hello.slow == "block" else CopyingCore
             ring = buffer.reader(handle.local_reader_ranks.index(welcome.rank), core)
             ring.core.start_at(welcome.first)
-        except BaseException as error:
-            closed = isinstance(error, HandleError) and lifeline.has_closed()  # then the segment has no name
-            lifeline.close()
-            if closed:
-                raise PeerClosed(CLOSED.reason) from None
-            raise
-        attachment = cls(lifeline, buffer, ring)
-        if handle.options.overflow == "zmq":
-            try:
+            undo.callback(ring.close)
+            attachment = cls(lifeline, buffer, ring)
+            if handle.options.overflow == "zmq":
                 attachment.overflow = _subscriber(handle, welcome, changed)
-            except BaseException:
-                attachment.close()
-                raise
+            undo.pop_all()
         return attachment
 
     def close(self) -> None:

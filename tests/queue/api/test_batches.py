@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 from pairs import attached
 from slots import slot_of
-from support import bystander
 
-from aioshm import CodecError, CorruptSlot, MessageQueue, QueueClosed, QueueFull
-from aioshm.queue.state import YIELD_AFTER_MESSAGES
+from aioshm import CodecError, CorruptSlot, MessageQueue, QueueClosed
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 
 CHUNK = 4096
@@ -180,21 +178,6 @@ async def test_an_empty_batch_is_none() -> None:
         assert await reader.dequeue_many(9, 5) == [0, 1, 2, 3]
 
 
-async def test_nothing_of_a_batch_is_visible_before_there_are_slots_for_all() -> None:
-    async with attached(1, chunks=4) as (writer, (reader,)):
-        await writer.enqueue_many([0, 1, 2])
-        sending = asyncio.ensure_future(writer.enqueue_many(["a", "b", "c", "d"]))
-        for number in range(3):
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert writer.stats().messages == 3
-            with pytest.raises(QueueFull):
-                writer.enqueue_nowait("not before it")
-            assert await reader.dequeue(5) == number
-        await sending
-        assert await reader.dequeue_many(9, 5) == ["a", "b", "c", "d"]
-
-
 async def test_later_senders_queue_up_behind_a_waiting_batch() -> None:
     async with attached(1, chunks=4) as (writer, (reader,)):
         await writer.enqueue_many(range(2))
@@ -281,20 +264,6 @@ async def test_closing_ends_the_waiting_calls() -> None:
             await sending
 
 
-async def test_a_stream_of_batches_starves_no_other_task() -> None:
-    async with attached(1, chunks=512) as (writer, (reader,)):
-        async with bystander() as other:
-            for number in range(512):
-                await writer.enqueue_many([number])
-            assert other.turns >= 512 // YIELD_AFTER_MESSAGES - 1
-            other.turns = 0
-            received: list[int] = []
-            while len(received) < 512:
-                received += await reader.dequeue_many(64)
-            assert other.turns >= 512 // YIELD_AFTER_MESSAGES - 1
-        assert received == list(range(512))
-
-
 async def test_one_wake_up_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     async with attached(2, chunks=8, wait="park") as (writer, readers):
         rung: list[Any] = []
@@ -311,18 +280,3 @@ async def test_one_wake_up_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await asyncio.gather(*waiting) == [[(round_, part) for part in range(8)]] * 2
             assert len(rung) == 2, "each parked reader's bell rang once"
             assert [reader.stats().parks for reader in readers] == [parks + 1 for parks in before]
-
-
-async def test_a_waiting_batch_is_woken_when_its_last_slot_is_free() -> None:
-    async with attached(1, chunks=8, wait="park") as (writer, (reader,)):
-        for wanted in range(1, 9):
-            await writer.enqueue_many(range(8))
-            parks = writer.stats().parks
-            sending = asyncio.ensure_future(writer.enqueue_many(["x"] * wanted))
-            while writer.stats().parks == parks:
-                await asyncio.sleep(0)
-            assert await reader.dequeue_many(wanted, 5) == list(range(wanted))
-            await asyncio.wait_for(sending, 5)
-            assert writer.stats().parks == parks + 1
-            assert await reader.dequeue_many(8, 5) == [*range(wanted, 8), *["x"] * wanted][:8]
-            assert reader.stats().backlog == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import platform
 import signal
@@ -37,48 +36,10 @@ from aioshm.lifeline.protocol import Hello, pack
 from aioshm.lifeline.sockets import sockaddr
 from aioshm.queue.ends.writer import Writer
 from aioshm.queue.membership import KEPT_CHANGES
-from aioshm.queue.state import YIELD_AFTER_MESSAGES, YIELD_SOON_AFTER_MESSAGES, EndState
-from aioshm.ring import ShmRingBuffer
 from aioshm.ring.layout import VERSION
 
 LARGE = 20_000
 """Bytes that do not fit a chunk here."""
-
-
-async def test_a_newcomer_waits_for_a_short_turn_of_a_writer_that_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step of its admission comes a few messages after the one before; and it touches nothing beforehand."""
-    steps: list[int] = []
-    hurry, prefault, touched = EndState.hurry, ShmRingBuffer.prefault, []
-
-    def noted(state: EndState) -> None:
-        steps.append(writer.stats().messages)
-        hurry(state)
-
-    def touching(*arguments: Any, **more: Any) -> None:
-        touched.append(arguments)
-        prefault(*arguments, **more)
-
-    monkeypatch.setattr(EndState, "hurry", noted)
-    async with wide_writer(1, 0, slots=1024, max_readers=2, slow_reader="skip") as writer:
-        async with MessageQueue.create_from_handle(writer.export_handle(), 0):
-            await writer.wait_until_ready(20)
-            steps.clear()
-            monkeypatch.setattr(ShmRingBuffer, "prefault", touching)
-            changes = writer.membership(20)
-            async with MessageQueue.create_from_handle(writer.export_handle()) as newcomer:
-                coming = asyncio.ensure_future(newcomer.wait_until_ready(20))
-                while not coming.done():
-                    for _ in range(2 * YIELD_AFTER_MESSAGES):
-                        await writer.enqueue("x")
-                await coming
-                change = await anext(changes)
-    assert isinstance(change, ReaderJoined)
-    until_admitted = sorted({at for at in steps if at <= change.first})
-    assert until_admitted[-1] == change.first
-    assert len(until_admitted) == 4, "accepted, greeting read, places looked at, admitted"
-    apart = [later - earlier for earlier, later in itertools.pairwise(until_admitted)]
-    assert max(apart) <= YIELD_SOON_AFTER_MESSAGES, "some messages pass in between, and no more"
-    assert not touched
 
 
 async def test_changes_are_told_in_order_whatever_comes_in_between() -> None:
@@ -440,18 +401,6 @@ class TestMaxReaders:
         async with MessageQueue(2, 2, [1, 3], options=Options(max_readers=4)) as writer:
             assert writer.export_handle().local_reader_ranks == (1, 3, 2, 4)
 
-    async def test_found_by_name(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(tmp_path))
-        async with MessageQueue(0, 0, name="steps", options=Options.from_env()) as writer:
-            async with MessageQueue.attach("steps") as reader:
-                with pytest.raises(HandleError, match="the queue has none"):
-                    await reader.wait_until_ready(20)
-        options = Options(max_readers=2, runtime_dir=str(tmp_path))
-        async with MessageQueue(1, 1, name="steps", options=options) as writer:
-            async with MessageQueue.attach("steps") as reader, MessageQueue.attach("steps") as second:
-                await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, reader, second)))
-                assert {reader.stats().rank, second.stats().rank} == {0, 1}
-
 
 class TestHistory:
     @pytest.mark.parametrize(
@@ -531,12 +480,6 @@ class TestMembership:
                 writer.end.registry.report(ReaderJoined(0, 1, number))  # type: ignore[union-attr]
             assert await anext(changes) == ChangesLost(2)
             assert await anext(changes) == ReaderJoined(0, 1, 2)
-
-    async def test_belongs_to_the_writer(self) -> None:
-        async with ready_ends(1, 0) as (_, (reader,)):
-            for call in (lambda: reader.readers, reader.membership, lambda: reader.dismiss(0)):
-                with pytest.raises(Exception, match="belongs to the queue's writer"):
-                    call()
 
 
 def test_a_greeting_that_comes_after_its_connection() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import subprocess
 import sys
@@ -138,22 +137,6 @@ async def test_codecs_of_others_decode_every_array() -> None:
             assert np.array_equal(await reader.dequeue(5), ~array)
 
 
-TWIN = """
-import asyncio, sys
-from aioshm import MessageQueue, native_core
-
-async def main():
-    async with MessageQueue.create_from_handle(sys.argv[1], 0) as reader:
-        await reader.wait_until_ready(20)
-        for n in range(int(sys.argv[2])):
-            array = await reader.dequeue(20)
-            assert array.flags.writeable and (array == n).all(), array
-        print(native_core, array.dtype, array.shape)
-
-asyncio.run(main())
-"""
-
-
 DTYPES = ["f4", "f8", "f2", "i1", "q", "l", "?", "c16", "g", ">f4", "M8[s]", "U3", "S4", "V8", FIELDS, "O"]
 SHAPES = [(), (1,), (3,), (0,), (3, 0), (8, 8), (512, 3), (100, 100, 4)]
 
@@ -199,18 +182,3 @@ async def test_in_another_process_they_are_what_was_sent() -> None:
             child.kill()
             child.wait()
     assert (child.returncode, told[0]) == (0, f"{count}\n")
-
-
-@pytest.mark.parametrize("size", [4, 3000])
-async def test_reader_with_the_portable_core_receives_them(size: int) -> None:
-    async with MessageQueue(1, 1) as writer:
-        command = [sys.executable, "-c", TWIN, writer.export_handle().to_json(), "6"]
-        child = subprocess.Popen(command, env={**os.environ, "AIOSHM_NATIVE": "0"}, stdout=subprocess.PIPE, text=True)
-        try:
-            for n in range(6):
-                await writer.enqueue(np.full((2, size), n, "f8"), 30)
-            told = await asyncio.to_thread(child.communicate)
-        finally:
-            child.kill()
-            child.wait()
-    assert told[0] == f"False float64 (2, {size})\n"

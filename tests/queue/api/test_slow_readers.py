@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 from children import child
-from faces import Thread, make_writer
 from remotes import wide_writer
 from support import until
 
-from aioshm import MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted, blocking, merge
+from aioshm import MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted
 from aioshm.errors import HandleError
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -116,20 +115,6 @@ class TestSkip:
             with pytest.raises(PeerClosed):
                 await other.dequeue(20)
 
-    async def test_in_a_merge(self) -> None:
-        async with three_ends("skip") as (writer, patient, other):
-            await publish(writer, patient, range(10))
-            got: list[Any] = []
-            closing = None
-            async for rank, item in merge({7: other}, errors="yield"):
-                got.append((rank, (item.first, item.last) if isinstance(item, MessagesLost) else item[0]))
-                if len(got) == 5:
-                    await publish(writer, patient, range(10, 12))
-                    closing = asyncio.ensure_future(writer.aclose())
-            assert got == [(7, (0, 5)), *((7, number) for number in range(6, 12))]
-            assert closing is not None
-            await closing
-
     async def test_a_reader_that_is_waited_for_is_waited_for(self) -> None:
         async with three_ends("skip") as (writer, patient, other):
             for number in range(CHUNKS):
@@ -194,32 +179,6 @@ class TestTheArgument:
         async with wide_writer(1, 0, overflow="zmq") as writer:
             with pytest.raises(ValueError, match="slow_reader='evict' does not go with overflow='zmq'"):
                 MessageQueue.create_from_handle(writer.export_handle(), 0, slow_reader="evict")
-
-
-class TestTheBlockingFace:
-    @pytest.mark.parametrize("slow", ["skip", "evict"])
-    def test_the_same(self, slow: Any) -> None:
-        with make_writer(2, chunks=CHUNKS) as writer:
-            handle = writer.export_handle()
-            with (
-                blocking.MessageQueue.create_from_handle(handle, 0) as patient,
-                blocking.MessageQueue.create_from_handle(handle, 1, slow_reader=slow) as other,
-            ):
-                threads = [Thread(end.wait_until_ready, 20) for end in (writer, patient, other)]
-                for thread in threads:
-                    thread.result()
-                for number in range(10):
-                    writer.enqueue(number, 20)
-                    assert patient.dequeue(20) == number
-                if slow == "evict":
-                    with pytest.raises(ReaderEvicted):
-                        other.dequeue(20)
-                    return
-                with pytest.raises(MessagesLost):
-                    other.dequeue(20)
-                with other.lease(20) as obj:
-                    assert obj == 6
-                assert [other.dequeue(20) for _ in range(3)] == [7, 8, 9]
 
 
 @pytest.mark.slow_on_uvloop

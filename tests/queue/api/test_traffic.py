@@ -171,10 +171,16 @@ asyncio.run(main())
 """
 
 
-def test_everything_works_without_what_only_linux_has(base: Path) -> None:
+@pytest.mark.parametrize("native", ["0", "1"], ids=["portable core", "native core"])
+def test_everything_works_without_what_only_linux_has(native: str, base: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PORTABLE],
-        env={**os.environ, "AIOSHM_LIFELINE": "directory", "AIOSHM_RUNTIME_DIR": str(base / "run")},
+        env={
+            **os.environ,
+            "AIOSHM_LIFELINE": "directory",
+            "AIOSHM_RUNTIME_DIR": str(base / "run"),
+            "AIOSHM_NATIVE": native,
+        },
         capture_output=True,
         text=True,
         timeout=30,

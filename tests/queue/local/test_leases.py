@@ -16,7 +16,6 @@ import torch
 from faces import Thread, pair
 from pairs import attached
 from slots import body_of, slot_of
-from support import eventually
 
 from aioshm import CodecError, CorruptSlot, MessageQueue, QueueCancelled, QueueClosed, QueueEmpty, QueueFull, RoleError
 
@@ -333,23 +332,6 @@ async def test_streams_of_every_size_in_every_way() -> None:
         await asyncio.wait_for(asyncio.gather(send(), *map(receive, readers)), 60)
 
 
-def test_other_threads_wait_until_it_ends() -> None:
-    with pair() as (writer, reader):
-        writer.enqueue("first")
-        assert reader.dequeue() == "first"
-        for size in (10, 1000):
-            writer.enqueue(b"l" * size)
-            writer.enqueue("second")
-            with reader.lease() as obj:
-                assert obj == b"l" * size
-                other = Thread(reader.dequeue, 20)
-                eventually(lambda: bool(reader.held.lock.waiting), "the thread to wait for its turn")
-                with pytest.raises(RoleError, match="wait for itself"):
-                    reader.dequeue()
-                assert other.running
-            assert other.result() == "second"
-
-
 def test_another_thread_closes_while_it_lasts() -> None:
     with pair(chunk=1 << 20) as (writer, reader):
         for obj in ("first", np.full(LARGE, 3, np.uint8)):
@@ -362,19 +344,3 @@ def test_another_thread_closes_while_it_lasts() -> None:
                 reader.dequeue()
         assert reader.held.closed
         assert (array == 3).all()
-
-
-def test_a_writer_that_waits_is_woken_when_it_ends() -> None:
-    with pair(chunks=2, chunk=1 << 20) as (writer, reader):
-        for size in (10, 5000, LARGE):
-            writer.enqueue("first")
-            assert reader.dequeue() == "first"
-            writer.enqueue(bytes(size))
-            writer.enqueue("second")
-            sending = Thread(writer.enqueue, "third", 20)
-            eventually(lambda: writer.stats().parks > 0, "the writer to park")
-            with reader.lease() as obj:
-                assert len(obj) == size
-                del obj
-            sending.result()
-            assert [reader.dequeue(20), reader.dequeue(20)] == ["second", "third"]

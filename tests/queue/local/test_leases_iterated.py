@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from faces import Thread, pair
 from pairs import attached
-from remotes import ready_ends
 from support import until
 
 from aioshm import CodecError, EndClosed, MessageQueue, QueueClosed, QueueEmpty, RoleError, blocking
@@ -38,12 +37,6 @@ async def test_each_is_held_until_the_next_is_asked_for() -> None:
 async def _echo(writer: MessageQueue[Any], reader: MessageQueue[Any]) -> Any:
     await writer.enqueue("echo")
     return await reader.dequeue()
-
-
-async def _send_arrays(writer: MessageQueue[Any], count: int) -> None:
-    for number in range(count):
-        await writer.enqueue(np.full(LARGE, number, np.uint8), 30)
-    await writer.aclose()
 
 
 async def test_it_waits_and_ends_when_the_writer_closes() -> None:
@@ -198,20 +191,6 @@ async def test_a_task_that_was_given_up_amid_a_loop() -> None:
             assert reader.stats().backlog == 0, number
 
 
-async def test_through_the_network() -> None:
-    async with ready_ends(0, 1) as (writer, [reader]):
-        sending = asyncio.create_task(_send_arrays(writer, 20))
-        found = []
-        async for array in reader.leases():
-            found.append(int(array[0]))
-            if len(found) == 10:
-                break
-        async for array in reader.leases():
-            found.append(int(array[0]))
-        await sending
-        assert found == list(range(20))
-
-
 @pytest.mark.parametrize("remote", [False, True])
 def test_blocking_ones_hold_each_until_the_next_is_asked_for(remote: bool) -> None:
     with pair(remote=remote) as (writer, reader):
@@ -257,16 +236,6 @@ def test_blocking_ones_that_are_left_end_their_lease(remote: bool) -> None:
         assert [unfinished() for _ in range(2)] == list(range(2))
 
 
-def test_blocking_ones_of_which_a_generator_is_dropped() -> None:
-    with pair() as (writer, reader):
-        writer.enqueue_many(range(4))
-        doubled = (2 * number for number in reader.leases())
-        assert next(doubled) == 0
-        assert next(doubled) == 2
-        del doubled
-        assert reader.dequeue(20) == 2
-
-
 def test_a_blocking_loop_keeps_its_queue() -> None:
     with blocking.MessageQueue(1, 1, slots=2) as writer:
         handle = writer.export_handle()
@@ -277,16 +246,6 @@ def test_a_blocking_loop_keeps_its_queue() -> None:
             writer.close()
             assert thread.result() == [*range(100)]
             gc.collect()
-
-
-def test_a_blocking_one_that_another_thread_lets_go_of() -> None:
-    with pair() as (writer, reader):
-        for turn in range(10):
-            writer.enqueue_many([np.full(LARGE if turn % 2 else 10, turn, np.uint8), turn])
-            box = [reader.leases()]
-            assert next(box[0])[0] == turn
-            Thread(box.clear).result()
-            assert reader.dequeue(20) == turn
 
 
 def test_threads_that_iterate_over_leases_at_once() -> None:

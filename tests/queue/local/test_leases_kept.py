@@ -203,23 +203,6 @@ async def test_closing_leaves_a_copy(size: int, during: bool) -> None:
         assert (array == 5).all()
 
 
-async def test_the_writer_dies_during_a_lease() -> None:
-    async with child("write", "2", "3000", "4") as writer:
-        async with MessageQueue.create_from_handle(await writer.says('{"type"'), 0) as reader:
-            await reader.wait_until_ready(20)
-            await writer.says("written")
-            async with reader.lease(5) as (number, payload):
-                writer.signal(signal.SIGKILL)
-                await writer.end()
-                assert (number, payload) == (0, bytes(3000))
-            async with reader.lease(5) as (number, _):
-                assert number == 1
-            with pytest.raises(PeerDied) as caught:
-                async with reader.lease(5):
-                    pytest.fail("nothing was left")
-            assert caught.value.pid == writer.pid
-
-
 @pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("policy", ["raise", "evict"])
 async def test_a_reader_that_is_killed_during_a_lease_holds_nobody_up(policy: Any) -> None:

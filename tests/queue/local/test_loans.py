@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
-import subprocess
-import sys
 from contextlib import AsyncExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -210,34 +206,6 @@ async def test_cancelled_at_every_await() -> None:
         assert reader.stats().messages > 0, "some were not cancelled"
 
 
-async def test_blocks_of_other_tasks_wait_and_those_of_this_one_are_refused() -> None:
-    async with attached(chunk=CHUNK, chunks=4) as (writer, (reader,)):
-        order: list[int] = []
-
-        async def lend(number: int) -> None:
-            async with writer.loan(100_000, "uint8") as array:
-                _fill(array, number)
-                await asyncio.sleep(0.001)
-                order.append(number)
-
-        async with writer.loan(100_000, "uint8") as array:
-            tasks = [asyncio.ensure_future(lend(number)) for number in range(3)]
-            plain = asyncio.ensure_future(writer.enqueue("plain"))
-            await asyncio.sleep(0.01)
-            assert order == []
-            with pytest.raises(RoleError, match="inside of a block"):
-                await writer.enqueue("nested")
-            with pytest.raises(RoleError, match="inside of a block"):
-                async with writer.loan(10):
-                    pass
-            _fill(array, 77)
-        assert _is(await reader.dequeue(5), 77, 100_000)
-        for number in range(3):
-            assert _is(await reader.dequeue(5), number, 100_000)
-        assert await reader.dequeue(5) == "plain"
-        await asyncio.gather(plain, *tasks)
-
-
 async def test_closed_inside_of_the_block() -> None:
     async with attached(chunk=CHUNK) as (writer, (reader,)):
         for size in (100_000, 2_000_000):
@@ -270,27 +238,6 @@ async def test_a_forgotten_block() -> None:
         assert await reader.dequeue(5) == "after"
 
 
-async def test_backpressure_and_timeouts() -> None:
-    async with attached(chunk=CHUNK, chunks=2) as (writer, (reader,)):
-        for number in range(2):
-            async with writer.loan(300_000, "uint8") as array:
-                _fill(array, number)
-        with pytest.raises(TimeoutError, match="became free"):
-            async with writer.loan(300_000, "uint8", timeout=0.02):
-                pass
-        waiting = asyncio.ensure_future(writer.loan(300_000, "uint8").__aenter__())
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        for number in range(2):
-            assert _is(await reader.dequeue(5), number, 300_000)
-        async with writer.loan(300_000, "uint8") as array:
-            _fill(array, 2)
-        assert _is(await reader.dequeue(5), 2, 300_000)
-
-
 async def test_remote_readers_get_it_too() -> None:
     async with ready_ends(1, 1, chunk=CHUNK) as (writer, readers):
         for number, size in enumerate((10, 100_000, 2_000_000)):
@@ -320,15 +267,6 @@ async def test_with_options(options: dict[str, Any]) -> None:
             async with writer.loan(size, "uint8") as array:
                 _fill(array, number)
             assert _is(await reader.dequeue(5), number, size)
-
-
-async def test_nobody_reads() -> None:
-    async with attached(0) as (writer, _):
-        async with writer.loan(100_000, "uint8") as array:
-            _fill(array, 1)
-        async with writer.build() as message:
-            message["x"] = message.empty(100_000)
-        assert writer.stats().messages == 2
 
 
 async def test_bad_arguments() -> None:
@@ -474,37 +412,6 @@ def test_pyarrow_and_dlpack() -> None:
             del column
 
 
-@pytest.mark.usefixtures("long_respite")
-def test_blocking_ends_copy_nothing_however_often() -> None:
-    with (
-        make_writer(chunk=CHUNK) as writer,
-        blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader,
-    ):
-        ready = Thread(reader.wait_until_ready, 10)
-        writer.wait_until_ready(10)
-        ready.result()
-        for number in range(20):
-            with writer.loan(100_000, "int64") as array:
-                array[0] = number
-            with reader.lease(10) as received:
-                assert received[0] == number
-        assert writer.stats().copied_bytes + reader.stats().copied_bytes < 20 * 200
-
-
-async def test_leased_arrays_by_dlpack() -> None:
-    async with attached(chunk=CHUNK) as (writer, (reader,)):
-        async with writer.loan(150_000, "float32") as array:
-            given = torch.from_dlpack(array)
-            given[:] = 3
-            del given
-        async with reader.lease(5) as received:
-            seen = np.from_dlpack(received)
-            assert seen.ctypes.data == received.ctypes.data
-            assert bool((seen == 3).all())
-            del seen, received
-        assert writer.stats().copied_bytes + reader.stats().copied_bytes < 400
-
-
 # The other face
 
 
@@ -571,50 +478,3 @@ async def test_kept_arrays_of_large_loans_show_zeros(like: Any, move: str, monke
             assert _is(await reader.dequeue(5), 7, size)
             assert _is(array, 9, size)
         assert writer.stats().copied_bytes < 6 * 400
-
-
-def test_a_kept_array_is_taken_back_where_no_memory_is_left() -> None:
-    code = """
-import asyncio, resource, numpy as np
-from aioshm import MessageQueue
-
-async def main():
-    writer = MessageQueue(1, 1)
-    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
-    async with reader, writer:
-        await asyncio.gather(writer.wait_until_ready(), reader.wait_until_ready())
-        async with writer.loan(20_000_000, "uint8") as array:
-            array[:] = 1
-            view = array[5:]
-            with open("/proc/self/statm") as file:
-                used = int(file.read().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + 10_000_000, -1))
-        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
-        view[:] = 3
-        print(int((await reader.dequeue()).sum()) // 20_000_000)
-        async with writer.loan(20_000_000, "uint8") as again:
-            again[:] = 2
-        view[:] = 3
-        print(int((await reader.dequeue()).sum()) // 20_000_000)
-
-asyncio.run(main())
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.split() == ["1", "2"], done.stderr
-
-
-def test_a_queue_of_either_core() -> None:
-    """The twin of the native core lends as well."""
-    code = (
-        "import asyncio, aioshm, test_loans\n"
-        "assert not aioshm.native_core\n"
-        "aioshm.queue.local.leases.RESPITE_S = 60.0\n"
-        "asyncio.run(test_loans.test_arrays_whose_names_outlive_their_blocks_cost_no_copy(600_000))\n"
-        "asyncio.run(test_loans.test_arrays_whose_names_outlive_their_blocks_cost_no_copy(2_000_000))\n"
-    )
-    environment = {
-        **os.environ,
-        "AIOSHM_NATIVE": "0",
-        "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)]),
-    }
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)

@@ -230,15 +230,3 @@ async def test_nothing_stays_open_or_mapped(way: str) -> None:
             assert len(await reader.dequeue(5)) == BIG  # the others stay unread
         assert memory_fds() > before[0]
     assert (memory_fds(), mappings(), sockets_of_zeromq()) == before
-
-
-@BOTH_WAYS
-async def test_a_forked_child_harms_nobody(way: str) -> None:
-    async with attached(1, overflow=way) as (writer, (reader,)):
-        await writer.enqueue(b"1" * BIG)
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        os.waitpid(pid, 0)
-        await writer.enqueue(b"2" * BIG)
-        assert [await reader.dequeue(5), await reader.dequeue(5)] == [b"1" * BIG, b"2" * BIG]

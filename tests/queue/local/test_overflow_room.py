@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
-from faces import reading
 from pairs import attached
 
-from aioshm import MessageQueue, OutOfDescriptors, PeerDied, QueueClosed, blocking, merge
+from aioshm import MessageQueue, OutOfDescriptors, PeerDied, QueueClosed
 from aioshm.lifeline import dialer as attach
 
 LARGE = [bytes([number]) * (50_000 + number) for number in range(3)]
@@ -164,50 +162,3 @@ async def test_the_loop_does_not_turn_in_circles_and_finds_the_room(monkeypatch:
         while lifeline.holds_back:
             await asyncio.sleep(0.01)
         assert len(reader.end.source.attachment.overflow.segments) == len(LARGE)  # type: ignore[attr-defined]
-
-
-async def test_merged_readers_name_it_and_go_on() -> None:
-    async with withheld() as (_writer, (reader,), hand_over):
-        received: list[bytes] = []
-        async with merge({7: reader}, errors="yield") as merged:
-            with starving() as lift:
-                hand_over()
-                rank, error = await anext(merged)
-                assert rank == 7
-                assert isinstance(error, OutOfDescriptors)
-                lift()
-            while len(received) < len(LARGE):
-                received.append((await anext(merged))[1])
-        assert received == LARGE
-        assert not merged.failed
-
-
-def read_blocking(reader: blocking.MessageQueue, lift: Callable[[], None]) -> list[Any]:
-    with pytest.raises(OutOfDescriptors, match="message 0 of"):
-        reader.dequeue(20)
-    with pytest.raises(OutOfDescriptors):
-        reader.dequeue_many(3, 20)
-    lift()
-    return [reader.dequeue(10) for _ in LARGE]
-
-
-def test_the_blocking_face() -> None:
-    lifts: list[Callable[[], None]] = []
-    starved = threading.Event()
-
-    def run(reader: blocking.MessageQueue) -> list[Any]:
-        assert starved.wait(20)
-        return read_blocking(reader, lifts[0])
-
-    with reading(run) as (writer, thread):
-        held: list[int] = []
-        pass_on = writer.held.end.ring.overflow.hand_over
-        writer.held.end.ring.overflow.hand_over = held.append
-        for message in LARGE:
-            writer.enqueue(message, 10)
-        with starving() as lift:
-            lifts.append(lift)
-            for fd in held:
-                pass_on(fd)
-            starved.set()
-            assert thread.result() == LARGE

@@ -17,7 +17,7 @@ from pairs import attached
 from remotes import ready_ends
 from support import eventually
 
-from aioshm import CorruptSlot, MessageQueue, Options, PeerDied, SharedMemoryError, blocking, merge
+from aioshm import CorruptSlot, MessageQueue, Options, PeerDied, SharedMemoryError, blocking
 from aioshm.queue.local import overflow_sockets
 from aioshm.queue.remote import wire
 from aioshm.ring import ShmRingBuffer
@@ -220,24 +220,6 @@ class TestBlocking:
             for message in sent[4:]:
                 writer.enqueue(message, 10)
             assert thread.result() == sent
-
-
-async def test_merged() -> None:
-    async with attached(overflow="zmq") as (one, (first,)), attached() as (other, (second,)):
-        sent = [bytes([number]) * BIG for number in range(20)]
-
-        async def send(writer: MessageQueue) -> None:
-            for message in sent:
-                await writer.enqueue(message, 10)
-            await writer.aclose()
-
-        sending = asyncio.gather(send(one), send(other))
-        received: dict[int, list[bytes]] = {0: [], 1: []}
-        async with merge({0: first, 1: second}) as merged:
-            async for rank, message in merged:
-                received[rank].append(message)
-        await sending
-        assert received == {0: sent, 1: sent}
 
 
 async def test_storm_of_cancellations() -> None:

@@ -18,7 +18,6 @@ from support import HELPERS, until
 
 from aioshm import MessageQueue, Options, blocking, merge
 from aioshm.lifeline.dialer import Lifeline
-from aioshm.queue.source import findings
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -276,13 +275,6 @@ async def test_a_writer_that_hangs_while_others_are_missing_is_named(log: list[l
                 ), "as it was admitted before or not"
             writer.signal(signal.SIGCONT)
             await waiting
-
-
-def test_a_writer_that_does_not_know_the_question_is_not_accused() -> None:
-    level, text = findings("the writer (pid 1)", "sleeping", 5.0, "unknown")
-    assert level == logging.WARNING
-    assert "older releases never do" in text
-    assert "blocked" not in text
 
 
 async def test_a_blocking_merge_reports_a_silent_queue_too(log: list[logging.LogRecord]) -> None:
