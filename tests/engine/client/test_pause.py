@@ -37,6 +37,7 @@ class Gated(Engine):
         self.inside = False
         self.weights = "old"
         self.restless = False
+        self.pace_s = 0.0
 
     def has_work(self) -> bool:
         return self.restless
@@ -45,6 +46,7 @@ class Gated(Engine):
         self.inside = True
         self.steps += 1
         await self.gate.wait()
+        await asyncio.sleep(self.pace_s)
         outputs = self._step()
         for output in outputs:
             output["weights"] = self.weights
@@ -119,10 +121,12 @@ class TestModes:
         engines = [Gated(), Gated()]
         async with served(*engines) as serving:
             client = serving.client
-            streams = [client.submit(ask(f"{number}", 300)) for number in range(2)]
-            for stream in streams:
-                await anext(stream)
+            for engine in engines:
+                engine.pace_s = 0.002  # no request ends before the order arrives
+            streams = await begun(serving, "a", "b", tokens=300)
             await client.pause("keep")
+            for engine in engines:
+                engine.pace_s = 0.0
             assert await stands(*engines)
             assert [len(engine.requests) for engine in engines] == [1, 1]
             late = client.submit(ask("late", 2))
@@ -412,12 +416,6 @@ class TestEnginesOfVllm:
                 resuming = asyncio.create_task(client.resume())
                 assert await answered(engine) == ["resume_scheduler", []]
                 await resuming
-
-    async def test_engine_without_these_calls_raises(self) -> None:
-        async with clients_of(here_and_there(), 1, 1) as serving:
-            client = serving.client
-            with zmq.Context() as context, BareEngine(context, client, vllm_version="0.9.0") as engine:
-                await client.wait_until_ready(30)
                 pausing = asyncio.create_task(client.pause())
                 await answered(engine, failure="Call to pause_scheduler method failed: no attribute")
                 with pytest.raises(CallFailed, match="pause_scheduler") as caught:
