@@ -24,13 +24,11 @@ from aioshm.engine.workers.messages import (
 from aioshm.engine.workers.schedule import Call, Schedule
 from aioshm.errors import (
     AioshmError,
-    OutOfDescriptors,
     PeerDied,
     QueueClosed,
     QueueEmpty,
     QueueFull,
     RequestAborted,
-    SharedMemoryError,
 )
 from aioshm.queue import MessageQueue, merge
 
@@ -267,13 +265,10 @@ class CallTable:
         if isinstance(message, tuple):
             self._deliver(rank, message)
             return
-        failure = failure_of(message)
-        late = isinstance(message, (SharedMemoryError, OutOfDescriptors))  # the message stays in the queue
         for call in self.sent_to(rank):
-            call.errors[rank] = failure
-            if not late:
-                self._answered(rank, call)
-            if not call.done and call.missing <= call.errors.keys():
+            call.errors[rank] = failure_of(message)
+            self._answered(rank, call)
+            if not call.done and not call.missing:
                 call.finish()
 
     def _deliver(self, rank: int, reply: Message) -> None:
@@ -297,7 +292,7 @@ class CallTable:
             call.errors[rank] = value
         else:
             call.results[rank] = value
-        if call.missing <= call.errors.keys():
+        if not call.missing:
             call.finish()
 
     def _answered(self, rank: int, call: Call) -> None:

@@ -313,17 +313,14 @@ class OneHangs(Worker):
 class ClosesSlowly(Worker):
     """Creates a file when closing begins."""
 
+    seconds = 0.3
+
     def close(self) -> None:
         assert self.log is not None
         self.log.with_name("closing").touch()
-        time.sleep(0.3)
+        time.sleep(self.seconds)
         super().close()
 
 
-class NeverCloses(Worker):
-    """Creates a file when closing begins."""
-
-    def close(self) -> None:
-        assert self.log is not None
-        self.log.with_name("closing").touch()
-        time.sleep(LONG_S)
+class NeverCloses(ClosesSlowly):
+    seconds = LONG_S
