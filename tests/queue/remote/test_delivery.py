@@ -37,9 +37,6 @@ def line(window: ReceiveWindow[str]) -> list[str | Missing]:
     return [message for message, _ in window.ready]
 
 
-# What the writer keeps
-
-
 def test_a_message_is_kept_until_every_reader_has_finished_with_it() -> None:
     window = sending(10, 20, 30, readers=2)
     assert (len(window), window.nbytes, window.first, window.seq) == (3, 60, 0, 3)
@@ -50,19 +47,6 @@ def test_a_message_is_kept_until_every_reader_has_finished_with_it() -> None:
     assert window.acknowledged(1, 1) == [], "older news changes nothing"
     assert window.leave(1) == [Message(30)]
     assert (len(window), window.nbytes, window.laggards()) == (0, 0, [])
-
-
-def test_a_reader_counts_from_the_next_message_on() -> None:
-    window = sending(1, 1, readers=0)
-    assert (len(window), window.seq) == (0, 2), "nobody needs them"
-    assert window.room(1000, 10**9), "nobody holds anything back"
-    window.join(7)
-    assert window.readers == {7: 2}
-    window.sent(Message())
-    assert window.laggards() == [7]
-    assert window.acknowledged(7, 3) == [Message()]
-    assert window.leave(7) == []
-    assert window.leave(7) == [], "it has left already"
 
 
 def test_room() -> None:
@@ -94,27 +78,6 @@ def test_parts_are_as_large_as_the_window_allows(sizes: list[int], messages: int
         sizes = rest
 
 
-# What the writer sends again
-
-
-def test_resending() -> None:
-    window = sending(*range(5))
-    assert window.resend(0, 1, 3) == [Message(1), Message(2), Message(3)]
-    window.acknowledged(0, 2)
-    window.connected(0)
-    assert window.resend(0, 0, 3) == [Message(2), Message(3)], "all readers have finished with the others"
-    assert window.resend(0, 0, 0) == []
-
-
-def test_over_one_connection_a_message_is_sent_again_only_once() -> None:
-    window = sending(*range(5), readers=2)
-    for _ in range(3):
-        window.connected(0)
-        for asked, expected in [((0, 1), [0, 1]), ((0, 1), []), ((1, 3), [2, 3]), ((0, 4), [4])]:
-            assert [message.nbytes for message in window.resend(0, *asked)] == expected
-    assert [message.nbytes for message in window.resend(1, 0, 4)] == [0, 1, 2, 3, 4], "for the other reader"
-
-
 def test_what_is_remembered_of_a_connection_is_bounded() -> None:
     window = sending(messages=4)
     for seq in range(1000):
@@ -140,29 +103,6 @@ def test_nobody_asks_for_what_was_never_sent(first: int, last: int) -> None:
         sending(1, 1, 1).resend(0, first, last)
 
 
-# What a reader has
-
-
-def test_messages_are_put_in_order() -> None:
-    window = receiving(0, 3, 1)
-    assert line(window) == ["m0", "m1"]
-    assert (window.next, window.taken) == (2, 0)
-    assert window.arrived(2, "m2", 10)
-    assert line(window) == ["m0", "m1", "m2", "m3"]
-    window.finished()
-    assert (window.next, window.taken, line(window)) == (4, 1, ["m1", "m2", "m3"])
-
-
-def test_what_comes_twice_is_taken_once() -> None:
-    window = receiving(0, 2)
-    window.finished()
-    assert not window.arrived(0, "again", 10), "it was finished with"
-    assert not window.arrived(2, "again", 10), "it waits behind a gap"
-    assert window.arrived(1, "m1", 10)
-    assert not window.arrived(1, "again", 10), "it can be read"
-    assert line(window) == ["m1", "m2"]
-
-
 def test_what_lies_beyond_the_window_cannot_have_been_sent() -> None:
     window = receiving(0, messages=2)
     assert window.arrived(1, "m1", 10)
@@ -172,9 +112,6 @@ def test_what_lies_beyond_the_window_cannot_have_been_sent() -> None:
     assert window.to_ask_for() == [], "nor is anything behind it missing"
     window.finished()
     assert window.arrived(2, "m2", 10)
-
-
-# What a reader asks for
 
 
 def test_gaps_are_asked_for_once() -> None:
@@ -192,27 +129,6 @@ def test_gaps_are_asked_for_once() -> None:
     assert window.to_ask_for() == []
 
 
-def test_a_mark_tells_what_will_not_come_by_itself() -> None:
-    window = receiving(0, messages=100)
-    window.marked(4)
-    assert window.to_ask_for() == [(1, 3)]
-    window.arrived(4, "m4", 10)
-    assert window.to_ask_for() == []
-    window.marked(4)
-    assert window.to_ask_for() == [(1, 3)], "over the new connection, again"
-    window.marked(2)
-    assert window.to_ask_for() == [(1, 3)], "an older mark takes nothing back"
-    for seq in (1, 2, 3):
-        window.arrived(seq, f"m{seq}", 10)
-    window.marked(5)
-    assert window.to_ask_for() == []
-    window = receiving(0, messages=100)
-    window.marked(3)
-    assert window.to_ask_for() == [(1, 2)]
-    window.arrived(5, "m5", 10)
-    assert window.to_ask_for() == [(3, 4)], "although they should have come"
-
-
 def test_a_request_names_a_bounded_number_of_runs() -> None:
     odd = range(1, 400, 2)
     window = receiving(*odd, messages=1000)
@@ -222,22 +138,6 @@ def test_a_request_names_a_bounded_number_of_runs() -> None:
     assert runs[-1] == (2 * MAX_RANGES - 2, 398), "the rest, with some that is here"
     window = receiving(*odd[:MAX_RANGES], messages=1000)
     assert window.to_ask_for() == [(seq, seq) for seq in range(0, 2 * MAX_RANGES, 2)]
-
-
-# What cannot be had any more
-
-
-def test_message_that_arrived_is_not_lost() -> None:
-    window = receiving(0, 2, 5)
-    for _ in range(2):
-        window.lose(4)
-        assert line(window) == ["m0", Missing(1, 1), "m2", Missing(3, 3)]
-    assert not window.arrived(1, "late", 10)
-    assert window.arrived(4, "m4", 10)
-    assert line(window) == ["m0", Missing(1, 1), "m2", Missing(3, 3), "m4", "m5"]
-    for taken in range(1, 7):
-        window.finished()
-        assert window.taken == taken
 
 
 @settings(deadline=None)
@@ -264,9 +164,6 @@ def test_losses_and_arrivals_in_any_order(order: list[int], before: int, end: in
     assert not window._early
 
 
-# When a reader tells how far it is
-
-
 @pytest.mark.parametrize(
     ("messages", "nbytes", "size", "after"),
     [(16, 10**6, 1, 2), (17, 10**6, 1, 3), (1, 10**6, 1, 1), (10**6, 800, 25, 4), (10**6, 801, 25, 5), (8, 1, 0, 1)],
@@ -280,20 +177,3 @@ def test_an_eighth_of_the_window_is_acknowledged_at_once(messages: int, nbytes: 
             window.finished()
             assert window.must_acknowledge() == (count == after), f"round {round_}"
         window.acknowledged()
-
-
-def test_the_end() -> None:
-    window = receiving(0, 1)
-    assert not window.complete
-    window.end = 3
-    assert not window.complete
-    assert window.to_ask_for() == [], "it may still come by itself"
-    window.arrived(2, "m2", 10)
-    assert window.complete, "although nothing was read"
-    empty = receiving()
-    empty.end = 0
-    assert empty.complete
-    lossy = receiving()
-    lossy.end = 2
-    lossy.lose(2)
-    assert lossy.complete

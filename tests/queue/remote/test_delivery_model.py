@@ -1,4 +1,4 @@
-"""A writer and its remote readers without any I/O, and a network between them that does its worst."""
+"""The windows of a writer and of its remote readers, and a network between them that does its worst."""
 
 from __future__ import annotations
 

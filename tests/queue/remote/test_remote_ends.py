@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 import time
-from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -36,30 +35,14 @@ async def test_readers_that_are_awaited_before_the_writer() -> None:
                 while True:
                     await readers[0].wait_until_ready(0.1)
                     pytest.fail("nobody let it in")
+        with pytest.raises(TimeoutError, match="not attached yet: rank 0, rank 1"):
+            await writer.wait_until_ready(0)
         with pytest.raises(RoleError, match="not ready"):
             readers[0].dequeue_nowait()
         with pytest.raises(RoleError, match="not ready"):
             writer.enqueue_nowait("x")
         await writer.enqueue("x", 10)
         assert await asyncio.gather(*receiving) == ["x", "x"]
-
-
-async def test_who_is_missing_is_said() -> None:
-    writer = wide_writer(1, 2)
-    handle = writer.export_handle()
-    readers = [MessageQueue.create_from_handle(handle, rank) for rank in range(3)]
-    async with writer, aclosing(readers[0]), aclosing(readers[1]), aclosing(readers[2]):
-        with pytest.raises(TimeoutError, match="not attached yet: rank 0, rank 1, rank 2"):
-            await writer.wait_until_ready(0)
-        attaching = [asyncio.ensure_future(readers[rank].wait_until_ready(10)) for rank in (0, 2)]
-        async with asyncio.timeout(10):
-            while not writer.end.registry.slots[2].proven or writer.stats().readers < 2:  # type: ignore[attr-defined]
-                await asyncio.sleep(0.001)
-        with pytest.raises(TimeoutError, match=r"not attached yet: rank 1$"):
-            await writer.wait_until_ready(0.01)
-        with pytest.raises(TimeoutError, match="other readers are missing"):
-            await readers[2].wait_until_ready(0.01)
-        await asyncio.gather(*attaching, *(end.wait_until_ready(10) for end in (writer, readers[1])))
 
 
 def _has_ipv6() -> bool:
@@ -280,12 +263,9 @@ def test_blocking_calls_that_do_not_succeed() -> None:
                     reader.dequeue_nowait()
                 with pytest.raises(TimeoutError, match="message 0 did not come in time"):
                     reader.dequeue(0.01)
-                with pytest.raises(RoleError):
-                    reader.enqueue(1)
                 full.set()
                 assert go.wait(20)
                 assert reader.dequeue(10) == 1
-                assert reader.dequeue_many(5, 10)[0] == 2
 
         thread = Thread(read)
         writer.wait_until_ready(10)

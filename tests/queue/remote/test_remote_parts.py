@@ -38,10 +38,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 # Frames
 
 
-@pytest.mark.parametrize("secure", [False, True])
-async def test_large_message_arrives_in_frames_of_the_size_of_a_part(
-    secure: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_message_arrives_in_frames_of_the_size_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     parse = wire.parse_data
 
@@ -50,7 +47,7 @@ async def test_large_message_arrives_in_frames_of_the_size_of_a_part(
         return parse(head, body)
 
     monkeypatch.setattr(wire, "parse_data", measured)
-    async with ready_ends(0, 1, secure=secure, allow_insecure_pickle=not secure) as (writer, (reader,)):
+    async with ready_ends(0, 1) as (writer, (reader,)):
         await writer.enqueue(array(1))
         assert (await reader.dequeue(60) == array(1)).all()
     assert max(sizes) == PART_BYTES

@@ -1,4 +1,4 @@
-"""Remote readers that come after all were ready: in the place of one that is gone, or in one that nobody has had."""
+"""Remote readers that come after all were ready, also for ranks of readers that are gone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from aioshm import (
     HandleError,
     MessageQueue,
     NoPlaceVacant,
-    Options,
     PeerClosed,
     PeerDied,
-    ReaderDied,
     ReaderEvicted,
     ReaderJoined,
     ReaderLeft,
@@ -36,7 +34,6 @@ pytestmark = pytest.mark.slow_on_uvloop
 
 class TestReplaced:
     async def test_under_traffic(self) -> None:
-        """Whenever it comes, it misses nothing that is sent after it was admitted, and has nothing from before."""
         async with ready_ends(0, 2, remote_window=50) as (writer, (patient, reader)):
             sent, changes = 0, writer.membership(20)
 
@@ -53,7 +50,7 @@ class TestReplaced:
                     expected += 1
 
             sending, draining = asyncio.ensure_future(send()), asyncio.ensure_future(drain())
-            for _ in range(20):
+            for _ in range(8):
                 await reader.aclose()
                 reader = MessageQueue.create_from_handle(writer.export_handle(), 1)
                 assert isinstance(await anext(changes), ReaderLeft)
@@ -70,23 +67,13 @@ class TestReplaced:
 
 class TestKilled:
     async def test_its_replacement_may_come_before_its_end_is_noticed(self) -> None:
-        """So nobody is told of it."""
         async with bereaved(0, 1) as (writer, patient, _):
             assert state(writer, 1) == "attached"
             async with joined(writer, 1) as newcomer:
                 await writer.enqueue("x", 20)
                 assert await newcomer.dequeue(20) == await patient.dequeue(20) == "x"
 
-    async def test_it_may_have_any_place_then(self) -> None:
-        async with bereaved(0, 1, on_reader_death="evict") as (writer, _, pid):
-            changes = writer.membership(20)
-            async with joined(writer) as newcomer:
-                assert newcomer.stats().rank == 1
-                assert await anext(changes) == ReaderDied(1, pid, 0)
-                assert await anext(changes) == ReaderJoined(1, os.getpid(), 0)
-
     async def test_a_newcomer_waits_for_the_answer_of_a_reader_that_is_cut_off(self, monkeypatch: Any) -> None:
-        """That lives, and has its place when it is back; the other one is told meanwhile what it waits for."""
         monkeypatch.setattr(readers, "CUT_OFF_S", 60.0)
         async with wide_writer(0, 1, remote_timeout=60.0) as writer:
             async with proxied(writer.export_handle()) as (handle, _, control):
@@ -220,11 +207,6 @@ class TestHistory:
             async with joined(writer, 1, history=3) as newcomer:
                 assert await received(newcomer, 3) == [5, 6, 7]
 
-    @pytest.mark.parametrize("bad", [-1, "2", None, 1 << 21])
-    def test_out_of_range(self, bad: Any) -> None:
-        with pytest.raises((ValueError, TypeError), match="remote_history"):
-            Options(remote_history=bad)
-
 
 class TestClosing:
     async def test_who_comes_to_a_writer_that_closes_is_told_so(self) -> None:
@@ -254,23 +236,6 @@ class TestClosing:
             assert not closing.done()
             hear(*late[0])
             await asyncio.wait_for(closing, 20)
-
-
-def test_who_was_admitted_before_is_not_admitted_again() -> None:
-    """Unless nothing was sent: it has missed something, and must not go on as if it had not."""
-    writer = wide_writer(0, 1)
-    network: Any = writer.end.network  # type: ignore[union-attr]
-    ring: Any = writer.end.ring  # type: ignore[union-attr]
-    hello = wire.Hello(VERSION, ring.queue_id, ring.token, 0, 1, "host", proven=True, topic=network.topic)
-    assert network.answer(b"former", hello) is network.registry.slots[0]
-    network.registry.going = True
-    refusal = network.answer(b"former", hello)
-    assert isinstance(refusal, wire.Refused)
-    assert refusal.evicted
-    stranger = msgspec.structs.replace(hello, topic=bytes(16))
-    network.registry.going = False
-    assert network.answer(b"former", stranger) == wire.Refused("another writer has taken its place", evicted=True)
-    writer.end.state.discard()
 
 
 async def test_newcomer_is_decided_on_by_a_recent_answer_of_the_reader_that_has_the_rank(monkeypatch: Any) -> None:
@@ -308,14 +273,6 @@ async def test_reader_that_is_not_admitted_yet_closes_without_delay(monkeypatch:
                 await newcomer.wait_until_ready(0.3)
             async with asyncio.timeout(20):
                 await newcomer.aclose()
-
-
-async def test_newcomer_to_a_full_queue_of_many_readers_is_refused() -> None:
-    """All readers are asked together: asked one after the other, the first has to be asked again before the last."""
-    async with ready_ends(0, 14) as (writer, _):
-        async with MessageQueue.create_from_handle(writer.export_handle()) as newcomer:
-            with pytest.raises(NoPlaceVacant):
-                await newcomer.wait_until_ready(10)
 
 
 async def test_newcomer_is_refused_where_the_reader_that_has_the_rank_does_not_answer_in_time(monkeypatch: Any) -> None:

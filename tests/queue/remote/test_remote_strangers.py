@@ -6,7 +6,6 @@ import ast
 import asyncio
 import logging
 import os
-import pickle
 import random
 import socket
 import sys
@@ -22,10 +21,10 @@ import uvloop
 import zmq
 from remotes import ready_ends
 
-from aioshm import HandleError, MessageQueue, MsgpackCodec, Options, UnsafePayload
+from aioshm import HandleError, MessageQueue, Options, UnsafePayload
 from aioshm.codec.frames import HEADER
 from aioshm.queue import Handle
-from aioshm.queue.remote import wire
+from aioshm.queue.remote import link, wire
 from aioshm.ring.layout import VERSION
 from aioshm.zeromq.hosts import own_address
 from tools.campaign.attackers import RAW
@@ -68,22 +67,12 @@ async def test_no_secret_is_ever_shown(caplog: pytest.LogCaptureFixture) -> None
             assert form not in " ".join(shown)
 
 
-async def test_the_handle_travels_whole() -> None:
-    async with MessageQueue(3, 1, connect_ip="127.0.0.1") as writer:
-        handle = writer.export_handle()
-        assert Handle.from_json(handle.to_json()) == handle
-        assert pickle.loads(pickle.dumps(handle)) == handle
-        assert handle.remote is not None
-        assert handle.remote.ranks == (1, 2)
-
-
 # Who gets in
 
 
 @pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("server_key", [False, True])
 async def test_without_the_handles_key_there_is_no_way_in(server_key: bool) -> None:
-    """A wrong client key is refused by name; with a wrong server key, nothing even answers."""
     public, secret = zmq.curve_keypair()
     async with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
         attaching = asyncio.create_task(writer.wait_until_ready())
@@ -105,22 +94,15 @@ async def test_without_the_handles_key_there_is_no_way_in(server_key: bool) -> N
             assert await reader.dequeue(10) == "for those who may"
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"token": bytes(32)}, "the handle is another queue's"),
-        ({"queue_id": bytes(16)}, "the handle is another queue's"),
-    ],
-)
-async def test_another_queues_handle_is_refused(change: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize("change", [{"token": bytes(32)}, {"queue_id": bytes(16)}])
+async def test_another_queues_handle_is_refused(change: dict[str, Any]) -> None:
     async with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
         attaching = asyncio.create_task(writer.wait_until_ready())
         handle = msgspec.structs.replace(writer.export_handle(), **change)
         async with MessageQueue.create_from_handle(handle, 0) as reader:
-            with pytest.raises(HandleError, match=reason):
-                await reader.wait_until_ready(10)
-            with pytest.raises(HandleError, match=reason):
-                await reader.dequeue()
+            for call in (reader.wait_until_ready(10), reader.dequeue()):
+                with pytest.raises(HandleError, match="the handle is another queue's"):
+                    await call
         attaching.cancel()
 
 
@@ -152,14 +134,6 @@ def test_without_encryption_pickle_is_refused_at_both_ends() -> None:
     asyncio.run(writer.aclose())
 
 
-@pytest.mark.parametrize("codec", ["msgpack", "raw", MsgpackCodec(type=int)])
-async def test_without_encryption_other_codecs_go(codec: Any) -> None:
-    message: Any = b"bytes" if codec == "raw" else 5
-    async with ready_ends(0, 1, codec=codec, secure=False) as (writer, (reader,)):
-        await writer.enqueue(message)
-        assert await reader.dequeue(10) == message
-
-
 async def test_without_encryption_a_stranger_gets_nothing_and_changes_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -185,7 +159,7 @@ async def test_without_encryption_a_stranger_gets_nothing_and_changes_nothing(
                 b"\x93\xa5Hello",
                 os.urandom(1000),
             ]
-            for number in range(100):
+            for number in range(30):
                 for data in forged:
                     dealer.send(data)
                 await writer.enqueue(number, timeout=10)
@@ -202,16 +176,10 @@ async def test_without_encryption_a_stranger_gets_nothing_and_changes_nothing(
     assert len(caplog.records) <= 2  # rate-limited
 
 
-@pytest.mark.parametrize(("version", "more"), [(VERSION - 1, []), (VERSION + 1, ["what it adds"])])
-async def test_a_reader_of_another_version_is_refused(
-    version: int, more: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pack(message: wire.Control) -> bytes:
-        fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
-        return msgspec.msgpack.encode(["Hello", version, *fields[2:], *more] if fields[0] == "Hello" else fields)
-
+async def test_a_reader_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = VERSION + 1
     async with ready_ends(0, 1) as (writer, _):
-        monkeypatch.setattr(wire.Control, "pack", pack)
+        monkeypatch.setattr(link, "VERSION", version)
         with pytest.raises(HandleError, match=f"speaks version {VERSION}, not {version}: both ends need the same"):
             async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
                 await reader.wait_until_ready(10)
@@ -222,14 +190,7 @@ async def test_a_reader_of_another_version_is_refused(
 
 @pytest.mark.parametrize(
     ("connect_ip", "bound"),
-    [
-        ("127.0.0.1", "127.0.0.1"),
-        ("::1", "::1"),
-        ("[::1]", "::1"),
-        (None, own_address()),
-        ("*", "0.0.0.0"),
-        ("0.0.0.0", "0.0.0.0"),
-    ],
+    [("127.0.0.1", "127.0.0.1"), ("[::1]", "::1"), (None, own_address()), ("*", "0.0.0.0")],
 )
 async def test_no_wildcard_is_bound_unless_asked_for(connect_ip: str | None, bound: str) -> None:
     before = listening(os.getpid())
@@ -242,12 +203,8 @@ async def test_no_wildcard_is_bound_unless_asked_for(connect_ip: str | None, bou
         assert remote.data.startswith(f"tcp://{shown}:")
         assert remote.control.startswith(f"tcp://{shown}:")
     assert listening(os.getpid()) == before
-
-
-async def test_local_readers_alone_need_no_port() -> None:
-    before = listening(os.getpid())
     async with MessageQueue(1, 1) as writer:
-        assert listening(os.getpid()) == before
+        assert listening(os.getpid()) == before, "local readers need no port"
         assert writer.export_handle().remote is None
 
 
@@ -259,7 +216,7 @@ def connections() -> int:
 
 
 @pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize(("secure", "seconds"), [(True, 10.0), (False, 2.0)])
+@pytest.mark.parametrize(("secure", "seconds"), [(True, 5.0), (False, 2.0)])
 async def test_strangers_at_every_port_do_no_harm(
     secure: bool, seconds: float, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -303,7 +260,6 @@ async def test_strangers_at_every_port_do_no_harm(
 
 @pytest.mark.slow_on_uvloop
 async def test_an_impostor_in_the_writers_place_feeds_a_reader_nothing() -> None:
-    """Whoever takes the ports over without the server's key is not even talked to."""
     async with AsyncExitStack() as stack:
         writer = await stack.enter_async_context(MessageQueue(1, 0, connect_ip="127.0.0.1"))
         handle = writer.export_handle()
@@ -338,7 +294,6 @@ async def test_an_impostor_in_the_writers_place_feeds_a_reader_nothing() -> None
 async def test_bad_data_frames_are_dropped_before_anything_is_decoded(
     frames: Callable[[bytes], list[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As from a writer gone mad: the reader drops them, says so once, and goes on."""
     async with ready_ends(0, 1, codec="msgpack", secure=False) as (writer, (reader,)):
         xpub = writer.end.network.sockets._data.socket  # type: ignore[attr-defined]
         for number in range(20):

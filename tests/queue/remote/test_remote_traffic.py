@@ -21,7 +21,7 @@ from aioshm import Handle, MessageQueue, QueueFull
 from aioshm.codec.base import Encoded
 from aioshm.codec.pickle5 import PickleCodec
 
-MESSAGES = 10_000
+MESSAGES = 5_000
 LARGEST = 32 << 20
 
 WRITER = HELPERS / "remote_child.py"
@@ -66,22 +66,6 @@ async def test_batches_keep_to_the_window() -> None:
         assert 9_000 < largest <= 10_000
 
 
-async def test_a_window_of_one_message() -> None:
-    async with ready_ends(0, 2, remote_window=1, remote_window_bytes=1) as (writer, readers):
-
-        async def receive(reader: MessageQueue) -> list[object]:
-            return [obj async for obj in reader]
-
-        receiving = [asyncio.ensure_future(receive(reader)) for reader in readers]
-        sent = [*range(100), b"L" * 1_000_000, "end"]
-        for obj in sent[:50]:
-            await writer.enqueue(obj, 5)
-        await writer.enqueue_many(sent[50:], 20)
-        assert writer.stats().kept <= 1
-        await writer.aclose()
-        assert await asyncio.gather(*receiving) == [sent] * 2
-
-
 # Traffic
 
 
@@ -119,7 +103,7 @@ def _reader_process(handle: Handle, rank: int, result: Connection) -> None:
 
 
 @pytest.mark.slow
-def test_four_processes_receive_10_000_random_arrays() -> None:
+def test_four_processes_receive_random_arrays() -> None:
     writer = wide_writer(2, 2, chunk=256 * 1024, chunks=10)
     crowd = Crowd(_reader_process, writer.export_handle(), 4)
 
@@ -130,7 +114,7 @@ def test_four_processes_receive_10_000_random_arrays() -> None:
             for number, array in _arrays():
                 await writer.enqueue((number, array), 60)
                 digest.update(array)
-        assert writer.stats().overflows > 50
+        assert writer.stats().overflows > 20
         assert writer.stats().resent == 0
         return digest.hexdigest()
 
@@ -140,7 +124,6 @@ def test_four_processes_receive_10_000_random_arrays() -> None:
 
 @pytest.mark.slow
 def test_a_reader_a_hundred_times_as_slow_as_the_writer() -> None:
-    """It gets everything once and in order, and the writer, which has sent thirty windows in the end, does not grow."""
     window, size, warm_up, count = 512 << 10, 64 << 10, 300, 250
 
     async def read() -> None:
@@ -167,23 +150,17 @@ def test_a_reader_a_hundred_times_as_slow_as_the_writer() -> None:
     asyncio.run(read())
 
 
-class CountingCodec(PickleCodec):
-    """Knows how often it has encoded something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoded = 0
-        self._uncounted = self.encode
-        self.encode = self._count
-
-    def _count(self, obj: Any) -> Encoded:
-        self.encoded += 1
-        return self._uncounted(obj)
-
-
 @pytest.mark.parametrize("n_local", [0, 1])
-async def test_an_object_is_encoded_once_for_all_readers(n_local: int) -> None:
-    codec = CountingCodec()
+async def test_an_object_is_encoded_once_for_all_readers(n_local: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = PickleCodec()
+    encoded: list[Any] = []
+    encode = codec.encode
+
+    def count(obj: Any) -> Encoded:
+        encoded.append(obj)
+        return encode(obj)
+
+    monkeypatch.setattr(codec, "encode", count)
     async with ready_ends(n_local, 2, codec=codec) as (writer, readers):
         sent = ["small", b"L" * 1_000_000, np.arange(10_000)]
         await writer.enqueue(sent[0])
@@ -192,4 +169,4 @@ async def test_an_object_is_encoded_once_for_all_readers(n_local: int) -> None:
         for reader in readers:
             for obj in sent:
                 assert np.array_equal(await reader.dequeue(5), obj)
-        assert codec.encoded == len(sent)
+        assert len(encoded) == len(sent)

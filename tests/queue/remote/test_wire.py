@@ -1,4 +1,4 @@
-"""What is read from the network: a valid message, or a `WireError`, whatever the bytes are."""
+"""Frames and control messages: a valid message, or a `WireError`, whatever the bytes are."""
 
 from __future__ import annotations
 
@@ -137,15 +137,7 @@ def test_garbage_is_no_control_message(parse: Callable[[bytes], Any], kinds: dic
             packed[draw.draw(st.integers(0, len(packed) - 1))] = draw.draw(st.integers(0, 255))
         valid_control(parse, kinds, bytes(packed))
 
-    leaf = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), TEXTS, st.binary())
-    names = st.sampled_from([kind.__name__ for kind in (*FROM_READER, *FROM_WRITER)])
-
-    @settings(deadline=None)
-    @given(names, st.lists(st.one_of(leaf, st.lists(leaf), st.lists(st.lists(leaf))), max_size=8))
-    def well_formed(name: str, fields: list[Any]) -> None:
-        valid_control(parse, kinds, msgspec.msgpack.encode([name, *fields]))
-
-    for check in (arbitrary, mutated, well_formed):
+    for check in (arbitrary, mutated):
         check()
 
 
@@ -155,7 +147,6 @@ def test_garbage_is_no_control_message(parse: Callable[[bytes], Any], kinds: dic
         ["Acknowledge", -1],
         ["Acknowledge", True],
         ["Acknowledge", 1.0],
-        ["Acknowledge"],
         ["Acknowledge", 1, 2],
         ["Resend", [[-1, 1]]],
         ["Resend", [[0, 1, 2]]],
@@ -164,26 +155,18 @@ def test_garbage_is_no_control_message(parse: Callable[[bytes], Any], kinds: dic
         ["Hello", 1, b"", b"", 0, 1, "", False, "block", b"", -1],
         ["Hello", 1, b"", b"", wire.EVERYONE, 1, "", False],
         ["Hello", 1, b"", b"", 0, 1, "x" * 5000, False],
-        ["Hello", 1, b"", b"", 0, 1, "", 1],
         ["Control"],
-        [],
-        ["Proven", None],
+        ["Closing", -1],
+        ["Welcome", 1],
         "Proven",
         None,
     ],
     ids=repr,
 )
-def test_what_no_reader_says(fields: Any) -> None:
-    with pytest.raises(WireError):
-        wire.parse_from_reader(msgspec.msgpack.encode(fields))
-
-
-@pytest.mark.parametrize(
-    "fields", [["Lost", 2, 1], ["Lost", -1, 1], ["Closing", -1], ["Closing", None], ["Welcome", 1]], ids=repr
-)
-def test_what_no_writer_says(fields: Any) -> None:
-    with pytest.raises(WireError):
-        wire.parse_from_writer(msgspec.msgpack.encode(fields))
+def test_what_neither_end_says(fields: Any) -> None:
+    for parse, _ in PARSERS:
+        with pytest.raises(WireError):
+            parse(msgspec.msgpack.encode(fields))
 
 
 def test_bounds_of_control_messages() -> None:
@@ -213,15 +196,8 @@ def test_data_messages_arrive_as_they_were_sent(kind: int, seq: int, body: bytes
     assert data.body == body
     with pytest.raises(WireError):  # the other number of frames
         wire.parse_data(frame, None if apart else memoryview(body))
-    for length in range(len(frame)):
-        with pytest.raises(WireError):
-            wire.parse_data(frame[:length], memoryview(body) if apart else None)
-
-
-@settings(deadline=None)
-@given(st.binary(max_size=120), st.none() | st.binary(max_size=100))
-def test_garbage_is_no_data_message(frame: bytes, body: bytes | None) -> None:
-    valid_data(memoryview(frame), None if body is None else memoryview(body))
+    with pytest.raises(WireError):
+        wire.parse_data(frame[: HEAD_BYTES - 1], memoryview(body) if apart else None)
 
 
 @settings(deadline=None)
@@ -237,9 +213,7 @@ def test_damaged_data_messages(content: bytes, apart: bool, draw: st.DataObject)
     ("frame", "body"),
     [
         (head(OVERFLOW), None),
-        (head(0), None),
         (head(n_buffers=MAX_BUFFERS + 1, main_bytes=0, body=bytes(64)), None),
-        (head(n_buffers=2**32 - 1, main_bytes=0, body=bytes(64)), None),
         (head(main_bytes=2**64 - 1, body=b"12"), None),
         (head(main_bytes=3, body=b"12"), None),
         (head(main_bytes=1, body=b"12"), None),
@@ -250,19 +224,13 @@ def test_damaged_data_messages(content: bytes, apart: bool, draw: st.DataObject)
         (head(apart=1, main_bytes=2, body=b"12"), b"12"),
         (head(apart=1, main_bytes=3), b"12"),
     ],
-    ids=range(13),
 )
 def test_what_no_writer_sends(frame: memoryview, body: bytes | None) -> None:
     with pytest.raises(WireError):
         wire.parse_data(frame, None if body is None else memoryview(body))
 
 
-def test_the_largest_numbers_that_a_data_message_may_have() -> None:
-    data = wire.parse_data(head(n_buffers=MAX_BUFFERS, main_bytes=2, body=b"12"), None)  # its codec looks closer
-    assert (data.n_buffers, data.main_bytes) == (MAX_BUFFERS, 2)
-
-
-@pytest.mark.parametrize("size", [PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES, 3 * PART_BYTES - 1])
+@pytest.mark.parametrize("size", [PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES - 1])
 def test_long_body_goes_in_parts_that_say_where_they_belong(size: int) -> None:
     body = (bytes(range(256)) * (size // 256 + 1))[:size]
     messages = list(wire.parts(bytes(head(apart=1, main_bytes=size)), memoryview(body)))
@@ -297,12 +265,6 @@ def test_only_subscriptions_of_a_reader_that_knows_the_secret_count(garbage: byt
         b"\x01" + wire.address(SECRET),
     ):
         assert wire.subscriber(other, SECRET) is None
-
-
-def test_addresses() -> None:
-    assert wire.address(SECRET) == SECRET + struct.pack("<I", wire.EVERYONE)
-    assert wire.address(SECRET, 3) == SECRET + struct.pack("<I", 3)
-    assert len(b"\x01" + wire.address(SECRET)) <= wire.MAX_SUBSCRIPTION_BYTES
 
 
 # Other versions
