@@ -33,7 +33,6 @@ from aioshm import (
     merge,
 )
 from aioshm.process.watch import process_state
-from aioshm.queue.local.source import RingSource
 from aioshm.queue.names.registry import NamedWriters
 from aioshm.ring.cores import native_core
 
@@ -65,19 +64,6 @@ async def test_reader_that_attaches_by_name_late_gets_history() -> None:
         async with MessageQueue.attach("steps", history=2) as late:
             assert await late.dequeue(20) == 1
             assert await late.dequeue(20) == 2
-
-
-async def test_a_reader_whose_writer_goes_before_all_have_come_can_be_closed() -> None:
-    writer = new_writer(2)
-    waiting = asyncio.ensure_future(writer.wait_until_ready(20))
-    async with MessageQueue.attach("steps") as reader:
-        call = asyncio.ensure_future(reader.dequeue())
-        await until(lambda: writer.readers[0].state == "attached")
-        waiting.cancel()
-        await writer.aclose()
-        with pytest.raises(PeerClosed):
-            await call
-        assert reader.stats().messages == 0
 
 
 async def test_a_reader_that_goes_on_to_the_next_writer_does_not_wake_the_one_before() -> None:
@@ -131,24 +117,6 @@ async def test_both_ends_in_one_task_whichever_comes_first() -> None:
             await reader.aclose()
 
 
-def test_the_blocking_face_in_either_order() -> None:
-    def read() -> list[Any]:
-        with blocking.MessageQueue.attach("steps", 0) as reader:
-            return list(reader)
-
-    early = Thread(read)
-    with blocking.MessageQueue(1, 1, name="steps") as writer:
-        writer.enqueue(1, 20)
-        writer.enqueue(2, 20)
-        handle = writer.export_handle()
-    assert early.result() == [1, 2]
-    assert handle.answers == "by a thread"
-    with blocking.MessageQueue(1, 1, name="steps") as writer:
-        late = Thread(read)
-        writer.enqueue(3, 20)
-    assert late.result() == [3]
-
-
 async def test_who_waits_in_vain_is_told_for_what(names: Path) -> None:
     expected = re.escape(f"there is no writer of the name 'steps' in {names}")
     expected += r".*\(waited \d\.\d s; timeout= of attach\(\)"
@@ -185,15 +153,13 @@ async def test_a_name_that_was_found_has_all_the_time_it_needs() -> None:
             assert [await waiting, await other.dequeue(20)] == ["all there"] * 2
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", ".hidden", "a/b", "/etc/passwd", "a\0b", "a b", "ä", "a\n", "-x", "x" * 101]
-)
+@pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "a\0b", "a b", "ä", "a\n", "-x", "x" * 101])
 def test_bad_names(name: str) -> None:
     with pytest.raises(ValueError, match="name must be 1 to 100 letters"):
         new_writer(name=name)
-    for face in (MessageQueue, blocking.MessageQueue):
+    for api in (MessageQueue, blocking.MessageQueue):
         with pytest.raises(ValueError, match="name must be 1 to 100 letters"):
-            face.attach(name, 0)
+            api.attach(name, 0)
 
 
 @pytest.mark.parametrize(
@@ -315,29 +281,6 @@ async def read_on(reader: MessageQueue, how: str) -> Any:
         return error
 
 
-@pytest.mark.parametrize("how", ["one", "raw"])
-async def test_a_writer_that_is_closed_and_comes_back(how: str) -> None:
-    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
-        for incarnation in range(3):
-            async with new_writer() as writer:
-                if incarnation:
-                    starting = asyncio.ensure_future(writer.wait_until_ready(20))
-                    restarted = await read_on(reader, how)
-                    assert isinstance(restarted, QueueRestarted)
-                    assert (restarted.name, restarted.old_pid, restarted.pid) == ("steps", os.getpid(), os.getpid())
-                    assert isinstance(restarted.ended, PeerClosed)
-                    await starting
-                else:
-                    await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
-                messages = [(incarnation, number) for number in range(3)]
-                for message in messages:
-                    await writer.enqueue(message, 20)
-            # The writer is closed; what it had sent is there all the same.
-            assert [await read_on(reader, how) for _ in messages] == (["raw"] * 3 if how == "raw" else messages)
-        assert reader.stats().messages == 9
-        assert reader.stats().restarts == 2
-
-
 @pytest.mark.slow_on_uvloop
 async def test_a_writer_that_is_killed_and_comes_back() -> None:
     async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
@@ -405,31 +348,47 @@ async def test_waiting_for_the_next_writer_may_be_cancelled_at_every_await() -> 
 async def test_whichever_call_comes_first_is_told_first() -> None:
     """An idle reader is ready again before anybody asks; no short way leads past the error."""
     async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
-        for incarnation, how in enumerate(["first", "one", "many", "lease", "now", "next"]):
+        for incarnation, how in enumerate(["first", "one", "many", "lease", "raw", "now", "next"]):
             async with new_writer() as writer:
                 await writer.enqueue(incarnation, 20)
                 await until(lambda: reader.stats().ready)
                 assert reader.end.state.core.open == (how == "first")
-                assert isinstance(await read_on(reader, how), QueueRestarted) == (how != "first")
-                if how != "first":
-                    assert await reader.dequeue(20) == incarnation
+                told = await read_on(reader, how)
+                assert isinstance(told, QueueRestarted) == (how != "first")
+                if isinstance(told, QueueRestarted):
+                    assert (told.name, told.old_pid, told.pid) == ("steps", os.getpid(), os.getpid())
+                    assert isinstance(told.ended, PeerClosed)
+                    for number in range(3):
+                        await writer.enqueue(number, 20)
+            # The writer is closed, and all of its messages are still received.
+            if how != "first":
+                sent = [incarnation, 0, 1, 2]
+                assert [await read_on(reader, how) for _ in sent] == (["raw"] * 4 if how == "raw" else sent)
+        assert (reader.stats().messages, reader.stats().restarts) == (25, 6)
 
 
-async def test_a_writer_that_dies_before_all_are_ready_was_none() -> None:
+async def test_a_writer_that_goes_before_all_are_ready_was_none() -> None:
     async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
-        for _ in range(3):
-            async with new_writer(2) as writer:
-                starting = asyncio.ensure_future(writer.wait_until_ready(20))
-                waiting = asyncio.ensure_future(reader.dequeue(20))
-                await until(lambda writer=writer: writer.stats().readers == 1)
-                starting.cancel()
-                await asyncio.wait([starting])
-            waiting.cancel()
-            await asyncio.wait([waiting])
+        async with new_writer(2) as writer:
+            starting = asyncio.ensure_future(writer.wait_until_ready(20))
+            waiting = asyncio.ensure_future(reader.dequeue(20))
+            await until(lambda: writer.stats().readers == 1)
+            starting.cancel()
+            await asyncio.wait([starting])
         async with new_writer() as writer:
             await writer.enqueue("at last", 20)
-            assert await reader.dequeue(20) == "at last"
+            assert await waiting == "at last"
         assert reader.stats().restarts == 0
+    async with MessageQueue.attach("steps", 0) as other:
+        writer = new_writer(2)
+        starting = asyncio.ensure_future(writer.wait_until_ready(20))
+        call = asyncio.ensure_future(other.dequeue())
+        await until(lambda: writer.readers[0].state == "attached")
+        starting.cancel()
+        await writer.aclose()
+        with pytest.raises(PeerClosed):
+            await call
+        assert other.stats().messages == 0
 
 
 async def test_tasks_that_share_a_reader_are_told_once() -> None:
@@ -495,24 +454,6 @@ async def test_a_merge_goes_on_with_the_next_writer() -> None:
                     await steady.enqueue("steady", 20)
                     assert await anext(merged) == (1, "steady")
             assert merged.failed == {}
-
-
-async def test_messages_are_counted_once_while_a_reader_changes_its_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[int] = []
-    close = RingSource.close
-    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
-
-        def counting(source: RingSource) -> None:
-            counts.append(reader.stats().messages)  # as another thread may
-            close(source)
-
-        async with new_writer() as writer:
-            for number in range(3):
-                await writer.enqueue(number, 20)
-                assert await reader.dequeue(20) == number
-            monkeypatch.setattr(RingSource, "close", counting)
-        await until(lambda: counts)
-    assert counts[0] == 3
 
 
 def blocking_writers(count: int) -> None:
@@ -610,10 +551,3 @@ def test_short_cuts_of_the_old_ring_are_not_taken() -> None:
                 continue
         writing.result()
         assert outcomes == ["restarted", *((0, number) for number in range(5))]
-
-
-async def test_the_writers_options_hold_for_a_reader_that_has_none_of_its_own(names: Path) -> None:
-    options = Options(runtime_dir=str(names), stall_warning_s=7.0)
-    async with new_writer(options=options) as writer, MessageQueue.attach("steps", 0) as reader:
-        await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
-        assert reader.end.state.options == options

@@ -158,7 +158,7 @@ async def test_nobody_is_asked_before_the_time_has_come(
     log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Lifeline] = []
-    monkeypatch.setattr(Lifeline, "ask", asked.append)
+    monkeypatch.setattr(Lifeline, "ask", lambda lifeline: asked.append(lifeline))
     async with attached(1, stall_warning_s=STALL_S) as (writer, (reader,)):
         waiting = asyncio.ensure_future(reader.dequeue(indefinite=True))
         await asyncio.sleep(2.5 * STALL_S)
