@@ -154,14 +154,11 @@ def can_share_memory() -> bool:
     return True
 
 
-def send_frames(socket: Socket, head: bytes, body: bytes | memoryview | None) -> zmq.MessageTracker | None:
-    """Send a message without waiting; return a tracker of the body's memory, or None if the memory is free already."""
+def send_frames(socket: Socket, head: bytes, body: bytes | memoryview | None) -> None:
+    """Send a message without waiting; the body's memory must not change any more."""
     if body is None:
         socket.send(head, zmq.NOBLOCK)
-        return None
-    shared = can_share_memory()
+        return
+    copy = not can_share_memory()
     socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
-    if shared:
-        return socket.send(body, zmq.NOBLOCK, copy=False, track=True)
-    socket.send(body, zmq.NOBLOCK)
-    return None
+    socket.send(body, zmq.NOBLOCK, copy=copy)

@@ -313,7 +313,7 @@ class Queue:
                 self.dismiss(next(iter(self.held)))
             return
         body = self.seq.to_bytes(_BODY, "little") + bytes(size - _BODY)
-        flow.publish(flow.outbox.pack(INLINE, 1, self.seq, [body], [], size))
+        flow.publish(flow.pack(INLINE, 1, self.seq, [body], [], size))
         self.seq += 1
         window = flow.window
         self.world.check(window.seq == self.seq, "the window counts wrong")

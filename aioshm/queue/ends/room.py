@@ -21,9 +21,6 @@ logger: logging.Logger = logging.getLogger("aioshm.queue")
 EVICT_POLL_S = 0.05
 """How often a writer with a full window checks whether a remote reader is slow enough to be evicted."""
 
-ZEROMQ_POLL_S = 0.002
-"""How often a writer with a full window checks whether ZeroMQ has released sent messages; ZeroMQ does not notify."""
-
 
 class Need(NamedTuple):
     """Room in the ring for ``slots`` messages, of which those in chunks have the sizes ``large``."""
@@ -139,9 +136,7 @@ class Room:
             while state.refusal is None and not has_room():
                 news = state.news()
                 timer = None
-                if network.flow.outbox.nbytes:
-                    timer = state.loop.call_later(ZEROMQ_POLL_S, state.interrupt)
-                elif network.evicts:
+                if network.evicts:
                     timer = state.loop.call_later(EVICT_POLL_S, state.interrupt)
                 try:
                     await settle(news, deadline=deadline, stall=stall)

@@ -138,7 +138,7 @@ class Sender:
         outgoing = None
         if network is not None and not network.flow.window.idle:
             content = [bytes(slot.body[:nbytes])]
-            outgoing = network.flow.outbox.pack(RAW, 0, self._core.seq, content, (), nbytes, self._trace())
+            outgoing = network.flow.pack(RAW, 0, self._core.seq, content, (), nbytes, self._trace())
             self._core.copied += nbytes
         self._ring.put_raw(slot, nbytes)
         if network is not None:
@@ -155,7 +155,7 @@ class Sender:
         self._note_trace()
         parts, buffers = parts_of(message)
         size = message_bytes(message)
-        outgoing = network.flow.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size, self._trace())
+        outgoing = network.flow.pack(INLINE, self._code, self._core.seq, parts, buffers, size, self._trace())
         self._core.copied += size
         return outgoing
 
@@ -163,12 +163,7 @@ class Sender:
         """Publish a message in its place, and its `pack`, as `LocalReaders.put_placed`."""
         network = self._network
         self._note_trace()
-        try:
-            self._ring.put_placed(slot, extent, placed, self._code)
-        except BaseException:
-            if network is not None and outgoing is not None:
-                network.flow.outbox.let_go([outgoing])
-            raise
+        self._ring.put_placed(slot, extent, placed, self._code)
         if network is not None and outgoing is not None:
             network.flow.publish(outgoing)
 
@@ -193,7 +188,6 @@ class Sender:
         outgoing = self.pack(message)
         assert outgoing is not None
         if not self._put(in_ring):
-            flow.outbox.let_go([outgoing])
             return False
         self.network_bytes += network_bytes
         flow.publish(outgoing)

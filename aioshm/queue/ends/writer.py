@@ -381,7 +381,7 @@ class Writer(Closable):
         return msgspec.structs.replace(
             stats,
             kept=len(flow.window),
-            kept_bytes=flow.window.nbytes + flow.outbox.nbytes,
+            kept_bytes=flow.window.nbytes,
             resent=flow.resent,
         )
 

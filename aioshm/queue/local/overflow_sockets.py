@@ -29,7 +29,7 @@ from aioshm.lifeline.sockets import new_address
 from aioshm.process.limits import Reserve, naming_limits, start_thread
 from aioshm.queue.local.overflow import Overflow, OverflowReader, pack_marker
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.messages import Outbox, Outgoing
+from aioshm.queue.remote.messages import Outgoing, pack
 from aioshm.queue.remote.sockets import DataPublisher, DataSubscriber
 from aioshm.ring.segment import check_memory
 from aioshm.zeromq.endpoint import BoundFile, attach
@@ -58,7 +58,6 @@ class OverflowPublisher(Overflow):
         self._ring = readers.ring
         self._secret = readers.secret
         self._patience_s = options.remote_timeout
-        self._outbox = Outbox()
         self._kept: deque[tuple[int, Outgoing]] = deque()  # with their sequence numbers
         self._sent = 0
         self._subscribed: set[int] = set()
@@ -100,9 +99,7 @@ class OverflowPublisher(Overflow):
             self._send(wire.address(self._secret, rank), message)
 
     def _send(self, whom: bytes, message: Outgoing) -> None:
-        tracker = self._publisher.send(whom + message.head, message.body)
-        if tracker is not None:
-            message.trackers.append(tracker)
+        self._publisher.send(whom + message.head, message.body)
 
     def put(
         self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
@@ -112,7 +109,7 @@ class OverflowPublisher(Overflow):
         check_memory(size)
         number = self._sent
         try:
-            message = self._outbox.pack(INLINE, 0, number, parts, buffers, size)
+            message = pack(INLINE, 0, number, parts, buffers, size)
         except (OSError, MemoryError):
             raise SharedMemoryError(
                 errno.ENOMEM,
@@ -126,13 +123,10 @@ class OverflowPublisher(Overflow):
         pack_marker(header, self._secret, seq, number & _NUMBERS, size)
 
     def _forget_finished(self) -> None:
-        free = []
         while self._kept and self._kept[-1][0] >= self._ring.seq:  # its slot was never published
-            free.append(self._kept.pop()[1])
+            self._kept.pop()
         while self._kept and self._ring.finished(self._kept[0][0]):
-            free.append(self._kept.popleft()[1])
-        self._outbox.tidy()
-        self._outbox.let_go(free)
+            self._kept.popleft()
 
     def expect_reader(self, peer: Peer) -> None:
         """Release the descriptor that was reserved for a reader's connection, which is about to come."""

@@ -9,7 +9,6 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Self
 
 import msgspec
-import zmq
 
 from aioshm.codec import Encoded
 from aioshm.codec.base import OwnMemory
@@ -37,7 +36,7 @@ class MessageMemory(mmap.mmap, OwnMemory):
 class Outgoing:
     """One message."""
 
-    __slots__ = ("body", "head", "nbytes", "trackers")
+    __slots__ = ("body", "head", "nbytes")
 
     def __init__(self, head: bytes, body: bytes | memoryview | None = None) -> None:
         self.head = head  # the first frame, without the address
@@ -45,71 +44,43 @@ class Outgoing:
         self.nbytes: int = wire.ADDRESS_BYTES + len(head)
         if body is not None:
             self.nbytes += len(body)
-        self.trackers: list[zmq.MessageTracker] = []
-
-    def used(self) -> bool:
-        """Return whether ZeroMQ still reads the body."""
-        if self.trackers:
-            self.trackers = [tracker for tracker in self.trackers if not tracker.done]
-        return bool(self.trackers)
 
 
-class Outbox:
-    """Makes messages, and counts the released messages that ZeroMQ still reads."""
-
-    def __init__(self) -> None:
-        self._used: list[Outgoing] = []
-        self.nbytes: int = 0  # of released messages that ZeroMQ still reads
-
-    def pack(
-        self,
-        kind: int,
-        codec: int,
-        seq: int,
-        parts: Sequence[bytes | memoryview],
-        buffers: Sequence[memoryview],
-        size: int,
-        trace: bytes = b"",
-    ) -> Outgoing:
-        """Return a message with a copy of all mutable memory."""
-        flags = 0
-        if size > wire.ONE_FRAME_BYTES:
-            flags |= wire.BODY_APART
-        if trace:
-            flags |= wire.TRACED
-        main_bytes = sum(map(len, parts))
-        header = HEADER.pack(kind, codec, flags, len(buffers), seq, monotonic_ns(), main_bytes) + trace
-        if size <= wire.ONE_FRAME_BYTES:
-            if not buffers:
-                return Outgoing(b"".join((header, *parts)))
-            gathered = bytearray(len(header) + size)
-            gathered[: len(header)] = header
-            write_body(memoryview(gathered)[len(header) :], parts, buffers)
-            return Outgoing(bytes(gathered))
-        if len(parts) == 1 and not buffers and type(parts[0]) is bytes:
-            return Outgoing(header, parts[0])
-        body = memoryview(MessageMemory(size))
-        write_body(body, parts, buffers)
-        return Outgoing(header, body)
-
-    def let_go(self, messages: Sequence[Outgoing]) -> None:
-        """Release messages."""
-        for message in messages:
-            if message.used():
-                self._used.append(message)
-                self.nbytes += message.nbytes
-
-    def tidy(self) -> None:
-        """Update the count."""
-        if self._used:
-            used = self._used
-            self._used = []
-            self.nbytes = 0
-            self.let_go(used)
+def pack(
+    kind: int,
+    codec: int,
+    seq: int,
+    parts: Sequence[bytes | memoryview],
+    buffers: Sequence[memoryview],
+    size: int,
+    trace: bytes = b"",
+) -> Outgoing:
+    """Return a message with a copy of all mutable memory."""
+    flags = 0
+    if size > wire.ONE_FRAME_BYTES:
+        flags |= wire.BODY_APART
+    if trace:
+        flags |= wire.TRACED
+    main_bytes = sum(map(len, parts))
+    header = HEADER.pack(kind, codec, flags, len(buffers), seq, monotonic_ns(), main_bytes) + trace
+    if size <= wire.ONE_FRAME_BYTES:
+        if not buffers:
+            return Outgoing(b"".join((header, *parts)))
+        gathered = bytearray(len(header) + size)
+        gathered[: len(header)] = header
+        write_body(memoryview(gathered)[len(header) :], parts, buffers)
+        return Outgoing(bytes(gathered))
+    if len(parts) == 1 and not buffers and type(parts[0]) is bytes:
+        return Outgoing(header, parts[0])
+    body = memoryview(MessageMemory(size))
+    write_body(body, parts, buffers)
+    return Outgoing(header, body)
 
 
 class Flow:
     """Sends messages to remote readers, within the window."""
+
+    pack = staticmethod(pack)
 
     def __init__(self, sockets: WriterSockets, topic: bytes, options: Options) -> None:
         self._sockets = sockets
@@ -118,15 +89,12 @@ class Flow:
         self.window: SendWindow[Outgoing] = SendWindow(
             options.remote_window, options.remote_window_bytes, options.remote_history
         )
-        self.outbox: Outbox = Outbox()
         self.resent: int = 0
         self._head_bytes = wire.HEAD_BYTES + TRACE_BYTES * options.trace_context
 
     def room(self, messages: int, nbytes: int) -> bool:
         """Return whether there is room for so many more messages."""
-        if self.outbox.nbytes:
-            self.outbox.tidy()
-        return self.window.room(messages, nbytes, self.outbox.nbytes)
+        return self.window.room(messages, nbytes)
 
     def room_for(self, *messages: Encoded) -> bool:
         """Return whether there is room for encoded messages."""
@@ -147,11 +115,9 @@ class Flow:
 
     def publish(self, message: Outgoing) -> None:
         """Send the next message to every reader."""
-        if not self.window.readers:
-            self.outbox.let_go(self.window.sent(message))
-            return
         self.window.sent(message)
-        self._transmit(self._everyone, message)
+        if self.window.readers:
+            self._transmit(self._everyone, message)
 
     def resend(self, rank: int, first: int, last: int) -> None:
         """Send a run of messages to one reader again; raise `WireError` if the run was never sent."""
@@ -162,19 +128,7 @@ class Flow:
 
     def _transmit(self, address: bytes, message: Outgoing) -> None:
         for head, body in wire.parts(address + message.head, message.body):
-            tracker = self._sockets.publish(head, body)
-            if tracker is not None:
-                message.trackers.append(tracker)
-
-    def acknowledged(self, rank: int, consumed: int) -> bool:
-        """Note an acknowledgement; return whether it makes room. Raise `WireError` if it is too high."""
-        free = self.window.acknowledged(rank, consumed)
-        self.outbox.let_go(free)
-        return bool(free)
-
-    def leave(self, rank: int) -> None:
-        """Remove a reader."""
-        self.outbox.let_go(self.window.leave(rank))
+            self._sockets.publish(head, body)
 
     def _window_bytes(self, message: Encoded) -> int:
         """Return the most bytes of the window that a message takes."""

@@ -159,7 +159,7 @@ class RemoteReaders:
         """Do nothing: the window keeps unacknowledged messages."""
 
     def drop(self, slot: ReaderSlot) -> None:
-        self.flow.leave(slot.rank)
+        self.flow.window.leave(slot.rank)
 
     def evict(self, slot: ReaderSlot, reader: Any, *, dismissed: bool) -> None:
         why = wire.DISMISSED if dismissed else wire.TOO_SLOW
@@ -205,7 +205,7 @@ class RemoteReaders:
         if isinstance(message, wire.Hello):
             self._welcome(reader, message)
         elif isinstance(message, wire.Acknowledge):
-            if self.flow.acknowledged(reader.rank, message.consumed):
+            if self.flow.window.acknowledged(reader.rank, message.consumed):
                 self.registry.changed()
         elif isinstance(message, wire.Resend):
             for first, last in message.ranges:

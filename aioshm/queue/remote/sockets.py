@@ -62,9 +62,9 @@ class DataPublisher:
         self.socket.setsockopt(zmq.XPUB_MANUAL, 1)  # the writer, not the subscriber, chooses the topics
         self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_SUBSCRIPTION_BYTES)
 
-    def send(self, head: bytes, body: bytes | memoryview | None = None) -> zmq.MessageTracker | None:
-        """Send a data message; return the tracker of the body's memory, None if ZeroMQ does not use the memory."""
-        return send_frames(self.socket, head, body)
+    def send(self, head: bytes, body: bytes | memoryview | None = None) -> None:
+        """Send a data message without waiting; the body's memory must not change any more."""
+        send_frames(self.socket, head, body)
 
     def look(self, on_subscribed: Callable[[int], None]) -> bool:
         """Admit subscribers and report their ranks; return whether there may be more."""
@@ -307,10 +307,10 @@ class WriterSockets:
         self._messages = Pump.of_messages(loop, self._router, self._receive, whole(self._router))
         self._pumps = [self._subscriptions, self._messages]
 
-    def publish(self, head: bytes, body: bytes | memoryview | None = None) -> zmq.MessageTracker | None:
-        """Send a data message, once started; never waits. Return the tracker of the body's memory, as `send`."""
+    def publish(self, head: bytes, body: bytes | memoryview | None = None) -> None:
+        """Send a data message, once started."""
         self._subscriptions.run_soon()  # sending may swallow the event of a subscription
-        return self._data.send(head, body)
+        self._data.send(head, body)
 
     def send(self, identity: bytes, message: wire.Control) -> bool:
         """Send a control message; return False without a connection to the reader."""

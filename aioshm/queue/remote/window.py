@@ -10,7 +10,6 @@ gap arrive only if the reader asks for a retransmission. After a reconnection th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -51,13 +50,11 @@ class SendWindow(Generic[K]):
         """Number of the oldest kept message."""
         return self.seq - len(self._kept)
 
-    def room(self, messages: int, nbytes: int, elsewhere: int = 0) -> bool:
-        """Return whether the window admits more messages; ``elsewhere``: bytes in use outside of the window."""
-        if not self.readers:
+    def room(self, messages: int, nbytes: int) -> bool:
+        """Return whether the window admits more messages; an empty one admits any."""
+        if not self.readers or not self._kept:
             return True
-        if not self._kept and not elsewhere:
-            return True
-        return len(self._kept) + messages <= self._max_messages and self.nbytes + elsewhere + nbytes <= self._max_bytes
+        return len(self._kept) + messages <= self._max_messages and self.nbytes + nbytes <= self._max_bytes
 
     def part(self, sizes: list[int]) -> int:
         """Return how many messages, from the first on, fit an empty window together."""
@@ -77,14 +74,14 @@ class SendWindow(Generic[K]):
         """Count the next message, while the window is idle."""
         self.seq += 1
 
-    def sent(self, message: K) -> Sequence[K]:
-        """Keep the next message; return messages to release, maybe the message itself."""
+    def sent(self, message: K) -> None:
+        """Keep the next message, in the history if there are no readers."""
         self.seq += 1
         if self.readers:
             self._kept.append(message)
             self.nbytes += message.nbytes
-            return ()
-        return self._retire([message])
+        else:
+            self._retire(message)
 
     def join(self, rank: int, history: int = 0) -> int:
         """Add a reader; return the number of its first message."""
@@ -102,14 +99,14 @@ class SendWindow(Generic[K]):
         """Note that a reader has a new connection, without retransmissions so far."""
         self._again[rank] = set()
 
-    def leave(self, rank: int) -> list[K]:
-        """Remove a reader; return messages to release."""
+    def leave(self, rank: int) -> None:
+        """Remove a reader."""
         self.readers.pop(rank, None)
         self._again.pop(rank, None)
-        return self._consume()
+        self._consume()
 
-    def acknowledged(self, rank: int, consumed: int) -> list[K]:
-        """Note a reader's acknowledgement, unless it is outdated; return messages to release.
+    def acknowledged(self, rank: int, consumed: int) -> bool:
+        """Note a reader's acknowledgement, unless it is outdated; return whether that makes room.
 
         Raises:
             WireError: The writer has not sent so many messages.
@@ -117,7 +114,7 @@ class SendWindow(Generic[K]):
         if not 0 <= consumed <= self.seq:
             raise WireError(f"reader {rank} acknowledges {consumed} of {self.seq} messages")
         if consumed <= self.readers[rank]:
-            return []
+            return False
         self.readers[rank] = consumed
         return self._consume()
 
@@ -144,28 +141,24 @@ class SendWindow(Generic[K]):
         first = self.first
         return [rank for rank, consumed in self.readers.items() if consumed <= first < self.seq]
 
-    def _consume(self) -> list[K]:
-        """Move acknowledged messages into the history; return messages to release."""
+    def _consume(self) -> bool:
+        """Move acknowledged messages into the history; return whether there were any."""
         needed = min(self.readers.values(), default=self.seq)
-        free = []
+        before = len(self._kept)
         while self._kept and self.first < needed:
             message = self._kept.popleft()
             self.nbytes -= message.nbytes
-            free.append(message)
-        return self._retire(free)
+            self._retire(message)
+        return len(self._kept) < before
 
-    def _retire(self, messages: list[K]) -> list[K]:
-        """Add messages to the history; return the oldest messages, which the history drops."""
+    def _retire(self, message: K) -> None:
+        """Add a message to the history, and drop the oldest messages from there."""
         if not self._history:
-            return messages
-        free = []
-        for message in messages:
-            self._past.append(message)
-            self._past_bytes += message.nbytes
+            return
+        self._past.append(message)
+        self._past_bytes += message.nbytes
         while len(self._past) > self._history or self._past_bytes > self._max_bytes:
-            free.append(self._past.popleft())
-            self._past_bytes -= free[-1].nbytes
-        return free
+            self._past_bytes -= self._past.popleft().nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ class TestTrouble:
                 def full(*_: object) -> None:
                     raise MemoryError
 
-                patch.setattr(overflow_of(writer)._outbox, "pack", full)
+                patch.setattr(overflow_sockets, "pack", full)
                 for _ in range(2):
                     with pytest.raises(SharedMemoryError, match=r"message 0 of 50\d+ bytes"):
                         await writer.enqueue(b"x" * BIG)

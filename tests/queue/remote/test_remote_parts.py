@@ -19,7 +19,7 @@ from support import until
 from aioshm import MessageQueue, PeerDied
 from aioshm.codec.frames import RAW
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.messages import Assembly, Outbox
+from aioshm.queue.remote.messages import Assembly, pack
 from aioshm.queue.remote.wire import PART_BYTES
 
 SECRET = bytes(wire.SECRET_BYTES)
@@ -182,7 +182,7 @@ def test_only_whole_messages_come_of_parts_that_are_cut_off_and_sent_again(
 
 
 def test_message_larger_than_its_writer_may_send_takes_no_memory() -> None:
-    outgoing = Outbox().pack(RAW, 0, 5, [b"x" * (PART_BYTES + 1)], (), PART_BYTES + 1)
+    outgoing = pack(RAW, 0, 5, [b"x" * (PART_BYTES + 1)], (), PART_BYTES + 1)
     frames = wire.parts(wire.address(SECRET) + outgoing.head, outgoing.body)
     data = [wire.parse_data(memoryview(head), memoryview(body or b"")) for head, body in frames]
     assembly = Assembly(PART_BYTES)
