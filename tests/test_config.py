@@ -52,68 +52,31 @@ def nothing_left_behind() -> None:
     """Replace the check of the other tests: nothing is opened or started here."""
 
 
-BAD: list[tuple[str, Any, type[Exception]]] = [
-    ("backing", "disk", ValueError),
-    ("backing", None, ValueError),
-    ("backing", "", ValueError),
-    ("lifeline", "tcp", ValueError),
-    ("lifeline", 1, ValueError),
-    ("overflow", "tcp", ValueError),
-    ("overflow", None, ValueError),
-    ("wait", "busy", ValueError),
-    ("wait", "Spin", ValueError),
-    ("on_reader_death", "ignore", ValueError),
-    ("on_reader_death", True, ValueError),
-    ("max_readers", -1, ValueError),
-    ("max_readers", 1 << 17, ValueError),
-    ("max_readers", "1", TypeError),
-    ("prefault_bytes", -1, ValueError),
-    ("prefault_bytes", 1.5, TypeError),
-    ("prefault_bytes", "1", TypeError),
-    ("prefault_bytes", True, TypeError),
-    ("prefault_bytes", None, TypeError),
-    ("max_message_bytes", 0, ValueError),
-    ("max_message_bytes", -5, ValueError),
-    ("max_message_bytes", 1e9, TypeError),
-    ("slow_reader", "drop", ValueError),
-    ("slow_reader", None, ValueError),
-    ("stall_warning_s", 0, ValueError),
-    ("stall_warning_s", -1.0, ValueError),
-    ("stall_warning_s", float("nan"), ValueError),
-    ("stall_warning_s", float("inf"), ValueError),
-    ("stall_warning_s", "60", TypeError),
-    ("stall_warning_s", True, TypeError),
-    ("stall_warning_s", None, TypeError),
-    ("max_spin_cpu", -0.01, ValueError),
-    ("max_spin_cpu", 1.01, ValueError),
-    ("max_spin_cpu", float("nan"), ValueError),
-    ("max_spin_cpu", "0.1", TypeError),
-    ("max_spin_cpu", True, TypeError),
-    ("max_spin_cpu", None, TypeError),
-    ("remote_timeout", 0, ValueError),
-    ("remote_timeout", 0.05, ValueError),
-    ("remote_timeout", 1e6, ValueError),
-    ("remote_timeout", float("nan"), ValueError),
-    ("remote_timeout", "10", TypeError),
-    ("remote_timeout", None, TypeError),
-    ("remote_window", 0, ValueError),
-    ("remote_window", 1 << 21, ValueError),
-    ("remote_window", 1.0, TypeError),
-    ("remote_history", -1, ValueError),
-    ("remote_history", 1.0, TypeError),
-    ("linger_s", -1, ValueError),
-    ("linger_s", float("inf"), ValueError),
-    ("linger_s", None, TypeError),
-    ("remote_window_bytes", 0, ValueError),
-    ("remote_window_bytes", "1", TypeError),
-    ("trace_context", 1, TypeError),
-    ("secure", 1, TypeError),
-    ("secure", None, TypeError),
-    ("allow_insecure_pickle", "no", TypeError),
-    ("runtime_dir", "", ValueError),
-    ("runtime_dir", None, (TypeError, ValueError)),  # type: ignore[list-item]
-    ("runtime_dir", Path("/tmp"), (TypeError, ValueError)),  # type: ignore[list-item]
-]
+NAN = float("nan")
+INFINITY = float("inf")
+
+BAD: dict[str, list[Any]] = {
+    "backing": ["disk", None, ""],
+    "lifeline": ["tcp", 1],
+    "overflow": ["tcp", None],
+    "wait": ["busy", "Spin"],
+    "on_reader_death": ["ignore", True],
+    "max_readers": [-1, 1 << 17, "1"],
+    "prefault_bytes": [-1, 1.5, "1", True, None],
+    "max_message_bytes": [0, -5, 1e9],
+    "slow_reader": ["drop", None],
+    "stall_warning_s": [0, -1.0, NAN, INFINITY, "60", True, None],
+    "max_spin_cpu": [-0.01, 1.01, NAN, "0.1", True, None],
+    "remote_timeout": [0, 0.05, 1e6, NAN, "10", None],
+    "remote_window": [0, 1 << 21, 1.0],
+    "remote_history": [-1, 1.0],
+    "linger_s": [-1, INFINITY, None],
+    "remote_window_bytes": [0, "1"],
+    "trace_context": [1],
+    "secure": [1, None],
+    "allow_insecure_pickle": ["no"],
+    "runtime_dir": ["", None, Path("/tmp")],
+}
 
 
 class TestOptions:
@@ -136,14 +99,12 @@ class TestOptions:
         with pytest.raises(TypeError, match="wiat"):
             Options(wiat="spin")  # type: ignore[call-arg]
 
-    @pytest.mark.parametrize(("name", "value", "error"), BAD)
-    def test_a_bad_value_is_named(self, name: str, value: object, error: type[Exception]) -> None:
-        with pytest.raises(error, match=name) as caught:
-            Options(**{name: value})  # type: ignore[arg-type]
-        assert str(value) in str(caught.value)
-
-    def test_every_option_was_tried(self) -> None:
-        assert {field for field, _, _ in BAD} == set(Options.__struct_fields__)
+    @pytest.mark.parametrize("name", Options.__struct_fields__)
+    def test_a_bad_value_is_named(self, name: str) -> None:
+        for value in BAD[name]:
+            with pytest.raises((TypeError, ValueError), match=name) as caught:
+                Options(**{name: value})
+            assert str(value) in str(caught.value)
 
     @pytest.mark.parametrize(
         ("missing", "options"), [("memfd_create", {"backing": "memfd"}), (None, {"lifeline": "abstract"})]
@@ -223,29 +184,21 @@ class TestEnvironment:
         )
 
     @pytest.mark.parametrize(
-        ("variable", "value"),
+        ("variable", "values"),
         [
-            ("AIOSHM_BACKING", "disk"),
-            ("AIOSHM_LIFELINE", "tcp"),
-            ("AIOSHM_OVERFLOW", "shm"),
-            ("AIOSHM_WAIT", "SPIN"),
-            ("AIOSHM_WAIT", " spin"),
-            ("AIOSHM_MAX_SPIN_CPU", "much"),
-            ("AIOSHM_MAX_SPIN_CPU", "-0.1"),
-            ("AIOSHM_MAX_SPIN_CPU", "1.1"),
-            ("AIOSHM_MAX_SPIN_CPU", "nan"),
-            ("AIOSHM_STALL_WARNING_S", "soon"),
-            ("AIOSHM_REMOTE_TIMEOUT_S", "soon"),
-            ("AIOSHM_REMOTE_TIMEOUT_S", "0.01"),
-            ("AIOSHM_STALL_WARNING_S", "0"),
-            ("AIOSHM_STALL_WARNING_S", "-1"),
-            ("AIOSHM_STALL_WARNING_S", "nan"),
-            ("AIOSHM_STALL_WARNING_S", "inf"),
+            ("AIOSHM_BACKING", ["disk"]),
+            ("AIOSHM_LIFELINE", ["tcp"]),
+            ("AIOSHM_OVERFLOW", ["shm"]),
+            ("AIOSHM_WAIT", ["SPIN", " spin"]),
+            ("AIOSHM_MAX_SPIN_CPU", ["much", "-0.1", "1.1", "nan"]),
+            ("AIOSHM_STALL_WARNING_S", ["soon", "0", "-1", "nan", "inf"]),
+            ("AIOSHM_REMOTE_TIMEOUT_S", ["soon", "0.01"]),
         ],
     )
-    def test_a_bad_value_names_its_variable(self, variable: str, value: str) -> None:
-        with pytest.raises(ValueError, match=f"^{variable}={value!r}: "):
-            Options.from_env({variable: value})
+    def test_a_bad_value_names_its_variable(self, variable: str, values: list[str]) -> None:
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{variable}={value!r}: "):
+                Options.from_env({variable: value})
 
     def test_it_is_the_process_environment_by_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AIOSHM_WAIT", "spin")

@@ -72,12 +72,6 @@ def test_each_name_is_what_type_checkers_are_told(package: ModuleType) -> None:
         assert getattr(package, name) is getattr(importlib.import_module(home), name)
 
 
-def test_what_importing_the_package_has_always_imported_is_still_its_attribute() -> None:
-    program = "import aioshm; print(aioshm.errors.QueueClosed is aioshm.QueueClosed, aioshm.queue.api.__name__)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "True aioshm.queue.api\n"
-
-
 def test_no_such_name() -> None:
     with pytest.raises(AttributeError, match="module 'aioshm' has no attribute 'Nothing'"):
         aioshm.Nothing  # type: ignore[attr-defined]  # noqa: B018

@@ -11,7 +11,6 @@ import queue
 
 import pytest
 
-import aioshm
 from aioshm import errors
 from aioshm.errors import (
     AioshmError,
@@ -221,17 +220,6 @@ def test_the_tree_is_whole() -> None:
     }
     assert public == {AioshmError, *PARENTS}
     assert all(kind.__doc__ for kind in public)
-
-
-def test_what_queues_raise_is_at_the_top() -> None:
-    closed = (QueueClosed, EndClosed, PeerClosed)
-    for kind in (*closed, AioshmError, QueueCancelled, QueueEmpty, QueueFull, RoleError, PeerDied, HandleError):
-        assert getattr(aioshm, kind.__name__) is kind
-
-
-def test_running_out_of_time_is_the_built_in() -> None:
-    assert not hasattr(errors, "TimeoutError")
-    assert not [kind for kind in PARENTS if issubclass(kind, TimeoutError)]
 
 
 def test_a_restart_tells_how_the_one_before_has_gone() -> None:

@@ -23,34 +23,30 @@ _PAUSE_S = 0.01  # before the next try to pass a descriptor
 
 
 class Host(Protocol):
-    """The writer's answers and callbacks. Called on its loop."""
+    """The writer, called on its loop. `admit` raises `HandleError` to refuse a reader."""
 
-    def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
-        """Return the answer to a checked greeting and its descriptors, or raise `HandleError`."""
+    def admit(self, hello: Hello) -> tuple[Welcome, list[int]]: ...
 
-    def awaits_end(self, hello: Hello) -> bool:
-        """Return whether the reader at the wanted rank is dying."""
+    # Whether the reader at the wanted rank is dying.
+    def awaits_end(self, hello: Hello) -> bool: ...
 
-    def missed(self, hello: Hello, said_goodbye: bool) -> None:
-        """Note that a reader was gone before its greeting was read. The reader is not admitted."""
+    # A reader was gone before its greeting was read, and was not admitted.
+    def missed(self, hello: Hello, said_goodbye: bool) -> None: ...
 
-    def attached(self, peer: Peer) -> None:
-        """Note an admitted reader, after it was sent the answer."""
+    def attached(self, peer: Peer) -> None: ...
 
-    def announce(self) -> None:
-        """Wake calls that wait for readers, or for their end; called one iteration of the loop later."""
+    # Wakes calls that wait for readers, or for their end; one iteration of the loop after the event.
+    def announce(self) -> None: ...
 
-    def withdrawn(self, welcome: Welcome) -> None:
-        """Note that an admitted reader could not be sent the answer."""
+    # An admitted reader could not be sent the answer.
+    def withdrawn(self, welcome: Welcome) -> None: ...
 
-    def proven(self, peer: Peer) -> None:
-        """Note that a reader has the ring mapped."""
+    # A reader has the ring mapped.
+    def proven(self, peer: Peer) -> None: ...
 
-    def gone(self, peer: Peer, said_goodbye: bool) -> None:
-        """Note that a reader's connection has ended."""
+    def gone(self, peer: Peer, said_goodbye: bool) -> None: ...
 
-    def woken(self) -> None:
-        """Note a wake-up by a reader."""
+    def woken(self) -> None: ...
 
 
 class Peer:

@@ -28,25 +28,21 @@ _ROOM_PAUSE_S = 0.05  # between checks for room for a descriptor
 
 
 class LifelineOwner(Protocol):
-    """The reader's callbacks. Called on its loop."""
+    """The reader, called on its loop."""
 
-    def on_go(self) -> None:
-        """Note that every reader is ready."""
+    def on_go(self) -> None: ...
 
-    def on_wake(self) -> None:
-        """Note a wake-up by the writer."""
+    def on_wake(self) -> None: ...
 
-    def on_gone(self, said_goodbye: bool) -> None:
-        """Note the end of the connection."""
+    def on_gone(self, said_goodbye: bool) -> None: ...
 
-    def on_descriptor(self, fd: int | None) -> None:
-        """Take over a descriptor; None: the kernel dropped the descriptor."""
+    # None: the kernel dropped the descriptor, which the owner takes over otherwise.
+    def on_descriptor(self, fd: int | None) -> None: ...
 
-    def on_held_back(self) -> None:
-        """Note that a descriptor waits in the socket, since this process has too many."""
+    # A descriptor waits in the socket, since this process has too many.
+    def on_held_back(self) -> None: ...
 
-    def on_evicted(self) -> None:
-        """Note that the writer continues without this reader."""
+    def on_evicted(self) -> None: ...
 
 
 class Lifeline:

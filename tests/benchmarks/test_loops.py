@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import traceback
 from collections import deque
 from contextlib import nullcontext
 from typing import Any
@@ -12,14 +10,9 @@ import pytest
 
 from benchmarks.framework.loops import (
     Ports,
-    answer,
-    ask,
-    listen,
     read,
     read_leased,
     read_waiting,
-    send,
-    tick,
     without_awaits,
 )
 from benchmarks.framework.workload import SMALL_DICT, WrongMessageError
@@ -49,14 +42,6 @@ def numbered(count: int) -> deque[Any]:
     return deque({**SMALL_DICT.make(), "n": number} for number in range(count))
 
 
-@pytest.mark.parametrize("loop", [send, read, ask, answer, tick, listen])
-def test_without_its_awaits_a_loop_is_a_plain_function(loop: Any) -> None:
-    plain = without_awaits(loop)
-    assert not inspect.iscoroutinefunction(plain)
-    assert inspect.signature(plain) == inspect.signature(loop)
-    assert without_awaits(loop) is plain
-
-
 @pytest.mark.parametrize("loop", [read, read_leased])
 async def test_both_read_the_same_messages_and_notice_a_wrong_one(loop: Any) -> None:
     assert without_awaits(loop)(plain_ports(numbered(8)), 3, 5) > 0
@@ -82,19 +67,3 @@ async def test_messages_that_wait_are_read_in_either_way_and_none_is_passed_over
         without_awaits(read_waiting)(plain_ports(deque(wrong)), 0, 4, 2)
     with pytest.raises(WrongMessageError, match=f"expected number {missing}"):
         await read_waiting(awaited_ports(deque(wrong)), 0, 4, 2)
-
-
-async def test_both_send_and_ask_the_same() -> None:
-    plain, awaited = deque[Any](), deque[Any]()
-    without_awaits(send)(plain_ports(plain), 0, 4)
-    await send(awaited_ports(awaited), 0, 4)
-    assert len(plain) == len(awaited) == 4
-    assert len(without_awaits(ask)(plain_ports(deque()), 2, 3)) == 3  # what is sent comes back
-    assert len(await ask(awaited_ports(deque()), 2, 3)) == 3
-
-
-def test_a_traceback_shows_the_line_of_the_loop() -> None:
-    with pytest.raises(IndexError) as caught:
-        without_awaits(read)(plain_ports(deque()), 0, 1)
-    frame = traceback.extract_tb(caught.value.__traceback__)[-1]
-    assert frame.line == "message = await receive()"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pictures
-from benchmarks.framework.report import Promise, Report, percentile
+from benchmarks.framework.report import Promise, Report
 from benchmarks.framework.workload import (
     Workload,
     WrongMessageError,
@@ -28,13 +28,6 @@ def report() -> Report:
     return found
 
 
-def test_a_result_is_the_median_of_its_repetitions() -> None:
-    result = report().find("small dict", "aioshm")
-    assert result is not None
-    assert result.median("messages_per_s") == 30
-    assert report().find("small dict", "aioshm", n_reader=2) is None
-
-
 def test_the_table_has_units_and_the_spread(capsys: pytest.CaptureFixture[str]) -> None:
     found = report()
     found.promises.append(Promise("against the abacus (at least 5x)", 6.123, "x", 5, at_least=True))
@@ -46,11 +39,6 @@ def test_the_table_has_units_and_the_spread(capsys: pytest.CaptureFixture[str]) 
     assert "30 (10 to 2,000)" in text
     assert "ok      6.12x: against the abacus (at least 5x)" in text
     assert "MISSED  6: switches (at most 5)" in text
-
-
-@pytest.mark.parametrize(("percent", "value"), [(0, 1), (50, 51), (99, 100), (100, 100)])
-def test_percentile(percent: float, value: float) -> None:
-    assert percentile(list(range(100, 0, -1)), percent) == value
 
 
 KINDS = [*MESSAGES, small_dict("msgpack"), plain_bytes(64), tensor(4)]

@@ -170,12 +170,6 @@ def test_defaults() -> None:
     assert blocking["kept"] == (blocking["measured"] >= blocking["bound"])
 
 
-def test_a_table_for_people_and_only_the_rivals_asked_for() -> None:
-    text = run("throughput", "--contestants", "aioshm", "zmq.asyncio")
-    assert "zmq.asyncio" in text
-    assert "mp.Pipe" not in text
-
-
 @pytest.mark.parametrize(
     ("benchmark", "number"),
     [

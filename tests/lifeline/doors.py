@@ -45,7 +45,6 @@ class Door:
         self.missing: list[tuple[int, bool]] = []
         self.wakes = 0
         self.go_once_proven = False
-        self.go_once_attached = False
 
     def start(self) -> None:
         self.listener.start(asyncio.get_running_loop(), self)
@@ -74,8 +73,6 @@ class Door:
     def attached(self, peer: Peer) -> None:
         self.log.append(("attached", peer.rank))
         self.peers[peer.rank] = peer
-        if self.go_once_attached:
-            peer.go()
 
     def announce(self) -> None: ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import socket
@@ -51,19 +50,6 @@ async def test_come_in_order_although_the_reader_does_not_look_for_long(any_addr
     assert open_fds() == before
 
 
-async def test_are_seen_at_once_by_a_reader_that_looks(address: str) -> None:
-    async with opened(address) as door:
-        reader = await Reader.admitted(address)
-        fds = numbered(2)
-        for fd in fds:
-            door.peers[0].hand_over(fd)
-            os.close(fd)
-        reader.lifeline.look()
-        assert not any(os.get_inheritable(fd) for fd in reader.passed if fd is not None)
-        assert told_apart(reader.passed) == [0, 1]
-        reader.lifeline.close()
-
-
 @pytest.mark.parametrize("code", [errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS])
 async def test_that_the_system_does_not_take_now_are_passed_later(
     address: str, code: int, monkeypatch: pytest.MonkeyPatch
@@ -84,18 +70,6 @@ async def test_that_the_system_does_not_take_now_are_passed_later(
         for fd in fds:
             os.close(fd)
         reader.lifeline.close()
-
-
-async def test_to_whoever_is_gone_are_harmless(address: str) -> None:
-    async with opened(address) as door:
-        reader = await Reader.admitted(address)
-        (fd,) = numbered(1)
-        reader.lifeline.close()
-        door.peers[0].hand_over(fd)
-        await until(lambda: ("left", 0) in door.log, "the goodbye")
-        door.peers[0].hand_over(fd)
-        os.close(fd)
-        await asyncio.sleep(0)
 
 
 async def test_a_writer_that_closes_with_some_left_to_pass(address: str) -> None:

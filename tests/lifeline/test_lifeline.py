@@ -92,16 +92,6 @@ class TestAdmission:
         await reader.hears("closed")
         reader.lifeline.close()
 
-    async def test_without_a_segment(self, any_address: str, bells: bool) -> None:
-        before = open_fds()
-        async with opened(any_address, segment=False) as door:
-            reader = await Reader.admitted(any_address)
-            assert not reader.lifeline.welcome.segment
-            door.peers[0].ring()
-            await reader.hears("wake")
-            reader.lifeline.close()
-        assert open_fds() == before
-
     @pytest.mark.parametrize(
         ("greeting", "reason"),
         [
@@ -166,16 +156,6 @@ class TestSignals:
             await until(lambda: ("left", 0) in door.log, "the goodbye")
             assert reader.heard == ["go", "wake", "wake", "wake"]
 
-    async def test_a_bell_is_for_one_reader(self, address: str, bells: bool) -> None:
-        async with opened(address) as door:
-            readers = [await Reader.admitted(address, rank) for rank in range(3)]
-            door.peers[1].ring()
-            await readers[1].hears("wake")
-            await turns(10)
-            assert [reader.heard for reader in readers] == [[], ["wake"], []]
-            for reader in readers:
-                reader.lifeline.close()
-
     async def test_that_come_together_with_the_greeting(self, address: str, bells: bool) -> None:
         async with opened(address) as door:
             door.go_once_proven = True
@@ -186,18 +166,6 @@ class TestSignals:
             sock.send(BYE)
             sock.close()
             await until(lambda: door.log[-1] == ("left", 5), "the goodbye")
-
-    async def test_that_ask_whether_the_loop_runs(self, address: str, bells: bool) -> None:
-        async with opened(address):
-            reader = await Reader.admitted(address)
-            lifeline = reader.lifeline
-            assert lifeline.silent_s is None
-            for _ in range(3):
-                lifeline.ask()
-                lifeline.ask()
-                assert lifeline.silent_s is not None
-                await until(lambda: lifeline.silent_s is None, "the answer")
-            lifeline.close()
 
     async def test_that_ask_again_and_again_get_an_answer_for_all(self, address: str, bells: bool) -> None:
         async with opened(address) as door:
@@ -236,22 +204,6 @@ class TestSignals:
             await reader.hears("closed")
             assert reader.heard == ["go", "closed"]
             reader.lifeline.close()
-
-    async def test_that_a_host_sends_as_soon_as_a_reader_is_attached(self, address: str, bells: bool) -> None:
-        async with opened(address) as door:
-            door.go_once_attached = True
-            reader = await Reader.admitted(address)
-            await reader.hears("go")
-            reader.lifeline.close()
-
-    async def test_of_unknown_kinds_are_ignored(self, address: str) -> None:
-        async with opened(address) as door:
-            sock = knock(address)
-            sock.send(pack(hello()) + b"\x00\xff?")
-            sock.send(PROVEN)
-            await until(lambda: ("proven", 0) in door.log, "the proof")
-            sock.close()
-            await until(lambda: door.log[-1] == ("died", 0), "the end")
 
     async def test_to_whoever_is_gone_are_harmless(self, address: str, bells: bool) -> None:
         async with opened(address) as door:

@@ -19,38 +19,14 @@ from support import until
 
 from aioshm.errors import HandleError, NoPlaceVacant, PeerClosed, SharedMemoryError
 from aioshm.lifeline import sockets
-from aioshm.lifeline.connection import Peer
 from aioshm.lifeline.dialer import attach, dial
 from aioshm.lifeline.listener import LifelineListener
-from aioshm.lifeline.protocol import BYE, GO, PROVEN, Hello, Welcome, pack, take_frame, unpack_answer
+from aioshm.lifeline.protocol import BYE, GO, PROVEN, Hello, Welcome, pack
 
 spawn = get_context("spawn")
 
 
 class TestLeaving:
-    async def test_a_reader_that_says_goodbye(self, any_address: str) -> None:
-        async with opened(any_address) as door:
-            reader = await Reader.admitted(any_address)
-            door.peers[0].go()  # and does not read what is on its way
-            reader.lifeline.close()
-            await until(lambda: len(door.log) == 2, "the end")
-            assert door.log == [("attached", 0), ("left", 0)]
-            assert reader.heard == []
-
-    async def test_a_reader_that_does_not(self, any_address: str) -> None:
-        async with opened(any_address) as door:
-            for rank, unread in enumerate((False, True)):
-                sock = knock(any_address)
-                sock.send(pack(hello(rank)))
-                received = bytearray()
-                while (body := take_frame(received)) is None:
-                    received += await asyncio.get_running_loop().sock_recv(sock, 4096)
-                assert unpack_answer(body).pid == 4711
-                if unread:
-                    door.peers[rank].go()
-                sock.close()
-                await until(lambda expected=rank: door.log[-1] == ("died", expected), "the end")
-
     @pytest.mark.parametrize("goodbye", [b"", BYE, PROVEN + BYE])
     @pytest.mark.parametrize("closed", [True, False])
     async def test_a_reader_that_goes_before_its_greeting_is_read_was_never_there(
@@ -189,27 +165,6 @@ class TestLeaving:
             newcomer.close()
         assert open_fds() == before
 
-    async def test_what_is_looked_at_amid_the_news_of_an_end_is_told_once(
-        self, address: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        async with opened(address) as door:
-            readers = [await Reader.admitted(address, rank) for rank in range(5)]
-            door.log.clear()
-            gone = door.gone
-
-            def gone_and_looked(peer: Peer, said_goodbye: bool) -> None:
-                gone(peer, said_goodbye)
-                door.listener.look()
-
-            monkeypatch.setattr(door, "gone", gone_and_looked)
-            for reader in readers:
-                reader.lifeline.close()
-            await until(lambda: len(door.log) == 5, "the ends")
-            await turns(10)
-            assert sorted(door.log) == [("left", rank) for rank in range(5)]
-            last = await Reader.admitted(address)  # steps go on
-            last.lifeline.close()
-
     @pytest.mark.parametrize("last_words", [b"", PROVEN, PROVEN + BYE], ids=["", "proven", "goodbye"])
     async def test_a_reader_that_leaves_something_unread(self, address: str, last_words: bytes) -> None:
         """The kernel then reports a reset, on top of what was said last (unix(7))."""
@@ -239,32 +194,6 @@ class TestLeaving:
         await until(lambda: set(reader.heard) & {"closed", "died"}, "the end")
         assert reader.heard == ["go"] * (GO in last_words) + ["closed" if BYE in last_words else "died"]
         reader.lifeline.close()
-
-    async def test_a_writer_that_says_goodbye(self, any_address: str) -> None:
-        async with opened(any_address) as door:
-            readers = [await Reader.admitted(any_address, rank) for rank in range(3)]
-            door.close()
-            door.close()
-            for reader in readers:
-                await reader.hears("closed")
-                assert reader.lifeline.said_goodbye
-                assert reader.heard == ["closed"]
-                reader.lifeline.close()
-            with pytest.raises(HandleError, match="nobody listens"):
-                dial(any_address, hello())
-
-    async def test_one_reader_less_is_nothing_to_the_others(self, address: str) -> None:
-        async with opened(address) as door:
-            first, second = [await Reader.admitted(address, rank) for rank in range(2)]
-            first.lifeline.close()
-            await until(lambda: ("left", 0) in door.log, "the goodbye")
-            door.peers[1].go()
-            await second.hears("go")
-            assert second.heard == ["go"]
-            again = await Reader.admitted(address, 0)
-            assert door.log[-1] == ("attached", 0)
-            for reader in (second, again):
-                reader.lifeline.close()
 
     async def test_an_address_is_free_again(self, any_address: str) -> None:
         for _ in range(3):

@@ -177,13 +177,6 @@ def test_importing_takes_at_most_a_tenth_of_a_second() -> None:
     assert best <= 0.1
 
 
-def test_a_queue_needs_neither_the_process_table_nor_zeromq_nor_subprocesses() -> None:
-    # asyncio itself imports its subprocesses; `import aioshm` alone imports no asyncio.
-    for names, barred in (("MessageQueue, Options, merge", {"psutil", "zmq"}), ("__version__", {"asyncio.subprocess"})):
-        code = f"from aioshm import {names}; import sys; print(*sys.modules)"
-        assert not barred & set(_run(sys.executable, "-I", "-c", code).split())
-
-
 def test_the_c_code_has_no_mutable_state_of_its_own() -> None:
     """Whatever is static is constant, or a table for the interpreter: two interpreters, or threads, share nothing."""
     tables = r"PyMethodDef|PyGetSetDef|PyMemberDef|PyType_Slot|PyType_Spec|PyModuleDef_Slot|struct PyModuleDef"

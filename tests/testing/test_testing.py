@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aioshm.testing import Leftovers, leaving_no_task, pair, readers
+from aioshm.testing import Leftovers, pair, readers
 
 TESTS = """
 import asyncio, gc, os, subprocess, sys
@@ -113,13 +113,6 @@ def test_in_a_run_of_its_own(loop: str, tmp_path: Path) -> None:
     assert "1 failed, 8 passed, 3 errors" in done.stdout
 
 
-def test_public_modules_import_no_pytest() -> None:
-    for modules in ("aioshm", "aioshm.testing, aioshm.testing.helpers"):
-        code = f"import {modules}, sys; print('pytest' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout == "False\n"
-
-
 def test_the_plugin_alone_imports_no_queue() -> None:
     code = "import aioshm.testing.plugin, sys; print({'asyncio', 'zmq', 'msgspec'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -153,17 +146,3 @@ async def test_readers_refuses_arguments_that_it_sets() -> None:
     with pytest.raises(ValueError, match="count"):
         async with readers(0):
             pass
-
-
-async def test_a_test_that_cancels_its_tasks_leaves_none() -> None:
-    async def tidy() -> None:
-        asyncio.create_task(asyncio.sleep(100)).cancel()
-
-    await leaving_no_task(tidy)()
-
-
-def test_the_entry_point() -> None:
-    from importlib.metadata import entry_points
-
-    names = {entry.name: entry.value for entry in entry_points(group="pytest11")}
-    assert names["aioshm.testing.plugin"] == "aioshm.testing.plugin"

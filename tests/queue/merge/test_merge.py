@@ -48,24 +48,6 @@ class TestTurns:
                 if writers[0].stats().messages > 5000:
                     break
 
-    async def test_a_remote_queue_has_its_turns_too(self) -> None:
-        async with queues(1, 1) as (writers, readers):
-            for number in range(500):
-                await writers[1].enqueue(number, 5)
-            writers[0].enqueue_nowait("flood")
-            received: list[Any] = []
-            flood = 0
-            async for rank, obj in merge(readers):
-                if rank == 0:
-                    writers[0].enqueue_nowait("flood")
-                    flood += 1
-                else:
-                    received.append(obj)
-                if len(received) == 500:
-                    break
-            assert received == list(range(500))
-            assert flood < 20_000, "about a turn of the loop for each 256 that come in one of its turns"
-
     async def test_large_messages_have_their_turns_too(self) -> None:
         async with queues(2, chunks=64) as (writers, readers):
             for number in range(40):
@@ -110,13 +92,6 @@ class TestTurns:
                         other.turns = 0
                 assert other.turns >= 6400 // YIELD_AFTER_MESSAGES - 1
 
-    async def test_exceptions_can_be_messages(self) -> None:
-        async with queues(1) as (writers, readers):
-            await writers[0].enqueue(ValueError("sent"))
-            merged = merge(readers)
-            rank, obj = await anext(merged)
-            assert (rank, repr(obj), merged.failed) == (0, "ValueError('sent')", {})
-
     @pytest.mark.slow_on_uvloop
     async def test_a_stream_of_other_processes(self) -> None:
         async with child("write", "3000", "10") as one, child("write", "3000", "10") as other:
@@ -150,14 +125,6 @@ class TestSleeping:
             flags = [writer.end.ring.ring.readers_parked[0] for writer in writers[:3]]  # type: ignore[attr-defined]
             assert flags == [0, 0, 0]
 
-    async def test_each_of_them_wakes_it(self) -> None:
-        async with queues(3, 2) as (writers, readers):
-            merged = merge(readers)
-            for number in range(50):
-                waiting = await asleep(merged)
-                await writers[number % 5].enqueue(number)
-                assert await asyncio.wait_for(waiting, 5) == (number % 5, number)
-
     async def test_closing_wakes_it(self) -> None:
         async with queues(2, 1) as (writers, readers):
             merged = merge(readers)
@@ -174,20 +141,6 @@ class TestSleeping:
             with pytest.raises(StopAsyncIteration):
                 await asyncio.wait_for(waiting, 5)
             assert merged.failed == {}
-
-    async def test_a_reader_may_be_read_between_two_messages(self) -> None:
-        async with queues(2, chunks=500) as (writers, readers):
-            received: list[int] = []
-            for number in range(400):
-                writers[0].enqueue_nowait(number)
-            async for _, number in merge(readers):
-                received.append(number)
-                received.append(await readers[0].dequeue(5))
-                if len(received) == 400:
-                    break
-            assert received == list(range(400))
-            with pytest.raises(TimeoutError):
-                await readers[1].dequeue(0)
 
     async def test_after_a_lease(self) -> None:
         async with queues(2, chunk=1 << 20) as (writers, readers):

@@ -7,11 +7,11 @@ import signal
 from typing import Any
 
 import pytest
-from faces import Thread, child
-from merging import all_asleep, blocking_queues, take
+from faces import Thread
+from merging import all_asleep, blocking_queues
 from support import eventually
 
-from aioshm import CodecError, EndClosed, PeerDied, RoleError, blocking
+from aioshm import CodecError, EndClosed, RoleError, blocking
 from aioshm.blocking import Merged, MessageQueue, merge
 
 
@@ -47,46 +47,6 @@ def test_a_message_wakes_it() -> None:
             assert waiting.result() == (rank, "x")
 
 
-def test_one_that_closes_drops_out_and_one_that_dies_is_told() -> None:
-    with blocking_queues(2) as (writers, readers), child("write", "2", "0") as dying:
-        readers[7] = MessageQueue.create_from_handle(dying.says('{"type"'), 0)
-        with readers[7]:
-            merged = merge(readers, errors="yield")
-            assert take(merged, 2) == [(7, (0, b"")), (7, (1, b""))]
-            waiting = Thread(next, merged)
-            all_asleep(readers)
-            writers[0].close()
-            writers[1].enqueue("on", 20)
-            assert waiting.result() == (1, "on")
-            dying.process.kill()
-            rank, error = next(merged)
-            assert (rank, type(error)) == (7, PeerDied)
-            assert merged.failed == {7: error}
-            writers[1].close()
-            assert list(merged) == []
-
-
-def test_a_damaged_message_is_told_and_its_queue_goes_on() -> None:
-    with blocking_queues(1, codec="pickle") as (writers, readers):
-        with writers[0].acquire_write(20) as chunk:
-            chunk[:2] = b"ok"
-        writers[0].enqueue(Unloadable(), 20)
-        writers[0].enqueue("after", 20)
-        merged = merge(readers, errors="yield")
-        (_, raw), (rank, error), last = take(merged, 3)
-        assert (bytes(raw[:2]), rank, type(error), last) == (b"ok", 0, CodecError, (0, "after"))
-        assert merged.failed == {}
-
-
-class Unloadable:
-    def __reduce__(self) -> Any:
-        return _fail, ()
-
-
-def _fail() -> None:
-    raise ArithmeticError("not to be loaded")
-
-
 @pytest.mark.usefixtures("short_goodbye")
 def test_closing_ends_a_wait_in_another_thread_and_leaves_the_readers() -> None:
     with blocking_queues(2, 1) as (writers, readers):
@@ -98,17 +58,6 @@ def test_closing_ends_a_wait_in_another_thread_and_leaves_the_readers() -> None:
         assert [thread.result() for thread in waiting] == [[], []]
         writers[0].enqueue("still", 20)
         assert readers[0].dequeue(20) == "still"
-
-
-def test_a_reader_that_is_closed_elsewhere_drops_out() -> None:
-    with blocking_queues(2) as (_, readers):
-        merged = merge(readers)
-        waiting = Thread(list, merged)
-        all_asleep(readers)
-        readers[0].close()
-        eventually(lambda: len(merged._round.running) == 1, "the first to drop out")
-        readers[1].close()
-        assert waiting.result() == []
 
 
 def test_what_a_handler_raises_ends_the_wait_and_loses_nothing() -> None:

@@ -29,11 +29,6 @@ from aioshm import (
 from aioshm.queue.merge import Merged
 
 
-def flags(writer: MessageQueue) -> int:
-    """Return whether the reader of a queue with one reader is parked."""
-    return writer.end.ring.ring.readers_parked[0]  # type: ignore[union-attr]
-
-
 class TestAdding:
     @pytest.mark.parametrize("remote", [False, True])
     async def test_one_that_is_added_to_a_merge_that_sleeps_wakes_it(self, remote: bool) -> None:
@@ -51,19 +46,6 @@ class TestAdding:
             await writers[0].enqueue("still", 20)
             assert await anext(merged) == (0, "still")
 
-    async def test_each_of_those_added_has_its_turns(self) -> None:
-        async with queues(3, chunks=64) as (writers, readers):
-            for number in range(30):
-                for writer in writers:
-                    writer.enqueue_nowait(number)
-            merged = merge({0: readers[0], 1: readers[1]})
-            items = [await anext(merged) for _ in range(20)]
-            merged.add(2, readers[2])
-            items += [await anext(merged) for _ in range(70)]
-            assert [rank for rank, _ in items[:20]] == [0, 1] * 10
-            assert [rank for rank, _ in items[20:80]] == [0, 1, 2] * 20
-            assert [number for rank, number in items if rank == 2] == list(range(30))
-
     async def test_before_anything_is_iterated_over_and_to_nothing(self) -> None:
         async with queues(2) as (writers, readers):
             merged: Merged[Any] = merge({})
@@ -72,17 +54,6 @@ class TestAdding:
                 merged.add(rank, readers[rank])
                 await writer.enqueue(rank, 20)
             assert sorted([await anext(merged), await anext(merged)]) == [(0, 0), (1, 1)]
-
-    async def test_one_whose_line_another_task_stands_in(self) -> None:
-        async with queues(2) as (writers, readers):
-            merged = merge({0: readers[0]})
-            direct = asyncio.ensure_future(readers[1].dequeue(20))
-            waiting = await asleep(merged)
-            merged.add(1, readers[1])
-            await writers[1].enqueue("direct", 20)
-            assert await direct == "direct"
-            await writers[1].enqueue("merged", 20)
-            assert await waiting == (1, "merged")
 
     async def test_what_cannot_be_added(self) -> None:
         async with queues(2) as (writers, readers):
@@ -113,21 +84,6 @@ class TestAdding:
 
 
 class TestRemoving:
-    async def test_its_owner_can_use_it_at_once_while_the_merge_sleeps(self) -> None:
-        async with queues(2) as (writers, readers):
-            merged = merge(readers)
-            waiting = await asleep(merged)
-            assert flags(writers[1]) == 1
-            merged.remove(1)
-            assert flags(writers[1]) == 0
-            direct = asyncio.ensure_future(readers[1].dequeue(20))
-            await asyncio.sleep(0)
-            await writers[1].enqueue("its own", 20)
-            assert await direct == "its own"
-            await writers[0].enqueue("merged", 20)
-            assert await waiting == (0, "merged")
-            assert repr(merged) == "<Merged of 1 queues>"
-
     @pytest.mark.parametrize("spins", [False, True])
     async def test_its_owner_is_woken_however_the_merge_goes_on(self, spins: bool) -> None:
         """The merge raises and lowers the flags of what it sleeps for, and no other flag."""
@@ -202,14 +158,6 @@ class TestRemoving:
             assert await second == (9, "there")
             await writers[0].enqueue("here", 20)
             assert await waiting == (0, "here")
-
-    async def test_one_that_another_merge_watches(self) -> None:
-        async with queues(2) as (writers, readers):
-            one, other = merge(readers), merge({1: readers[1]})
-            watching = await asleep(other)
-            one.remove(1)
-            await writers[1].enqueue("there", 20)
-            assert await watching == (1, "there")
 
 
 class TestErrors:

@@ -49,15 +49,6 @@ class TestAttaching:
             assert sorted([await anext(merged) for _ in range(3)]) == [(0, 0), (1, 1), (2, 2)]
             assert all(reader.stats().ready for reader in readers.values())
 
-    async def test_those_that_are_ready_do_not_wait_for_the_others(self) -> None:
-        async with queues(2, 2, ready=False) as (writers, readers):
-            merged = merge(readers, errors="yield")
-            for rank in (1, 3, 0, 2):
-                waiting = asyncio.ensure_future(anext(merged))
-                await writers[rank].wait_until_ready(10)
-                await writers[rank].enqueue(rank)
-                assert await asyncio.wait_for(waiting, 10) == (rank, rank)
-
     async def test_giving_up_leaves_no_task(self) -> None:
         async with queues(2, 1, ready=False) as (writers, readers):
             merged = merge(readers, errors="yield")
@@ -84,13 +75,6 @@ class TestAttaching:
                 await reader.aclose()
             with pytest.raises(StopAsyncIteration):
                 await asyncio.wait_for(waiting, 5)
-
-    async def test_one_that_was_closed_before(self) -> None:
-        async with queues(2) as (writers, readers):
-            await readers[0].aclose()
-            await writers[1].enqueue(1)
-            await writers[1].aclose()
-            assert await _rest(merge(readers, errors="yield")) == [(1, 1)]
 
     @BOTH_MODES
     async def test_one_that_cannot_attach_is_reported(self, errors: Any) -> None:
@@ -159,19 +143,6 @@ class TestEnds:
                 for number in range(100):
                     await writers[number % 2].enqueue(number)
                     assert await anext(merged) == (number % 2, number)
-
-    async def test_a_death_wakes_it(self) -> None:
-        async with queues(1) as (writers, readers), child("write", "0", "0") as writer:
-            async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
-                merged = merge({**readers, 1: reader}, errors="yield")
-                await reader.wait_until_ready(20)
-                waiting = await asleep(merged)
-                writer.signal(signal.SIGKILL)
-                rank, error = await asyncio.wait_for(waiting, 5)
-                assert rank == 1
-                assert isinstance(error, PeerDied)
-                await writers[0].aclose()
-                assert await _rest(merged) == []
 
     @pytest.mark.parametrize("others", [1, 2, 3, 4])
     async def test_a_death_is_seen_beside_streams_that_never_end(self, others: int) -> None:

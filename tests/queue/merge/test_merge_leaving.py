@@ -61,17 +61,6 @@ class TestGivingUp:
                 await writers[which].enqueue("direct")
                 assert await readers[which].dequeue(5) == "direct"
 
-    async def test_what_a_cancelled_wait_has_missed_is_dequeued_directly(self) -> None:
-        async with queues(2, 1) as (writers, readers):
-            merged = merge(readers)
-            for which in range(3):
-                waiting = await asleep(merged)
-                await writers[which].enqueue(which)
-                waiting.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await waiting
-                assert await readers[which].dequeue(5) == which
-
     async def test_breaking_out_and_beginning_again(self) -> None:
         async with queues(3) as (writers, readers):
             fds = len(os.listdir("/proc/self/fd"))
@@ -119,13 +108,6 @@ class TestGivingUp:
             assert await readers[1].dequeue(5) == "kept"
             await writers[0].enqueue("direct")
             assert await readers[0].dequeue(5) == "direct"
-
-    async def test_closing_it_before_it_was_begun(self) -> None:
-        async with queues(1) as (_, readers):
-            merged = merge(readers)
-            await merged.aclose()
-            with pytest.raises(StopAsyncIteration):
-                await anext(merged)
 
 
 class TestRefusals:
