@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
-from aioshm.arguments import check_plain, check_seconds
+from aioshm.arguments import check_seconds
 from aioshm.closing import Closing, warn_not_closed
 from aioshm.engine.client import client as awaited
 from aioshm.engine.client.client import ClientOptions
@@ -35,7 +35,7 @@ from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.engine.stats import EngineClientStats
 from aioshm.errors import RoleError
 from aioshm.process.child import Child
-from aioshm.process.loop_thread import LoopThread, loop_for
+from aioshm.process.loop_thread import LoopThread, shared_loop
 from aioshm.process.watch import WatchedManager, WatchedProcess
 
 __all__ = ["CoreEngineLaunch", "EngineClient", "OutputStream", "launch_core_engines"]
@@ -62,7 +62,6 @@ class EngineClient(Closing):
         addresses: Where to bind.
         engines: The engines, or their number.
         options: See `ClientOptions`; None: the defaults.
-        loop_factory: Creates an event loop for a thread of the client's own; None: the background loop of the process.
 
     Raises:
         TypeError, ValueError: An argument is invalid; the text names it.
@@ -73,16 +72,13 @@ class EngineClient(Closing):
         addresses: EngineZmqAddresses,
         engines: Sequence[CoreEngine] | int,
         options: ClientOptions | None = None,
-        *,
-        loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     ) -> None:
         self._host: LoopThread | None = None
-        self._loop_factory = check_plain("loop_factory", loop_factory)
         self._begin(awaited.EngineClient(addresses, engines, options), None)
 
     @classmethod
     def around(cls, client: awaited.EngineClient, host: LoopThread) -> EngineClient:
-        """Return a client around an open one on the loop of a thread; the caller closes client and thread."""
+        """Return a client around an open one on the background loop; the caller closes that."""
         made = cls.__new__(cls)
         made._begin(client, host)
         return made
@@ -90,7 +86,7 @@ class EngineClient(Closing):
     def _begin(self, client: awaited.EngineClient, host: LoopThread | None) -> None:
         self._client = client
         self._host = host
-        self._owns_host = host is None
+        self._owns_client = host is None
         self._closing = threading.RLock()
         self._closed = False
 
@@ -139,7 +135,7 @@ class EngineClient(Closing):
         """
         if self._host is not None:
             raise RoleError("a client of engines can be entered once")
-        self._host = loop_for("a client of engines", self._loop_factory)
+        self._host = shared_loop()
         try:
             self._host.do(self._client.open)
         except BaseException:
@@ -203,7 +199,7 @@ class EngineClient(Closing):
         self._open_host().run(self._client.resume)
 
     def close(self) -> None:
-        """Abort all requests, and close the sockets; a thread of the client's own ends.
+        """Abort all requests, and close the sockets.
 
         Waiting calls in all threads raise `QueueClosed`. Idempotent.
         """
@@ -211,20 +207,16 @@ class EngineClient(Closing):
         if host is None or host.elsewhere:
             return
         with self._closing:  # a second thread that closes waits for the first
-            try:
-                if not host.ended:
-                    host.run(self._client.aclose)
-            finally:
-                if self._owns_host:
-                    host.end()
+            if not host.ended:
+                host.run(self._client.aclose)
             self._closed = True
 
     def __del__(self) -> None:
         host = getattr(self, "_host", None)
-        if host is None or not self._owns_host or self._closed or host.ended or host.elsewhere:
+        if host is None or not self._owns_client or self._closed or host.ended or host.elsewhere:
             return
         warn_not_closed(self, "use `with`")
-        host.end_after(self._client.aclose)
+        host.start(self._client.aclose)
 
     def _open_host(self) -> LoopThread:
         if self._host is None:
@@ -372,8 +364,6 @@ def launch_core_engines(
     target_fn: Callable[..., object],
     engine_count: int = 1,
     local_engine_count: int | None = None,
-    *,
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     **options: Any,
 ) -> Iterator[CoreEngineLaunch]:
     """Start coordinator and engines, shake hands with them, and open a client; a context manager.
@@ -384,7 +374,6 @@ def launch_core_engines(
         target_fn: The function that each engine's process runs.
         engine_count: The total number of engines.
         local_engine_count: The number of engines on this host; None: all.
-        loop_factory: Creates an event loop for a thread of the client's own; None: the background loop of the process.
         options: Further arguments of `aioshm.engine.launch_core_engines`. ``on_progress`` is called in the thread.
 
     Yields:
@@ -393,13 +382,10 @@ def launch_core_engines(
     Raises:
         Exception: As from `aioshm.engine.launch_core_engines`.
     """
-    host = loop_for("a launch of engines", loop_factory)
+    host = shared_loop()
+    manager = launching.launch_core_engines(target_fn, engine_count, local_engine_count, **options)
+    launch = host.run(manager.__aenter__)
     try:
-        manager = launching.launch_core_engines(target_fn, engine_count, local_engine_count, **options)
-        launch = host.run(manager.__aenter__)
-        try:
-            yield CoreEngineLaunch(launch, host)
-        finally:
-            host.run(lambda: manager.__aexit__(None, None, None))
+        yield CoreEngineLaunch(launch, host)
     finally:
-        host.end()
+        host.run(lambda: manager.__aexit__(None, None, None))

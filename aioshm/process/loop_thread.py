@@ -22,7 +22,6 @@ from threading import get_ident
 from time import monotonic
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
-from aioshm.arguments import check_plain
 from aioshm.errors import EndClosed, QueueClosed, RoleError
 from aioshm.process.limits import check_descriptors, naming_limits, start_thread
 
@@ -117,22 +116,21 @@ class LoopThread:
     """Runs functions and coroutines for the threads of this process; the calling thread waits for the result.
 
     If a signal handler raises in a waiting call (Ctrl-C), the call cancels its coroutine, waits until the coroutine has
-    ended, and re-raises. The thread is a daemon; `end` ends it, or else the exit of Python.
+    ended, and re-raises. The thread is a daemon; the exit of Python ends it.
 
     ``owner`` is the purpose of this loop, for error texts. A call from a forked child, or from the thread itself,
     raises `RoleError`; a call after the end raises `QueueClosed`.
     """
 
-    def __init__(self, owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
-        check_plain("loop_factory", loop_factory)
-        self.shared: bool = False  # by the whole process: only the exit of Python ends the thread
+    def __init__(
+        self, owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    ) -> None:
         self.ended: bool = False  # or asked to end
-        self._last: set[asyncio.Task[None]] = set()  # tasks of `end_after`: asyncio holds tasks only weakly
+        self._started: set[asyncio.Task[None]] = set()  # tasks of `start`: asyncio holds tasks only weakly
         self._owner = owner
         self._pid = os.getpid()
         started: Future[_Started] = Future()
-        factory = loop_factory or asyncio.new_event_loop
-        self._thread = start_thread(_serve, owner, factory, started, name="aioshm-loop", what=owner)
+        self._thread = start_thread(_serve, owner, loop_factory, started, name="aioshm-loop", what=owner)
         self.loop: asyncio.AbstractEventLoop
         self.loop, self._stopping = started.result()
         _running.add(self)
@@ -180,13 +178,8 @@ class LoopThread:
             return False
         return True
 
-    def end(self) -> None:
-        """Cancel the running tasks and end the thread, unless it is shared. Idempotent. Do not call in that thread."""
-        if not self.shared:
-            self.stop()
-
     def stop(self) -> None:
-        """End the thread, even if it is shared."""
+        """Cancel the running tasks and end the thread. Idempotent."""
         if self.elsewhere:
             return
         if not self.ended:
@@ -196,24 +189,14 @@ class LoopThread:
             self._thread.join(END_S)
         _running.discard(self)
 
-    def end_after(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a last coroutine, then end the thread unless it is shared; do not wait. May be called in any thread."""
-        if self.ended:
-            return
-
-        async def run() -> None:
-            try:
-                await last()
-            finally:
-                if not self.shared:
-                    _stop(self._stopping)
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a coroutine in the thread; do not wait. May be called in any thread."""
 
         def start() -> None:
-            task = self.loop.create_task(run())
-            self._last.add(task)
-            task.add_done_callback(self._last.discard)
+            task = self.loop.create_task(work())
+            self._started.add(task)
+            task.add_done_callback(self._started.discard)
 
-        self.ended = not self.shared
         self._call_soon(start)
 
     def _wait_for(self, errand: _Errand[Any]) -> None:
@@ -370,16 +353,8 @@ def shared_loop() -> LoopThread:
     if _shared is None:
         with _starting:
             if _shared is None:
-                started = LoopThread("the background loop", lambda: asyncio.SelectorEventLoop(_ReleasingSelector()))
-                started.shared = True
-                _shared = started
+                _shared = LoopThread("the background loop", lambda: asyncio.SelectorEventLoop(_ReleasingSelector()))
     return _shared
-
-
-def loop_for(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> LoopThread:
-    """Return a new thread with a loop from ``loop_factory``; None: the background loop of this process."""
-    check_plain("loop_factory", loop_factory)
-    return shared_loop() if loop_factory is None else LoopThread(owner, loop_factory)
 
 
 def _end_all() -> None:

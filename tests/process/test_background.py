@@ -121,4 +121,4 @@ def test_call_on_a_loop_whose_thread_ends_is_an_error() -> None:
         thread.run(forever)
     with pytest.raises(EndClosed):
         thread.do(blocked.set)
-    thread.end()
+    thread.stop()

@@ -96,7 +96,10 @@ async def test_an_engine_that_dies_is_named_to_all_that_wait(number: signal.Sign
         assert victim.exitcode == (0 if number == signal.SIGTERM else -9)
 
 
-async def test_step_that_fails_ends_the_process_with_the_last_line_of_its_stderr() -> None:
+async def test_step_that_fails_ends_the_process_with_the_last_line_of_its_stderr(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aioshm.engine.client.liveness.NAME_WITHIN_S", 20)  # Python may end slowly
     async with served_by_processes(2) as serving:
         manager = serving.manager
         assert manager is not None

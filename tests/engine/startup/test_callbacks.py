@@ -21,14 +21,12 @@ from aioshm.engine import (
     CoreEngineActorManager,
     CoreEngineProcManager,
     EngineSupervisor,
-    EngineZmqAddresses,
     ProcessManager,
     WorkerGroup,
     launch_core_engines,
     report_usage_stats,
     run_engine_core,
 )
-from aioshm.engine import blocking as engine_blocking
 from aioshm.events import EventPublisherFactory
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
@@ -130,11 +128,6 @@ async def launched() -> None:
         pass
 
 
-def launched_in_a_thread() -> None:
-    with engine_blocking.launch_core_engines(serve, 1, loop_factory=later):  # type: ignore[arg-type]
-        pass
-
-
 ANY: Any = None
 REFUSING: dict[str, Callable[[], Any]] = {
     "target": lambda: ProcessManager(later, []),
@@ -144,10 +137,6 @@ REFUSING: dict[str, Callable[[], Any]] = {
     "target_fn of a launch": lambda: launched(),
     "target_server_fn": lambda: APIServerProcessManager(later, "", None, ANY, 1, ["ipc:///a"], ["ipc:///b"]),
     "loop_factory": lambda: WorkerGroup(Engine, 1, loop_factory=later),  # type: ignore[arg-type]
-    "loop_factory of a client": lambda: engine_blocking.EngineClient(
-        EngineZmqAddresses(["ipc:///a"], ["ipc:///b"]), 1, loop_factory=later  # type: ignore[arg-type]
-    ),
-    "loop_factory of a launch": launched_in_a_thread,
     "enc_hook": lambda: MsgpackCodec(enc_hook=later),
     "dec_hook": lambda: MsgpackCodec(dec_hook=functools.partial(later, 1)),
     "factory": lambda: register_codec("late", Later()),  # type: ignore[arg-type]

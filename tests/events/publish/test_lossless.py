@@ -114,7 +114,7 @@ class TestThreaded:
 
     def test_publish_after_the_thread_has_ended_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ended = LoopThread("a test")
-        ended.end()
+        ended.stop()
         with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
             with monkeypatch.context() as patched:
                 patched.setattr(publisher, "_host", ended)  # as when Python ends
