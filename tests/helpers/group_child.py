@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -155,24 +154,6 @@ async def ranks(me: int, groups: dict[str, Any]) -> list[int]:
         return [stats.rank] if stats.side == "reader" else list(queue.export_handle().local_reader_ranks)
 
 
-async def to_one(me: int, groups: dict[str, Any], group: str, reader: int, count: int) -> list[int] | None:
-    """All ranks write to one."""
-    own, handles = await create_from_process_group_single_reader(groups[group], 4096, 4, reader, True)
-    async with own:
-        if me != reader:
-            assert handles == []
-            await send(own, me, count)
-            return None
-        async with contextlib.AsyncExitStack() as stack:
-            queues = {}
-            for rank in range(4):
-                if rank != me:
-                    queue = MessageQueue.create_from_handle(handles[rank], 0)
-                    queues[rank] = await stack.enter_async_context(queue)
-            await asyncio.gather(*(queue.wait_until_ready(20) for queue in queues.values()))
-            return await asyncio.gather(*(receive(queue, rank, count) for rank, queue in queues.items()))
-
-
 async def vllm_to_all(me: int, groups: dict[str, Any], group: str, writer: int, count: int) -> list[Any]:
     """One rank of the group writes to all others, through vLLM's interface; say what was sent or received."""
 
@@ -213,13 +194,6 @@ async def vllm_to_one(me: int, groups: dict[str, Any], group: str, reader: int, 
             own.enqueue([me, number], 20)
 
     return await asyncio.to_thread(member) if groups[group] is not dist.GroupMember.NON_GROUP_MEMBER else []
-
-
-async def external(me: int, groups: dict[str, Any], group: str, handle: str, rank: int, count: int) -> int:
-    """All ranks read a queue from outside."""
-    passed = handle if me == rank else None
-    async with await create_from_process_group(groups[group], 4096, 4, rank, passed) as queue:
-        return await receive(queue, 7, count)
 
 
 async def missing(me: int, groups: dict[str, Any]) -> None:

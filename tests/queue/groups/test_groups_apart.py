@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -12,11 +11,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import torch
 from support import HELPERS
 from test_stateless_group import free_port
-
-from aioshm import MessageQueue
 
 pytestmark = pytest.mark.slow
 
@@ -113,21 +109,10 @@ def test_ranks_are_the_subgroups(crew: Crew) -> None:
         }
 
 
-@both
-def test_three_writers_and_one_reader(crew: Crew, group: str, loop: str) -> None:
-    crew.do("to_one", loop, group=group, reader=2, count=300)
-    assert crew.returned() == [None, None, [300, 300, 300], None]
-
-
 @each_group
 def test_vllms_interface_from_one_to_all_others(crew: Crew, group: str) -> None:
     crew.do("vllm_to_all", "asyncio", group=group, writer=2, count=200)
     assert crew.returned() == [[rank == 2, 200] for rank in range(4)]
-
-
-def test_vllms_interface_in_a_subgroup(crew: Crew) -> None:
-    crew.do("vllm_to_all", "asyncio", group="odd", writer=1, count=200)  # by its rank in the group
-    assert crew.returned() == [[], [False, 200], [], [True, 200]]
 
 
 @pytest.mark.parametrize(("group", "members"), [("gloo", [0, 1, 2, 3]), ("stateless", [0, 1, 2, 3]), ("odd", [1, 3])])
@@ -135,22 +120,6 @@ def test_vllms_interface_from_all_to_one(crew: Crew, group: str, members: list[i
     crew.do("vllm_to_one", "asyncio", group=group, reader=3, count=20)  # by its rank among all
     received = [[[rank, number] for number in range(20)] for rank in members]
     assert crew.returned() == [[], [], [], received]
-
-
-@each_group
-async def test_a_writer_outside_of_the_group(crew: Crew, group: str) -> None:
-    async with MessageQueue(4, 4, None, 4096, 4) as writer:
-        crew.do("external", "asyncio", group=group, handle=writer.export_handle().to_json(), rank=2, count=100)
-        await writer.wait_until_ready(30)
-        for number in range(100):
-            await writer.enqueue((number, torch.arange(number % 50, dtype=torch.int32) + (7 + number)), 20)
-    assert await asyncio.to_thread(crew.returned) == [100] * 4
-
-
-@both
-def test_all_processes_of_this_host_share_memory(crew: Crew, group: str, loop: str) -> None:
-    crew.do("same", loop, group=group)
-    assert crew.returned() == [[[True] * 4] * 4] * 4
 
 
 def test_a_group_without_a_backend_for_the_cpu(crew: Crew) -> None:
