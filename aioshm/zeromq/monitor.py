@@ -34,7 +34,7 @@ class HandshakeFailure(NamedTuple):
 
 
 class Monitor:
-    """Reads a socket's reports of its connections; read them before trusting a message that the socket received."""
+    """Reads a socket's reports of its connections; read them before trusting a received message."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, also: int = 0) -> None:
         self.connections: int = 0  # connections as of the last `read`
@@ -44,17 +44,12 @@ class Monitor:
         self._gone: set[int] = set()
         self._monitored = socket
         with naming_limits("the monitor of a ZeroMQ socket"):
-            self._pair: zmq.Socket[bytes] = socket.get_monitor_socket(
+            self.pair: zmq.Socket[bytes] = socket.get_monitor_socket(  # the socket to watch
                 zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES | also
             )
         self._lost = False
         self._over = False
         detach_when_forked(self)
-
-    @property
-    def pair(self) -> zmq.Socket[bytes]:
-        """The socket to watch."""
-        return self._pair
 
     def read(self) -> tuple[int, list[HandshakeFailure]]:
         """Return how many connections came back since the last call, and the handshakes that failed."""
@@ -85,7 +80,7 @@ class Monitor:
         """Yield each event since the last call: its kind, its value (a descriptor or an error), the endpoint."""
         while not self._over:
             try:
-                frames = self._pair.recv_multipart(zmq.NOBLOCK)
+                frames = self.pair.recv_multipart(zmq.NOBLOCK)
             except zmq.ZMQError:  # no event, or the socket is closed
                 return
             event = parse_monitor_message(frames)
@@ -103,7 +98,7 @@ class Monitor:
         try:
             self._monitored.disable_monitor()
         finally:
-            self._pair.close(linger=0)
+            self.pair.close(linger=0)
 
     def detach_after_fork(self) -> None:
         """Leave the sockets to the parent: any call of ZeroMQ in the child retries for ever."""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -92,29 +89,8 @@ def test_error_for_any_port_where_none_is_free_says_so(endpoint: str, monkeypatc
     assert "use another" not in str(caught.value)
 
 
-def test_error_for_any_port_is_the_same_where_the_system_has_no_port_left() -> None:
-    script = """
-import socket, zmq
-from aioshm.zeromq.endpoint import attach
-with open("/proc/sys/net/ipv4/ip_local_port_range", "w") as ports:
-    ports.write("40000 40000")
-with socket.create_server(("", 0)), zmq.Context() as context, context.socket(zmq.PUB) as publisher:
-    attach(publisher, "tcp://*:*", bind=True)
-"""
-    there = shutil.which("unshare")
-    if not there or subprocess.run([there, "--net", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("network namespaces are forbidden here")
-    command = ["unshare", "--net", sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if "/proc/sys" in done.stderr:
-        pytest.skip("the range of ports cannot be set here")
-    assert re.search(rf"EndpointError: .*cannot bind tcp://\*:\*: .*{NO_PORT}", done.stderr), done.stderr
-
-
 @pytest.mark.parametrize("make", [*BINDS.values(), *CONNECTS.values()], ids=[*BINDS, *CONNECTS])
-@pytest.mark.parametrize(
-    "endpoint", [5, 1.5, b"tcp://127.0.0.1:5", "ipc:///tmp/a\0b", "ipc:///tmp/\udc80", "foo", "tcp://"]
-)
+@pytest.mark.parametrize("endpoint", [5, b"tcp://127.0.0.1:5", "ipc:///tmp/a\0b", "ipc:///tmp/\udc80", "foo", "tcp://"])
 async def test_one_that_is_none(make: Make, endpoint: Any) -> None:
     with pytest.raises((TypeError, ValueError, EndpointError), match=r"endpoint|address|iterable"):
         await enter(make(endpoint))
@@ -139,7 +115,7 @@ async def test_keys(make: Any) -> None:
 
 
 def options_of(kind: int, endpoint: str, *, bind: bool, **options: Any) -> dict[str, int]:
-    """Return what watches the connections of a socket, in milliseconds or as the system has it."""
+    """Return the options that watch the connections of a socket, in milliseconds or as the system has them."""
     watching = {
         "connect": zmq.CONNECT_TIMEOUT,
         "unacknowledged": zmq.TCP_MAXRT,
@@ -150,22 +126,10 @@ def options_of(kind: int, endpoint: str, *, bind: bool, **options: Any) -> dict[
         return {name: int(it.getsockopt(option)) for name, option in watching.items()}
 
 
-@pytest.mark.parametrize("kind", [zmq.SUB, zmq.DEALER, zmq.PUSH, zmq.XSUB, zmq.PUB])
-def test_tcp_socket_that_connects_gives_a_silent_host_up_within_ten_seconds(kind: int) -> None:
-    found = options_of(kind, "tcp://127.0.0.1:1", bind=False)
-    assert 0 < found["connect"] <= 5000
-    assert found["unacknowledged"] == 10_000
-    assert (found["keepalive"], found["heartbeats"]) == (1, 0), "not every program answers heartbeats"
-
-
-def test_tcp_socket_that_binds_leaves_it_to_its_peers_to_connect_again() -> None:
-    assert options_of(zmq.PUB, FREE, bind=True)["unacknowledged"] >= 600_000
-
-
-def test_tcp_socket_with_heartbeats_gives_up_after_the_silence_that_it_is_given() -> None:
+def test_tcp_sockets_give_a_silent_host_up() -> None:
+    found = options_of(zmq.SUB, "tcp://127.0.0.1:1", bind=False)
+    assert found == {"connect": 5000, "unacknowledged": 10_000, "keepalive": 1, "heartbeats": 0}
+    assert options_of(zmq.PUB, FREE, bind=True)["unacknowledged"] >= 600_000, "peers connect again"
     found = options_of(zmq.ROUTER, FREE, bind=True, silence_s=1.0, heartbeats=True)
     assert (found["unacknowledged"], found["heartbeats"]) == (1000, 200)
-
-
-def test_socket_that_is_not_tcp_has_nothing_to_watch() -> None:
     assert options_of(zmq.SUB, "ipc:///tmp/nobody", bind=False, heartbeats=True)["heartbeats"] == 0

@@ -49,6 +49,7 @@ RETRY_S = 0.05
 """When to repeat a greeting that could not be sent, or that the writer could not decide on."""
 
 COMPLAINT_S = 10.0  # between two warnings of malformed messages
+_MALFORMED = "%r: dropped what no writer sends: %s"
 
 
 class WriterLink:
@@ -180,7 +181,7 @@ class WriterLink:
                 self.twice += 1
                 return
         except wire.WireError as error:
-            self._complain(error)
+            self._limiter.warn(logger, _MALFORMED, self._state, error)
             return
         self._ask_for_missing()
         if self.window.ready:
@@ -214,7 +215,7 @@ class WriterLink:
         try:
             message = wire.parse_from_writer(data)
         except wire.WireError as error:
-            self._complain(error)
+            self._limiter.warn(logger, _MALFORMED, self._state, error)
             return
         self.heard = monotonic()
         if isinstance(message, wire.Tick):
@@ -279,9 +280,6 @@ class WriterLink:
 
     def _closed_by_writer(self) -> AioshmError:
         return PeerClosed(f"{self._state!r}: the writer has closed the queue")
-
-    def _complain(self, error: wire.WireError) -> None:
-        self._limiter.warn(logger, "%r: dropped what no writer sends: %s", self._state, error)
 
     # Requests and acknowledgements
 

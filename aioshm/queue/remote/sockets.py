@@ -124,17 +124,13 @@ class Connection:
 
     def __init__(self, sock: Socket) -> None:
         self._monitor = Monitor(sock, also=zmq.EVENT_CONNECT_RETRIED)
+        self.pair: Socket = self._monitor.pair  # the socket to watch
         self.up: bool = False
         # The time of the loss, by the monotonic clock; None while connected.
         self.down_since: float | None = monotonic()
         self.failed: bool = False  # the connection, or the latest attempt, has failed
         self.refused: bool = False  # the latest handshake failed by authentication
         self.connections: int = 0  # how many connections there were
-
-    @property
-    def pair(self) -> Socket:
-        """The socket to watch."""
-        return self._monitor.pair
 
     def changed(self) -> bool:
         """Process the monitor's events; return whether the connection changed. Failed attempts do not count."""
