@@ -140,7 +140,6 @@ def run_interruptibly(
 ) -> T:
     """Run a coroutine, which SIGINT and SIGTERM cancel; the exit code is then 128 + the signal."""
     before = [(number, signal.getsignal(number)) for number in _SIGNALS]
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # an exception in the constructor of a loop leaves it open
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             return runner.run(_interruptible(work))
@@ -148,7 +147,6 @@ def run_interruptibly(
         work.close()  # it may not have started
         for number, handler in before:  # uvloop leaves its own
             signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
@@ -163,7 +161,6 @@ async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, note, number)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     try:
         return await task
     except (asyncio.CancelledError, Exception) as error:

@@ -349,24 +349,18 @@ class TestWidth:
         assert plain(14)[4:6] == ["  python a.py", "  b"]
 
 
-class TestFigures:
-    @pytest.mark.parametrize(
-        ("number", "text"),
-        [(0, "0"), (999, "999"), (9999, "9999"), (12_345, "12.3k"), (4_560_000, "4.56M"), (3e9, "3G")],
-    )
-    def test_count(self, number: float, text: str) -> None:
-        assert tables.count(number) == text
-
-    @pytest.mark.parametrize(
-        ("number", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB")]
-    )
-    def test_size(self, number: int, text: str) -> None:
-        assert tables.size(number) == text
-
-    @pytest.mark.parametrize(
-        ("seconds", "text"),
-        [(None, "-"), (0, "0 ns"), (8.7e-7, "870 ns"), (12e-6, "12 us"), (0.0034, "3.4 ms"), (5.6, "5.6 s"),
-         (119, "119 s"), (720, "12 min"), (9000, "2.5 h"), (86400 * 3, "3 d")],
-    )  # fmt: skip
-    def test_duration(self, seconds: float | None, text: str) -> None:
-        assert tables.duration(seconds) == text
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [
+        (tables.count, {0: "0", 999: "999", 9999: "9999", 12_345: "12.3k", 4_560_000: "4.56M", 3e9: "3G"}),
+        (tables.size, {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 << 30: "5.0 GiB"}),
+        (tables.share, {None: "-", 0.123: "12%"}),
+        (
+            tables.duration,
+            {None: "-", 0: "0 ns", 8.7e-7: "870 ns", 12e-6: "12 us", 0.0034: "3.4 ms", 5.6: "5.6 s", 119: "119 s"}
+            | {720: "12 min", 9000: "2.5 h", 86400 * 3: "3 d"},
+        ),
+    ],
+)
+def test_figure_is_short(form: Callable[[Any], str], texts: dict[Any, str]) -> None:
+    assert {value: form(value) for value in texts} == texts

@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import pytest_asyncio
 
-from aioshm.events.protocol import encoding
-
 from .helpers import PATIENCE_S, Ends
 from .raw import Raw
 
@@ -32,17 +30,6 @@ async def ends(nothing_left: None) -> AsyncIterator[Ends]:
     made = Ends()
     yield made
     await made.close()
-
-
-@pytest.fixture(scope="module", params=["native", "twin"])
-def encoder(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Encode natively or not; for modules that want both."""
-    if request.param == "native" and encoding.NativeEncoder is None:
-        pytest.skip("the native encoder was not built")
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "twin":
-            patch.setattr(encoding, "NativeEncoder", None)
-        yield request.param
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Ends of events on a host of their own: ``python network_child.py ROLE LOOP LIVE REPLAY FIRST``.
+"""Ends of events on a host of their own: ``python network_child.py ROLE LIVE REPLAY FIRST``.
 
 REPLAY is an endpoint or nothing. ``subscribe`` prints, for each batch, whether it was replayed, and its number.
 ``bind`` and ``bind-keys`` bind LIVE for publishers that connect (``connect``, ``connect-keys``), give a
@@ -11,7 +11,6 @@ import asyncio
 import sys
 from typing import Any
 
-import uvloop
 import zmq
 
 from aioshm.events import (
@@ -54,8 +53,7 @@ async def subscribe(live: str, replay: str | None, _first: int, **options: Any) 
 
 
 if __name__ == "__main__":
-    role, loop, live, replay, first = sys.argv[1:]
-    run = uvloop.run if loop == "uvloop" else asyncio.run
+    role, live, replay, first = sys.argv[1:]
     kind, _, keys = role.partition("-")
     if kind == "bind":
         ports.BOUND_SUBSCRIBER_SILENCE_S = SILENCE_S
@@ -65,4 +63,4 @@ if __name__ == "__main__":
         work = publish(live, None, int(first), bind=False, curve=curve)
     else:
         work = {"publish": publish, "subscribe": subscribe}[role](live, replay or None, int(first))
-    run(work)
+    asyncio.run(work)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -202,24 +202,18 @@ def test_each_process_is_found_with_its_state() -> None:
     assert own_processes() == {}
 
 
-def test_a_forked_child_is_not_taken_for_the_process() -> None:
+def test_forks_of_a_process_and_of_its_supervisor_are_not_taken_for_the_process() -> None:
     with started(EngineCore_0=(forking, ())) as processes:
-        pid = processes["EngineCore_0"].pid
-        eventually(lambda: psutil.Process(pid).children(), "the fork")
-        found = [each for each in find_processes(0.0) if each.name == "EngineCore_0" and os.getpid() == each.parent]
-        assert [each.pid for each in found] == [pid]
-
-
-def test_a_fork_of_the_supervisor_is_not_taken_for_the_process() -> None:
-    with started(Model_0=(idle, ())) as processes:
+        process = psutil.Process(processes["EngineCore_0"].pid)
+        eventually(process.children, "the fork")
         fork = os.fork()
         if not fork:
             time.sleep(60)
             os._exit(0)
         try:
-            assert {each.pid for each in own_processes().values()} == {processes["Model_0"].pid}
-            psutil.Process(processes["Model_0"].pid).kill()
-            processes["Model_0"].join()
+            assert [each.pid for each in find_processes(0.0) if each.parent == os.getpid()] == [process.pid]
+            process.kill()
+            processes["EngineCore_0"].join()
             assert own_processes() == {}
         finally:
             os.kill(fork, signal.SIGKILL)
@@ -249,45 +243,40 @@ def foreign_file(content: bytes, **options: Any) -> Iterator[int]:
         os.close(fd)
 
 
-class TestForeignFiles:
-    @pytest.mark.parametrize("content", [b"", b"\0" * 63, b"\xff" * 64, b"nonsense" * 600], ids=[0, 63, 64, 4800])
-    def test_a_file_that_is_not_a_cell_is_passed_over(self, content: bytes) -> None:
-        with foreign_file(content), started(Model_0=(idle, ())):
-            assert set(own_processes()) == {"Model_0"}
-
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
-    def test_a_process_of_another_user_is_passed_over(self) -> None:
-        cell = struct.pack("=8Q", BUSY, *[1] * 7)
-        with foreign_file(cell, user=65534) as pid:
-            assert pid not in [each.pid for each in find_processes(0.0)]
-        with foreign_file(cell) as pid:
-            assert pid in [each.pid for each in find_processes(0.0)]
+def test_file_that_is_not_a_cell_is_passed_over() -> None:
+    with started(Model_0=(idle, ())), ExitStack() as stack:
+        for content in (b"", b"\0" * 63, b"\xff" * 64, b"nonsense" * 600):
+            stack.enter_context(foreign_file(content))
+        assert set(own_processes()) == {"Model_0"}
 
 
-class TestReport:
-    def line(self) -> str:
-        lines = Path(__file__).read_text().splitlines()
-        return f"{Path(__file__).name}:{next(n for n, text in enumerate(lines, 1) if text.endswith('# HERE'))} in busy"
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
+def test_process_of_another_user_is_passed_over() -> None:
+    cell = struct.pack("=8Q", BUSY, *[1] * 7)
+    with foreign_file(cell, user=65534) as foreign, foreign_file(cell) as own:
+        pids = [each.pid for each in find_processes(0.0)]
+        assert (foreign in pids, own in pids) == (False, True)
 
-    def test_without_py_spy_the_stack_is_the_one_that_the_supervisor_has_read(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("aioshm.observe.suspects.stacks_of", lambda pid: ((), proc.NOT_INSTALLED))
-        with started(EngineCore_0=(busy, (0.001,))) as processes:
-            cell = processes["EngineCore_0"].progress
-            watch = StartedProcesses()
 
-            def seen() -> StartedProcess:
-                return next(each for each in watch.look() if each.pid == processes["EngineCore_0"].pid)
+def test_without_py_spy_the_stack_is_the_one_that_the_supervisor_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshm.observe.suspects.stacks_of", lambda pid: ((), proc.NOT_INSTALLED))
+    lines = Path(__file__).read_text().splitlines()
+    number = next(number for number, text in enumerate(lines, 1) if text.endswith("# HERE"))
+    with started(EngineCore_0=(busy, (0.001,))) as processes:
+        cell = processes["EngineCore_0"].progress
+        watch = StartedProcesses()
 
-            eventually(lambda: seen().state == "stalled")
-            report = watch.report(seen())
-            assert (report.line, report.hint) == (None, proc.NOT_INSTALLED)
-            cell.drop_stacks()
-            processes["EngineCore_0"].send_signal(STACK_SIGNAL)
-            eventually(lambda: "in busy" in cell.stacks())
-            report = watch.report(seen())
-            assert str(report.line).endswith(self.line())
-            assert "that its supervisor has read" in report.hint
-            later = msgspec.structs.replace(seen(), seconds=-1.0)
-            assert watch.report(later).line is None, "written before that stall"
+        def seen() -> StartedProcess:
+            return next(each for each in watch.look() if each.pid == processes["EngineCore_0"].pid)
+
+        eventually(lambda: seen().state == "stalled")
+        report = watch.report(seen())
+        assert (report.line, report.hint) == (None, proc.NOT_INSTALLED)
+        cell.drop_stacks()
+        processes["EngineCore_0"].send_signal(STACK_SIGNAL)
+        eventually(lambda: "in busy" in cell.stacks())
+        report = watch.report(seen())
+        assert str(report.line).endswith(f"{Path(__file__).name}:{number} in busy")
+        assert "that its supervisor has read" in report.hint
+        later = msgspec.structs.replace(seen(), seconds=-1.0)
+        assert watch.report(later).line is None, "written before that stall"

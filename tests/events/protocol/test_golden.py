@@ -18,7 +18,6 @@ from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, 
 from aioshm.events.protocol import wire
 from aioshm.events.protocol.encoding import BatchDecoder, BatchEncoder
 
-pytestmark = pytest.mark.usefixtures("encoder")
 GOLDEN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("golden.json").read_text())
 WITH_TOPIC_IN_REPLIES = {"0.33.0"}
 
@@ -79,9 +78,10 @@ def test_replies_are_written_as_they_were_recorded(version: str) -> None:
     assert [*written, wire.end_reply(form)] == frames(version, "replay")
 
 
-def test_map_payloads_are_written_byte_for_byte() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_map_payloads_are_written_byte_for_byte(native: bool) -> None:
     payloads = [wire.parse_live(message).payload for message in frames("0.33.0", "live")]
-    encoder = BatchEncoder("map")
+    encoder = BatchEncoder("map", native=native)
     assert [encoder.encode(batch, None) for batch in expected("0.33.0")] == payloads
 
 

@@ -63,14 +63,14 @@ def is_native(events: list[Any]) -> bool:
 
 
 @given(events=EVENTS, ts=st.floats() | st.integers(-(2**63), 2**64 - 1), rank=st.none() | st.integers(-5, 2**64))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_known_events(events: list[Any], ts: float, rank: int | None) -> None:
     check(EventBatch(ts, events, rank))
     check(KVEventBatch(ts, events), rank)
 
 
 @given(values=st.lists(JSONISH, min_size=15, max_size=15))
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_fields_of_any_type(values: list[Any]) -> None:
     check(EventBatch(1.0, [BlockStored(*values), BlockRemoved(*values[:5])]))
 

@@ -12,7 +12,7 @@ import zmq
 from support import until
 
 from aioshm.events import Received
-from aioshm.events.publish.subscriptions import MAX_SUBSCRIPTIONS
+from aioshm.events.publish.sockets import MAX_SUBSCRIPTIONS
 
 from ..helpers import PATIENCE_S, Ends, batch, publish_until, publish_until_delivery
 

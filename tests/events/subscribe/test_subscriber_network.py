@@ -38,18 +38,17 @@ def wait_for(subscriber: subprocess.Popen[str], what: str, first: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("replay", [True, False], ids=["with replay", "without replay"])
-def test_subscriber_whose_publishers_host_lost_power_gets_live_batches_again(replay: bool, loop: str) -> None:
+def test_subscriber_whose_publishers_host_lost_power_gets_live_batches_again(replay: bool) -> None:
     with two_hosts() as hosts:
         address = hosts.addresses[PUBLISHER]
         endpoints = f"tcp://{address}:5557", f"tcp://{address}:5558" if replay else ""
-        with hosts.child(SUBSCRIBER, "subscribe", loop, *endpoints, "0", script=CHILD) as subscriber:
-            with hosts.child(PUBLISHER, "publish", loop, *endpoints, "0", script=CHILD):
+        with hosts.child(SUBSCRIBER, "subscribe", *endpoints, "0", script=CHILD) as subscriber:
+            with hosts.child(PUBLISHER, "publish", *endpoints, "0", script=CHILD):
                 wait_for(subscriber, "live", 10)
                 hosts.plug(False, PUBLISHER)
             hosts.power_off_and_on(PUBLISHER)
-            with hosts.child(PUBLISHER, "publish", loop, *endpoints, str(RESTARTED), script=CHILD):
+            with hosts.child(PUBLISHER, "publish", *endpoints, str(RESTARTED), script=CHILD):
                 wait_for(subscriber, "live", RESTARTED)
 
 
@@ -73,16 +72,15 @@ def test_subscriber_that_binds_gives_a_silent_publisher_up_after_a_minute(encryp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("keys", ["", "-keys"], ids=["open", "with keys"])
-def test_subscriber_that_binds_drops_the_connection_of_a_host_that_lost_power(keys: str, loop: str) -> None:
+def test_subscriber_that_binds_drops_the_connection_of_a_host_that_lost_power(keys: str) -> None:
     with two_hosts() as hosts:
         place = f"tcp://{hosts.addresses[SUBSCRIBER]}:5557"
-        with hosts.child(SUBSCRIBER, f"bind{keys}", loop, place, "", "0", script=CHILD) as subscriber:
-            with hosts.child(PUBLISHER, f"connect{keys}", loop, place, "", "0", script=CHILD):
+        with hosts.child(SUBSCRIBER, f"bind{keys}", place, "", "0", script=CHILD) as subscriber:
+            with hosts.child(PUBLISHER, f"connect{keys}", place, "", "0", script=CHILD):
                 wait_for(subscriber, "live", 0)
                 hosts.plug(False, PUBLISHER)
             wait_for(subscriber, "gone", 0)
             hosts.power_off_and_on(PUBLISHER)
-            with hosts.child(PUBLISHER, f"connect{keys}", loop, place, "", str(RESTARTED), script=CHILD):
+            with hosts.child(PUBLISHER, f"connect{keys}", place, "", str(RESTARTED), script=CHILD):
                 wait_for(subscriber, "live", RESTARTED)
