@@ -58,13 +58,20 @@ class Verdict(Enum):
     UNSURE = auto()  # an old number whose content is no longer known
 
 
-class Numbering:
-    """A consumer's position in one publisher's numbers."""
+class _Stream:
+    """One publisher's batches, and the consumer's position in their numbers."""
 
-    def __init__(self, expected: int) -> None:
+    def __init__(self, source: Source, expected: int) -> None:
+        self.source: Source = source
         self.expected: int = expected  # the next number
         # Number and hash of the last delivery; None before the first delivery.
         self.last: tuple[int, int] | None = None
+        self.doubted: bool = False  # live batches may come from another process, until a replay confirms one of them
+        self.connection: object = None  # connection of the last live batch
+        self.moved: bool = False  # `connection` is new, and no replay has confirmed that the process is the same
+        self.ended: bool = False  # `connection` has ended
+        self.absent: bool = False  # the replay port has no batches of this stream, and is not asked for them
+        self.covered: int = 0  # live messages with a lower arrival number came before a request that was answered since
         self._fingerprints: deque[int] = deque(maxlen=REMEMBERED)  # of the numbers directly before ``expected``
 
     def judge(self, seq: int, mark: int) -> Verdict:
@@ -78,8 +85,9 @@ class Numbering:
         age = self.expected - seq
         if age > len(self._fingerprints):
             return Verdict.UNSURE
-        known = self._fingerprints[-age]
-        return Verdict.COPY if known == mark else Verdict.BACK
+        if self._fingerprints[-age] == mark:
+            return Verdict.COPY
+        return Verdict.BACK
 
     def accept(self, seq: int, mark: int) -> None:
         """Record that ``seq``, the expected number, has been delivered."""
@@ -88,46 +96,28 @@ class Numbering:
         self.last = (seq, mark)
         self.expected = seq + 1
 
-    def skip_to(self, seq: int) -> tuple[int, int]:
-        """Give up the numbers before ``seq``; return the first and the last of them."""
-        first = self.expected
-        assert seq > first
+    def skip_to(self, seq: int) -> None:
+        """Give up the numbers before ``seq``."""
+        assert seq > self.expected
         self._fingerprints.clear()  # older numbers are UNSURE from now on, never wrongly a copy
         self.expected = seq
-        return first, seq - 1
 
-    def begin_again(self) -> int:
-        """Expect 0, from a new publisher; return the number that was expected before."""
-        expected = self.expected
+    def begin_again(self) -> None:
+        """Expect 0, from a new publisher."""
         self.expected = 0
         self.last = None
+        self.doubted = False
+        self.moved = False
         self._fingerprints.clear()
-        return expected
-
-
-class _Why(Enum):
-    BEGIN = auto()  # everything from the start number on
-    CHECK = auto()  # whether the publisher is the same process, and what it sent since
-    SCAN = auto()  # everything: the publisher does not have the last delivered batch
-
-
-@dataclass(eq=False, slots=True)
-class _Stream:
-    source: Source
-    numbers: Numbering
-    doubted: bool = False  # live batches may come from another process, until a replay confirms one of them
-    connection: object = None  # connection of the last live batch
-    moved: bool = False  # `connection` is new, and no replay has confirmed that the process is the same
-    ended: bool = False  # `connection` has ended
-    absent: bool = False  # the replay port has no batches of this stream, and is not asked for them
-    covered: int = 0  # live messages with a lower arrival number came before a request that was answered since
 
 
 @dataclass(slots=True)
 class _Job:
-    why: _Why
-    stream: _Stream | None
+    """A replay request, sent or to be sent: whether the publisher is the same process, and what it sent since."""
+
+    stream: _Stream | None  # None: everything from the start number on
     pending: Message | None = None  # the live message that caused this request
+    is_scan: bool = False  # everything: the publisher does not have the last delivered batch
     answered: bool = False  # the answer has batches of the stream
     same: bool = False  # the answering publisher has the last delivered batch
     asked_at: int = 0  # number of live messages that had come when the request was sent
@@ -154,7 +144,7 @@ class SourceTracker:
         self._streams: dict[tuple[bytes | None, int | None], _Stream] = {}
         self._jobs: deque[_Job] = deque()
         if can_replay and start != "live":
-            self._jobs.append(_Job(_Why.BEGIN, None))
+            self._jobs.append(_Job(None))
 
     @property
     def asking(self) -> int | None:
@@ -164,12 +154,11 @@ class SourceTracker:
         job = self._jobs[0]
         if job.stream is None and isinstance(self._start, int):
             return self._start
-        if job.stream is None or job.why is _Why.SCAN:
+        if job.stream is None or job.is_scan:
             return 0
-        numbers = job.stream.numbers
-        if numbers.last is None:
-            return numbers.expected
-        return numbers.last[0]
+        if job.stream.last is None:
+            return job.stream.expected
+        return job.stream.last[0]
 
     def live(self, message: Message, connection: object = 0, arrival: int = 0) -> None:
         """Take a live message that ``arrival`` live messages preceded; read no more while ``asking`` is not None."""
@@ -178,13 +167,13 @@ class SourceTracker:
         if self._missing:
             self._missing.pop(stream, None)
         if stream.connection != connection:
-            if stream.connection is not None and stream.numbers.last is not None:
+            if stream.connection is not None and stream.last is not None:
                 stream.moved = True
                 stream.doubted = True
             stream.connection = connection
             stream.ended = False
         if arrival < stream.covered:  # the answer would have it, unless its publisher was gone before
-            verdict = stream.numbers.judge(message.seq, hash(message.payload))
+            verdict = stream.judge(message.seq, hash(message.payload))
             if verdict in (Verdict.COPY, Verdict.UNSURE):
                 self.duplicates += 1
             else:
@@ -192,7 +181,7 @@ class SourceTracker:
         elif not self._jobs:
             self._judge_live(stream, message)
         else:  # a connection came back just before: the message waits for the answer that is requested anyway
-            self._jobs.append(_Job(_Why.CHECK, stream, message))
+            self._jobs.append(_Job(stream, message))
 
     def reconnected(self) -> None:
         """Record that a broken connection is back: live messages may come from another process."""
@@ -234,16 +223,16 @@ class SourceTracker:
                 continue
             self._forget(stream)
             self.gone += 1
-            self.out.append(PublisherGone(stream.source, stream.numbers.expected, now - since))
+            self.out.append(PublisherGone(stream.source, stream.expected, now - since))
 
     def check(self) -> None:
         """Request a replay of every stream, although nothing seems to be missing."""
         if not self._can_replay or self._jobs:
             return
-        streams = [stream for stream in self._streams.values() if stream.numbers.last is not None and not stream.absent]
-        self._jobs.extend(_Job(_Why.CHECK, stream) for stream in streams)
+        streams = [stream for stream in self._streams.values() if stream.last is not None and not stream.absent]
+        self._jobs.extend(_Job(stream) for stream in streams)
         if not streams and self._start != "live":
-            self._jobs.append(_Job(_Why.BEGIN, None))
+            self._jobs.append(_Job(None))
 
     def asked(self, arrivals: int) -> None:
         """Note that the current replay request is sent now; ``arrivals``: live messages received so far."""
@@ -258,25 +247,24 @@ class SourceTracker:
         self._confirm(stream)
         if stream in job.disowned:
             return True
-        numbers = stream.numbers
         mark = hash(message.payload)
         if stream is job.stream and not job.answered:
             pending = job.pending
-            if pending is not None and not stream.doubted and numbers.expected <= pending.seq < message.seq:
+            if pending is not None and not stream.doubted and stream.expected <= pending.seq < message.seq:
                 self._jobs.popleft()
                 self._settle(stream, pending, hash(pending.payload), _NOT_KEPT)
                 return False
             job.answered = True
-            if job.why is _Why.SCAN:
+            if job.is_scan:
                 self._begin_again(stream)
-            job.same = numbers.last in (None, (message.seq, mark))
-            if job.same and numbers.last is not None:
+            job.same = stream.last in (None, (message.seq, mark))
+            if job.same and stream.last is not None:
                 return True  # the last delivered batch
-        verdict = numbers.judge(message.seq, mark)
+        verdict = stream.judge(message.seq, mark)
         if verdict is Verdict.BACK:
             self._begin_again(stream)
             self._ask_again(job, stream)
-        elif verdict is Verdict.GAP and stream is not job.stream and (self.asking or 0) > numbers.expected:
+        elif verdict is Verdict.GAP and stream is not job.stream and (self.asking or 0) > stream.expected:
             self._ask_again(job, stream)  # the request was for another stream, and began after this stream's next batch
         elif verdict in (Verdict.COPY, Verdict.UNSURE):
             self.duplicates += 1
@@ -292,14 +280,14 @@ class SourceTracker:
         stream = job.stream
         if stream is None or stream in job.disowned:
             return
-        if not job.answered and job.why is _Why.CHECK and stream.numbers.last is not None:
-            self._jobs.appendleft(_Job(_Why.SCAN, stream, job.pending))
+        if not job.answered and not job.is_scan and stream.last is not None:
+            self._jobs.appendleft(_Job(stream, job.pending, is_scan=True))
             return
         if job.answered:
             stream.covered = job.asked_at
         if job.pending is not None:
             self._judge_pending(job, stream, job.pending, _NOT_KEPT, ended=True)
-        elif not job.answered and stream.numbers.last is not None:
+        elif not job.answered and stream.last is not None:
             stream.doubted = True
             stream.absent = True
             self._missing.setdefault(stream, None)
@@ -317,7 +305,7 @@ class SourceTracker:
     def _judge_pending(self, job: _Job, stream: _Stream, pending: Message, reason: str, *, ended: bool) -> None:
         """Judge a live message after the answer to the request that the message caused."""
         mark = hash(pending.payload)
-        verdict = stream.numbers.judge(pending.seq, mark)
+        verdict = stream.judge(pending.seq, mark)
         if job.answered:
             stream.moved = False
         if verdict is Verdict.COPY or (job.answered and verdict is Verdict.UNSURE):
@@ -358,7 +346,7 @@ class SourceTracker:
                 first = self._start
             elif self._start == "live":
                 first = message.seq
-            stream = _Stream(Source(self._endpoint, *key), Numbering(first))
+            stream = _Stream(Source(self._endpoint, *key), first)
         self._streams[key] = stream
         return stream
 
@@ -373,7 +361,7 @@ class SourceTracker:
         """Ignore the stream in the remaining answer, and request the stream next."""
         job.disowned.add(stream)
         pending = job.pending if stream is job.stream else None
-        self._jobs.insert(1, _Job(_Why.CHECK, stream, pending))
+        self._jobs.insert(1, _Job(stream, pending))
 
     def _confirm(self, stream: _Stream) -> None:
         """Record that the replay port has batches of a stream."""
@@ -398,11 +386,11 @@ class SourceTracker:
 
     def _judge_live(self, stream: _Stream, message: Message) -> None:
         mark = hash(message.payload)
-        verdict = stream.numbers.judge(message.seq, mark)
+        verdict = stream.judge(message.seq, mark)
         if verdict is Verdict.GAP:
             self.gaps += 1
         if self._can_replay and (stream.doubted or verdict in (Verdict.GAP, Verdict.UNSURE)):
-            self._jobs.append(_Job(_Why.CHECK, stream, message))
+            self._jobs.append(_Job(stream, message))
         elif self._can_replay and verdict is Verdict.COPY:
             self.duplicates += 1
         elif self._can_replay and verdict is Verdict.BACK:
@@ -413,27 +401,26 @@ class SourceTracker:
 
     def _settle(self, stream: _Stream, message: Message, mark: int, reason: str) -> None:
         """Deliver a live message without replay: missing numbers are lost, and older numbers mean a restart."""
-        if message.seq < stream.numbers.expected:
+        if message.seq < stream.expected:
             self._begin_again(stream)
         elif stream.moved:
             self._begin_again(stream, _UNPROVED)
-        if message.seq > stream.numbers.expected:
+        if message.seq > stream.expected:
             self._give_up(stream, message.seq, reason)
         self._deliver(stream, message, mark, replayed=False)
 
     def _deliver(self, stream: _Stream, message: Message, mark: int, *, replayed: bool) -> None:
-        if replayed and stream.numbers.last is None:  # live messages of an older process may still come
+        if replayed and stream.last is None:  # live messages of an older process may still come
             stream.doubted = True
-        stream.numbers.accept(message.seq, mark)
+        stream.accept(message.seq, mark)
         self.out.append(Received(stream.source, message.seq, message.batch, message.payload, replayed))
 
     def _give_up(self, stream: _Stream, before: int, reason: str) -> None:
-        first, last = stream.numbers.skip_to(before)
-        self.lost += last - first + 1
-        self.out.append(Lost(stream.source, first, last, reason))
+        self.lost += before - stream.expected
+        self.out.append(Lost(stream.source, stream.expected, before - 1, reason))
+        stream.skip_to(before)
 
     def _begin_again(self, stream: _Stream, reason: str = "its numbers went back") -> None:
-        stream.doubted = False
-        stream.moved = False
         self.restarts += 1
-        self.out.append(Restarted(stream.source, stream.numbers.begin_again(), reason))
+        self.out.append(Restarted(stream.source, stream.expected, reason))
+        stream.begin_again()

@@ -98,29 +98,6 @@ def publishers() -> Iterator[list[RawPublisher]]:
         publisher.close()
 
 
-@pytest.mark.parametrize("seq", [10, 15, 3, 0], ids=["expected", "gap", "back", "first"])
-async def test_publisher_without_replay_that_is_replaced_is_reported(
-    nothing_left: None, publishers: list[RawPublisher], seq: int
-) -> None:
-    with kept_endpoint() as endpoint:
-        async with followed(endpoint, gone_after_s=None) as (subscriber, following):
-            old = await RawPublisher(endpoint, bind=True).subscribed()
-            for number in range(10):
-                old.send(number, 1000 + number)
-            await following.received(9)
-            old.close()
-            await until(lambda: subscriber.unconnected, "the end of the connection")
-            publishers.append(await RawPublisher(endpoint, bind=True).subscribed())
-            publishers[0].send(seq, 2000)
-            await following.received(seq)
-    kinds = following.kinds()[10:]
-    assert kinds == (["Restarted", "Received"] if seq == 0 else ["Restarted", "Lost", "Received"])
-    (source,) = following.index.publishers
-    assert following.index.complete(source) is (seq == 0)
-    assert not following.index.holders(1000)
-    assert following.index.holders(2000)
-
-
 @pytest.mark.parametrize("port", ["open", "encrypted", "ipc"])
 async def test_port_of_many_publishers_reports_only_those_that_are_replaced_or_gone(
     nothing_left: None, publishers: list[RawPublisher], tmp_path: Any, port: str
