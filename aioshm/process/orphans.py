@@ -6,11 +6,10 @@ import ctypes
 import errno
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from aioshm.process.limits import start_thread
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _PR_GET_CHILD_SUBREAPER = 37
 _RECHECK_S = 1.0
-"""How often to look for exited orphans where no descriptor reports them."""
+"""How often to look for exited orphans."""
 
 
 def adopt_orphans() -> None:
@@ -120,36 +119,21 @@ def _children(parent: int) -> list[_Process]:
 
 def _reap_all(leader: int) -> None:
     while True:
-        try:
-            running = _reap_exited(leader)
-            if not running:
+        with suppress(OSError):  # no descriptor is left
+            if not _reap_exited(leader):
                 return
-            _wait_for_exit(running)
-        except ProcessLookupError:  # exited meanwhile
-            continue
-        except OSError:  # no descriptor is left, or a sandbox
-            time.sleep(_RECHECK_S)
+        time.sleep(_RECHECK_S)
 
 
-def _reap_exited(leader: int) -> list[int]:
-    """Reap orphans that have exited, and return the others."""
+def _reap_exited(leader: int) -> bool:
+    """Reap orphans that have exited; return whether others run."""
     if _read(leader) is not None:  # the number is used again, so the session and the group had no member left
-        return []
+        return False
     left = [each for each in _children(os.getpid()) if leader in (each.group, each.session)]
     for each in left:
         if each.state == "Z":
             _reap(each.pid)
-    return [each.pid for each in left if each.state != "Z"]
-
-
-def _wait_for_exit(pids: list[int]) -> None:
-    poller = select.poll()
-    with ExitStack() as descriptors:
-        for pid in pids:
-            descriptor = os.pidfd_open(pid)
-            descriptors.callback(os.close, descriptor)
-            poller.register(descriptor, select.POLLIN)
-        poller.poll()
+    return any(each.state != "Z" for each in left)
 
 
 def _reap(pid: int) -> None:

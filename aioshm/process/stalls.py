@@ -25,7 +25,7 @@ from aioshm.process.proc import (
 )
 from aioshm.process.progress import BUSY, IDLE, STACK_SIGNAL, TURN_S, WAITING, Sample
 from aioshm.process.restart import Health, Restart
-from aioshm.process.watch import NOT_VISIBLE, STOPPED_STATES, process_state
+from aioshm.process.watch import STOPPED_STATES, process_state
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -159,23 +159,15 @@ def _written_stacks(process: Child) -> tuple[Stack, ...]:
 
 
 class Watched:
-    """One process, and whether it makes progress.
-
-    Attributes:
-        name: The name for people, such as ``engine 0``.
-        process: The process.
-        in_step: Whether it works in lockstep with others that are.
-        health: The present state.
-        where: While it is not running: since when, and at which line, for people.
-    """
+    """One process, and whether it makes progress."""
 
     def __init__(self, name: str, process: Child, warning_s: float, *, in_step: bool = False) -> None:
-        self.name: str = name
+        self.name: str = name  # for people, such as ``engine 0``
         self.process: Child = process
-        self.in_step: bool = in_step
+        self.in_step: bool = in_step  # whether it works in lockstep with others that are
         self.sample: Sample | None = None  # the last reading
         self.health: Health = "running"
-        self.where: str = ""
+        self.where: str = ""  # while it is not running: since when, and at which line, for people
         self.judge: Judge = Judge(warning_s)
         self.naming: asyncio.Task[None] | None = None  # finds the line, and reports
         self.ending: bool = False
@@ -190,10 +182,8 @@ class ProgressWatch:
     Of processes in lockstep, which wait for each other, one is ended: a stopped one before all others, else one
     that does not say that it waits, and of these the one whose step began first. One that waits is ended if all do.
 
-    Args:
-        warning_s: Seconds without progress before the first report.
-        restart: The restart policy; None: nothing is ended.
-        on_change: Called when the state of a process has changed, or its line is known.
+    ``warning_s`` is the time without progress before the first report. Without ``restart`` nothing is ended.
+    ``on_change`` is called when the state of a process has changed, or its line is known.
     """
 
     def __init__(self, warning_s: float, restart: Restart | None, on_change: Callable[[Watched], object]) -> None:
@@ -279,29 +269,24 @@ class ProgressWatch:
                 self._spawn(self._end(watched))
 
     def _health(self, watched: Watched) -> Health:
-        state = process_state(watched.process.pid or 0)
-        if state in STOPPED_STATES or (state == NOT_VISIBLE and watched.health == "stopped"):
-            return "stopped"
-        return "stalled"
+        return "stopped" if process_state(watched.process.pid or 0) in STOPPED_STATES else "stalled"
 
     async def _report(self, watched: Watched) -> None:
         try:
             health = watched.health
             seconds = watched.judge.without_progress_s
-            waits = ""
-            if watched.sample is not None and watched.sample.phase == WAITING:
-                waits = ", waits for its peers"
             found = await self._culprit(watched)
             if watched.process not in self._watched or found.state in _EXITED_STATES:
                 return
-            if found.state in STOPPED_STATES:
-                health = "stopped"
-            where = f"no progress for {max(seconds, watched.judge.without_progress_s):.0f} s{waits}: {found.describe()}"
+            seconds = max(seconds, watched.judge.without_progress_s)
+            waits = ""
+            if watched.sample is not None and watched.sample.phase == WAITING:
+                waits = ", waits for its peers"
+            where = f"no progress for {seconds:.0f} s{waits}: {found.describe()}"
             verb = "was"  # it moves again: the signal that makes it write its stacks interrupts C code that sleeps
-            continued = watched.health == "stopped" and found.state not in STOPPED_STATES
-            if watched.judge.without_progress_s and not continued:  # else `_late` forgives the time of the stop
+            if watched.judge.without_progress_s:
                 verb = "is"
-                health = "stopped" if found.state in STOPPED_STATES else "stalled"
+                health = watched.health
                 self._enter(watched, health, where)
             logger.warning("%s (pid %s) %s %s: %s", watched.name, watched.process.pid, verb, health, where)
         finally:
