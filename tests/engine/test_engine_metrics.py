@@ -14,7 +14,6 @@ from workers.worker_targets import Streaming, Worker
 
 from aioshm import WorkerDied, WorkerError
 from aioshm.engine import EngineSupervisor, Restart, WorkerGroup
-from aioshm.engine.stats import CallMeter
 from aioshm.observe import PrometheusCollector
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
@@ -94,19 +93,3 @@ async def test_streams_of_workers() -> None:
         assert metric("worker_cancelled_streams_total", group="Streaming") == 1
         assert metric("worker_streams_in_flight", group="Streaming") == 0
         assert metric("worker_stream_first_item_seconds_count", group="Streaming") == 3
-
-
-def test_how_long_calls_took() -> None:
-    meter = CallMeter()
-    for error in (None, TimeoutError, ValueError):
-        try:
-            with meter.call():
-                assert meter.stats().in_flight == 1
-                if error is not None:
-                    raise error
-        except (TimeoutError, ValueError):
-            pass
-    stats = meter.stats()
-    assert (stats.calls, stats.failed, stats.cancelled, stats.in_flight) == (3, 1, 1, 0)
-    assert stats.latency.samples == 1
-    assert 0 < stats.latency.sum_s < 10

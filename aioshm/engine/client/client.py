@@ -253,17 +253,10 @@ class EngineClient(AsyncClosing):
         self._link.give_up(error)
 
     def void_keys(self, rank: int, incarnation: int) -> None:
-        """Refuse the keys of an engine's incarnations before ``incarnation``, the first one that is not dead.
+        """Refuse the keys of an engine's incarnations before this one, the first that is not dead; supervisors do it.
 
-        Programs that restart engines call this after a death. Otherwise keys become void when newer ones are used.
-        Without TCP nothing happens.
-
-        Raises:
-            EngineDead, QueueClosed, RoleError: See `submit`.
-            TypeError, ValueError: The rank or the incarnation is invalid.
+        Otherwise keys become void when newer ones are used. Without TCP nothing happens.
         """
-        identity(rank)
-        check_int("incarnation", incarnation, minimum=0)
         self._link.check_open()
         self._link.void_keys(rank, incarnation)
 
@@ -271,19 +264,8 @@ class EngineClient(AsyncClosing):
         """Note that an engine has stalled, was stopped, or makes progress again; supervisors and launches do it.
 
         An engine without progress gets no new requests while another engine is there, except those with its rank
-        (``engine=``). Errors and timeouts name it. Unknown and dead engines are ignored.
-
-        Args:
-            rank: Its rank.
-            health: ``"stalled"``, ``"stopped"`` or ``"running"``.
-            where: What the engine does, for people.
-
-        Raises:
-            EngineDead, QueueClosed, RoleError: See `submit`.
-            ValueError: There is no such health.
+        (``engine=``). Errors and timeouts name it, and ``where``. Unknown and dead engines are ignored.
         """
-        if health not in get_args(Health):
-            raise ValueError(f"health must be one of {get_args(Health)}, not {health!r}")
         self._link.check_open()
         self._link.engines.note_health(rank, health, where)
 

@@ -53,18 +53,6 @@ async def test_the_whole_way(front: BareFrontEnd, path: str, is_async: bool) -> 
     assert told == [metadata] == [EngineHandshakeMetadata(addresses(), {"data_parallel_size": 2})]
 
 
-async def test_the_front_end_may_come_later(path: str) -> None:
-    async with tasks(shake_hands(path, 5, initialize=ready_with())) as (engine,):
-        await asyncio.sleep(0.1)
-        with zmq.Context() as context:
-            front = BareFrontEnd(context, path, b"\x05\0")
-            await front.hears()
-            front.says(INIT)
-            await engine
-            assert (await front.hears())["status"] == "READY", "it had left when the engine went on"
-            front.close()
-
-
 async def test_no_answer(front: BareFrontEnd, path: str) -> None:
     with pytest.raises(TimeoutError, match=rf"engine 5: no answer from {path} within 0.05 s"):
         await shake_hands(path, 5, initialize=ready_with(), timeout=0.05)

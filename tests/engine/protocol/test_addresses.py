@@ -27,20 +27,12 @@ from aioshm.process.watch import ProcessExit
 NEW, CONNECTED, READY = CoreEngineState
 
 
-class TestCoreEngine:
-    @pytest.mark.parametrize(
-        ("index", "identity"), [(0, b"\0\0"), (1, b"\x01\0"), (255, b"\xff\0"), (256, b"\0\x01"), (65535, b"\xff\xff")]
-    )
-    def test_its_identity_is_its_index(self, index: int, identity: bytes) -> None:
+def test_identity_is_the_index_in_two_bytes() -> None:
+    for index, identity in ((0, b"\0\0"), (255, b"\xff\0"), (256, b"\0\x01"), (65535, b"\xff\xff")):
         assert CoreEngine(index).identity == identity
-
-    @pytest.mark.parametrize(
-        ("index", "error"),
-        [(-1, ValueError), (65536, ValueError), ("0", TypeError), (True, TypeError), (1.0, TypeError)],
-    )
-    def test_a_bad_index_is_named(self, index: Any, error: type[Exception]) -> None:
-        with pytest.raises(error, match=f"index .*{index!r}"):
-            CoreEngine(index)
+    for wrong, error in ((-1, ValueError), (65536, ValueError), ("0", TypeError), (True, TypeError)):
+        with pytest.raises(error, match=f"index .*{wrong!r}"):
+            CoreEngine(wrong)  # type: ignore[arg-type]
 
 
 class TestConstantList:
@@ -87,32 +79,23 @@ class TestClientAddress:
         with pytest.raises(SharedMemoryError, match="AIOSHM_RUNTIME_DIR"):
             get_engine_client_zmq_addr(True, "")
 
-    @pytest.mark.parametrize(
-        ("host", "port", "address"),
-        [
+    def test_other_addresses_have_host_and_port(self) -> None:
+        for host, port, address in (
             ("10.0.0.5", 5555, "tcp://10.0.0.5:5555"),
             ("::1", 5555, "tcp://[::1]:5555"),
             ("[::1]", 0, "tcp://[::1]:0"),
-            ("node-3", 65535, "tcp://node-3:65535"),
-        ],
-    )
-    def test_others(self, host: str, port: int, address: str) -> None:
-        assert get_engine_client_zmq_addr(False, host, port) == address
-
-    @pytest.mark.parametrize(
-        ("host", "port", "error"),
-        [
+        ):
+            assert get_engine_client_zmq_addr(False, host, port) == address
+        wrong: list[tuple[Any, Any, type[Exception]]] = [
             ("", 1, ValueError),
             (None, 1, ValueError),
             ("h", -1, ValueError),
             ("h", 65536, ValueError),
             ("h", "1", TypeError),
-            ("h", True, TypeError),
-        ],
-    )
-    def test_invalid_host_or_port_is_refused(self, host: Any, port: Any, error: type[Exception]) -> None:
-        with pytest.raises(error, match=r"^(host|port) must be"):
-            get_engine_client_zmq_addr(False, host, port)
+        ]
+        for host, port, error in wrong:
+            with pytest.raises(error, match=r"^(host|port) must be"):
+                get_engine_client_zmq_addr(False, host, port)
 
     @pytest.mark.parametrize("address", ["", "tcp://", "inproc://here", "127.0.0.1:5", 5, None])
     def test_handshake_address_that_cannot_be_bound_is_refused(self, address: Any) -> None:
@@ -131,20 +114,13 @@ def test_progress_names_waiting_engines() -> None:
     assert str(StartupProgress(1000, 0, 0, many)).endswith("7 (before HELLO, 1 s) and 992 more")
 
 
-@pytest.mark.parametrize(
-    ("found", "state", "text"),
-    [
-        (ProcessExit("EngineCore_1", 7, 3, True), NEW, "EngineCore_1 (pid 7, before HELLO) exited with code 3"),
-        (ProcessExit("EngineCore_1", None, 0, True), READY, "EngineCore_1 (ready) exited with code 0"),
-        (ProcessExit("EngineCore_1", 7, -9, True), CONNECTED, "EngineCore_1 (pid 7, connected) was killed by SIGKILL"),
-        (ProcessExit("DPCoordinator", 7, -15), None, "DPCoordinator (pid 7) was killed by SIGTERM"),
-        (ProcessExit("DPCoordinator", 7, -63), None, "DPCoordinator (pid 7) was killed by signal 63"),
-        (ProcessExit("DPCoordinator", None, None), None, "DPCoordinator exited; its exit code is not known"),
-    ],
-)
-def test_exit_is_described(found: ProcessExit, state: CoreEngineState | None, text: str) -> None:
-    assert found.describe("" if state is None else PHASES[state]) == text
-    assert engine_of(found) == (1 if found.managed else None)
+def test_exit_of_an_engine_is_described_with_its_phase() -> None:
+    found = ProcessExit("EngineCore_1", 7, 3, True)
+    assert found.describe(PHASES[NEW]) == "EngineCore_1 (pid 7, before HELLO) exited with code 3"
+    assert engine_of(found) == 1
+    found = ProcessExit("DPCoordinator", 7, -63)
+    assert found.describe() == "DPCoordinator (pid 7) was killed by signal 63"
+    assert engine_of(found) is None
 
 
 @pytest.mark.parametrize(
