@@ -15,7 +15,7 @@ import msgspec
 from aioshm.arguments import check_int, check_plain, shown
 from aioshm.config import Options
 from aioshm.engine.core.calls import Call, Calls, call_of
-from aioshm.engine.core.pause import Held, Owner, Pause
+from aioshm.engine.core.pause import Owner, Pause
 from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets, SocketSettings
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata, EngineZmqAddresses
 from aioshm.engine.protocol.control import NO_ORDER, NOTICE_ID, PAUSE, order_of
@@ -258,7 +258,7 @@ class EngineCore:
         if sender.generation:
             self._note_client(client)
         if self._pause.on and self._owners.get(request_id) != sender:  # else another part of an open request
-            self._pause.held.append(Held(sender, request_id, request))
+            self._pause.held.append((sender, request_id, request))
         else:
             await self._admit(sender, request_id, request)
 

@@ -14,21 +14,13 @@ class Owner(NamedTuple):
     generation: int
 
 
-class Held(NamedTuple):
-    """A request that came while the engine was paused."""
-
-    owner: Owner
-    request_id: str
-    request: Any
-
-
 class Pause:
     """What an engine knows about its pause."""
 
     def __init__(self) -> None:
         self.order: PauseOrder = NO_ORDER
         self.clients: set[int] = set()  # aioshm's clients, which are notified of orders
-        self.held: list[Held] = []  # in the order of their arrival
+        self.held: list[tuple[Owner, str, Any]] = []  # requests with their ids, in the order of their arrival
         self.unanswered: list[tuple[int, int]] = []  # orders: clients and call ids
 
     @property
@@ -39,12 +31,11 @@ class Pause:
     def drop(self, client: int, request_ids: set[str] | None = None) -> set[str]:
         """Drop held requests of a client, with these ids or all; return their ids."""
         found = {
-            each.request_id
-            for each in self.held
-            if each.owner.client == client and (request_ids is None or each.request_id in request_ids)
+            request_id
+            for owner, request_id, _ in self.held
+            if owner.client == client and (request_ids is None or request_id in request_ids)
         }
-        if found:
-            self.held = [each for each in self.held if each.owner.client != client or each.request_id not in found]
+        self.held = [each for each in self.held if each[0].client != client or each[1] not in found]
         return found
 
     def lose(self, client: int) -> None:
