@@ -42,11 +42,6 @@ def leave(dp_rank: int, local_dp_rank: int, codes: list[int | None], text: str =
     sys.exit(code)
 
 
-def die_of(number: int, **_: Any) -> None:
-    os.kill(os.getpid(), number)
-    time.sleep(LONG_S)
-
-
 def refuse_to_end(**_: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say("up")
@@ -59,19 +54,6 @@ def end_politely(seconds: float = 0.2, **_: Any) -> None:
 
     def end(*_: Any) -> None:
         time.sleep(seconds)
-        os._exit(7)
-
-    signal.signal(signal.SIGTERM, end)
-    say("up")
-    time.sleep(LONG_S)
-
-
-def end_when_allowed(path: str, **_: Any) -> None:
-    """End when told to, but not before there is a file with this name."""
-
-    def end(*_: Any) -> None:
-        while not os.path.exists(path):
-            time.sleep(0.001)
         os._exit(7)
 
     signal.signal(signal.SIGTERM, end)
@@ -126,18 +108,6 @@ def serve_badly(listen_address: str, sock: Any, args: list[int | None], client_c
 def tell_modules(**_: Any) -> None:
     say(f"modules {[name for name in sys.modules if name.startswith('aioshm') and name != 'aioshm_parent']}")
     stay()
-
-
-def leave_a_fork_behind(**_: Any) -> None:
-    if os.fork() == 0:
-        os.setpgid(0, 0)
-        time.sleep(3)
-        os._exit(0)
-    os._exit(4)
-
-
-def exit_with(code: int) -> None:
-    sys.exit(code)
 
 
 def refuse_to_serve_and_to_end(*_: Any) -> None:

@@ -7,19 +7,12 @@ from contextlib import AsyncExitStack
 
 import pytest
 from peers import Peers, published
-from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
-from startups import tasks
+from served_engine import Engine, ask, collected, here_and_there, served, until
 
 from aioshm.engine import (
-    CoreEngine,
     DPCoordinator,
     EngineKeys,
-    EngineStartupCoordinator,
     EngineZmqAddresses,
-    HandshakeOptions,
-    StartupOptions,
-    get_engine_client_zmq_addr,
-    run_engine_core,
 )
 from aioshm.engine.dp.coordination import CoordinatorAddresses
 
@@ -152,39 +145,3 @@ async def test_requests_go_where_the_cache_is_emptier() -> None:
             full.usage = 0.2
             empty.usage = 0.8
             await serving.client.call("report")  # an engine that does nothing tells nothing
-
-
-async def test_an_engine_with_a_front_end_of_its_own() -> None:
-    """External load balancing: rank 1 has a client of its own, and the head node's coordinator."""
-    handshake = get_engine_client_zmq_addr(True, "")
-    beside = get_engine_client_zmq_addr(True, "")
-    engines = [Engine(), Engine()]
-    async with AsyncExitStack() as stack:
-        coordinator = await stack.enter_async_context(await DPCoordinator.start(2))
-        head_addresses = coordinated(coordinator)
-        own_addresses = here_and_there()
-        head = (await stack.enter_async_context(clients_of(head_addresses, 1, 1))).client
-        (own,) = (await stack.enter_async_context(clients_of(own_addresses, [CoreEngine(1)], 1))).clients
-        await stack.enter_async_context(
-            tasks(
-                run_engine_core(engines[0], handshake, 0),
-                run_engine_core(engines[1], handshake, 1, handshake=HandshakeOptions(client_handshake_address=beside)),
-            )
-        )
-        lb = {"data_parallel_external_lb": True}
-        all_of_them = [CoreEngine(0), CoreEngine(1, local=False)]
-        async with (
-            EngineStartupCoordinator(
-                handshake, all_of_them, head_addresses, options=StartupOptions(parallel_config=lb)
-            ) as at_head,
-            EngineStartupCoordinator(beside, [CoreEngine(1)], own_addresses) as at_own,
-        ):
-            await asyncio.gather(at_head.wait(20), at_own.wait(20))
-        for client in (head, own):
-            await client.wait_until_ready(30)
-        assert [output["token"] for output in await collected(own.submit(ask("a")))] == [0, 1, 2]
-        assert len(await collected(head.submit(ask("b")))) == 3
-        assert [engine.seen for engine in engines] == [["b"], ["a"]]
-        stats_address = coordinator.get_stats_publish_address()
-        assert own.ready[1]["dp_stats_address"] == own_addresses.frontend_stats_publish_address == stats_address
-        await until(lambda: own._link.engines.balance._published)

@@ -339,18 +339,6 @@ class TestRestarts:
         async with servers([0, 0], restart=MANY) as both:
             await both.wait()
 
-    async def test_a_crash_loop_of_engines_ends_the_servers(self) -> None:
-        supervisor = EngineSupervisor(
-            serve, 1, num_api_servers=1, restart=Restart(max_restarts=0), layout=EngineLayout(coordinator=False)
-        )
-        await supervisor.open()
-        api = servers([None], restart=MANY)
-        waiting = asyncio.create_task(wait_for_completion_or_failure(api, supervisor))
-        stop(supervisor.engines[0].pid or 0)
-        with pytest.raises(EngineDead, match="engine 0 is in a crash loop"):
-            await waiting
-        assert api.processes[0].exitcode == -signal.SIGTERM
-
     async def test_closing_at_any_moment_of_a_restart_leaves_nothing(self) -> None:
         before = open_things()
         for turns in (0, 1, 3, 10):

@@ -24,7 +24,7 @@ from support import eventually
 
 from aioshm.engine import CoreEngineProcManager
 from aioshm.process import child
-from aioshm.process.child import STATUS_UNKNOWN, Child
+from aioshm.process.child import Child
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -193,25 +193,6 @@ class TestWatching:
             manager.close()
             manager.close()
         assert manager.finished_procs() == {"EngineCore_0": -15, "EngineCore_1": 3, "EngineCore_2": -15}
-
-    async def test_the_end_is_noticed_though_others_hold_its_pipes(self) -> None:
-        async with CoreEngineProcManager(targets.leave_a_fork_behind, 1) as manager:
-            assert await asyncio.wait_for(manager.join_first(), 5) == {"EngineCore_0": 4}
-
-    async def test_an_exit_code_that_somebody_else_has_taken(self) -> None:
-        async with CoreEngineProcManager(targets.leave, 1, codes=[3]) as manager:
-            os.waitpid(manager.processes[0].pid or 0, 0)
-            assert await manager.join_first() == {"EngineCore_0": STATUS_UNKNOWN}
-
-    async def test_without_pidfds_and_waitid(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As before Linux 5.3, and on macOS."""
-        monkeypatch.delattr(os, "pidfd_open")
-        monkeypatch.setattr(child, "_HAVE_WAITID", False)
-        before = open_things()
-        async with CoreEngineProcManager(targets.leave, 3, codes=[None, 3, None]) as manager:
-            assert await manager.join_first() == {"EngineCore_1": 3}
-        assert manager.finished_procs() == {"EngineCore_0": -15, "EngineCore_1": 3, "EngineCore_2": -15}
-        eventually(lambda: open_things() <= before)
 
 
 class TestStandardError:
