@@ -6,10 +6,21 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 from served_engine import Engine
 
-from aioshm.engine import EngineSupervisor, Restart, die_with_parent, run_engine_core, shake_hands
+from aioshm.engine import (
+    ClientOptions,
+    EngineClient,
+    EngineSupervisor,
+    Restart,
+    die_with_parent,
+    run_engine_core,
+    shake_hands,
+)
 
 LOOPBACK = "tcp://127.0.0.1:0"
 MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
@@ -34,24 +45,22 @@ def serve(
     asyncio.run(run_engine_core(Lockstep() if lockstep else Engine(), handshake_address, dp_rank))
 
 
-def serve_after_death(
-    handshake_address: str, dp_rank: int, local_dp_rank: int, died: str, kill: str, crash: str = ""
-) -> None:
+def serve_after_death(handshake_address: str, dp_rank: int, local_dp_rank: int, died: str, kill: str) -> None:
     """Run an engine; its first process says READY and dies, unregistered, once ``kill`` is there."""
+
+    async def die_unregistered() -> None:
+        await shake_hands(handshake_address, dp_rank, initialize=lambda _: {})
+        while not os.path.exists(kill):
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     mark = f"{died}-{dp_rank}"
     if os.path.exists(mark):
-        serve(handshake_address, dp_rank, local_dp_rank, crash)
-        return
-    with open(mark, "w"):
-        pass
-    asyncio.run(_die_unregistered(handshake_address, dp_rank, kill))
-
-
-async def _die_unregistered(handshake_address: str, rank: int, kill: str) -> None:
-    await shake_hands(handshake_address, rank, initialize=lambda _: {})
-    while not os.path.exists(kill):
-        await asyncio.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
+        serve(handshake_address, dp_rank, local_dp_rank)
+    else:
+        with open(mark, "w"):
+            pass
+        asyncio.run(die_unregistered())
 
 
 def serve_one_by_one(handshake_address: str, dp_rank: int, local_dp_rank: int, stuck: str) -> None:
@@ -62,3 +71,15 @@ def serve_one_by_one(handshake_address: str, dp_rank: int, local_dp_rank: int, s
 def pids(supervisor: EngineSupervisor) -> list[int]:
     """Return the process ids of the engines, by rank."""
     return [engine.pid or 0 for engine in supervisor.engines]
+
+
+@asynccontextmanager
+async def front_end(supervisor: EngineSupervisor, index: int, **options: Any) -> AsyncIterator[EngineClient]:
+    """Open a client as a restarted API server does: the client does not know how many engines there are."""
+    launch = supervisor.launch
+    chosen = ClientOptions(
+        client_index=index, on_engine_death="continue", membership_address=launch.membership_address, **options
+    )
+    async with EngineClient(launch.addresses, 1, chosen) as client:
+        await client.wait_until_ready(30)
+        yield client

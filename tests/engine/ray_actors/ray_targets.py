@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from aioshm.engine import HandshakeOptions, shake_hands
@@ -43,11 +42,6 @@ def shake_and_stay(address: str, faults: dict[int, str], dp_rank: int, local_dp_
         await asyncio.sleep(LONG_S)
 
     asyncio.run(run())
-
-
-def tell_environment(directory: str, dp_rank: int, **_: Any) -> None:
-    """Write the environment into a file."""
-    Path(directory, f"{dp_rank}").write_text(f"{os.environ.get('PLACED')}, {os.environ.get('CUDA_VISIBLE_DEVICES')}")
 
 
 def serve(address: str, dp_rank: int, local_dp_rank: int, local_client: bool, kind: Any = None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -34,25 +33,11 @@ pytestmark = pytest.mark.usefixtures("runtime_dir")
 Callback = Callable[..., Any]
 
 
-def sleep_on(*_arguments: Any) -> None:
-    time.sleep(3600)
-
-
 @asynccontextmanager
 async def progress(path: str, callback: Callback) -> AsyncIterator[None]:
     async with starting(path, on_progress=callback) as startup:
         async with tasks(engine(path, 0)):
             await startup.wait(30)
-            yield
-
-
-@asynccontextmanager
-async def ready_again(path: str, callback: Callback) -> AsyncIterator[None]:
-    async with starting(path) as startup:
-        async with tasks(engine(path, 0)):
-            await startup.wait(30)
-        startup.stay_open(callback).expect(0)
-        async with tasks(engine(path, 0)):
             yield
 
 
@@ -70,16 +55,7 @@ async def supervisor_change(path: str, callback: Callback) -> AsyncIterator[None
         yield
 
 
-@asynccontextmanager
-async def server_change(path: str, callback: Callback) -> AsyncIterator[None]:
-    async with APIServerProcessManager(
-        sleep_on, "", None, None, 1, ["ipc:///a"], ["ipc:///b"], restart=MANY, on_change=callback
-    ) as manager:
-        stop(manager.processes[0].pid or 0)
-        yield
-
-
-@pytest.mark.parametrize("notifying", [progress, ready_again, engine_change, supervisor_change, server_change])
+@pytest.mark.parametrize("notifying", [progress, engine_change, supervisor_change])
 async def test_coroutine_function_that_is_notified_runs(notifying: Callable[..., Any], path: str) -> None:
     ran = []
 

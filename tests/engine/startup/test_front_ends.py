@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from served_engine import Engine, ask, collected, stop, until
 from startups import starting
-from supervised import LOOPBACK, MANY, pids, serve
+from supervised import LOOPBACK, MANY, front_end, pids, serve
 
 from aioshm.engine import (
     APIServerProcessManager,
@@ -181,20 +181,11 @@ async def supervised(
     async with EngineSupervisor(
         serve, count, num_api_servers=2, restart=MANY, layout=EngineLayout(coordinator=False, **layout), **options
     ) as supervisor:
-        launch = supervisor.launch
-        common: dict[str, Any] = {
-            "on_engine_death": "continue",
-            "keys": keys,
-            "membership_address": launch.membership_address,
-        }
         async with (
-            EngineClient(launch.addresses, count, options=ClientOptions(client_index=0, **common)) as one,
-            # One that was started again does not know how many there are.
-            EngineClient(launch.addresses, 1, options=ClientOptions(client_index=1, **common)) as other,
+            front_end(supervisor, 0, keys=keys) as one,
+            front_end(supervisor, 1, keys=keys) as other,
         ):
-            for client in (one, other):
-                await client.wait_until_ready(30)
-                assert client.ranks == list(range(count))
+            assert one.ranks == other.ranks == list(range(count))
             yield supervisor, [one, other]
 
 

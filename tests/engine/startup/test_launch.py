@@ -15,7 +15,7 @@ import pytest
 import uvloop
 import zmq
 from managed import gone, open_things
-from served_engine import Engine, ask, collected, stop
+from served_engine import ask, collected, stop
 from support import eventually
 
 from aioshm.engine import (
@@ -29,9 +29,7 @@ from aioshm.engine import (
     StartupOptions,
     StartupProgress,
     launch_core_engines,
-    run_engine_core,
 )
-from aioshm.engine.startup import launch as launching
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed
 from aioshm.zeromq.hosts import own_address
 
@@ -247,38 +245,3 @@ class TestArguments:
         startup = StartupOptions(**own.pop("startup", {}))
         with pytest.raises(error, match=text):
             await enter(targets.serve, **{"engine_count": 2, **own}, layout=EngineLayout(**layout), startup=startup)
-
-    async def test_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What the manager of actors is told; tests/engine/ray_actors/test_actors.py has real ones."""
-        told: dict[str, Any] = {}
-        running: list[asyncio.Task[None]] = []
-
-        class Manager(CoreEngineProcManager):
-            @classmethod
-            async def start(cls, target: Any, count: int, local: int, **options: Any) -> Manager:
-                told.update(options, counts=(count, local))
-                for rank in range(count):
-                    served = run_engine_core(Engine(), options["handshake_address"], rank)
-                    running.append(asyncio.create_task(served))
-                return cls(target, 0)
-
-        monkeypatch.setattr(launching, "CoreEngineActorManager", Manager)
-        async with launch_core_engines(
-            targets.serve,
-            2,
-            args=(1,),
-            kwargs={"model": "m"},
-            layout=EngineLayout(backend="ray", manager_options={"timeout": 5}),
-        ) as launch:
-            assert len(await collected(launch.client.submit(ask("a")))) == 3
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running)
-        assert told == {
-            "args": (1,),
-            "counts": (2, 2),
-            "timeout": 5,
-            "keys": None,
-            "model": "m",
-            "handshake_address": launch.handshake_address,
-        }

@@ -13,10 +13,9 @@ import msgspec
 import pytest
 import zmq
 from served_engine import Engine, ask, collected, stop, until
-from supervised import MANY, pids
+from supervised import MANY, front_end, pids
 
 from aioshm.engine import (
-    ClientOptions,
     EngineClient,
     EngineLayout,
     EngineSupervisor,
@@ -75,18 +74,6 @@ async def supervised(hold: Path, count: int = 2, **options: Any) -> AsyncIterato
         EngineSupervisor(serve, count, restart=MANY, layout=layout, kwargs=kwargs, **options) as supervisor,
     ):
         yield supervisor
-
-
-@asynccontextmanager
-async def front_end(supervisor: EngineSupervisor, index: int) -> AsyncIterator[EngineClient]:
-    """Open a client as an API server does."""
-    launch = supervisor.launch
-    options = ClientOptions(
-        client_index=index, on_engine_death="continue", membership_address=launch.membership_address
-    )
-    async with EngineClient(launch.addresses, 1, options) as client:
-        await client.wait_until_ready(30)
-        yield client
 
 
 async def check_paused(client: EngineClient) -> None:

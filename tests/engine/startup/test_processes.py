@@ -194,6 +194,13 @@ class TestWatching:
             manager.close()
         assert manager.finished_procs() == {"EngineCore_0": -15, "EngineCore_1": 3, "EngineCore_2": -15}
 
+    async def test_closing_ends_the_wait(self) -> None:
+        manager = CoreEngineProcManager(targets.stay, 2)
+        wait = asyncio.create_task(manager.join_first())
+        await asyncio.sleep(0)
+        manager.close()
+        assert set((await wait).values()) == {-signal.SIGTERM}
+
 
 class TestStandardError:
     def test_is_passed_on_and_its_end_is_kept(self, capfd: pytest.CaptureFixture[str]) -> None:

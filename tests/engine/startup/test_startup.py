@@ -105,19 +105,6 @@ class TestSuccess:
                 assert (await startup.wait(20)).num_gpu_blocks == 100
                 assert manager.closes == 0
 
-    @pytest.mark.slow_on_uvloop
-    async def test_silent_connections_block_no_engine(self, address: str) -> None:
-        async with starting(address) as startup:
-            with zmq.Context() as context:
-                silent = [context.socket(zmq.DEALER) for _ in range(4)]
-                for each in silent:
-                    each.connect(startup.handshake_address)
-                await asyncio.sleep(0.05)
-                async with tasks(engine(startup.handshake_address, 0)):
-                    await startup.wait(20)
-                for each in silent:
-                    each.close(linger=0)
-
 
 class TestGivenSocket:
     @pytest.mark.parametrize("kind", [zmq.Context, zmq.asyncio.Context])
