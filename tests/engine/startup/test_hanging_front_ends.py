@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import hanging
@@ -33,32 +31,8 @@ HANG = Restart(max_restarts=1000, backoff_s=0.001, hang_s=3.0)
 CLIENT = ClientOptions(options=Options(stall_warning_s=WARNING_S))
 
 
-@asynccontextmanager
-async def front_ends(
-    directory: Path, restart: Restart, seen: list[RankInfo]
-) -> AsyncIterator[tuple[EngineSupervisor, APIServerProcessManager]]:
-    async with EngineSupervisor(
-        hanging.serve, 2, num_api_servers=2, layout=EngineLayout(coordinator=False), client=CLIENT, restart=MANY
-    ) as supervisor:
-        addresses = supervisor.launch.addresses
-        async with APIServerProcessManager(
-            hanging.serve_front_end,
-            "",
-            None,
-            str(directory),
-            2,
-            addresses.inputs,
-            addresses.outputs,
-            membership_address=supervisor.launch.membership_address,
-            restart=restart,
-            on_change=seen.append,
-        ) as servers:
-            await until(lambda: said(directory, 0) and said(directory, 1))
-            yield supervisor, servers
-
-
 def said(directory: Path, index: int) -> list[int]:
-    """Return what a front end has said last: the number of the request, its engine, and how many are stalled."""
+    """Return the last line of a front end: the number of the request, its engine, and how many engines are stalled."""
     try:
         return [int(each) for each in (directory / f"{index}.said").read_text().split()]
     except FileNotFoundError:
@@ -77,43 +51,56 @@ async def used(directory: Path, count: int = 20) -> list[set[int]]:
     return found
 
 
-async def test_clients_of_api_servers_pass_over_a_stopped_engine_until_it_runs(tmp_path: Path) -> None:
-    async with front_ends(tmp_path, MANY, []) as (supervisor, _servers):
-        assert await used(tmp_path) == [{0, 1}, {0, 1}]
-        stop(pids(supervisor)[0], signal.SIGSTOP)
-        try:
-            await until(lambda: all(said(tmp_path, index)[2] == 1 for index in (0, 1)))
-            assert supervisor.engines[0].state == "stopped"
-            assert await used(tmp_path) == [{1}, {1}]
-        finally:
-            stop(pids(supervisor)[0], signal.SIGCONT)
-        await until(lambda: all(said(tmp_path, index)[2] == 0 for index in (0, 1)))
-        assert await used(tmp_path) == [{0, 1}, {0, 1}]
-
-
-async def test_api_server_with_a_blocked_loop_is_named_and_replaced(
+async def test_front_ends_pass_over_a_stopped_engine_and_are_replaced_when_they_hang(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AIOSHM_STALL_WARNING_S", str(WARNING_S))
     caplog.set_level(logging.WARNING, "aioshm.engine")
     seen: list[RankInfo] = []
-    async with front_ends(tmp_path, HANG, seen) as (_supervisor, servers):
-        before = [info.pid for info in servers.servers]
-        (tmp_path / "hang-0").touch()
-        await until(lambda: servers.servers[0].state == "stalled")
-        await until(lambda: line_of("hang_while_there_is") in caplog.text)
-        (tmp_path / "hang-0").unlink(missing_ok=True)
-        await until(lambda: servers.servers[0].state == "running")
-        assert [info.pid for info in servers.servers] == before, "it moved again in time"
-        (tmp_path / "hang-0").touch()
-        await until(lambda: servers.servers[0].restarts == 1)
-        (tmp_path / "hang-0").unlink()
-        await until(lambda: servers.servers[0].state == "running")
-        hung = f"ApiServer_0 (pid {before[0]}) hung for"
-        assert servers.servers[0].cause.startswith(hung)
-        assert line_of("hang_while_there_is") in servers.servers[0].cause
-        assert servers.servers[1].pid == before[1]
-        assert {info.rank for info in seen} == {0}
+    async with EngineSupervisor(
+        hanging.serve, 2, num_api_servers=2, layout=EngineLayout(coordinator=False), client=CLIENT, restart=MANY
+    ) as supervisor:
+        addresses = supervisor.launch.addresses
+        async with APIServerProcessManager(
+            hanging.serve_front_end,
+            "",
+            None,
+            str(tmp_path),
+            2,
+            addresses.inputs,
+            addresses.outputs,
+            membership_address=supervisor.launch.membership_address,
+            restart=HANG,
+            on_change=seen.append,
+        ) as servers:
+            await until(lambda: said(tmp_path, 0) and said(tmp_path, 1))
+            assert await used(tmp_path) == [{0, 1}, {0, 1}]
+            stop(pids(supervisor)[0], signal.SIGSTOP)
+            try:
+                await until(lambda: all(said(tmp_path, index)[2] == 1 for index in (0, 1)))
+                assert supervisor.engines[0].state == "stopped"
+                assert await used(tmp_path) == [{1}, {1}]
+            finally:
+                stop(pids(supervisor)[0], signal.SIGCONT)
+            await until(lambda: all(said(tmp_path, index)[2] == 0 for index in (0, 1)))
+            assert await used(tmp_path) == [{0, 1}, {0, 1}]
+
+            hang = tmp_path / "hang-0"
+            before = [info.pid for info in servers.servers]
+            hang.touch()
+            await until(lambda: servers.servers[0].state == "stalled")
+            await until(lambda: line_of("hang_while_there_is") in caplog.text)
+            hang.unlink()
+            await until(lambda: servers.servers[0].state == "running")
+            assert [info.pid for info in servers.servers] == before, "it moved again in time"
+            hang.touch()
+            await until(lambda: servers.servers[0].restarts == 1)
+            hang.unlink()
+            await until(lambda: servers.servers[0].state == "running")
+            assert servers.servers[0].cause.startswith(f"ApiServer_0 (pid {before[0]}) hung for")
+            assert line_of("hang_while_there_is") in servers.servers[0].cause
+            assert servers.servers[1].pid == before[1]
+            assert {info.rank for info in seen} == {0}
 
 
 async def test_stopped_coordinator_is_named(caplog: pytest.LogCaptureFixture) -> None:
