@@ -76,7 +76,7 @@ def test_killed_reader_is_named(start_demo):
 
 @pytest.mark.parametrize(
     ("options", "line"),
-    [(LONG, "writer:"), ((), "MessageQueue:"), (("--engines", "2"), "sending")],
+    [(LONG, "writer:"), pytest.param((), "MessageQueue:", marks=pytest.mark.slow), (("--engines", "2"), "sending")],
 )
 def test_killing_the_first_process_ends_all(start_demo, options, line):
     directory = Path(config.default_runtime_dir())

@@ -12,19 +12,22 @@ import pytest
 import zmq
 from support import until
 
+from aioshm.errors import RoleError
 from aioshm.events import (
+    AllBlocksCleared,
     BlockRemoved,
     CurveKeys,
     EventBatch,
     EventSubscriber,
     Lost,
+    NullEventPublisher,
     PublisherClosed,
     Received,
     ZmqEventPublisher,
 )
 from aioshm.events.protocol.encoding import BatchDecoder
 
-from ..helpers import ANY, PATIENCE_S, Ends, batch, take
+from ..helpers import ANY, PATIENCE_S, Ends, batch, take, within
 
 
 async def test_frames_numbers_and_rank(ends: Ends, raw: Any) -> None:
@@ -246,3 +249,96 @@ async def test_abandoned_publisher_warns_and_closes(nothing_left: None) -> None:
     await until(lambda: not [t for t in threading.enumerate() if t.name.startswith("aioshm-events")])
     async with ZmqEventPublisher(0, endpoint, bind=True):  # the port is free again
         pass
+
+
+# Publishing without loss
+
+
+def fill(publisher: Any) -> None:
+    """Fill a queue of one batch, without waking the sender."""
+    publisher._core.outbox.put(batch(0))
+
+
+class TestWaitForRoom:
+    async def test_backpressure(self, ends: Ends) -> None:
+        publisher = ends.publisher(max_queue_size=10)
+        subscriber = ends.subscriber(publisher)
+
+        async def publish(first: int) -> None:
+            for number in range(200):
+                await publisher.apublish(batch(first + number))
+
+        await within(asyncio.gather(*(publish(n * 200) for n in range(4))))
+        await publisher.flush()
+        assert publisher.stats().dropped == 0
+        received = [item for item in await take(subscriber, 800) if isinstance(item, Received)]
+        assert [item.seq for item in received] == list(range(800))
+        numbers = [int(item.batch.ts) for item in received]
+        for n in range(4):  # each task's in its order
+            of_task = [number for number in numbers if number // 200 == n]
+            assert of_task == list(range(n * 200, n * 200 + 200))
+
+    async def test_a_wait_that_is_cancelled_sends_nothing(self, ends: Ends) -> None:
+        publisher = ends.publisher(max_queue_size=1)
+        fill(publisher)
+        waiting = [asyncio.create_task(publisher.apublish(batch(n))) for n in range(1, 5)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        waiting[2].cancel()
+        publisher._core.drain()
+        await within(asyncio.gather(*waiting, return_exceptions=True))
+        await publisher.flush()
+        assert publisher.stats().sent == publisher.stats().published == 3
+        assert [task.cancelled() for task in waiting] == [True, False, True, False]
+
+    async def test_call_cancelled_when_there_is_room_leaves_the_room_to_the_next(self, ends: Ends) -> None:
+        publisher = ends.publisher(max_queue_size=1)
+        fill(publisher)
+        waiting = [asyncio.create_task(publisher.apublish(batch(n))) for n in range(1, 4)]
+        await asyncio.sleep(0)
+        publisher._core.drain()  # there is room for the first call, which is cancelled before it runs
+        waiting[0].cancel()
+        await within(asyncio.gather(*waiting, return_exceptions=True))
+        await publisher.flush()
+        assert publisher.stats().sent == publisher.stats().published == 3
+        assert waiting[0].cancelled()
+
+    async def test_timeout(self, ends: Ends) -> None:
+        publisher = ends.publisher(max_queue_size=1)
+        fill(publisher)
+        with pytest.raises(TimeoutError, match="1 event batches still wait"):
+            await publisher.apublish(batch(1), timeout=0)
+        publisher._core.drain()
+        await publisher.apublish(batch(1), timeout=PATIENCE_S)
+        await publisher.flush()
+        assert publisher.stats().published == 2
+
+    @pytest.mark.parametrize("how", ["aclose", "shutdown"])
+    async def test_closing_ends_the_wait(self, ends: Ends, how: str) -> None:
+        publisher = ends.publisher(max_queue_size=1)
+        fill(publisher)
+        waiting = [asyncio.create_task(publisher.apublish(batch(n))) for n in range(1, 3)]
+        await asyncio.sleep(0)
+        if how == "aclose":
+            await publisher.aclose()
+        else:
+            publisher.shutdown()
+        results = await within(asyncio.gather(*waiting, return_exceptions=True))
+        assert [type(result) for result in results] == [PublisherClosed, PublisherClosed]
+        assert publisher.stats().sent == publisher.stats().published == 1
+        with pytest.raises(PublisherClosed):
+            await publisher.apublish(batch(3))
+
+    async def test_bad_calls(self, ends: Ends) -> None:
+        with pytest.raises(ValueError, match="await apublish instead"):
+            ZmqEventPublisher(0, ANY, overflow="block", bind=True)
+        publisher = ends.publisher()
+        with pytest.raises(TypeError, match="apublish takes an EventBatch, not int"):
+            await publisher.apublish(1)
+        with pytest.raises(TypeError, match="publish takes an EventBatch, not list"):
+            publisher.publish([AllBlocksCleared()])
+        with pytest.raises(RoleError, match="event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(publisher.apublish(batch(0))))
+        with pytest.raises(RoleError, match="ThreadedEventPublisher"):
+            await asyncio.to_thread(lambda: publisher.publish(batch(0)))
+        await NullEventPublisher().apublish(batch(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
 import warnings
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aioshm import RoleError, blocking
+from aioshm import QueueFull, RoleError, blocking
 from aioshm.events import (
     EventBatch,
     EventPublisher,
@@ -24,8 +25,39 @@ from aioshm.events import (
     ThreadedEventPublisher,
     ZmqEventPublisher,
 )
+from aioshm.process.loop_thread import LoopThread
 
 from ..helpers import ANY, PATIENCE_S, batch, publish_from_threads, take
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Held:
+    """Within the block, the thread of a threaded publisher is busy, and the queue is full."""
+
+    def __init__(self, publisher: ThreadedEventPublisher, room: int) -> None:
+        self._publisher, self._room = publisher, room
+        self._go_on = threading.Event()
+
+    def __enter__(self) -> None:
+        held = threading.Event()
+
+        def hold() -> None:
+            held.set()
+            self._go_on.wait(PATIENCE_S)
+
+        self._publisher._host.loop.call_soon_threadsafe(hold)
+        assert held.wait(PATIENCE_S)
+        for number in range(self._room):
+            self._publisher.publish(batch(number))
+
+    def __exit__(self, *_: object) -> None:
+        self._go_on.set()
 
 
 class TestThreaded:
@@ -91,6 +123,95 @@ class TestThreaded:
             publisher.publish(batch(1))
             publisher.flush(PATIENCE_S)
             assert publisher.stats().sent == 2
+
+    def test_the_wait_has_an_end(self) -> None:
+        with ThreadedEventPublisher(0, ANY, max_queue_size=3, bind=True) as publisher:
+            with Held(publisher, 3):
+                with pytest.raises(TimeoutError, match=r"still full after 0\.01 s"):
+                    publisher.publish(batch(3), timeout=0.01)
+                with pytest.raises(TimeoutError):
+                    publisher.publish(batch(3), timeout=0)
+            publisher.publish(batch(3), timeout=PATIENCE_S)
+            publisher.flush(PATIENCE_S)
+            assert publisher.stats().published == 4, "who gave up used no number"
+
+    def test_closing_ends_the_wait(self) -> None:
+        publisher = ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True)
+        failures: list[BaseException] = []
+
+        def publish() -> None:
+            try:
+                publisher.publish(batch(1))
+            except PublisherClosed as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=publish) for _ in range(3)]
+        with Held(publisher, 1):
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: publisher._core.outbox.blocked == 3)
+            closing = threading.Thread(target=publisher.shutdown)
+            closing.start()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+        closing.join(PATIENCE_S)
+        assert len(failures) == 3
+        assert publisher.stats().sent == 1
+
+    def test_its_own_thread_does_not_wait_for_itself(self) -> None:
+        with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
+            found: list[BaseException] = []
+            done = threading.Event()
+
+            def publish_there() -> None:
+                try:
+                    for _ in range(2):
+                        publisher.publish(batch(0))
+                except RoleError as error:
+                    found.append(error)
+                done.set()
+
+            publisher._host.loop.call_soon_threadsafe(publish_there)
+            assert done.wait(PATIENCE_S)
+            assert "its own thread" in str(found[0])
+
+    def test_publish_after_the_thread_has_ended_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = LoopThread("a test")
+        ended.stop()
+        with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
+            with monkeypatch.context() as patched:
+                patched.setattr(publisher, "_host", ended)  # as when Python ends
+                with pytest.raises(PublisherClosed, match="thread of this event publisher has ended"):
+                    for _ in range(2):
+                        publisher.publish(batch(0))
+
+    def test_ctrl_c_interrupts_the_wait(self) -> None:
+        with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
+
+            def interrupt() -> None:
+                wait_until(lambda: publisher._core.outbox.blocked)
+                os.kill(os.getpid(), signal.SIGINT)
+
+            thread = threading.Thread(target=interrupt)
+            with Held(publisher, 1):
+                thread.start()
+                with pytest.raises(KeyboardInterrupt):
+                    publisher.publish(batch(1))
+                thread.join(PATIENCE_S)
+            publisher.publish(batch(1))
+            publisher.flush(PATIENCE_S)
+            assert publisher.stats().sent == 2
+
+    @pytest.mark.parametrize("overflow", ["drop", "raise"])
+    def test_overflow_drop_and_raise_do_not_wait(self, overflow: Any) -> None:
+        with ThreadedEventPublisher(0, ANY, max_queue_size=2, overflow=overflow, bind=True) as publisher:
+            with Held(publisher, 2):
+                if overflow == "raise":
+                    with pytest.raises(QueueFull):
+                        publisher.publish(batch(2))
+                else:
+                    publisher.publish(batch(2))
+            assert publisher.stats().dropped == (overflow == "drop")
 
 
 class TestFactory:

@@ -34,8 +34,8 @@ from ..proxy import LossyProxy, kept_endpoint
 from ..raw import RawPublisher
 
 GONE_S = 0.5
-FLEET = 8
-ROUNDS = 4
+FLEET = 6
+ROUNDS = 3
 BLOCKS = 10
 MEMORY_BYTES = 8 << 20
 
