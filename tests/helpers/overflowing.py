@@ -14,7 +14,7 @@ BOTH_WAYS = pytest.mark.parametrize("way", ["segments", "zmq"])
 
 
 def overflow_of(writer: Any) -> Any:
-    """Return the `Overflow` of a writer of either API."""
+    """Return the overflow of a writer of either API."""
     return (writer.end if hasattr(writer, "end") else writer.held.end).ring.overflow
 
 

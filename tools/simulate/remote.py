@@ -303,7 +303,7 @@ class Queue:
                 self.dismiss(error.rank)
             return
         flow, size = self.transport.flow, self.world.chance.choice([8, 8, 60, 290])
-        if not flow.room_for_bytes(size):
+        if not flow.room(1, flow.window_bytes(size)):
             blamed = flow.window.laggards()
             self.world.check(blamed, "there is no room, and nobody is to blame")
             if self.transport.evicts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioshm.codec import Encoded
@@ -23,10 +23,11 @@ EVICT_POLL_S = 0.05
 
 
 class Need(NamedTuple):
-    """Room in the ring for ``slots`` messages, of which those in chunks have the sizes ``large``."""
+    """Room for ``slots`` messages: chunks of the sizes ``large``, and ``nbytes`` in the window."""
 
     slots: int
     large: Sequence[int]
+    nbytes: int = 0
 
 
 class Room:
@@ -54,7 +55,7 @@ class Room:
         return checked_size(self._max_message_bytes, message)
 
     def need(self, messages: Sequence[Encoded]) -> Need:
-        """Return the room that messages need in the ring."""
+        """Return the room that messages need."""
         large = []
         for message in messages:
             if type(message) is not bytes or len(message) > self._small_bytes:
@@ -63,41 +64,37 @@ class Room:
                     large.append(size)
         if not self._ring.ranks:  # the ring only counts messages
             large = []
-        return Need(max(1, len(messages)), large)
+        nbytes = 0
+        if self._network is not None:
+            nbytes = self._network.flow.window_bytes(*map(message_bytes, messages))
+        return Need(max(1, len(messages)), large, nbytes)
 
-    def has(self, messages: Sequence[Encoded], need: Need) -> bool:
-        """Return whether all messages can be sent now; ``need``: their need in the ring."""
-        return self.window_has(messages) and self._ring.free(*need)
+    def need_of_bytes(self, nbytes: int) -> Need:
+        """Return the room that a message of ``nbytes`` needs."""
+        in_window = 0
+        if self._network is not None:
+            in_window = self._network.flow.window_bytes(nbytes)
+        return Need(1, self._ring.ring.large(nbytes), in_window)
 
-    def window_has(self, messages: Sequence[Encoded]) -> bool:
-        """Return whether `remote_window` admits messages for remote readers; evict those that are too slow."""
+    def has(self, need: Need) -> bool:
+        """Return whether there is room now."""
+        return self.window_has(need) and self._ring.free(need.slots, need.large)
+
+    def window_has(self, need: Need) -> bool:
+        """Return whether `remote_window` has room; evict remote readers that are too slow."""
         network = self._network
-        if network is None or network.flow.room_for(*messages):
+        if network is None or network.flow.room(need.slots, need.nbytes):
             return True
-        return network.evict_slow() and network.flow.room_for(*messages)
-
-    def window_has_bytes(self, nbytes: int) -> bool:
-        """Return whether the window has room for one message of ``nbytes``; evict remote readers that are too slow."""
-        network = self._network
-        if network is None or network.flow.room_for_bytes(nbytes):
-            return True
-        return network.evict_slow() and network.flow.room_for_bytes(nbytes)
+        return network.evict_slow() and network.flow.room(need.slots, need.nbytes)
 
     # Waiting
 
-    async def wait(self, messages: Sequence[Encoded], need: Need, deadline: float | None) -> None:
+    async def wait(self, need: Need, deadline: float | None) -> None:
         """Wait for progress of the readers that leave no room; call again while room is missing."""
-        if self._network is None or self._network.flow.room_for(*messages):
+        if self._network is None or self._network.flow.room(need.slots, need.nbytes):
             await self._wait_for_ring(need, deadline)
         else:
-            await self._wait_for_window(lambda: self.window_has(messages), deadline)
-
-    async def wait_for_bytes(self, nbytes: int, deadline: float | None) -> None:
-        """Wait for progress of the readers that may free a slot with ``nbytes``."""
-        if self._network is None or self._network.flow.room_for_bytes(nbytes):
-            await self._wait_for_ring(Need(1, self._ring.ring.large(nbytes)), deadline)
-        else:
-            await self._wait_for_window(lambda: self.window_has_bytes(nbytes), deadline)
+            await self._wait_for_window(self._network, need, deadline)
 
     async def _wait_for_ring(self, need: Need, deadline: float | None) -> None:
         state = self._state
@@ -106,12 +103,12 @@ class Room:
         free = self._ring.free
         poller = state.poller
         assert poller is not None
-        ring.want(*need)
+        ring.want(need.slots, need.large)
         stall = self._stall_of_writing(need)
         state.wake_peers()
         try:
             if await poller.wait(
-                lambda: state.refusal is not None or free(*need),
+                lambda: state.refusal is not None or free(need.slots, need.large),
                 core.seq,
                 core.published_ns,
                 deadline=deadline,
@@ -126,14 +123,12 @@ class Room:
                 ring.want_nothing()
                 core.spin_ns = poller.inline_spin_ns
 
-    async def _wait_for_window(self, has_room: Callable[[], bool], deadline: float | None) -> None:
+    async def _wait_for_window(self, network: RemoteReaders, need: Need, deadline: float | None) -> None:
         state = self._state
-        network = self._network
-        assert network is not None
         assert state.loop is not None
         stall = self._stall_of_writing(Need(1, ()))
         try:
-            while state.refusal is None and not has_room():
+            while state.refusal is None and not self.window_has(need):
                 news = state.news()
                 timer = None
                 if network.evicts:
@@ -167,11 +162,11 @@ class Room:
     def _window_is_full(self, need: Need) -> bool:
         """Return whether the window lacks room for any message, or the ring has room and so the window lacks it."""
         network = self._network
-        return network is not None and (not network.flow.room(need.slots, 0) or self._ring.free(*need))
+        return network is not None and (not network.flow.room(need.slots, 0) or self._ring.free(need.slots, need.large))
 
     def _laggards(self, need: Need) -> str:
         """Name the readers that messages have to wait for."""
-        names = self._ring.laggards(*need)
+        names = self._ring.laggards(need.slots, need.large)
         if self._network is not None and self._window_is_full(need):
             names = [*names, *self._network.laggards()]
         return ", ".join(names)

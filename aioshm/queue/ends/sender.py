@@ -68,7 +68,9 @@ class Sender:
         if not self._core.passes():
             return False
         message = self.encode(obj)
-        if network.flow.room_for(message) and self._publish(network, message):
+        flow = network.flow
+        has_room = flow.room(1, flow.window_bytes(message_bytes(message)))
+        if has_room and self._publish(network, message):
             return None
         return message
 
@@ -93,13 +95,13 @@ class Sender:
         self._note_trace()
         if network is None:
             return self._put(message)
-        return self.room.window_has([message]) and self._publish(network, message)
+        return self.room.window_has(self.room.need([message])) and self._publish(network, message)
 
     async def put_waiting(self, messages: list[Encoded], deadline: float | None) -> None:
         """Publish messages as soon as there is room for all; call it with the call lock."""
         need = self.room.need(messages)
-        while not self.room.has(messages, need):
-            await self.room.wait(messages, need, deadline)
+        while not self.room.has(need):
+            await self.room.wait(need, deadline)
             self._state.check_usable()
         self.put_all(messages)
 
@@ -123,13 +125,14 @@ class Sender:
 
     async def claim(self, nbytes: int, deadline: float | None) -> Slot:
         """Return the next slot, with room for ``nbytes``, as soon as it is free; call it with the call lock."""
+        need = self.room.need_of_bytes(nbytes)
         while True:
             self._state.check_usable()
-            if self.room.window_has_bytes(nbytes):
+            if self.room.window_has(need):
                 slot = self._ring.claim(nbytes)
                 if slot is not None:
                     return slot
-            await self.room.wait_for_bytes(nbytes, deadline)
+            await self.room.wait(need, deadline)
 
     def put_raw(self, slot: Slot, nbytes: int) -> None:
         """Publish a claimed slot, of which the caller's block has filled ``nbytes``."""
@@ -175,7 +178,7 @@ class Sender:
         if not self._ring.ranks:  # the ring only counts messages
             in_ring = b""
             network_bytes = size
-        elif not self._ring.free(*self.room.need([message])):
+        elif not self._ring_has(message):
             return False
         flow = network.flow
         if not flow.window.readers and flow.window.idle:  # later readers begin with later messages
@@ -198,8 +201,12 @@ class Sender:
         if isinstance(message, bytes) and len(message) <= self._chunk_bytes:
             if self._core.put(message):
                 return True
-            return self._ring.free(*self.room.need([message])) and self._core.put(message)
+            return self._ring_has(message) and self._core.put(message)
         return self._ring.put(message, self.room.checked_size(message), self._code)
+
+    def _ring_has(self, message: Encoded) -> bool:
+        need = self.room.need([message])
+        return self._ring.free(need.slots, need.large)
 
     # Batches
 
@@ -207,7 +214,7 @@ class Sender:
         """Divide messages into runs for which there can be room."""
         layout = self._ring.ring.layout
         runs = [messages]
-        if not layout.holds(*need):
+        if not layout.holds(need.slots, need.large):
             runs = list(self._runs(layout, messages))
         if self._network is None:
             return runs

@@ -245,9 +245,9 @@ class Writer(Closable):
         """Wait for room in the ring, or for news, on the poller only; return False if there is room already."""
         room = self.sender.room
         need = room.need([message])
-        if room.has([message], need):
+        if room.has(need):
             return False
-        await room.wait([message], need, deadline)
+        await room.wait(need, deadline)
         return True
 
     async def enqueue_many(self, objs: Iterable[Any], timeout: float | None) -> None:
@@ -262,7 +262,7 @@ class Writer(Closable):
         sender = self.sender
         need = sender.room.need(messages)
         parts = sender.parts(messages, need)
-        if self.state.core.passes() and len(parts) == 1 and sender.room.has(messages, need):
+        if self.state.core.passes() and len(parts) == 1 and sender.room.has(need):
             sender.put_all(messages)
             return
         for part in parts:

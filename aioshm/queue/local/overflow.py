@@ -75,35 +75,6 @@ def _checksum(header: memoryview, seq: int) -> int:
 # The writer's side
 
 
-class Overflow(ABC):
-    """The writer's way to send bodies that do not fit a chunk."""
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: B027 - segments need no loop
-        """Begin to serve readers on the loop."""
-
-    @abstractmethod
-    def put(
-        self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
-    ) -> None:
-        """Send the body of the message that the claimed slot is for, and mark the slot."""
-
-    @abstractmethod
-    def expect_reader(self, peer: Peer) -> None:
-        """Prepare for a newly admitted reader."""
-
-    @abstractmethod
-    def is_gone(self, seq: int) -> bool:
-        """Return whether the body of a message that all readers have read was discarded."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release all resources, or start to. Readers can still read everything that was sent. Idempotent."""
-
-    def finished(self) -> bool:
-        """Return whether every body was delivered, so that `close` loses nothing."""
-        return True
-
-
 class WrittenSegment:
     """One overflow segment, as its writer sees it."""
 
@@ -130,7 +101,7 @@ class WrittenSegment:
         self.segment.close()
 
 
-class OverflowSegments(Overflow):
+class OverflowSegments:
     """The writer's overflow segments."""
 
     def __init__(self, ring: RingWriter, queue_id: bytes, secret: bytes, readers: LocalReaders) -> None:
@@ -141,9 +112,17 @@ class OverflowSegments(Overflow):
         self.segments: list[WrittenSegment] = []  # by number
         self._uses = 0
 
+    def start(self, _loop: asyncio.AbstractEventLoop) -> None:
+        """Do nothing: segments need no loop."""
+
+    def finished(self) -> bool:
+        """Return True: closing loses nothing."""
+        return True
+
     def put(
         self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
     ) -> None:
+        """Write the body of the claimed slot's message to a segment, and mark the slot."""
         number = self.reserve(size)
         with self.segments[number].segment.view[:size] as target:
             write_body(target, parts, buffers)

@@ -27,7 +27,7 @@ from aioshm.errors import CorruptSlot, OutOfThreads, SharedMemoryError
 from aioshm.lifeline.connection import Peer
 from aioshm.lifeline.sockets import new_address
 from aioshm.process.limits import Reserve, naming_limits, start_thread
-from aioshm.queue.local.overflow import Overflow, OverflowReader, pack_marker
+from aioshm.queue.local.overflow import OverflowReader, pack_marker
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.messages import Outgoing, pack
 from aioshm.queue.remote.sockets import DataPublisher, DataSubscriber
@@ -50,7 +50,7 @@ DELIVERY_POLL_MS = 50
 _NUMBERS = (1 << 32) - 1  # a marker has these bits of a body's number
 
 
-class OverflowPublisher(Overflow):
+class OverflowPublisher:
     """The writer's side: the bodies that some reader may still need."""
 
     def __init__(self, readers: LocalReaders, options: Options) -> None:
@@ -104,6 +104,7 @@ class OverflowPublisher(Overflow):
     def put(
         self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
     ) -> None:
+        """Send the body of the claimed slot's message, and mark the slot."""
         seq = self._ring.seq
         self._forget_finished()
         check_memory(size)

@@ -9,7 +9,7 @@ import platform
 import secrets
 from collections.abc import Sequence
 from time import monotonic_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioshm.codec import Encoded
 from aioshm.codec.frames import INLINE, OVERFLOW, PLACED, RAW, pack_header, pack_place, parts_of, write_body
@@ -23,11 +23,14 @@ from aioshm.logs import LogLimiter
 from aioshm.process.limits import naming_limits
 from aioshm.process.watch import is_dying, process_state
 from aioshm.queue.local.loans import Extent, Loans, Placed
-from aioshm.queue.local.overflow import SECRET_BYTES, Overflow, OverflowSegments
+from aioshm.queue.local.overflow import SECRET_BYTES, OverflowSegments
 from aioshm.queue.registry import ReaderRegistry, ReaderSlot
 from aioshm.ring import RingWriter, ShmRingBuffer
 from aioshm.ring.layout import ATTACHED, DIED, DISMISSED, EVICTED, HELD, LEFT
 from aioshm.ring.slot import Slot
+
+if TYPE_CHECKING:  # writers with segments need no ZeroMQ
+    from aioshm.queue.local.overflow_sockets import OverflowPublisher
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
@@ -86,8 +89,9 @@ class LocalReaders:
         self._first = 0  # the first message of the reader that is being admitted
         for rank in extra:
             self.ring.evict(self._index[rank])
-        self.overflow: Overflow = OverflowSegments(self.ring, self.queue_id, self.secret, self)
-        self.loans: Loans = Loans(self.buffer, self.overflow)
+        segments = OverflowSegments(self.ring, self.queue_id, self.secret, self)
+        self.overflow: OverflowSegments | OverflowPublisher = segments
+        self.loans: Loans = Loans(self.buffer, segments)
         if options.overflow == "zmq" and ranks:
             try:
                 self.overflow = self._publisher()
@@ -135,7 +139,7 @@ class LocalReaders:
 
     # Large messages over ZeroMQ
 
-    def _publisher(self) -> Overflow:
+    def _publisher(self) -> OverflowPublisher:
         with naming_limits("a writer"):  # imported here: writers with segments need no ZeroMQ
             from aioshm.queue.local.overflow_sockets import OverflowPublisher
         return OverflowPublisher(self, self._options)

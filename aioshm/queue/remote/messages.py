@@ -96,19 +96,16 @@ class Flow:
         """Return whether there is room for so many more messages."""
         return self.window.room(messages, nbytes)
 
-    def room_for(self, *messages: Encoded) -> bool:
-        """Return whether there is room for encoded messages."""
-        return self.room(len(messages), sum(map(self._window_bytes, messages)))
-
-    def room_for_bytes(self, nbytes: int) -> bool:
-        """Return whether there is room for a message of so many bytes."""
-        return self.room(1, self._head_bytes + nbytes)
+    def window_bytes(self, *sizes: int) -> int:
+        """Return the most bytes of the window that messages of these sizes take."""
+        return sum(sizes) + self._head_bytes * len(sizes)
 
     def parts(self, messages: list[Encoded]) -> list[list[Encoded]]:
         """Divide messages into runs that fit an empty window."""
         parts = []
         while messages:
-            count = self.window.part(list(map(self._window_bytes, messages)))
+            sizes = [self.window_bytes(message_bytes(message)) for message in messages]
+            count = self.window.part(sizes)
             parts.append(messages[:count])
             messages = messages[count:]
         return parts
@@ -129,10 +126,6 @@ class Flow:
     def _transmit(self, address: bytes, message: Outgoing) -> None:
         for head, body in wire.parts(address + message.head, message.body):
             self._sockets.publish(head, body)
-
-    def _window_bytes(self, message: Encoded) -> int:
-        """Return the most bytes of the window that a message takes."""
-        return self._head_bytes + message_bytes(message)
 
 
 class Assembly:

@@ -16,7 +16,7 @@ from pairs import EITHER_PLACE
 from remotes import ready_ends
 
 import aioshm
-from aioshm import MessageQueue, Options, SharedMemoryError, ShmRingBuffer, StatelessProcessGroup, blocking
+from aioshm import MessageQueue, SharedMemoryError, ShmRingBuffer, StatelessProcessGroup, blocking
 
 create_from_process_group = MessageQueue.create_from_process_group
 create_from_process_group_single_reader = MessageQueue.create_from_process_group_single_reader
@@ -257,41 +257,6 @@ async def test_ranks_of_readers(value: Any) -> None:
         await writer.aclose()
 
 
-OPTIONS: list[tuple[str, list[Any]]] = [
-    ("backing", [5, NAN, True, NUMBERS, TEXT, ENDLESS]),
-    ("prefault_bytes", NO_SMALL_COUNT),
-    ("lifeline", [5, NAN, True, NUMBERS, TEXT]),
-    ("runtime_dir", [*NO_NAME, "", "a\0b", "\udc80", None]),
-    ("overflow", [5, NAN, True, NUMBERS, TEXT]),
-    ("wait", [5, NAN, True, NUMBERS, TEXT]),
-    ("max_spin_cpu", [NAN, INF, -1, 2, 10**400, ENDLESS, True, TEXT, None]),
-    ("stall_warning_s", NO_OPTION_SECONDS),
-    ("linger_s", [value for value in NO_OPTION_SECONDS if value != 0]),
-    ("on_reader_death", [5, NAN, True, NUMBERS, TEXT]),
-    ("max_readers", [*(value for value in NO_SMALL_COUNT if value is not None), 1 << 17]),
-    ("slow_reader", [5, NAN, True, NUMBERS, TEXT]),
-    ("max_message_bytes", [*NO_SMALL_COUNT, 0]),
-    ("remote_timeout", NO_OPTION_SECONDS),
-    ("remote_window", [*NO_SMALL_COUNT, 0]),
-    ("remote_window_bytes", [*NO_SMALL_COUNT, 0]),
-    ("remote_history", NO_SMALL_COUNT),
-    ("trace_context", NO_BOOL),
-    ("secure", NO_BOOL),
-    ("allow_insecure_pickle", NO_BOOL),
-]
-
-
-@pytest.mark.parametrize(("name", "values"), OPTIONS, ids=[name for name, _ in OPTIONS])
-def test_options(name: str, values: list[Any]) -> None:
-    for value in values:
-        with refused(name, value):
-            Options(**{name: value})
-
-
-def test_every_option_was_tried() -> None:
-    assert {name for name, _ in OPTIONS} == set(Options.__struct_fields__)
-
-
 GROUP: list[tuple[str, list[Any]]] = [
     ("host", [5, None, True, NUMBERS, ""]),
     ("port", [*NO_SMALL_COUNT, 0, 65536]),
@@ -391,12 +356,3 @@ def test_merging(value: Any) -> None:
         aioshm.merge(value)
     with pytest.raises(TypeError, match="readers"):
         aioshm.merge({0: value})
-
-
-def test_codecs() -> None:
-    for value in [*NO_NAME, None, ""]:
-        with refused("name", value):
-            aioshm.register_codec(value, dict)  # type: ignore[arg-type]
-    for value in (5, TEXT, None, NAN):
-        with refused("factory", value):
-            aioshm.register_codec("mine", value)  # type: ignore[arg-type]

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 from children import child
-from faces import Thread, make_writer, reading
+from faces import Thread, reading
 from pairs import EITHER_PLACE
 from remotes import ready_ends, wide_writer
 from support import until
 
-from aioshm import EndClosed, Handle, HandleError, MessageQueue, PeerClosed, blocking
+from aioshm import EndClosed, Handle, HandleError, MessageQueue, PeerClosed
 from aioshm.process.watch import process_state
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -156,18 +156,6 @@ class TestMineAndTheOthers:
             with pytest.raises(EndClosed, match="this end was closed"):
                 await reader.dequeue()
 
-    def test_on_the_blocking_face(self) -> None:
-        with reading(lambda reader: reader) as (writer, thread):
-            reader = thread.result()
-            with pytest.raises(EndClosed, match="this end was closed"):
-                reader.dequeue(20)
-            with pytest.raises(PeerClosed, match="every reader has left"):
-                for _ in range(1000):
-                    writer.enqueue("x", 20)
-            writer.close()
-            with pytest.raises(EndClosed, match="this end was closed"):
-                writer.enqueue("x")
-
 
 class TestAQueueInsteadOfItsHandle:
     @pytest.mark.parametrize("pass_on", [pickle.dumps, copy.copy, copy.deepcopy, ForkingPickler.dumps])
@@ -179,15 +167,6 @@ class TestAQueueInsteadOfItsHandle:
                 pass_on(reader)
             await writer.enqueue("still there", 20)
             assert await reader.dequeue(20) == "still there"
-
-    def test_on_the_blocking_face(self) -> None:
-        with make_writer() as writer:
-            with pytest.raises(TypeError, match=r"<blocking <writer .* export_handle\(\)"):
-                pickle.dumps(writer)
-            with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-                with pytest.raises(TypeError, match="the handle that it was made from"):
-                    pickle.dumps(reader)
-            assert pickle.loads(pickle.dumps(writer.export_handle())) == writer.export_handle()
 
 
 class TestARankThatIsTaken:

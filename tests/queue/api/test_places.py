@@ -203,7 +203,7 @@ class TestReplaced:
             writer.enqueue(1, 20)
             assert second.result() == 1
             with pytest.raises(PeerClosed):
-                for _ in range(1000):
+                while True:
                     writer.enqueue(2, 20)
             third = Thread(read_one)
             while writer.readers[0].state != "attached":

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from faces import reading
 from pairs import EITHER_PLACE, attached
 from remotes import ready_ends, wide_writer
 from support import until
@@ -128,27 +127,3 @@ async def test_a_newcomers_rate() -> None:
             await late.wait_until_ready(20)
             stats = late.stats()
             assert (stats.messages, stats.messages_per_s, stats.bytes) == (500, 0, 0)
-
-
-def test_plain_threads() -> None:
-    def read(reader: Any) -> Any:
-        for _ in range(3):
-            reader.dequeue(20)
-        return reader.stats()
-
-    with reading(read, codec="raw") as (writer, thread):
-        for _ in range(3):
-            writer.enqueue(bytes(500), 20)
-        stats = thread.result()
-        assert (stats.bytes, stats.messages) == (1500, 3)
-        assert stats.latency.samples > 0
-        ours = writer.stats()
-        assert (ours.bytes, ours.per_reader[0].bytes) == (1500, 1500)
-        assert ours.messages_per_s > 0
-
-
-async def test_a_writer_without_readers() -> None:
-    async with MessageQueue(0, 0) as writer:
-        await writer.enqueue(bytes(100))
-        stats = writer.stats()
-        assert (stats.messages, stats.bytes, stats.per_reader) == (1, 0, ())

@@ -52,7 +52,7 @@ def _reader_process(handle: Handle, rank: int, result: Connection, messages: int
 
 
 @pytest.mark.one_loop
-@pytest.mark.parametrize("messages", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("messages", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 async def test_four_processes_receive_random_arrays(messages: int) -> None:
     # Chunks of 128 KiB: every 500th array overflows.
     writer = MessageQueue(READERS, READERS, max_chunk_bytes=128 * 1024, max_chunks=10, slots=10)
