@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
 IDENTITY_BYTES = 2
@@ -27,22 +27,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class CoreEngineState(Enum):
-    """The progress of an engine's startup, as seen by its front end."""
+    """The progress of an engine's startup, as seen by its front end; the values stand in sentences."""
 
-    NEW = auto()
-    """It has not said HELLO."""
-    CONNECTED = auto()
-    """It said HELLO, and INIT was sent."""
-    READY = auto()
-    """It said READY."""
-
-
-PHASES = {
-    CoreEngineState.NEW: "before HELLO",
-    CoreEngineState.CONNECTED: "connected",
-    CoreEngineState.READY: "ready",
-}
-"""States in sentences."""
+    NEW = "before HELLO"
+    CONNECTED = "connected"  # it said HELLO, and INIT was sent
+    READY = "ready"
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +184,7 @@ class Waiting:
 
     def __str__(self) -> str:
         pid = "" if self.pid is None else f"pid {self.pid}, "
-        return f"{self.index} ({pid}{PHASES[self.state]}, {self.seconds:.0f} s)"
+        return f"{self.index} ({pid}{self.state.value}, {self.seconds:.0f} s)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from aioshm.arguments import check_int, check_plain
 from aioshm.engine.client.liveness import engine_of
-from aioshm.engine.protocol.addresses import PHASES, CoreEngine, StartupProgress, describe_failure, engine_index
+from aioshm.engine.protocol.addresses import CoreEngine, StartupProgress, describe_failure, engine_index
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
 from aioshm.errors import EngineStartupError, HandshakeError
 from aioshm.process.background import in_thread
@@ -202,7 +202,7 @@ def startup_failure(
         if rank is not None:
             names.append(each.name)
             if rank in engines:
-                phase = PHASES[engines[rank].state]
+                phase = engines[rank].state.value
         causes.append(replace(each, last_line="").describe(phase))
         failed[each.name] = each.exitcode
     processes = local_engines(manager)

@@ -255,7 +255,7 @@ class TestTwoClients:
             assert serving.engines[0].aborted == []
             await stream.aclose()
 
-    async def test_client_that_closes_aborts_its_requests(self) -> None:
+    async def test_client_that_closes_aborts_its_requests_and_may_have_a_successor(self) -> None:
         async with served(Engine(), n_clients=2) as serving:
             one, other = serving.clients
             stream = one.submit(ask("a", None))
@@ -274,15 +274,7 @@ class TestTwoClients:
             await until(lambda: serving.engines[0].aborted == ["a"])
             await anext(kept)
             await kept.aclose()
-
-    async def test_next_client_at_the_same_addresses_is_served(self) -> None:
-        async with served(Engine()) as serving:
-            stream = serving.client.submit(ask("a", None))
-            await anext(stream)
-            addresses = serving.client.addresses
-            await serving.client.aclose()
-            await until(lambda: serving.engines[0].aborted == ["a"])
-            async with EngineClient(addresses, 1) as successor:
+            async with EngineClient(one.addresses, 1) as successor:
                 await successor.wait_until_ready(10)
                 assert len(await collected(successor.submit(ask("a")))) == 3
 

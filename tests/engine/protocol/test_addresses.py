@@ -20,7 +20,7 @@ from aioshm.engine import (
 )
 from aioshm.engine.client.liveness import engine_of
 from aioshm.engine.endpoints import check_handshake_address
-from aioshm.engine.protocol.addresses import PHASES, describe_failure, engine_index
+from aioshm.engine.protocol.addresses import describe_failure, engine_index
 from aioshm.errors import SharedMemoryError
 from aioshm.process.watch import ProcessExit
 
@@ -116,7 +116,7 @@ def test_progress_names_waiting_engines() -> None:
 
 def test_exit_of_an_engine_is_described_with_its_phase() -> None:
     found = ProcessExit("EngineCore_1", 7, 3, True)
-    assert found.describe(PHASES[NEW]) == "EngineCore_1 (pid 7, before HELLO) exited with code 3"
+    assert found.describe(NEW.value) == "EngineCore_1 (pid 7, before HELLO) exited with code 3"
     assert engine_of(found) == 1
     found = ProcessExit("DPCoordinator", 7, -63)
     assert found.describe() == "DPCoordinator (pid 7) was killed by signal 63"
