@@ -256,5 +256,5 @@ def publisher_binds(endpoint: str) -> bool:
 
 
 def passed_on(asked: str, bound: str) -> str:
-    """Return the endpoint to pass on to subscribers: as in vLLM, with the host's address if the port was chosen."""
+    """Return the endpoint for subscribers: the host's own address if the system chose the port."""
     return connectable(bound) if asked.endswith((":0", ":*")) else bound

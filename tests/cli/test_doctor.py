@@ -124,6 +124,16 @@ def process_one(handles, zombies):
     ]
 
 
+def native(wanted):
+    """Return the patches for native parts that do not run."""
+    return [
+        ("aioshm.cli.doctor.native_core", False),
+        ("aioshm.cli.doctor.NativeEncoder", None),
+        ("aioshm.cli.doctor.native_wanted", lambda: wanted),
+    ]
+
+
+MISSING = [("importlib.util.find_spec", lambda _: None)]
 ORDER = ("aioshm.cli.doctor.STRONG_ORDER", False)
 
 
@@ -142,6 +152,13 @@ ORDER = ("aioshm.cli.doctor.STRONG_ORDER", False)
          "AIOSHM_BACKING=named"),
         ("/dev/shm", [("os.statvfs", lambda _: SimpleNamespace(f_bavail=16, f_frsize=4096))], "note", "0 MiB free",
          "--shm-size"),
+        ("uvloop", MISSING, "note", "not installed", ": pip install 'aioshm[uvloop]'"),
+        ("numpy", MISSING, "note", "not installed", ": pip install numpy"),
+        ("torch", MISSING, "note", "not installed", ": pip install 'aioshm[torch]'"),
+        ("native core", [("aioshm.cli.doctor.native_core", True)], "good", "runs", ""),
+        ("native core", native(wanted=True), "note", "not built", "install a C compiler"),
+        ("native core", native(wanted=False), "note", "switched off", "AIOSHM_NATIVE=0"),
+        ("native encoder", native(wanted=True), "note", "not built", "install a C compiler"),
     ],
 )  # fmt: skip
 def test_finding_has_its_verdict_and_advice(monkeypatch, name, patches, verdict, found, advice):
@@ -151,32 +168,6 @@ def test_finding_has_its_verdict_and_advice(monkeypatch, name, patches, verdict,
     assert finding.verdict == verdict
     assert found in finding.found
     assert advice in finding.advice
-
-
-@pytest.mark.parametrize(
-    ("runs", "wanted", "found"), [(True, True, "runs"), (False, True, "not built"), (False, False, "switched off")]
-)
-def test_native_parts_are_reported(monkeypatch, runs, wanted, found):
-    monkeypatch.setattr(doctor, "native_core", runs)
-    monkeypatch.setattr(doctor, "NativeEncoder", object if runs else None)
-    monkeypatch.setattr(doctor, "native_wanted", lambda: wanted)
-    for name in ("native core", "native encoder"):
-        assert (verdict_of(name).verdict, verdict_of(name).found) == ("good" if runs else "note", found)
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("uvloop", "pip install 'aioshm[uvloop]'"),
-        ("numpy", "pip install numpy"),
-        ("torch", "pip install 'aioshm[torch]'"),
-    ],
-)
-def test_missing_package_is_noted_with_its_remedy(monkeypatch, name, remedy):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    finding = verdict_of(name)
-    assert (finding.verdict, finding.found) == ("note", "not installed")
-    assert finding.advice.endswith(f": {remedy}")
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def own(text: str, key: str = "processes") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("command", [["ls"], ["top", "--once"]])
-def test_tables_show_each_process(
+def test_tables_and_json_show_each_process(
     command: list[str], processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     pid = processes["EngineCore_0"].pid
@@ -111,13 +111,7 @@ def test_tables_show_each_process(
     assert LONG in " ".join(out.split())
     assert f"(pid {os.getpid()})" in " ".join(out.split())
     assert [line for line in out.splitlines() if len(line) > 80] == []
-
-
-@pytest.mark.parametrize("command", [["ls", "--json"], ["top", "--once", "--json"]])
-def test_json_has_each_process(
-    command: list[str], processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = own(said(capsys, *command))
+    found = own(said(capsys, *command, "--json"))
     assert set(found) == set(processes)
     assert found[LONG]["rank"] == 3
     assert set(found["EngineCore_0"]) == {

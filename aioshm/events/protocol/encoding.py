@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 
 
 # How many fields of an event are written even if they are None.
-_ALWAYS_IN_ARRAYS: dict[type[KnownEvent], int] = {BlockStored: 6, BlockRemoved: 2, AllBlocksCleared: 0}
-_ALWAYS_IN_MAPS: dict[type[KnownEvent], int] = {BlockStored: 7, BlockRemoved: 2, AllBlocksCleared: 0}
+_Counts: TypeAlias = dict[type[KnownEvent], int]
+_ALWAYS_IN_ARRAYS: _Counts = {BlockStored: 6, BlockRemoved: 2, AllBlocksCleared: 0}
+_ALWAYS_IN_MAPS: _Counts = {BlockStored: 7, BlockRemoved: 2, AllBlocksCleared: 0}
 
 
 def _load() -> type[EventEncoder] | None:
@@ -71,7 +72,8 @@ def _native_encoder() -> EventEncoder | None:
     kinds = []
     for kind, always in _ALWAYS_IN_MAPS.items():
         fields = kind.__struct_fields__
-        kinds.append((kind, pack("type") + pack(kind.__name__), fields, tuple(map(pack, fields)), always))
+        head = pack("type") + pack(kind.__name__)
+        kinds.append((kind, head, fields, tuple(map(pack, fields)), always))
     try:
         return NativeEncoder(tuple(kinds))
     except TypeError:  # this version of msgspec has another memory layout of structs
@@ -285,7 +287,7 @@ class BatchDecoder:
         return "map" if self._maps else "array"
 
     def decode(self, payload: bytes) -> KVEventBatch:
-        """Return the batch in ``payload``, or raise CodecError; a bad event becomes an ``UnknownEvent``."""
+        """Return the batch, or raise CodecError; a bad event becomes an ``UnknownEvent``."""
         if len(payload) > self._max_bytes:
             raise CodecError(
                 f"a payload of {len(payload)} bytes, at most {self._max_bytes} are taken: max_payload_bytes"
@@ -305,7 +307,8 @@ class BatchDecoder:
         if count is None:
             raise CodecError("not an event batch: no array of events")
         if count > self._max_events:
-            raise CodecError(f"a batch of {count} events, at most {self._max_events} are taken: max_payload_bytes")
+            most = self._max_events
+            raise CodecError(f"a batch of {count} events, at most {most} are taken: max_payload_bytes")
         raws = _raw_events.decode(batch.events)
         if raws:
             self._maps = _is_map(raws[0])

@@ -165,9 +165,9 @@ def derived(
     last: int | None = None,
     **options: Any,
 ) -> Any:
-    """Create a struct class with the first ``last`` fields of ``kind``, for another form on the wire.
+    """Create a struct class with the first ``last`` fields of ``kind``, for another wire format.
 
-    The default of all fields but the first ``required`` ones is None; ``replaced`` has other types and defaults.
+    Fields after the first ``required`` ones default to None; ``replaced`` has other types and defaults.
     """
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind)[:last]:

@@ -66,12 +66,15 @@ class _Stream:
         self.expected: int = expected  # the next number
         # Number and hash of the last delivery; None before the first delivery.
         self.last: tuple[int, int] | None = None
-        self.doubted: bool = False  # live batches may come from another process, until a replay confirms one of them
+        # Live batches may come from another process, until a replay confirms one of them.
+        self.doubted: bool = False
         self.connection: object = None  # connection of the last live batch
-        self.moved: bool = False  # `connection` is new, and no replay has confirmed that the process is the same
+        # `connection` is new, and no replay has confirmed that the process is the same.
+        self.moved: bool = False
         self.ended: bool = False  # `connection` has ended
-        self.absent: bool = False  # the replay port has no batches of this stream, and is not asked for them
-        self.covered: int = 0  # live messages with a lower arrival number came before a request that was answered since
+        self.absent: bool = False  # the replay port has no batches of this stream: no requests
+        # Live messages with a lower arrival number came before a request that was answered since.
+        self.covered: int = 0
         self._fingerprints: deque[int] = deque(maxlen=REMEMBERED)  # of the numbers directly before ``expected``
 
     def judge(self, seq: int, mark: int) -> Verdict:
@@ -113,7 +116,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Job:
-    """A replay request, sent or to be sent: whether the publisher is the same process, and what it sent since."""
+    """A replay request: is the publisher the same process, and which batches did it send since?"""
 
     stream: _Stream | None  # None: everything from the start number on
     pending: Message | None = None  # the live message that caused this request

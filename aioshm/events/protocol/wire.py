@@ -44,7 +44,7 @@ MAX_SEQ = 2**64 - 2
 def resolve_wire(
     wire: Wire = DEFAULT_WIRE, encoding: Encoding | None = None, replay_format: ReplayFormat | None = None
 ) -> tuple[Encoding, ReplayFormat]:
-    """Return encoding and replay format: those of ``wire``, unless given; raise ValueError for unknown ones."""
+    """Return encoding and replay format, by default those of ``wire``; ValueError: unknown."""
     if wire not in WIRES:
         raise ValueError(f"wire must be one of {tuple(WIRES)}, not {wire!r}")
     if encoding is not None and encoding not in ENCODINGS:
@@ -76,7 +76,7 @@ def parse_live(frames: Sequence[bytes]) -> Frames:
 
 
 def parse_request(frames: Sequence[bytes]) -> int:
-    """Return the start number of a replay request without the client's identity, or raise CodecError."""
+    """Return the start number of a request without the client's identity, or raise CodecError."""
     if len(frames) != 2 or frames[0] != b"":
         raise CodecError(f"a replay request is an empty frame and a number; got {len(frames)} frames")
     if len(frames[1]) != SEQ_BYTES:

@@ -22,7 +22,7 @@ from aioshm.zeromq.pump import Pump, receive_frames
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
-# How long one callback receives messages into the backlog; decoding, which takes longer, has four times as long.
+# How long one callback receives messages into the backlog; decoding has four times as long.
 _READ_AHEAD_S = 0.0005
 # Messages that ZeroMQ holds for each connection to an open port: strangers may send large ones.
 OPEN_HWM = 16
