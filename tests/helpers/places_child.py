@@ -1,16 +1,15 @@
-"""Ends of a queue on two hosts, for tests that kill readers: ``python places_child.py ROLE ARGUMENTS...``."""
+"""A writer whose readers are killed: ``python places_child.py write IP TIMEOUT POLICY STOP``."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from remotes import wide_writer
 
-from aioshm import MessageQueue, QueueClosed
+from aioshm import QueueClosed
 
 
 def say(what: object) -> None:
@@ -31,14 +30,6 @@ async def write(ip: str, timeout: str, policy: Any, stop: str) -> None:
                 pass
             await asyncio.sleep(0.001)
     say(sent)
-
-
-async def read(handle: str, journal: str) -> None:
-    """Write down what comes, at whichever place is vacant."""
-    with open(journal, "ab", buffering=0) as file:
-        async with MessageQueue.create_from_handle(handle) as reader:
-            async for number in reader:
-                file.write(f"{os.getpid()} {number}\n".encode())
 
 
 if __name__ == "__main__":

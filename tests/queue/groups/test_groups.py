@@ -89,12 +89,10 @@ async def test_one_rank_writes_to_all_others(world_size: int, writer: int) -> No
     await close_all(ends)
 
 
-@pytest.mark.parametrize("form", ["handle", "text"])
-async def test_a_writer_outside_of_the_group(form: str) -> None:
+async def test_a_writer_outside_of_the_group() -> None:
     async with MessageQueue(3, 3, None, *SIZES, codec="msgpack") as writer:
-        handle = writer.export_handle()
-        # Only what rank 1 passes counts, as it is the one that would write.
-        passed = [None, handle if form == "handle" else handle.to_json(), "nonsense"]
+        # Only the argument of rank 1 counts, which would write.
+        passed = [None, writer.export_handle().to_json(), "nonsense"]
         calls = [
             create_from_process_group(pg, *SIZES, 1, external)  # type: ignore[arg-type]
             for pg, external in zip(meet(3), passed, strict=True)
@@ -211,9 +209,8 @@ async def test_the_others_are_remote_readers(
     await close_all(ends)
 
 
-@pytest.mark.parametrize("apart", [set(), {1}], ids=["local", "remote"])
-async def test_a_rank_is_replaced(far: set[int], apart: set[int]) -> None:
-    far |= apart
+async def test_a_rank_is_replaced(far: set[int]) -> None:
+    far.add(1)
     options = Options(on_reader_death="evict", max_readers=3)
     writer, leaver, patient = ends = await everywhere(
         [create_from_process_group(pg, *SIZES, 0, options=options, connect_ip="127.0.0.1") for pg in meet(3)]
@@ -243,17 +240,6 @@ async def test_the_one_reader_is_remote_for_some(far: set[int]) -> None:
     for writer, reader in zip(writers, readers, strict=True):
         await check_messages(writer, [reader])
     await close_all([*writers, *readers])
-
-
-async def test_cancelling_one_rank_where_readers_are_remote(far: set[int]) -> None:
-    far.add(1)
-    group = meet(3)
-    tasks = [asyncio.ensure_future(create_from_process_group(pg, *SIZES, connect_ip="127.0.0.1")) for pg in group]
-    cancel_before(group[0], 1, tasks[0])
-    await asyncio.wait(tasks, timeout=20)
-    assert tasks[0].cancelled()
-    for other in tasks[1:]:
-        assert isinstance(other.exception(), AioshmError), other
 
 
 # The loop
