@@ -1,17 +1,197 @@
-"""Messages for remote readers are copied before the caller goes on."""
+"""Messages for remote readers: copied before the caller goes on, and sent in parts where they are large."""
 
 from __future__ import annotations
 
+import asyncio
+import resource
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from proxy import proxied
+from remotes import ready_ends, wide_writer
+from support import until
 
+from aioshm import MessageQueue, PeerDied
 from aioshm.codec.frames import HEADER, INLINE, RAW, body_bytes, split_body
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.messages import Outgoing, pack
-from aioshm.queue.remote.wire import ONE_FRAME_BYTES
+from aioshm.queue.remote.messages import Assembly, Outgoing, pack
+from aioshm.queue.remote.wire import ONE_FRAME_BYTES, PART_BYTES
 
 SECRET = bytes(wire.SECRET_BYTES)
+TOGETHER = 16 << 20
+
+
+def array(number: int, nbytes: int = TOGETHER) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.arange(nbytes // 8) + number
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PART_BYTES", 20_000)
+
+
+# Frames
+
+
+async def test_large_message_arrives_in_frames_of_the_size_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    parse = wire.parse_data
+
+    def measured(head: memoryview, body: memoryview | None) -> wire.Data:
+        sizes.append(len(body or b""))
+        return parse(head, body)
+
+    monkeypatch.setattr(wire, "parse_data", measured)
+    async with ready_ends(0, 1) as (writer, (reader,)):
+        await writer.enqueue(array(1))
+        assert (await reader.dequeue(60) == array(1)).all()
+    assert max(sizes) == PART_BYTES
+    assert sum(size == PART_BYTES for size in sizes) == TOGETHER // PART_BYTES
+
+
+@pytest.mark.slow
+async def test_memory_of_the_parts_of_a_large_message_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    async with ready_ends(0, 1) as (writer, (reader,)):
+        await writer.enqueue("small")
+        await reader.dequeue(60)
+        before = resident()
+        sent = array(5, 200 << 20)
+        sending = asyncio.ensure_future(writer.enqueue(sent))
+        assert ((await reader.dequeue(100)) == sent).all()
+        await sending
+        del sent
+        await until(lambda: resident() < before + (50 << 20), "the end of the memory's use")
+
+
+# Connections that end
+
+
+@pytest.mark.parametrize("how", ["reset", "close", "truncate"])
+async def test_message_whose_connection_ends_between_its_parts_comes_whole(how: str, small_parts: None) -> None:
+    async with wide_writer(0, 1, remote_timeout=5.0) as writer:
+        async with proxied(writer.export_handle()) as (handle, data, _control):
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+                for number in range(3):
+                    data.delay_s = 0.01
+                    before = data.connections
+                    receiving = asyncio.ensure_future(reader.dequeue(60))
+                    await writer.enqueue({"number": number, "array": array(number, 4 << 20)})
+                    link: Any = reader.end.source.link
+                    await until(lambda link=link: link._assembly._filled > 0, "the first part")
+                    if how == "truncate":
+                        data.truncate()
+                    else:
+                        data.cut(reset=how == "reset")
+                    data.delay_s = 0.0
+                    received = await receiving
+                    assert received["number"] == number
+                    assert (received["array"] == array(number, 4 << 20)).all()
+                    assert data.connections > before
+                await writer.enqueue("after")
+                assert await reader.dequeue(20) == "after"
+
+
+async def test_writer_that_dies_amid_a_message_leaves_its_reader_without_the_message(small_parts: None) -> None:
+    async with wide_writer(0, 1, remote_timeout=1.0) as writer:
+        async with proxied(writer.export_handle()) as (handle, data, control):
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+                await writer.enqueue("whole")
+                data.delay_s = 0.01
+                await writer.enqueue(array(3, 4 << 20))
+                link: Any = reader.end.source.link
+                await until(lambda: link._assembly._filled > 0, "the first part")
+                for proxy in (data, control):
+                    proxy.refusing = True
+                    proxy.cut()
+                assert await reader.dequeue(20) == "whole"
+                with pytest.raises(PeerDied):
+                    await reader.dequeue(20)
+                assert link._assembly._memory is None, "the parts that came are given back"
+
+
+# What is received
+
+
+async def test_large_messages_keep_their_order_among_small_ones(small_parts: None) -> None:
+    async with ready_ends(1, 2, codec="raw") as (writer, readers):
+        messages: list[Any] = [b"x" * size for size in (1, 20_000, 20_001, 70_000, 5, 100_000, 40_000)] * 3
+        sending = asyncio.ensure_future(writer.enqueue_many(messages))
+        for reader in readers:
+            assert [await reader.dequeue(20) for _ in messages] == messages
+        await sending
+
+
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+async def test_large_arrays_of_every_kind_arrive_as_they_were_sent(codec: str, small_parts: None) -> None:
+    whole = np.random.default_rng(1).integers(0, 256, 100_000, np.uint8)
+    readonly = np.frombuffer(whole.tobytes(), np.float16)
+    sent: list[Any] = [whole, readonly, readonly[1:].reshape(-1, 1), whole.reshape(2, -1).T, torch.from_numpy(whole)]
+    async with ready_ends(0, 1, codec=codec) as (writer, (reader,)):
+        for array in sent:
+            for message in ((1, array), (array, whole[:10_000], array)):
+                await writer.enqueue(message)
+                received = await reader.dequeue(60)
+                assert len(received) == len(message)
+                for found, wanted in zip(received, message, strict=True):
+                    if isinstance(wanted, np.ndarray | torch.Tensor):
+                        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+                        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+
+
+async def test_large_array_is_its_receivers_own_also_after_a_lease(small_parts: None) -> None:
+    async with ready_ends(0, 1) as (writer, (reader,)):
+        for number in (0, 0, 1):
+            await writer.enqueue(array(number, 1 << 20))
+        first = await reader.dequeue(60)
+        first[:] = 7
+        async with reader.lease(60) as leased:
+            kept: Any = leased
+        assert (await reader.dequeue(60) == array(1, 1 << 20)).all()
+        assert (kept == array(0, 1 << 20)).all()
+
+
+# The assembly
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 9), st.integers(1, 9))))
+def test_only_whole_messages_come_of_parts_that_are_cut_off_and_sent_again(
+    sent: list[tuple[int, int, int, int]],
+) -> None:
+    """Each message: its number, its parts, the first and the number of parts of it that arrive."""
+    assembly = Assembly(1000)
+    for seq, count, first, length in sent:
+        content = [bytes([seq, number]) for number in range(count)]
+        came = []
+        for number in range(count)[first : first + length]:
+            data = wire.Data(RAW, 0, 0, seq, 2 * count, memoryview(content[number]), b"", 2 * number, 2 * count)
+            if (whole := assembly.add(data)) is not None:
+                came.append(bytes(whole.body))
+        if first == 0:
+            assert came == ([b"".join(content)] if length >= count else [])
+
+
+def test_message_larger_than_its_writer_may_send_takes_no_memory() -> None:
+    outgoing = pack(RAW, 0, 5, [b"x" * (PART_BYTES + 1)], (), PART_BYTES + 1)
+    frames = wire.parts(wire.address(SECRET) + outgoing.head, outgoing.body)
+    data = [wire.parse_data(memoryview(head), memoryview(body or b"")) for head, body in frames]
+    assembly = Assembly(PART_BYTES)
+    with pytest.raises(wire.WireError, match=f"a message of {PART_BYTES + 1} bytes, more than {PART_BYTES}"):
+        assembly.add(data[0])
+    assert assembly.add(data[1]) is None
+
+
+# Messages are copied before the caller goes on
 
 
 def packed(*parts: Any, buffers: Any = (), kind: int = INLINE, seq: int = 5) -> Outgoing:
