@@ -47,12 +47,12 @@ class ProcessLock(ctypes.Structure):
     # Two words of memory. The native core reads and writes them, too.
     _fields_ = (("owner", ctypes.c_ulong), ("next_owner", ctypes.c_ulong))
     owner: int  # the id of the thread that holds the lock; 0: none
-    next_owner: int  # the thread that acquires the lock next; only the background loop uses this: it costs a switch
+    next_owner: int  # acquires the lock next: the background loop only, for it costs a switch
 
     def __init__(self, recheck_s: float) -> None:
         super().__init__()
-        self._recheck_s = recheck_s  # how late a free lock is noticed if a handler kept its owner from waking others
-        self.waiting: deque[threading.Lock] = deque()  # one lock for each waiting thread, on which the thread sleeps
+        self._recheck_s = recheck_s  # how late a free lock may be noticed
+        self.waiting: deque[threading.Lock] = deque()  # each waiting thread sleeps on its own
 
     def acquire(self, me: int, deadline: float | None = None) -> bool:
         """Acquire the lock for the calling thread ``me``; return False if the deadline passes first."""

@@ -182,8 +182,8 @@ class ProgressWatch:
     Of processes in lockstep, which wait for each other, one is ended: a stopped one before all others, else one
     that does not say that it waits, and of these the one whose step began first. One that waits is ended if all do.
 
-    ``warning_s`` is the time without progress before the first report. Without ``restart`` nothing is ended.
-    ``on_change`` is called when the state of a process has changed, or its line is known.
+    ``warning_s`` is the time without progress before the first report. Without ``restart`` nothing
+    is ended. ``on_change`` is called when the state of a process has changed, or its line is known.
     """
 
     def __init__(self, warning_s: float, restart: Restart | None, on_change: Callable[[Watched], object]) -> None:

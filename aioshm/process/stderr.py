@@ -34,13 +34,13 @@ class _Stream:
 class StderrRelay:
     """Writes the standard error of processes to that of this process at construction.
 
-    Each process writes into a pipe; one thread reads all pipes. If nobody reads the standard error of this process, the
-    processes block as if they had inherited it.
+    Each process writes into a pipe; one thread reads all pipes. If nobody reads the standard error
+    of this process, the processes block as if they had inherited it.
     """
 
     def __init__(self) -> None:
         self._named: dict[str, _Stream] = {}
-        self._open: dict[int, _Stream] = {}  # by descriptor; also of forgotten processes, whose children may write
+        self._open: dict[int, _Stream] = {}  # by descriptor, also those of forgotten processes
         self._waiting: deque[bytes] = deque()
         self._lock = threading.Lock()
         self._closing = False

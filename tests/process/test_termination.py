@@ -19,65 +19,57 @@ def is_default() -> bool:
     return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@pytest_asyncio.fixture(autouse=True)
-async def default_again() -> AsyncIterator[None]:
+@pytest_asyncio.fixture
+async def termination() -> AsyncIterator[Termination]:
+    """Give the termination of the test's task."""
     assert is_default()
-    yield
+    made = Termination()
+    yield made
+    made.disarm()
     assert is_default()
 
 
-async def test_task_that_waits_is_cancelled_by_sigterm() -> None:
-    async def work() -> bool:
-        termination = Termination()
-        termination.arm()
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.sleep(100)
-        except asyncio.CancelledError:
-            return termination.take_back() and termination.came
-        finally:
-            termination.disarm()
-        return False
+def armed(termination: Termination) -> None:
+    """Let SIGTERM cancel the calling task."""
+    termination._task = asyncio.current_task()
+    termination.arm()
 
-    task = asyncio.create_task(work())
-    assert await task
+
+async def test_task_that_waits_is_cancelled_by_sigterm(termination: Termination) -> None:
+    armed(termination)
+    with pytest.raises(asyncio.CancelledError):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(100)
+    assert termination.came
+    assert termination.take_back()
+    task = asyncio.current_task()
+    assert task is not None
     assert task.cancelling() == 0
 
 
-async def test_task_that_holds_up_the_loop_is_interrupted_once_by_sigterm() -> None:
-    async def work() -> list[object]:
-        termination = Termination()
-        termination.arm()
-        termination.interrupts = True
-        found: list[object] = []
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        except SystemExit as end:
-            termination.interrupts = False
-            found = [end.code]
-        await asyncio.sleep(0.01)  # no cancellation comes behind it
+async def test_task_that_blocks_the_loop_is_interrupted_once_by_sigterm(termination: Termination) -> None:
+    armed(termination)
+    termination.interrupts = True
+    with pytest.raises(SystemExit) as caught:
         signal.raise_signal(signal.SIGTERM)
-        await asyncio.sleep(0.01)
-        found.append(termination.take_back())
-        termination.disarm()
-        return found
-
-    assert await asyncio.create_task(work()) == [TERMINATED, True]
-
-
-async def test_sigterm_that_is_ignored_leaves_the_next_one_to_the_system() -> None:
-    async def work() -> None:
-        termination = Termination()
-        termination.arm()
-        termination.interrupts = termination.ignored = True
-        signal.raise_signal(signal.SIGTERM)
-        await until(is_default)
-        assert not termination.came
-
-    await asyncio.create_task(work())
+    assert caught.value.code == TERMINATED
+    termination.interrupts = False
+    await asyncio.sleep(0.01)  # no cancellation comes behind it
+    signal.raise_signal(signal.SIGTERM)
+    await asyncio.sleep(0.01)
+    assert termination.take_back()
 
 
-async def test_cancellation_that_is_not_sigterms_is_not_taken_back() -> None:
+async def test_sigterm_that_is_ignored_leaves_the_next_one_to_the_system(termination: Termination) -> None:
+    armed(termination)
+    termination.interrupts = True
+    termination.ignored = True
+    signal.raise_signal(signal.SIGTERM)
+    await until(is_default)
+    assert not termination.came
+
+
+async def test_cancellation_without_sigterm_is_not_taken_back() -> None:
     async def work() -> bool:
         termination = Termination()
         termination.arm()
@@ -96,13 +88,12 @@ async def test_cancellation_that_is_not_sigterms_is_not_taken_back() -> None:
 
 
 @pytest.mark.one_loop
-async def test_handler_of_the_program_is_left_alone() -> None:
+async def test_handler_of_the_program_is_left_alone(termination: Termination) -> None:
     def handler(*_: object) -> None: ...
 
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        termination = Termination()
-        termination.arm()
+        armed(termination)
         assert signal.getsignal(signal.SIGTERM) is handler
         termination.disarm()
         assert signal.getsignal(signal.SIGTERM) is handler
@@ -111,25 +102,19 @@ async def test_handler_of_the_program_is_left_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-async def test_forked_child_is_ended_by_sigterm_and_its_parent_is_not() -> None:
-    async def work() -> int:
-        termination = Termination()
-        termination.arm()
-        termination.interrupts = True
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if not pid:
-            os.write(writer, b"!")  # a signal that came before would be lost, as with any handler of Python's
-            time.sleep(20)
-            os._exit(0)
-        os.read(reader, 1)
-        os.close(reader)
-        os.close(writer)
-        os.kill(pid, signal.SIGTERM)
-        status = os.waitpid(pid, 0)[1]
-        await asyncio.sleep(0.01)  # a byte that the child has left for the loop is read
-        assert not termination.came
-        termination.disarm()
-        return os.waitstatus_to_exitcode(status)
-
-    assert await asyncio.create_task(work()) == -signal.SIGTERM
+async def test_forked_child_is_ended_by_sigterm_and_its_parent_is_not(termination: Termination) -> None:
+    armed(termination)
+    termination.interrupts = True
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(writer, b"!")  # a signal that came before would be lost, as with any handler of Python's
+        time.sleep(20)
+        os._exit(0)
+    os.read(reader, 1)
+    os.close(reader)
+    os.close(writer)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+    await asyncio.sleep(0.01)
+    assert not termination.came

@@ -351,8 +351,8 @@ class WorkerGroup(AsyncClosing):
     async def scale(self, n_workers: int) -> None:
         """Change the number of workers. The last workers leave when their calls and streams are done.
 
-        Workers that die meanwhile are replaced as usual. Cancelling this ends the wait; workers leave and come all the
-        same.
+        Workers that die meanwhile are replaced as usual. Cancelling this ends the wait; workers
+        leave and come all the same.
 
         Args:
             n_workers: The new number of workers.

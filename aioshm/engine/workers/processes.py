@@ -86,7 +86,8 @@ class WorkerProcesses:
         self._session = session
         self._processes: dict[str, WorkerProcess] = {}
         self._n_standbys = 0
-        self.workers: dict[int, WorkerProcess] = {}  # by rank; after a death the dead one, until its replacement
+        # By rank; after a death the dead one, until its replacement.
+        self.workers: dict[int, WorkerProcess] = {}
         self._manager = ProcessManager(
             run_worker, (), shutdown_timeout=settings.shutdown_timeout, capture_stderr=settings.capture_stderr
         )
@@ -94,10 +95,6 @@ class WorkerProcesses:
         self._watch = ProcessWatch(manager=self._manager, on_exit=lambda: this._exited())
         warning_s = settings.options.stall_warning_s
         self._progress = ProgressWatch(warning_s, settings.restart, lambda watched: this._health_changed(watched))
-
-    def late(self, n_workers: int) -> list[int]:
-        """Return the ranks with unfinished constructors."""
-        return [rank for rank in range(n_workers) if rank not in self.workers or not self.workers[rank].constructed]
 
     @property
     def pids(self) -> list[int]:
@@ -111,8 +108,8 @@ class WorkerProcesses:
     def start(self, rank: int | None, imported: object = None) -> WorkerProcess:
         """Start a worker; or, without a rank, a standby, which imports the modules of ``imported``.
 
-        Blocks for milliseconds. A thread would not do: the kernel ends with this process only processes that its main
-        thread has started.
+        Blocks for milliseconds. Not in a thread: the kernel ends with this process only processes
+        that its main thread has started.
         """
         settings = self._settings
         name = f"{settings.name}_{rank}"

@@ -35,9 +35,9 @@ class Call:
     errors: dict[int, RemoteFailure] = field(default_factory=dict)
     items: deque[Any] = field(default_factory=deque)  # of a stream, not taken by the caller yet
     taken: int = 0  # items taken since the worker last got credit for more
-    failure: Callable[[], AioshmError] | None = None  # creates the error of a call that failed outside of the method
+    failure: Callable[[], AioshmError] | None = None  # of a call that failed outside of the method
     done: bool = False  # whether the caller has nothing more to wait for
-    ready: asyncio.Event = field(default_factory=asyncio.Event)  # set when the caller has to check the call
+    ready: asyncio.Event = field(default_factory=asyncio.Event)  # the caller has to check the call
 
     @property
     def rank(self) -> int | None:

@@ -39,11 +39,11 @@ class Session:
         self._settings = settings
         self.n_workers: int = settings.n_workers
         self.callable: int = settings.n_workers  # without workers that leave
-        self.failure: Callable[[], AioshmError] | None = None  # creates the error of every later call
+        self.failure: Callable[[], AioshmError] | None = None  # of every later call
         self.ended: asyncio.Event = asyncio.Event()
         self.is_open: bool = False  # whether the processes and the calls exist
         self.lives: dict[int, Life] = {}  # by rank; none before the workers are created
-        self.replacer: Replacer | None = None  # None without ``restart``, and before the workers are created
+        self.replacer: Replacer | None = None  # not without ``restart``, nor before the start
         self._tasks: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Queue[RankInfo | None]] = set()
         self._own_options = msgspec.structs.replace(
@@ -88,10 +88,11 @@ class Session:
         except TimeoutError:
             if not scope.expired():
                 raise
-            late = self.processes.late(self.n_workers)
-            if not late:  # constructed workers have not attached to their queues
-                late = [rank for rank in range(self.n_workers) if rank not in self.calls.channels]
-            names = self.processes.describe(late)
+            workers = self.processes.workers
+            ranks = range(self.n_workers)
+            late = [rank for rank in ranks if rank not in workers or not workers[rank].constructed]
+            # Without late constructors: workers wait for each other to attach.
+            names = self.processes.describe(late or ranks)
             text = f"the start of the workers: no answer from {names} within {settings.ready_timeout} s"
             raise TimeoutError(text) from None
         for rank, worker in self.processes.workers.items():
@@ -128,7 +129,7 @@ class Session:
             await self.calls.broadcasts.wait_until_ready()
 
     async def construct(self, worker: WorkerProcess) -> RemoteFailure | None:
-        """Create the object in a process that has a rank; return the exception of its constructor."""
+        """Create the object of a worker; return the exception of its constructor."""
         await worker.handle()
         await worker.control.send((worker.rank, self._pickled))
         failure: RemoteFailure | None = await worker.control.receive()

@@ -37,8 +37,8 @@ def run_worker(
     pickled constructor call, and sends the constructor's `RemoteFailure`, or None. It receives the handles of the
     queues with the calls of all workers and of this worker, and reports with a last message that it has attached.
 
-    ``_imported`` imports the modules of a standby's worker when it is unpickled. ``sizes`` of the queue of answers are
-    the bytes of a chunk, and the number of chunks.
+    ``_imported`` imports the modules of a standby's worker when it is unpickled. ``sizes`` are the
+    bytes of a chunk, and the number of chunks, of the queue of answers.
     """
     terminated = False
     try:
