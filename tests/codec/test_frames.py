@@ -83,16 +83,6 @@ class TestGarbage:
         assert len(buffers) == n_buffers
         assert body_bytes(main_bytes, [buffer.nbytes for buffer in buffers]) <= len(body)
 
-    @given(st.integers(1, 6), st.lists(st.integers(0, 2**64 - 1), min_size=6, max_size=6), st.integers(0, 700))
-    def test_lengths_that_lie(self, n_buffers: int, lengths: list[int], main_bytes: int) -> None:
-        body = bytearray(512)
-        struct.pack_into("<6Q", body, 0, *lengths)
-        try:
-            _, buffers = split_body(memoryview(body), n_buffers, main_bytes)
-        except CodecError:
-            return
-        assert [buffer.nbytes for buffer in buffers] == lengths[:n_buffers]
-
     @pytest.mark.parametrize("n_buffers", [MAX_BUFFERS + 1, 2**20, 2**32 - 1])
     def test_a_chunk_of_zeros_is_not_millions_of_buffers(self, n_buffers: int) -> None:
         body = memoryview(bytes(8 * 1024 * 1024 + 8))
@@ -149,16 +139,3 @@ class TestPlaced:
             return
         assert len(main) == main_bytes
         assert len(views) == n_buffers
-
-    @given(st.binary(min_size=100, max_size=100), st.integers(0, 100), st.lists(st.integers(0, 2**64 - 1), max_size=5))
-    def test_tables_of_garbage(self, body: bytes, table: int, entries: list[int]) -> None:
-        target = bytearray(body)
-        target[:8] = frames.pack_place(table)
-        packed = b"".join(entry.to_bytes(8, "little") for entry in entries)
-        target[table : table + len(packed)] = packed
-        try:
-            main, views = frames.split_placed(memoryview(target), len(entries) // 2, 3)
-        except CodecError:
-            return
-        assert len(main) == 3
-        assert sum(map(len, views)) <= len(views) * len(target)

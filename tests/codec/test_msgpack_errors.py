@@ -168,9 +168,6 @@ class TestDamaged:
     @given(st.binary(max_size=300), st.integers(0, 2))
     def test_garbage(self, data: bytes, n_buffers: int) -> None:
         decode_anything(data, n_buffers)
-
-    @given(st.binary(max_size=100), st.integers(0, 2))
-    def test_garbage_in_extensions(self, data: bytes, n_buffers: int) -> None:
         decode_anything(ext(102, data), n_buffers)
         decode_anything(ext(102, INLINE + data), n_buffers)
 

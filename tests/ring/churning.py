@@ -135,7 +135,11 @@ class Churn:
 
     # Steps
 
-    def send(self) -> None:
+    def send(self, abandoned: int | None = None) -> None:
+        """Send a message, after a claim that was given up."""
+        if abandoned is not None and (given_up := self.writer.claim(abandoned)) is not None:
+            given_up.body[:] = b"?" * len(given_up.body)
+            given_up.header[:] = b"?" * 64
         message = content(self.sent, ROOM)
         room = self.has_room(len(message))
         slot = self.writer.claim(len(message))
@@ -270,6 +274,14 @@ class Churn:
             self.readers[place] = None
 
     def check(self) -> None:
+        free = self.has_room(0)
+        assert self.writer.free() is free
+        waited_for = [
+            place
+            for place, reader in enumerate(self.readers)
+            if reader is not None and reader.next <= self.sent - self.layout.slots
+        ]
+        assert self.writer.laggards() == waited_for
         written = [self.writer.slots[n % self.layout.slots].flags for n in range(self.slowest(), self.sent)]
         for place, reader in enumerate(self.readers):
             unread = [number for number, flags in enumerate(written, self.slowest()) if not flags[1 + place]]

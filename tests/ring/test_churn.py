@@ -33,10 +33,10 @@ class Churning(RuleBasedStateMachine):
     def place(self, number: int) -> int:
         return number % self.churn.layout.n_reader
 
-    @rule(times=st.integers(1, 4))
-    def send(self, times: int) -> None:
+    @rule(times=st.integers(1, 4), abandoned=st.none() | st.integers(0, ROOM))
+    def send(self, times: int, abandoned: int | None) -> None:
         for _ in range(times):
-            self.churn.send()
+            self.churn.send(abandoned)
 
     @rule(times=st.integers(1, 3))
     def send_large(self, times: int) -> None:
@@ -74,7 +74,7 @@ def test_any_order(kind: str) -> None:
     run_state_machine_as_test(
         type(f"{kind}_churn", (Churning,), {"cores": CORES[kind]}),
         settings=settings(
-            max_examples=examples(60),
+            max_examples=examples(100),
             stateful_step_count=60,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],

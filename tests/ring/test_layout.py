@@ -16,7 +16,6 @@ from aioshm.ring.layout import (
     Layout,
     chunk_at,
     pool_for,
-    round_up,
 )
 
 
@@ -79,19 +78,6 @@ def test_pages(layout: Layout) -> None:
     assert layout.metadata_offset % PAGE == 0, "the slots can be mapped in their own way"
     assert layout.total_bytes % PAGE == 0
     assert layout.total_bytes - layout.flags(layout.slots) < PAGE, "nothing is wasted beyond the last page"
-
-
-@given(layouts)
-def test_slots_are_one_after_the_other_and_chunks_and_flags_too(layout: Layout) -> None:
-    assert layout.slot(0) == layout.header_bytes
-    ends = [layout.slot(layout.slots), *(pool.end for pool in layout.pools)]
-    begins = [*(pool.start for pool in layout.pools), layout.metadata_offset]
-    assert all(0 <= begin - end < PAGE for end, begin in zip(ends, begins, strict=True))
-    assert layout.flags(0) == layout.metadata_offset
-    assert layout.flag_bytes == 1 + layout.n_reader
-    for index in (0, layout.slots - 1):
-        assert layout.slot(index + 1) - layout.slot(index) == layout.slot_bytes
-        assert layout.flags(index + 1) - layout.flags(index) == layout.flag_bytes
 
 
 @given(layouts, st.binary(min_size=16, max_size=16))
@@ -157,10 +143,3 @@ class TestPools:
     )
     def test_what_the_empty_ring_holds(self, messages: int, large: list[int], held: bool) -> None:
         assert Layout.of(1, 5000, 3, 8, 15).holds(messages, large) is held
-
-
-@given(st.integers(0, 10**9), st.integers(1, 10**5))
-def test_round_up(value: int, unit: int) -> None:
-    rounded = round_up(value, unit)
-    assert rounded % unit == 0
-    assert value <= rounded < value + unit

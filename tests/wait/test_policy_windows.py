@@ -8,7 +8,6 @@ import pytest
 from arrivals import (
     MACHINES,
     MS,
-    START,
     TYPICAL,
     US,
     Machine,
@@ -22,7 +21,6 @@ from arrivals import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import RECORDED
 
 from aioshm.wait.policy import MISSES, PARK, WaitMode
 
@@ -63,11 +61,6 @@ class TestSteady:
         record = followed(quick_machine, times(jittered(5 * MS, jitter, 1000)))
         assert record.spin_share < 0.005
         assert record.windows_tried(LEARNING) < 50
-
-    def test_the_recorded_one_is_caught(self, quick_machine: Machine) -> None:
-        record = followed(quick_machine, [START + at * US for at in RECORDED])
-        assert record.hit_ratio(LEARNING) > 0.85
-        assert record.spin_share < 0.05
 
     def test_late_timers_are_reckoned_with(self, quick_machine: Machine) -> None:
         """On a quick_machine whose timers are ten times as late, messages are caught as often and for as little."""

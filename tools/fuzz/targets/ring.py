@@ -45,13 +45,14 @@ class _Side:
     def __init__(self, module: Any, layout: Layout) -> None:
         self.module, self.layout = module, layout
         self.memory = bytearray(layout.total_bytes)
+        self._wake_ups = 0
         view = memoryview(self.memory)
         self.slots = Slots(layout, view)
         self.writer: Any = type("Writer", (WriterControl, module.WriterBase), {})(layout, view, self.slots)
         reader: Any = type("Reader", (ReaderControl, module.ReaderBase), {})
         self.readers: list[Any] = [reader(layout, view, self.slots, n) for n in range(layout.n_reader)]
         for core in (self.writer, *self.readers):
-            core.bind(bytes, _PLAIN, False, None)
+            core.bind(bytes, _PLAIN, False, self._note_wake_up)
             core.belong(None)
             core.open, core.budget, core.budget_ends_ns = True, 1 << 30, _FAR_NS
         for reader in self.readers:
@@ -63,6 +64,14 @@ class _Side:
             return self.module.SLOW_PATH
         main, (buffer,) = split(self.slots.body(begin), how, n_buffers, size)
         return bytes(main), bytes(buffer)
+
+    def _note_wake_up(self) -> None:
+        self._wake_ups += 1
+
+    def state(self) -> list[object]:
+        """Return what its cores say of themselves."""
+        cores = (self.writer, *self.readers)
+        return [(each.seq, each.budget, each.open, each.spins, each.hits) for each in cores] + [self._wake_ups]
 
     def call(self, core: Any, name: str, *arguments: Any) -> object:
         try:
@@ -90,8 +99,8 @@ class _Side:
         return bytes(memory)
 
 
-_WRITES = ("claim", "commit", "put", "send", "put_many", "evict", "admit", "free", "blocker")
-_READS = ("peek", "release", "skip", "take", "receive", "take_many", "start_at", "give_back", "ready", "traces")
+_WRITES = ("claim", "commit", "put", "send", "put_many", "evict", "admit", "free", "blocker", "spin_for", "spin")
+_READS = ("peek", "release", "skip", "take", "receive", "take_many", "start_at", "give_back", "ready", "traces", "spin")
 
 
 def slots(data: bytes) -> None:
@@ -104,6 +113,8 @@ def slots(data: bytes) -> None:
             break
         answers = _step(pieces, sides, layout)
         assert all(answer == answers[0] for answer in answers), f"step {step}: {answers}"
+        states = [side.state() for side in sides]
+        assert all(state == states[0] for state in states), f"step {step}: {states}"
     contents = [side.content() for side in sides]
     assert all(content == contents[0] for content in contents), "the cores leave different bytes"
 
@@ -150,9 +161,9 @@ def _arguments(pieces: Pieces, name: str, layout: Layout) -> list[Any]:
         return [pieces.number(layout.n_reader + layout.slots + 1)]
     if name == "admit":
         return [pieces.number(layout.n_reader + 1), pieces.number(6), None]
-    if name in ("free", "blocker"):
+    if name in ("free", "blocker", "spin_for"):
         return [pieces.number(6), [pieces.number(400) for _ in range(pieces.number(3))]]
-    return [pieces.number(8)] if name == "start_at" else []
+    return [pieces.number(8)] if name in ("start_at", "spin") else []
 
 
 def bodies(data: bytes) -> None:
