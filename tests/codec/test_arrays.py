@@ -149,26 +149,6 @@ class TestShapes:
 
 
 class TestHowTheyTravel:
-    @pytest.mark.parametrize(
-        "source",
-        [
-            np.zeros(LARGE),
-            np.zeros((64, 64)).T,
-            np.zeros((64, 64))[::2],
-            np.zeros(LARGE, "M8[s]"),
-            np.zeros(LARGE, ">f4"),
-            np.zeros(LARGE, [("a", "M8[s]"), ("b", "u1")]),
-            np.broadcast_to(np.zeros(64), (64, 64)),
-            np.arange(10_000.0)[100:1000],
-        ],
-        ids=["C", "F", "strided", "dates", "swapped", "structured", "broadcast", "slice"],
-    )
-    def test_beside_the_stream(self, source: Any) -> None:
-        main, [buffer] = encode(PICKLE, source)
-        assert len(main) < 400
-        assert buffer.nbytes == source.nbytes
-        assert (buffer.format, buffer.ndim) == ("B", 1)
-
     @pytest.mark.parametrize("source", [np.zeros(LARGE), np.zeros((64, 64)).T, np.zeros(LARGE, "M8[s]")])
     def test_contiguous_memory_is_not_copied(self, source: Any) -> None:
         _, [buffer] = encode(PICKLE, source)

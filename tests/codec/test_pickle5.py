@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import array
-import collections
 import copyreg
 import dataclasses
-import datetime
 import decimal
 import enum
 import pickle
@@ -35,9 +33,6 @@ plain = st.recursive(
 
 class Colour(enum.Enum):
     RED = 1
-
-
-Point = collections.namedtuple("Point", "x y")
 
 
 @dataclasses.dataclass
@@ -83,17 +78,10 @@ class TestRoundTrip:
         [
             Request("a", Request("b", [1, 2]), {"k": (1, 2.5, None)}),
             Colour.RED,
-            Point(1, 2),
-            datetime.datetime(2024, 2, 29, tzinfo=datetime.UTC),
             decimal.Decimal("1.10"),
-            collections.OrderedDict(b=1, a=2),
-            {1, 2, 3},
-            pytest.param(frozenset("abc"), id="frozenset"),  # the order differs in each process
-            range(5),
             2**5000,
             "\ud800 lone surrogate",
             Request,
-            len,
             array.array("i", [1, 2, 3]),
             pickle.PicklingError("an error"),
         ],

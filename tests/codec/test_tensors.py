@@ -221,20 +221,6 @@ class TestOwnReductions:
 
 
 class TestHowTheyTravel:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-    @pytest.mark.parametrize(
-        "view",
-        [lambda t: t, lambda t: t.view(4, -1).T, lambda t: t[::2], lambda t: t.view(4, 1, -1).expand(4, 3, -1)],
-        ids=["contiguous", "transposed", "strided", "expanded"],
-    )
-    def test_beside_the_stream(self, dtype: torch.dtype, view: Callable[[Any], Any]) -> None:
-        source = view(filled(LARGE, dtype))
-        for tensor in (source, torch.nn.Parameter(source, False), source.detach().requires_grad_()):
-            main, [buffer] = encode(PICKLE, tensor)
-            assert len(main) < 200
-            assert buffer.nbytes == source.numel() * source.element_size()
-            assert (buffer.format, buffer.ndim) == ("B", 1)
-
     def test_small_ones_inside_of_other_objects_are_in_the_stream(self) -> None:
         assert len(encode(PICKLE, [torch.zeros(OUT_OF_BAND_BYTES, dtype=torch.uint8)])[1]) == 1
         main, buffers = encode(PICKLE, [torch.zeros(OUT_OF_BAND_BYTES - 1, dtype=torch.uint8)])
