@@ -56,12 +56,13 @@ def main() -> int:
 
 
 def _runs(table: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the kind, the name, the defines of each run of a model, and where its mutation is in the code."""
+    """Yield kind, name and defines of each run of a model, and where the code has the mutation."""
     for name, defines in table["runs"].items():
         yield "runs", name, defines, ""
     for kind in ("mutations", "findings", "spare"):
         for mutation in table.get(kind, ()):
-            yield kind, mutation["define"], f"-D{mutation['define']} {mutation.get('run', '')}", mutation["where"]
+            name = mutation["define"]
+            yield kind, name, f"-D{name} {mutation.get('run', '')}", mutation["where"]
 
 
 def _one(model: str, kind: str, name: str, defines: str, where: str) -> bool:

@@ -312,10 +312,10 @@ class ReaderCore(ReaderControl, ReaderBase):
 class CopyingCore(ReaderControl, reference.ReaderBase):
     """The core of a reader that the writer does not wait for: copies, then checks the copy.
 
-    The reader's flags belong to the writer, which sets the flag on the reader's behalf when it needs
-    a slot (it *passes over* the message). A copy is valid if afterwards the slot is written, the
-    reader's flag is clear, and the sequence number is the same. Else `take` returns `SLOW_PATH`, and
-    `lose` skips the lost messages.
+    The reader's flags belong to the writer, which sets the flag on the reader's behalf when a slot
+    is needed (it *passes over* the message). A copy is valid if afterwards the slot is written, the
+    reader's flag is clear, and the sequence number is the same. Else `take` returns `SLOW_PATH`,
+    and `lose` skips the lost messages.
     """
 
     copies = True

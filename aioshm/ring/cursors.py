@@ -125,8 +125,8 @@ class RingWriter(_Cursor):
     def resume(self, reader: int, *, copies: bool = False) -> int:
         """Admit a reader to a dead reader's place; return the first message not taken.
 
-        The dead reader's leases are released. ``copies``: the flags are the writer's, and the new reader
-        reports lost messages.
+        The dead reader's leases are released. ``copies``: the flags are the writer's, and the new
+        reader reports lost messages.
         """
         seq = self.seq
         amount = self.layout.slots

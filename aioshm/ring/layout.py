@@ -14,15 +14,16 @@
                       count x [64-byte line: 1 + message number][room]
     metadata_offset   flags: slots x [written][read by 0][read by 1]...          writer and readers
 
-Message number n goes through slot n modulo ``slots``. A message that fits the slot's room lies there; a larger one has
-a chunk from the pool, and the slot's header names the chunk (`CHUNK`). Only the writer knows which chunks are free,
-outside of the segment; of each size (`SMALL_CHUNKS`) the writer takes the chunk that became free last, whose pages are
-warm. A message larger than ``max_chunk_bytes`` lies in an overflow segment, and takes a chunk all the same, so that at
-most ``max_chunks`` of these messages are in flight.
+Message number n goes through slot n modulo ``slots``. A message that fits the slot's room lies
+there; a larger one has a chunk from the pool, which the slot's header names (`CHUNK`). Only the
+writer knows which chunks are free, outside of the segment; of each size (`SMALL_CHUNKS`) it takes
+the chunk that became free last, whose pages are warm. A message larger than ``max_chunk_bytes``
+lies in an overflow segment, and takes a chunk all the same, so that at most ``max_chunks`` of these
+messages are in flight.
 
-Readers map the slots and the pool read-only. A reader that scribbles on the flags or the header can block or end the
-queue, but the message numbers in the slots and chunks let no wrong message pass. Every part begins on its own cache
-line: a line that one end writes for every message shares no line with those that the peer reads for every message.
+Readers map the slots and the pool read-only. A reader that scribbles on the flags or the header can
+block or end the queue, but the message numbers in slots and chunks let no wrong message pass. What
+one end writes for every message shares no cache line with what the peer reads for every message.
 
 The flags of one slot:
 

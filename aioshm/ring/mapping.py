@@ -55,7 +55,7 @@ def map_memory(address: int | None, length: int, prot: int, flags: int, fd: int 
 
 
 def move_memory(address: int, length: int, target: int, *, keep: bool = False) -> None:
-    """Move a mapping over ``target``; with ``keep`` the old range stays mapped, and a failure may unmap ``target``."""
+    """Move a mapping over ``target``; ``keep``: and keep the old range. A failure may unmap ``target``."""
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
     if keep:
         flags |= _MREMAP_DONTUNMAP

@@ -33,7 +33,7 @@ _NOTED = 1
 
 
 class Chunks:
-    """The chunks of one size: a stack of free chunks, and a queue of used chunks in message order."""
+    """The chunks of one size: a stack of free ones, and a queue of used ones in message order."""
 
     def __init__(self, number: int, pool: Pool, words: memoryview) -> None:
         self.number = number

@@ -99,7 +99,8 @@ class Windows:
     def settle(self, chunk: int, nbytes: int) -> bool:
         """Make the window of a held view private, before the slot is released; return whether held.
 
-        The caller drops its own views first. After an error the views still show the message: settle again later.
+        The caller drops its own views first. After an error the views still show the message:
+        settle again later.
         """
         window = self.windows.get(chunk)
         if window is None:
@@ -215,10 +216,10 @@ _exchange = _move_over if sys.platform == "linux" else _map_over
 _TABLE: Final = _PAGE // 8 * _PAGE  # what a table of pages maps, which moves in one step
 
 _moves_pages = sys.platform == "linux"
-"""Whether mremap(2) moves pages and keeps their old range: on Linux from 5.13 on, until it has failed."""
+"""Whether mremap(2) keeps the old range of pages that move: from Linux 5.13 on, until it fails."""
 
 _abandoned: list[_Range] = []
-"""The range of that failure may have a hole, in which other threads may have mapped memory: it is never unmapped."""
+"""The range of that failure: other threads may have mapped memory in a hole of it. Never unmapped."""
 
 
 class _Range(Mapped):

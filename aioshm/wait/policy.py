@@ -263,7 +263,7 @@ class Policy:
     # One wait
 
     def begin(self, count: int, at_ns: int, now_ns: int) -> Step:
-        """Return the first step of a wait, after ``count`` messages of which the latest is of ``at_ns``."""
+        """Return the first step of a wait, after ``count`` messages, the latest of ``at_ns``."""
         if self._mode == "spin":
             return self._start(Step(WaitMode.SPIN, _FOREVER_NS), now_ns)
         if self._mode == "park" or not (self._may_spin or self.crowded):

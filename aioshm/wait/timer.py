@@ -126,7 +126,7 @@ class Timer:
 
 
 def measure_wake_up(timers: int = 3) -> int:
-    """Return the cost of a wake-up in nanoseconds: the second best timer's, and a loop iteration."""
+    """Return the cost of a wake-up: that of the second best timer, and an iteration of the loop."""
     late = sorted(timer_lateness(timers))
     return late[min(1, len(late) - 1)] + LOOP_NS
 

@@ -1,4 +1,4 @@
-"""Namespaces of the campaign's own: processes, mounts with little room, a network; other monotonic clocks."""
+"""Namespaces of the campaign: processes, mounts with little room, a network, monotonic clocks."""
 
 from __future__ import annotations
 
