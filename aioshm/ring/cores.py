@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from aioshm.config import native_wanted
@@ -37,17 +38,11 @@ _WORD = 8  # bytes
 _SEQ_AT = 8  # of the sequence number, in a slot's header
 
 
-def _load() -> bool:
-    if not native_wanted():
-        return False
-    try:
+native_core: bool = False
+if native_wanted():
+    with suppress(ImportError):  # it was not built: no compiler, or not for this machine
         importlib.import_module("aioshm.ring._native")
-    except ImportError:  # it was not built: no compiler, or not for this machine
-        return False
-    return True
-
-
-native_core: bool = _load()
+        native_core = True
 """Whether the native core runs."""
 
 FULL_FENCE = native_core or STRONG_ORDER

@@ -13,15 +13,11 @@ import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from aioshm.config import Backing
 from aioshm.errors import HandleError, OutOfDescriptors, SharedMemoryError
 from aioshm.process.limits import is_out_of_descriptors, why_no_descriptor
 from aioshm.ring.mapping import address_of, map_memory, map_shared
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SHM_DIR = Path("/dev/shm")
 MIB = 1 << 20
@@ -274,12 +270,12 @@ def _new_name(size: int) -> tuple[str, int]:
 
 def orphans() -> list[str]:
     """Return the names of this user's named segments that no process holds."""
-    return [name for name in _named_segments() if _if_orphan(name, lambda: None)]
+    return [name for name in _named_segments() if _is_orphan(name)]
 
 
 def remove_orphan(name: str) -> bool:
     """Unlink a segment unless some process holds it; return whether it was removed."""
-    return _if_orphan(name, lambda: _posixshmem.shm_unlink(f"/{name}"))
+    return _is_orphan(name, remove=True)
 
 
 def _named_segments() -> list[str]:
@@ -298,8 +294,8 @@ def _owner(path: Path) -> int | None:
         return None
 
 
-def _if_orphan(name: str, action: Callable[[], None]) -> bool:
-    """Call ``action`` on a segment under its lock if no process holds it; return whether that was so."""
+def _is_orphan(name: str, *, remove: bool = False) -> bool:
+    """Return whether no process holds a segment, which ``remove`` unlinks under its lock."""
     # A lock rather than a pid: pids mean nothing across containers that share /dev/shm.
     try:
         fd = _posixshmem.shm_open(f"/{name}", os.O_RDWR, mode=0o600)
@@ -307,7 +303,8 @@ def _if_orphan(name: str, action: Callable[[], None]) -> bool:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        action()
+        if remove:
+            _posixshmem.shm_unlink(f"/{name}")
     except (BlockingIOError, FileNotFoundError):
         return False
     finally:
