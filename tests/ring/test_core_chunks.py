@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import struct
 import threading
 
@@ -102,17 +101,6 @@ class TestDamage:
         assert pair.writer.put(LARGE.lower())
         pair.slots[0].flags[1] = 0
         assert pair.readers[0].take() is pair.cores.module.SLOW_PATH, "not the wrong message"
-
-    def test_headers_say_nothing_to_the_writer(self, new_pair: NewPair) -> None:
-        pair, chance = new_pair(1, 3, slots=3), random.Random(5)
-        for number in range(300):
-            message = b"%03d" % number * 20
-            assert pair.writer.put(message)
-            for _ in range(8):  # of the next slots, and of chunks that no message is in
-                slot = pair.slots[(number + 1 + chance.randrange(2)) % 3]
-                slot.header[chance.randrange(64)] = chance.randrange(256)
-            assert pair.reader.take() == message
-        assert pair.writer.free(3, [100] * 3)
 
 
 class TestAllocating:

@@ -27,17 +27,6 @@ class TestFlags:
             assert reader.take() == b"x"
         assert pair.writer.free()
 
-    @pytest.mark.parametrize("readers", [1, 8, 9])
-    @pytest.mark.parametrize("value", [2, 255])
-    def test_a_flag_that_is_neither_0_nor_1(self, new_pair: NewPair, readers: int, value: int) -> None:
-        pair = new_pair(readers, 1)
-        for place in range(1 + readers):
-            pair.slots[0].flags[:] = b"\1" * (1 + readers)
-            assert pair.writer.free()
-            pair.slots[0].flags[place] = value
-            assert pair.writer.free() is False
-            assert pair.reader.ready() is False
-
     @pytest.mark.parametrize("readers", [1, 9, 70])
     def test_parked_flags(self, new_pair: NewPair, readers: int) -> None:
         pair = new_pair(readers, 1)

@@ -149,34 +149,6 @@ class TestInlineSpin:
         assert end.poller.inline_spin_ns == (INLINE_SPIN_NS if gap_ns < MS else 0)
 
 
-async def test_a_steady_stream_is_met_in_windows() -> None:
-    """The end that publishes is a thread; what is asserted holds on a busy machine too."""
-    end = End("adaptive")
-    loop = asyncio.get_running_loop()
-    published: list[int] = []
-    stop = threading.Event()
-
-    def publish_all() -> None:
-        while not stop.wait(0.005):
-            published.append(monotonic_ns())
-            memory_fence()
-            if end.parked[0]:
-                loop.call_soon_threadsafe(end.poller.wake)
-
-    end.poller._spin_natively = lambda ns: False  # what a thread does needs the interpreter
-    thread = threading.Thread(target=publish_all)
-    thread.start()
-    try:
-        deadline = monotonic() + 30
-        while end.poller.modes[WaitMode.WINDOW] < 10:
-            count = len(published)
-            look = lambda count=count: len(published) > count  # noqa: E731
-            await end.poller.wait(look, count, published[-1] if published else 0, deadline=deadline)
-    finally:
-        stop.set()
-        thread.join()
-
-
 async def test_cancelled_anywhere_it_leaves_nothing() -> None:
     rng = random.Random(8)
     end, told = planned()

@@ -14,7 +14,7 @@ from tools.campaign.events import HOST, LINKED, PORTS
 from tools.campaign.stage import Actor, Part
 
 EVERY_S, DELAY_S = 1.5, 0.005
-_PROXIES = Path(__file__).parents[2] / "tests" / "queue"
+_PROXIES = Path(__file__).parents[2] / "tests" / "helpers"
 
 
 def actors() -> list[Actor]:
