@@ -136,16 +136,21 @@ class Churn:
     # Steps
 
     def send(self, abandoned: int | None = None) -> None:
-        """Send a message, after a claim that was given up."""
-        if abandoned is not None and (given_up := self.writer.claim(abandoned)) is not None:
-            given_up.body[:] = b"?" * len(given_up.body)
-            given_up.header[:] = b"?" * 64
+        """Send a message; with ``abandoned``: after another claim, which was given up."""
         message = content(self.sent, ROOM)
         room = self.has_room(len(message))
         slot = self.writer.claim(len(message))
         assert room is None or (slot is not None) == room, f"message {self.sent}"
         if slot is None:
             return
+        if abandoned is not None:
+            if (given_up := self.writer.claim(abandoned)) is not None:
+                given_up.body[:] = b"?" * len(given_up.body)
+                if given_up.chunk is not None:
+                    self.in_chunk[given_up.chunk] = self.sent  # of the message that was there, no history is left
+                given_up.header[:] = b"?" * 64
+            slot = self.writer.claim(len(message))
+            assert slot is not None, "a slot that was claimed can be claimed again"
         slot.body[: len(message)] = message
         for at, word in ((0, PLAIN), (8, self.sent), (24, len(message))):
             slot.header[at : at + 8] = word.to_bytes(8, "little")
