@@ -173,10 +173,9 @@ class QuietSocket(socket.socket):
     """A socket without a `ResourceWarning`: the end that owns the socket warns."""
 
     def accept(self) -> tuple[QuietSocket, Any]:
-        """Accept a stream without asking the kernel for the new socket's type."""
-        accept: Any = super()._accept  # type: ignore[misc]
-        fd, address = accept()
-        return QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fd), address
+        """Accept a connection as a socket of this class."""
+        sock, address = super().accept()
+        return QuietSocket(sock.family, sock.type, sock.proto, sock.detach()), address
 
     def __del__(self) -> None:
         # Without a free descriptor, `__init__` raises before it sets the attributes that `close` reads.

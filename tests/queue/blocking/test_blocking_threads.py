@@ -125,34 +125,6 @@ def test_closing_ends_wait_until_ready() -> None:
             waiting.result()
 
 
-def test_closing_ends_a_stream_in_another_thread() -> None:
-    with pair() as (writer, reader):
-
-        def stream() -> int:
-            for number in itertools.count():
-                try:
-                    writer.enqueue(number)
-                except QueueClosed:
-                    return number
-            raise AssertionError
-
-        streaming, reading = Thread(stream), Thread(lambda: list(reader))
-        eventually(lambda: writer.stats().messages > 500, "some messages")
-        writer.close()
-        assert reading.result() == list(range(streaming.result()))
-
-
-def test_many_threads_close_at_once() -> None:
-    with pair() as (_, reader):
-        waiting = [Thread(reader.dequeue) for _ in range(2)]
-        until_it_waits(reader)
-        for thread in [Thread(reader.close) for _ in range(8)]:
-            thread.result()
-        for thread in waiting:
-            with pytest.raises(QueueClosed):
-                thread.result()
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_closing_waits_for_no_block(elsewhere: bool) -> None:
     with pair() as (writer, reader):

@@ -82,18 +82,6 @@ class TestGivingUp:
             await writers[0].enqueue("direct")
             assert await readers[0].dequeue(5) == "direct"
 
-    async def test_one_iterator_may_be_left_and_taken_up_again(self) -> None:
-        async with queues(2) as (writers, readers):
-            received = []
-            async with merge(readers) as merged:
-                for number in range(10):
-                    await writers[number % 2].enqueue(number)
-                    async for _, obj in merged:
-                        received.append(obj)
-                        break
-            assert received == list(range(10))
-            assert [item async for item in merged] == [], "it was closed"
-
     async def test_closing_it_ends_a_wait_and_leaves_the_readers(self) -> None:
         async with queues(2, 1) as (writers, readers):
             merged = merge(readers)
