@@ -69,28 +69,24 @@ class Lifeline:
         self._asking = False  # whether a question is on its way
         self._held_back: asyncio.TimerHandle | None = None
         self._segment_fd: int | None = None
-        self._doorbell: Doorbell | None = None
+        # The eventfd that the writer writes to; None: the writer sends a byte over the lifeline.
+        self.doorbell: Doorbell | None = None
         self._writer_doorbell: Doorbell | None = None
         fds = list(fds)
         if welcome.segment:
             self._segment_fd = fds.pop(0)
         if welcome.bells:
-            self._doorbell = Doorbell(fds.pop(0))
+            self.doorbell = Doorbell(fds.pop(0))
             self._writer_doorbell = Doorbell(fds.pop(0))
 
     def start(self, owner: LifelineOwner) -> None:
         """Start to report events to the owner."""
         self._owner = owner
         self._loop.add_reader(self._sock.fileno(), self._readable)
-        if self._doorbell is not None:
-            self._doorbell.watch(self._loop, owner.on_wake)
+        if self.doorbell is not None:
+            self.doorbell.watch(self._loop, owner.on_wake)
         if self._early:
             self._signals(self._early)
-
-    @property
-    def doorbell(self) -> Doorbell | None:
-        """The eventfd that the writer writes to; None: the writer sends a byte over the lifeline."""
-        return self._doorbell
 
     def take_segment(self) -> int:
         """Return the segment's descriptor; the caller owns it from here on."""
@@ -148,9 +144,9 @@ class Lifeline:
         self._hang_up(goodbye=True)
         if self._segment_fd is not None:
             os.close(self.take_segment())
-        if self._doorbell is not None:
-            self._doorbell.unwatch(self._loop)
-            self._doorbell.close()
+        if self.doorbell is not None:
+            self.doorbell.unwatch(self._loop)
+            self.doorbell.close()
         if self._writer_doorbell is not None:
             self._writer_doorbell.close()
 

@@ -73,6 +73,15 @@ class Block(AbstractContextManager[Any]):
         finally:
             end.drop_block()
 
+    async def _enter_async(self, async_block: AbstractAsyncContextManager[Any]) -> None:
+        end = self._end
+        value = await async_block.__aenter__()
+        if end.block is not None and end.block() is self:
+            self._value = value
+            end.async_block = async_block
+        else:  # a second handler's exception has ended the wait for this coroutine
+            await end.leave_block(async_block, value, True)
+
     @abstractmethod
     def _enter(self, deadline: float | None) -> None:
         """Wait for the slot; set ``_value``, and either ``async_block`` or ``taken`` of the end."""
@@ -92,9 +101,7 @@ class WriteBlock(Block):
 
     def _enter(self, deadline: float | None) -> None:
         async def enter() -> None:
-            async_block = self._make(remaining_s(deadline))
-            self._value = await async_block.__aenter__()
-            self._end.async_block = async_block
+            await self._enter_async(self._make(remaining_s(deadline)))
 
         self._end.run(enter)
 
@@ -153,8 +160,7 @@ class LeaseBlock(Block):
         async_block = ReadBlock(
             self._end.reader, remaining_s(deadline), cancel, self._indefinite, decoded=self._decoded
         )
-        self._value = await async_block.__aenter__()
-        self._end.async_block = async_block
+        await self._enter_async(async_block)
 
 
 class Leases(Generic[T]):

@@ -62,6 +62,9 @@ class BlockingEnd:
         self.closed: bool = False
         self._closes_later = False
         self._loop: LoopThread | None = None
+        # Coroutines of `run` under the lock, and whether a second handler kept `run` from waiting for the end of one.
+        self._running: set[asyncio.Task[Any]] = set()
+        self._unsettled = False
 
     # Running on the background loop
 
@@ -76,6 +79,10 @@ class BlockingEnd:
         """Run a coroutine of the end on the background loop; an exception of a signal handler cancels the coroutine."""
 
         async def called() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            if owned:
+                self._running.add(task)
             try:
                 return await call()
             except QueueRestarted as news:
@@ -83,13 +90,28 @@ class BlockingEnd:
                 self.receive_next = _receive_nothing
                 raise
             finally:
+                self._running.discard(task)
                 self.state.wake_peers()
 
+        loop = self.loop()
+        owned = self.lock.owner == get_ident()  # changes of members are waited for without the lock
+        if owned:
+            self._unsettled = True
         try:
-            return self.loop().run(called)
+            result = loop.run(called)
         except QueueRestarted:
             self.failure = None
             raise
+        if owned:
+            self._unsettled = False
+        return result
+
+    async def _end_interrupted(self) -> None:
+        """End the coroutines whose callers are gone."""
+        others = self._running - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def run_cancellable(
         self, call: Callable[[asyncio.Event | None], Coroutine[Any, Any, T]], cancel: threading.Event | None
@@ -133,8 +155,9 @@ class BlockingEnd:
                 raise busy(f"{self!r}: another thread waits here, or is in a block that has a slot")
             if deadline is not None and monotonic() >= deadline:
                 raise TimeoutError(f"{self!r}: another thread's call, or its block, did not end in time")
-        if self.abandoned_blocks:
+        if self._unsettled or self.abandoned_blocks:
             try:
+                self.run(self._end_interrupted)
                 self.run(self._leave_blocks)
             except BaseException:
                 mine.owner = 0
@@ -370,14 +393,17 @@ class BlockingEnd:
 
     async def _leave_blocks(self) -> None:
         while self.abandoned_blocks:
-            async_block, value, undo = self.abandoned_blocks.pop(0)
-            if not isinstance(async_block, ReadBlock):
-                with suppress(Exception):  # no caller is left to see an error
-                    await async_block.__aexit__(QueueClosed, QueueClosed("a block was never left"), None)
-                continue
-            if undo and async_block.taken:
-                self.undelivered.insert(0, value)
-            async_block.leave_now(undo=undo)
+            await self.leave_block(*self.abandoned_blocks.pop(0))
+
+    async def leave_block(self, async_block: Any, value: Any, undo: bool) -> None:
+        """Leave a block that has no caller any more; ``undo``: the next call returns its message."""
+        if not isinstance(async_block, ReadBlock):
+            with suppress(Exception):  # no caller is left to see an error
+                await async_block.__aexit__(QueueClosed, QueueClosed("a block was never left"), None)
+            return
+        if undo and async_block.taken:
+            self.undelivered.insert(0, value)
+        async_block.leave_now(undo=undo)
 
     # Closing
 

@@ -144,6 +144,8 @@ def test_a_forked_child_is_refused_and_harms_nobody() -> None:
 
 
 def test_closing() -> None:
+    with pair():
+        pass  # which has started the background loop
     before = len(os.listdir("/proc/self/fd"))
     with make_writer() as writer:
         with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
