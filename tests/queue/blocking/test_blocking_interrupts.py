@@ -1,4 +1,4 @@
-"""A signal whose handler raises, at every place of a block's way in and out."""
+"""Signals whose handlers raise, at every place of a block's way in and out; one, or two right after each other."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from faces import pair
+
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _Interrupted(Exception):
@@ -31,10 +33,12 @@ class Interrupter:
     def __init__(self) -> None:
         self.came = self.raising = False
         self._left = 0
+        self._numbers: tuple[signal.Signals, ...] = ()
 
-    def arm(self, place: int) -> None:
-        """Send the signal at this place from here on."""
+    def arm(self, place: int, count: int = 1) -> None:
+        """Send one or two signals at this place from here on."""
         self.came = False
+        self._numbers = SIGNALS[:count]
         self._left = place
         self.raising = True
         gc.disable()  # others' callbacks of the collector, such as hypothesis's, are not to be interrupted
@@ -51,7 +55,7 @@ class Interrupter:
         self._left -= 1
         if self._left == 0:
             self.came = True
-            _thread.interrupt_main(signal.SIGUSR1)
+            list(map(_thread.interrupt_main, self._numbers))  # one call, so that both have come when the first is seen
 
 
 @contextmanager
@@ -64,7 +68,7 @@ def interrupter() -> Iterator[Interrupter]:
         if interrupter.raising:
             raise _Interrupted
 
-    before = signal.signal(signal.SIGUSR1, handle)
+    before = [signal.signal(number, handle) for number in SIGNALS]
     # A block that is dropped while one exception is on its way calls back; Python reports what the next handler raises
     # there. Not by a function in Python, which would be interrupted itself.
     report, sys.unraisablehook = sys.unraisablehook, id
@@ -73,11 +77,13 @@ def interrupter() -> Iterator[Interrupter]:
     finally:
         interrupter.disarm()
         sys.unraisablehook = report
-        signal.signal(signal.SIGUSR1, before)
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("how", ["lease", "acquire_read"])
-def test_block_that_reads_and_is_interrupted_at_any_place_loses_nothing(how: str) -> None:
+def test_block_that_reads_and_is_interrupted_at_any_place_loses_nothing(how: str, count: int) -> None:
     with pair(codec="raw", chunks=16) as (writer, reader), interrupter() as interrupt:
         block: Callable[..., Any] = getattr(reader, how)
         sent = received = place = 0
@@ -89,7 +95,7 @@ def test_block_that_reads_and_is_interrupted_at_any_place_loses_nothing(how: str
                 sent += 1
             got = view = None
             try:
-                interrupt.arm(place)
+                interrupt.arm(place, count)
                 with block(20) as view:
                     got = view[0]
                 interrupt.disarm()
@@ -110,7 +116,8 @@ def test_block_that_reads_and_is_interrupted_at_any_place_loses_nothing(how: str
         assert place > 50
 
 
-def test_block_that_writes_and_is_interrupted_at_any_place_sends_all_or_nothing() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_block_that_writes_and_is_interrupted_at_any_place_sends_all_or_nothing(count: int) -> None:
     with pair(codec="raw", chunks=16) as (writer, reader), interrupter() as interrupt:
         place = 0
         came = True
@@ -118,7 +125,7 @@ def test_block_that_writes_and_is_interrupted_at_any_place_sends_all_or_nothing(
             place += 1
             before = writer.messages
             try:
-                interrupt.arm(place)
+                interrupt.arm(place, count)
                 with writer.acquire_write(20) as chunk:
                     chunk[0] = 1
                 interrupt.disarm()
