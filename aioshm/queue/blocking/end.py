@@ -163,6 +163,13 @@ class BlockingEnd:
                 mine.owner = 0
                 raise
 
+    def settle_interrupted(self) -> None:
+        """Wait for the end of a call that two signals have interrupted, unless another call does."""
+        if self._unsettled and not self.lock.owner:
+            self.acquire(None)
+            self.lock.owner = 0
+            self.release()
+
     def release(self) -> None:
         """Wake waiting threads after a call, reopen the fast path, and close the end if `close` was postponed."""
         if self.lock.waiting:
