@@ -179,20 +179,15 @@ class DPCoordinator(ProcessManager):
             except OSError:
                 pass  # it has exited, and its replacement gets the whole state
 
-    def run_again(self, n_engines: int | None = None) -> None:
+    def run_again(self) -> None:
         """Restart the exited process at the same addresses, where engines and front ends reconnect.
 
         Blocks until the process is bound.
-
-        Args:
-            n_engines: The present number of engines; None: unchanged.
 
         Raises:
             EngineStartupError: As from the class.
             RoleError: The process still runs, or the coordinator is closed.
         """
-        if n_engines is not None:
-            self._waves.scale(_checked(n_engines), 0.0)
         self._reported = self._launch(lambda job: self.start_again(NAME, job))
         self.wait_until_bound()
 

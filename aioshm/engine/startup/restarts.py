@@ -305,8 +305,7 @@ class EngineRestarts:
             self._give_up(f"the coordinator is in a crash loop: {history.story}", None)
 
     async def _restart_coordinator(self, coordinator: DPCoordinator) -> None:
-        count = None if self._members is None else len(self._members.ranks)
-        await in_thread(lambda: coordinator.run_again(count))
+        await in_thread(coordinator.run_again)
         self._watch.add([coordinator.proc])
         self._launch.watch(coordinator.proc)
 

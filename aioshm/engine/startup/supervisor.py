@@ -267,7 +267,7 @@ class EngineSupervisor(AsyncClosing):
         lives = restarts.lives
         if self._rules.lockstep:
             raise RoleError("engines in lockstep cannot be scaled: they need each other")
-        if len(members.ranks) != len(lives):
+        if len(self._launch.startup.handshake.engines) != len(lives):
             raise RoleError("engines are scaled where all of them are this process'")
         most = self._launch.engine_manager.max_engines
         if most is not None and engine_count > most:

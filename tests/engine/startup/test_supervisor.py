@@ -6,10 +6,13 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import launch_targets
 import pytest
 from served_engine import ask, collected, stop, until
 from supervised import MANY, pids, serve, serve_after_death, serve_one_by_one
@@ -22,6 +25,7 @@ from aioshm.engine import (
     Restart,
     StartupOptions,
     StartupProgress,
+    launch_core_engines,
 )
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
 
@@ -251,3 +255,34 @@ async def test_the_first_start_is_tried_once(tmp_path: Path) -> None:
 def test_arguments(options: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         EngineSupervisor(serve, **options)
+
+
+async def test_restarted_coordinator_knows_the_engines_of_other_hosts() -> None:
+    """Hybrid load balancing: the supervisor of the head node has a client of its own engine only."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    layout = EngineLayout(host="127.0.0.1", handshake_address=place)
+    hybrid = StartupOptions(parallel_config={"data_parallel_hybrid_lb": True})
+    async with (
+        launch_core_engines(
+            launch_targets.serve, 2, 1, wait=False, layout=EngineLayout(start_index=1, handshake_address=place)
+        ) as second,
+        AsyncExitStack() as stack,
+    ):
+        supervisor = EngineSupervisor(
+            launch_targets.serve, 2, local_engine_count=1, restart=MANY, layout=layout, startup=hybrid
+        )
+        stack.push_async_callback(supervisor.aclose)
+        await asyncio.gather(supervisor.open(), second.wait_until_ready(60))
+        coordinator = supervisor.launch.coordinator
+        assert coordinator is not None
+        victim = coordinator.proc
+        victim.kill()
+        await until(lambda: coordinator.proc is not victim)
+        published: list[int] = []
+        balance = second.client._link.engines.balance
+        balance.update = lambda counts: published.append(len(counts))  # type: ignore[method-assign]
+        await until(lambda: published)
+        assert set(published) == {2}
+        with pytest.raises(RoleError, match="scaled where all of them are this process'"):
+            await supervisor.scale(2)  # rank 1 is on another host
