@@ -22,12 +22,8 @@ _notified: set[asyncio.Future[Any]] = set()
 async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | None = None) -> T:
     """Run ``function`` in a thread. Cancelling this ends the wait immediately; the function continues.
 
-    Args:
-        function: Runs in the thread; its exception is raised here.
-        discard: Releases the result if this was cancelled.
-
-    Raises:
-        OutOfThreads: None can be started; nothing was run.
+    ``discard`` releases the result if this was cancelled. Without a thread nothing is run, and
+    `OutOfThreads` is raised.
     """
     loop = asyncio.get_running_loop()
     outcome: Future[T] = Future()
@@ -60,11 +56,9 @@ async def give_back(function: Callable[[], object]) -> None:
 
 
 def run_apart(function: Callable[[], T], within_s: float, overdue: Exception) -> T:
-    """Run ``function`` in a thread, for example foreign code without timeouts, and block until it is done.
+    """Run ``function`` in a thread, and block until it is done; raise ``overdue`` after ``within_s``.
 
-    Raises:
-        Exception: That of the function; or ``overdue`` after ``within_s``, when the function is left to itself.
-        OutOfThreads: None can be started; nothing was run.
+    For foreign code without timeouts: an overdue function is left to itself.
     """
     outcome: Future[T] = Future()
     start_thread(_settle, outcome, function, name="aioshm-apart", what="a call with a timeout")

@@ -26,10 +26,6 @@ class SelfWatch:
 
     A hang that holds the GIL stops the watching thread, too: then ``faulthandler`` writes all stacks to the standard
     error. A stop of the process that is longer than the limit has the same effect.
-
-    Args:
-        name: The name for people, such as ``engine 0``.
-        warning_s: Seconds without progress before the first report.
     """
 
     def __init__(self, name: str, warning_s: float) -> None:

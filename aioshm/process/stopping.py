@@ -167,11 +167,6 @@ class Termination:
     """Makes SIGTERM cancel the task that creates this, so that the task cleans up, instead of ending the process.
 
     Only in the main thread, and if SIGTERM would end the process otherwise.
-
-    Attributes:
-        interrupts: Whether SIGTERM raises SystemExit immediately, for a plain function that blocks the loop.
-        ignored: Whether the task ends by itself: the first SIGTERM does nothing then, the second ends the process.
-        came: Whether SIGTERM has ended the task, or is about to.
     """
 
     def __init__(self) -> None:
@@ -180,9 +175,9 @@ class Termination:
         self._pid = os.getpid()
         self._armed = False
         self._raised = False
-        self.interrupts: bool = False
-        self.ignored: bool = False
-        self.came: bool = False
+        self.interrupts: bool = False  # SIGTERM raises SystemExit: in a plain function that blocks the loop
+        self.ignored: bool = False  # the first SIGTERM does nothing: the task ends by itself
+        self.came: bool = False  # SIGTERM has ended the task, or is about to
 
     def arm(self) -> None:
         """Begin. Idempotent."""

@@ -41,22 +41,15 @@ DRAIN_POLL_S = 0.01
 
 
 class CallTable:
-    """Sends calls, and delivers their answers.
-
-    Attributes:
-        broadcasts: The queue of calls of all workers.
-        channels: The queues of the present workers, by rank.
-        absent: The ranks that wait for a replacement.
-        lock: Held by the call of all workers that is in progress.
-    """
+    """Sends calls, and delivers their answers."""
 
     def __init__(self, session: Session, broadcasts: MessageQueue) -> None:
         self._session = session
         self.broadcasts = broadcasts
         self.schedule: Schedule = Schedule()
-        self.channels: dict[int, Channel] = {}
-        self.absent: set[int] = set()
-        self.lock: asyncio.Lock = asyncio.Lock()
+        self.channels: dict[int, Channel] = {}  # of the present workers, by rank
+        self.absent: set[int] = set()  # ranks that wait for a replacement
+        self.lock: asyncio.Lock = asyncio.Lock()  # held by the present call of all workers
         self._all_present = asyncio.Event()
         self._all_present.set()
         self._calls: dict[int, Call] = {}  # by number: sent, or being sent, and not answered yet

@@ -137,12 +137,7 @@ class Session:
         return failure
 
     async def connect(self, worker: WorkerProcess) -> None:
-        """Open the queues of a worker that was constructed, and start to send calls to it.
-
-        Raises:
-            EOFError, OSError: The process has exited.
-            AioshmError: A queue cannot be opened.
-        """
+        """Open the queues of a worker that was constructed, and start to send calls to it."""
         assert worker.rank is not None
         options = self._own_options
         async with AsyncExitStack() as unused:
