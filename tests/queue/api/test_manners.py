@@ -8,10 +8,9 @@ import os
 import pickle
 import platform
 import re
-import resource
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -27,23 +26,6 @@ from aioshm import EndClosed, Handle, HandleError, MessageQueue, PeerClosed
 from aioshm.process.watch import process_state
 
 pytestmark = pytest.mark.slow_on_uvloop
-
-
-@contextmanager
-def no_descriptors_left() -> Iterator[None]:
-    """Leave this process no descriptor but those that the block gives back."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
-    taken = []
-    try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in taken:
-            os.close(fd)
 
 
 class TestBothEndsInOneTask:
@@ -96,17 +78,6 @@ class TestAWriterThatWasClosed:
                     await reader.dequeue(20)
                 with pytest.raises(PeerClosed):
                     await reader.wait_until_ready(20)
-
-    async def test_while_descriptors_are_short(self) -> None:
-        """There is none left to accept the readers with but those that closing gives back."""
-        writer = wide_writer(3, 0)
-        dialled = [MessageQueue.create_from_handle(writer.export_handle(), rank) for rank in range(3)]
-        with no_descriptors_left():
-            await writer.aclose()
-        for reader in dialled:
-            async with reader:
-                with pytest.raises(PeerClosed):
-                    await reader.dequeue(20)
 
     @pytest.mark.parametrize("backing", ["memfd", "named"])
     async def test_at_any_turn_of_the_loop(self, backing: Any) -> None:
