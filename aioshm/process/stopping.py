@@ -9,11 +9,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Generator, Iterable
+from contextlib import closing
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
-from aioshm.process.background import completed, give_back
+from aioshm.process.background import give_back
 from aioshm.process.orphans import reap_if_adopted
 
 if TYPE_CHECKING:  # the import takes 12 ms
@@ -41,7 +42,10 @@ def shutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) 
         procs: The processes; processes that have exited, or were never started, are ignored.
         timeout: Seconds that all of them together may take; 0 kills them immediately.
     """
-    _Stopping(procs, timeout).run()
+    stopping = _Stopping(procs, timeout)
+    with closing(stopping.steps()) as steps:
+        for _ in steps:
+            time.sleep(_RECHECK_S)
 
 
 async def ashutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
@@ -50,15 +54,22 @@ async def ashutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIME
     Cancelling this kills the processes; the call returns, cancelled, when they are gone.
     """
     stopping = _Stopping(procs, timeout)
-    if not stopping.procs:
-        return
-    task = asyncio.create_task(give_back(stopping.run), name="aioshm-stops-processes")
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        stopping.cancelled = True
-        await completed(task)
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    if stopping.procs:
+        try:
+            await give_back(stopping.find_descendants)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            stopping.hurry = True
+    with closing(stopping.steps()) as steps:
+        for _ in steps:
+            try:
+                await asyncio.sleep(_RECHECK_S)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                stopping.hurry = True
+    if cancelled is not None:
+        raise cancelled
 
 
 class _Stopping:
@@ -68,23 +79,26 @@ class _Stopping:
         if not (math.isfinite(timeout) and timeout >= 0):
             raise ValueError(f"timeout must be a finite number of seconds, at least 0, not {timeout}")
         self.procs = [proc for proc in procs if _runs(proc)]
-        self.cancelled = False  # set by another thread: do not wait any longer
+        self.hurry = False  # set: kill the processes now
         self._timeout = timeout
         self._descendants: set[psutil.Process] = set()
+        self._found = False
 
-    def run(self) -> None:
+    def steps(self) -> Generator[None]:
+        """Stop the processes; the caller sleeps for `_RECHECK_S` at each step. Closing this kills them."""
         try:
-            self._find_descendants()
+            if not self._found:
+                self.find_descendants()
             self.terminate()
             deadline = time.monotonic() + self._timeout
-            while self._running() and not self.cancelled and time.monotonic() < deadline:
-                time.sleep(_RECHECK_S)
+            while self._running() and not self.hurry and time.monotonic() < deadline:
+                yield
         finally:
             self._kill()
         killed = self._descendants
         deadline = time.monotonic() + KILLED_S
         while (self._running() or self._descendants_run()) and time.monotonic() < deadline:
-            time.sleep(_RECHECK_S)
+            yield
         for process in killed:
             if process.is_running():  # the same process, and no later one with its pid
                 reap_if_adopted(process.pid)
@@ -93,8 +107,9 @@ class _Stopping:
         if left:
             _log.error("killed, but not gone after %s s: %s", KILLED_S, ", ".join(left))
 
-    def _find_descendants(self) -> None:
+    def find_descendants(self) -> None:
         """Note the descendants of the processes: unknown once the processes have exited."""
+        self._found = True
         self._descendants |= _descendants({proc.pid for proc in self._running() if proc.pid is not None})
 
     def terminate(self) -> None:
@@ -102,7 +117,7 @@ class _Stopping:
             proc.terminate()
 
     def _kill(self) -> None:
-        self._find_descendants()
+        self.find_descendants()
         for proc in self._running():  # parents first, so that they start no more processes
             proc.kill()
         for process in self._descendants:
@@ -208,10 +223,17 @@ class Termination:
             signal.raise_signal(signal.SIGTERM)
         elif self.ignored:
             self.disarm()
-        elif not self.came:
+        elif self.interrupts and not self.came:
             self.came = True
-            if self.interrupts:
-                self._raised = True
-                raise SystemExit(TERMINATED)
+            self._raised = True
+            raise SystemExit(TERMINATED)
+        else:
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self.ignored:
+            self.disarm()
+        elif not self.came:  # only now: the task may have begun to clean up since the signal
+            self.came = True
             assert self._task is not None
-            self._loop.call_soon_threadsafe(self._task.cancel, "SIGTERM")
+            self._task.cancel("SIGTERM")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest.mock import Mock
 
 import engine_targets as targets
 import psutil
@@ -19,7 +20,8 @@ from managed import gone
 from support import eventually
 
 from aioshm.engine import ashutdown, shutdown
-from aioshm.process import stopping
+from aioshm.errors import OutOfThreads
+from aioshm.process import background, stopping
 from aioshm.process.child import Child
 from aioshm.process.stderr import StderrRelay
 
@@ -180,9 +182,23 @@ async def test_cancelled_shutdown_kills_immediately(start: Started) -> None:
     assert not task.done()
     began = time.monotonic()
     while not task.done():
-        task.cancel()
+        for each in asyncio.all_tasks() - {asyncio.current_task()}:  # as `asyncio.run` does at its end
+            each.cancel()
         await asyncio.sleep(0)
     assert task.cancelled()
     assert time.monotonic() - began < 5  # instead of 60
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
     assert gone(other)
+
+
+async def test_shutdown_without_another_thread_does_not_block_the_loop(
+    start: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = start(targets.refuse_to_end)
+    monkeypatch.setattr(background, "start_thread", Mock(side_effect=OutOfThreads("no thread")))
+    task = asyncio.create_task(ashutdown([process], 60))
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait([task])
+    assert process.exitcode == -signal.SIGKILL
