@@ -459,3 +459,10 @@ async def test_a_group_of_ones_own_is_checked() -> None:
     member.rank = 2
     with pytest.raises(ValueError, match=r"pg.rank must be below pg.world_size \(2\), not 2"):
         await create_from_process_group(member, *SIZES)
+
+
+async def test_places_beyond_the_group_are_not_the_writers_rank() -> None:
+    options = Options(max_readers=3)
+    ends = await everywhere([create_from_process_group(pg, *SIZES, 1, options=options) for pg in meet(2)])
+    assert ends[1].export_handle().local_reader_ranks == (0, 2, 3)
+    await close_all(ends)

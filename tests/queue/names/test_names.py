@@ -33,6 +33,7 @@ from aioshm import (
     merge,
 )
 from aioshm.process.watch import process_state
+from aioshm.queue.local.source import RingSource
 from aioshm.queue.names.registry import NamedWriters
 from aioshm.ring.cores import native_core
 
@@ -542,3 +543,28 @@ def test_short_cuts_of_the_old_ring_are_not_taken() -> None:
                 continue
         writing.result()
         assert outcomes == ["restarted", *((0, number) for number in range(5))]
+
+
+async def test_messages_are_counted_once_while_a_reader_changes_its_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    close = RingSource.close
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+
+        def counting(source: RingSource) -> None:
+            counts.append(reader.stats().messages)  # as another thread may
+            close(source)
+
+        async with new_writer() as writer:
+            for number in range(3):
+                await writer.enqueue(number, 20)
+                assert await reader.dequeue(20) == number
+            monkeypatch.setattr(RingSource, "close", counting)
+        await until(lambda: counts)
+    assert counts[0] == 3
+
+
+async def test_the_writers_options_hold_for_a_reader_that_has_none_of_its_own(names: Path) -> None:
+    options = Options(runtime_dir=str(names), stall_warning_s=7.0)
+    async with new_writer(options=options) as writer, MessageQueue.attach("steps", 0) as reader:
+        await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
+        assert reader.end.state.options == options

@@ -251,3 +251,16 @@ async def test_who_lacks_a_descriptor_is_told_and_may_try_again(names: Path, mon
                     with pytest.raises(QueueRestarted):
                         await reader.dequeue(20)
                 assert await reader.dequeue(20) == 1
+
+
+async def test_drafts_of_those_who_live_are_left_alone(names: Path) -> None:
+    draft = files._new_draft(names.parent / "else.queue", b"x", False)
+    try:
+        files.sweep(names.parent, files.drafts())
+        assert draft.path.exists()
+    finally:
+        draft.release()
+    files.sweep(names.parent, files.drafts("other"))
+    assert draft.path.exists()
+    files.sweep(names.parent, files.drafts("else.queue"))
+    assert not draft.path.exists()

@@ -281,6 +281,14 @@ async def test_reader_that_is_not_admitted_yet_closes_without_delay(monkeypatch:
                 await newcomer.aclose()
 
 
+async def test_newcomer_to_a_full_queue_of_many_readers_is_refused() -> None:
+    """All readers are asked together: asked one after the other, the first has to be asked again before the last."""
+    async with ready_ends(0, 14) as (writer, _):
+        async with MessageQueue.create_from_handle(writer.export_handle()) as newcomer:
+            with pytest.raises(NoPlaceVacant):
+                await newcomer.wait_until_ready(10)
+
+
 async def test_newcomer_is_refused_where_the_reader_that_has_the_rank_does_not_answer_in_time(monkeypatch: Any) -> None:
     async with ready_ends(0, 1, remote_timeout=0.6) as (writer, (reader,)):
         monkeypatch.setattr(reader.end.source.link, "receive", lambda _: None)  # as if its loop were held up
