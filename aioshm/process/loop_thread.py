@@ -27,6 +27,8 @@ from aioshm.process.limits import check_descriptors, naming_limits, start_thread
 
 ALIVE_CHECK_S = 1.0
 """How late a waiting caller may notice that the loop's thread has ended."""
+CANCEL_PATIENCE_S = 1.0
+"""A handler's exception interrupts a cancellation older than this: a user who presses Ctrl-C again wants to leave."""
 END_S = 10.0
 """How long `stop` waits for the thread to end. A thread that takes longer is stuck in a callback."""
 
@@ -164,11 +166,30 @@ class LoopThread:
             raise
         except BaseException:  # of a signal handler
             errand.dropped = True
-            if self.post(errand.cancel):
-                with suppress(QueueClosed):
-                    self._wait_for(errand)
+            try:  # another signal's handler may raise before `_cancel` has begun
+                try:
+                    self._cancel(errand)
+                finally:
+                    self._cancel(errand)
+            finally:
+                self._cancel(errand)
             raise
         return errand.outcome()
+
+    def _cancel(self, errand: _Errand[Any]) -> None:
+        """Cancel a coroutine, and wait for its end; drop exceptions of handlers for the first `CANCEL_PATIENCE_S`."""
+        until = monotonic() + CANCEL_PATIENCE_S
+        ended = False
+        while not ended:
+            try:
+                if self.post(errand.cancel):
+                    self._wait_for(errand)
+                ended = True
+            except QueueClosed:
+                ended = True
+            except BaseException:
+                if monotonic() > until:
+                    raise
 
     def post(self, function: Callable[[], object]) -> bool:
         """Schedule a function in the thread without waiting; return False if the thread does not take it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import textwrap
@@ -122,3 +123,46 @@ def test_call_on_a_loop_whose_thread_ends_is_an_error() -> None:
     with pytest.raises(EndClosed):
         thread.do(blocked.set)
     thread.stop()
+
+
+def test_further_signals_do_not_interrupt_the_end_of_an_interrupted_call() -> None:
+    class Interrupted(Exception):
+        pass
+
+    handled: list[int] = []
+    ended = threading.Event()
+    running = True
+
+    def handle(number: int, _frame: object) -> None:
+        handled.append(number)
+        if running:
+            raise Interrupted
+
+    def send() -> None:
+        seen = len(handled)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        while len(handled) == seen:  # not awaited: the call may be cancelled again
+            time.sleep(0.001)
+
+    async def end_slowly() -> None:
+        try:
+            send()
+            await asyncio.sleep(20)
+        finally:
+            for _ in range(3):
+                send()
+            ended.set()
+
+    thread = LoopThread("a test")
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(Interrupted):
+            thread.run(end_slowly)
+        running = False
+        had_ended = ended.is_set()
+        assert ended.wait(20)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        thread.stop()
+    assert had_ended
+    assert len(handled) == 4
