@@ -17,7 +17,7 @@ from children import child
 from remotes import wide_writer
 from support import until
 
-from aioshm import MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted
+from aioshm import MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted, merge
 from aioshm.errors import HandleError
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -114,6 +114,20 @@ class TestSkip:
             assert await received(other, 6) == [(0, 1), 2, 3, 4, 5]
             with pytest.raises(PeerClosed):
                 await other.dequeue(20)
+
+    async def test_in_a_merge(self) -> None:
+        async with three_ends("skip") as (writer, patient, other):
+            await publish(writer, patient, range(10))
+            got: list[Any] = []
+            closing = None
+            async for rank, item in merge({7: other}, errors="yield"):
+                got.append((rank, (item.first, item.last) if isinstance(item, MessagesLost) else item[0]))
+                if len(got) == 5:
+                    await publish(writer, patient, range(10, 12))
+                    closing = asyncio.ensure_future(writer.aclose())
+            assert got == [(7, (0, 5)), *((7, number) for number in range(6, 12))]
+            assert closing is not None
+            await closing
 
     async def test_a_reader_that_is_waited_for_is_waited_for(self) -> None:
         async with three_ends("skip") as (writer, patient, other):

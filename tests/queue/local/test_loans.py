@@ -224,6 +224,21 @@ async def test_closed_inside_of_the_block() -> None:
             await reader.dequeue(5)
 
 
+async def test_loan_without_room_times_out_and_may_be_tried_again() -> None:
+    async with attached(chunk=CHUNK, chunks=2) as (writer, (reader,)):
+        for number in range(2):
+            async with writer.loan(300_000, "uint8") as array:
+                _fill(array, number)
+        with pytest.raises(TimeoutError, match="became free"):
+            async with writer.loan(300_000, "uint8", timeout=0.02):
+                pass
+        assert _is(await reader.dequeue(5), 0, 300_000)
+        async with writer.loan(300_000, "uint8", timeout=5) as array:
+            _fill(array, 2)
+        for number in (1, 2):
+            assert _is(await reader.dequeue(5), number, 300_000)
+
+
 async def test_a_forgotten_block() -> None:
     async with attached(chunk=CHUNK) as (writer, (reader,)):
         writer.loan(100_000)  # nothing was entered
